@@ -9,8 +9,9 @@ loop is read once.
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from fnmatch import fnmatchcase
 from itertools import dropwhile
 from typing import Final
@@ -88,24 +89,26 @@ def read_script(text: str) -> Script:
     )
 
 
-def both(a: bool | None, b: bool | None) -> bool | None:
-    """Returns `a and b`, where None means that the value is not known."""
-    return False if False in (a, b) else None if None in (a, b) else True
+class _Truth(IntEnum):
+    """The value of a condition. The lesser of two is their `and`, the greater their `or`."""
 
+    NO = 0
+    UNKNOWN = 1
+    YES = 2
 
-def _not(a: bool | None) -> bool | None:
-    return None if a is None else not a
+    def __invert__(self) -> "_Truth":
+        return _Truth(2 - self)
 
 
 @dataclass
 class _Branch:
     """An open `if`, loop or `case`."""
 
-    taken: bool | None = True
-    """True if the part that is being read runs; None if that is not known."""
-    before: bool | None = False
-    """True if an earlier part of the same `if` runs; None if that is not known."""
-    condition: bool | None = True
+    taken: _Truth = _Truth.YES
+    """The certainty that the part that is being read runs."""
+    before: _Truth = _Truth.NO
+    """The certainty that an earlier part of the same `if` runs."""
+    condition: _Truth = _Truth.YES
     reading: bool = False
     """True while the condition is read."""
 
@@ -113,12 +116,12 @@ class _Branch:
         """Begins the part after `then`, `do`, `elif` or `else`."""
         self.reading = keyword == "elif"
         if keyword == "elif":
-            self.condition = True
+            self.condition = _Truth.YES
         elif keyword == "else":
-            self.taken = _not(self.before)
+            self.taken = ~self.before
         else:
-            self.taken = both(_not(self.before), self.condition)
-            self.before = _not(both(_not(self.before), _not(self.condition)))
+            self.taken = min(~self.before, self.condition)
+            self.before = max(self.before, self.condition)
 
 
 class _Reader:
@@ -294,10 +297,9 @@ class _Reader:
             words = rest
         branch = self._open[-1] if self._open else None
         if words and branch is not None and branch.reading:
-            tested = self._test(words)
-            either = _not(both(_not(branch.condition), _not(tested)))
-            branch.condition = either if self._joined == "||" else both(branch.condition, tested)
-        elif words and not (end == ")" and self._runs is None):  # a pattern of `case`
+            join = max if self._joined == "||" else min
+            branch.condition = join(branch.condition, self._test(words))
+        elif words and not (end == ")" and self._runs is _Truth.UNKNOWN):  # a pattern of `case`
             self._record(words)
 
     def _keyword(self, words: list[str]) -> list[str] | None:
@@ -308,7 +310,7 @@ class _Reader:
             self._open.append(_Branch(reading=True))
             self._joined = ""
         elif first in ("for", "select", "until", "case"):
-            self._open.append(_Branch(taken=None if first == "case" else True))
+            self._open.append(_Branch(taken=_Truth.UNKNOWN if first == "case" else _Truth.YES))
             for name in words[1:2] if first in ("for", "select") else ():
                 self._set(name, f"{_MARK}?{name}{_MARK}")
             return []
@@ -323,14 +325,11 @@ class _Reader:
         return words[1:]
 
     @property
-    def _runs(self) -> bool | None:
-        runs: bool | None = True
-        for branch in self._open:
-            runs = both(runs, branch.taken)
-        return runs
+    def _runs(self) -> _Truth:
+        return min((branch.taken for branch in self._open), default=_Truth.YES)
 
     def _record(self, words: list[str]) -> None:
-        if self._runs is False:
+        if self._runs is _Truth.NO:
             return
         if words[0] in _DECLARING:
             words = [word for word in words[1:] if _ASSIGNED.match(word)]
@@ -339,7 +338,7 @@ class _Reader:
                 match = _ASSIGNED.match(word)
                 assert match is not None
                 (name, added), value = match.groups(), word[match.end() :]
-                if self._runs is None:
+                if self._runs is _Truth.UNKNOWN:
                     self.undecided += value.split()
                     value = "" if added else f"{_MARK}?{name}{_MARK}"
                 old = self.variables.get(name, "") if added else ""
@@ -352,33 +351,26 @@ class _Reader:
             raise Unreadable(f"has a value of more than {LARGEST:,} characters")
         self.variables[name] = value
 
-    def _test(self, words: list[str]) -> bool | None:
-        """Returns the result of a test; None if the script alone does not determine it."""
-        if words[0] == "!":
-            return _not(self._test(words[1:]))
-        if words[0].startswith("(("):
-            number = self._arithmetic(words[0][2:-2])
-            return None if number is None else number != 0
+    def _test(self, words: Sequence[str]) -> _Truth:
+        """Returns the result of a test, as far as the script alone determines it."""
         words = [word for word in words if word not in ("[", "[[", "]", "]]", "test")]
-        if any(re.search(rf"{_MARK}\?", word) for word in words):
-            return None
+        if any(f"{_MARK}?" in word for word in words):
+            return _Truth.UNKNOWN
+        answer: bool | int | None = None
         match [known_part(word) for word in words]:  # a variable that is not set is empty
             case ["!", *rest]:
-                return _not(self._test(rest))
-            case ["true"] | [":"]:
-                return True
-            case ["false"]:
-                return False
+                return ~self._test(rest)
+            case [expression] if expression.startswith("(("):
+                answer = self._arithmetic(expression[2:-2])
+            case ["true" | "false" | ":" as answered]:
+                answer = answered != "false"
             case ["-n" | "-z" as asked, text]:
-                return (text == "") is (asked == "-z")
-            case [left, "=" | "==", right]:
-                return fnmatchcase(left, right)
-            case [left, "!=", right]:
-                return not fnmatchcase(left, right)
+                answer = (text == "") is (asked == "-z")
+            case [left, "=" | "==" | "!=" as sign, right]:
+                answer = fnmatchcase(left, right) is (sign != "!=")
             case [left, sign, right] if sign in _COMPARED:
-                number = self._arithmetic(f"{left or 0} {_COMPARED[sign]} {right or 0}")
-                return None if number is None else bool(number)
-        return None
+                answer = self._arithmetic(f"{left or 0} {_COMPARED[sign]} {right or 0}")
+        return _Truth.UNKNOWN if answer is None else _Truth.YES if answer else _Truth.NO
 
 
 def _evaluate(node: ast.expr) -> int:
