@@ -2,7 +2,7 @@
 
 Every GPU has two links: one to its peers in the same node and one to other nodes. From the geometry of its
 group (`Group`) a collective becomes a `Transfer`: a latency, which nothing else delays, and a time on one
-link at full rate, which grows if transfers share the link (`simulate.timeline`).
+link at full rate, which grows if transfers share the link (`costs.timeline`).
 
 Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank.
 Over several nodes NCCL runs as many rings as the group has members on a node, each leaving the node through

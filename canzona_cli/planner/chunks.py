@@ -10,6 +10,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.stages import stage_layers
@@ -22,6 +23,12 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Bucket, rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_apart
 
+Stream = Literal["data", "experts", "adamw"]
+"""A communicator of data-parallel traffic. Its transfers run one after another; those of several share the links.
+Experts that are divided among ranks have one, and, on GPUs, so have AdamW's parameters under a plan
+(`planner.reduction.adamw_apart`)."""
+STREAMS: Final[tuple[Stream, ...]] = get_args(Stream)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
@@ -32,9 +39,7 @@ class Chunk:
     and is the first to need its parameters in the forward pass."""
     reduce: Transfer
     gather: Transfer
-    apart: bool = False
-    """True for a bucket of AdamW's parameters with a communicator of its own
-    (`planner.reduction.adamw_apart`)."""
+    stream: Stream = "data"
 
 
 def in_order(streams: Iterable[Sequence[Chunk]]) -> list[Chunk]:
@@ -130,11 +135,8 @@ class Buffers:
         if self._layout.ep == 1:
             return chunks
         experts = [(module.weights, number) for number, module in enumerate(modules) if module.dispatched]
-        # The two buffers have communicators of their own.
-        return [
-            *(replace(chunk, apart=True) for chunk in chunks),
-            *(self._even(*cut, self._groups.experts, sharded=sharded) for cut in self._cut(experts)),
-        ]
+        of_experts = (self._even(*cut, self._groups.experts, sharded=sharded) for cut in self._cut(experts))
+        return [*chunks, *(replace(chunk, stream="experts") for chunk in of_experts)]
 
     def others(self, *, planned: bool) -> list[Chunk]:
         """Builds the chunks of the buffer that AdamW updates beside the matrices: embedding, norms and output
@@ -143,9 +145,9 @@ class Buffers:
         Args:
             planned: True under a plan, False for layerwise.
         """
-        apart = planned and adamw_apart(self._config.cluster.device)
+        stream: Stream = "adamw" if planned and adamw_apart(self._config.cluster.device) else "data"
         return [
-            replace(self._even(*cut, self._groups.data, sharded=True), apart=apart)
+            replace(self._even(*cut, self._groups.data, sharded=True), stream=stream)
             for cut in self._cut(self._parameters(layers=False))
         ]
 
@@ -161,10 +163,11 @@ class Buffers:
                     module=self.first_module(matrices[index] for part in bucket.ranges for index in part.matrices),
                     reduce=reduced,
                     gather=gathered,
+                    stream="data" if rank is None else "experts",
                 )
                 for bucket, (reduced, gathered) in zip(stream, self._reductions.in_turn(stream), strict=True)
             ]
-            for stream in streams.values()
+            for rank, stream in streams.items()
         ]
         return in_order(chunks)
 

@@ -1,34 +1,27 @@
 """The seconds that an iteration waits for updates, reductions and gatherings: an estimate that is quick enough
 to compare a plan's candidates.
 
-`simulate.iteration` computes the same for a whole pipeline. Here every stage has a clock of its own: it counts
-the last backward pass, which starts reductions, and the first forward pass, which waits for gatherings, module
-by module. Stages other than the first finish their backward passes earlier and start their forward passes
-later, by one pass for each stage before them.
+`simulate.iteration` computes the same for a whole pipeline, on the same `Timeline`. Here every stage has a timeline
+of its own, with the last backward pass, which starts reductions, and another with the first forward pass, which
+waits for gatherings. Stages other than the first finish their backward passes earlier and start their forward
+passes later, by one pass for each stage before them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from canzona_cli.config.execution import overlaps_param_gather
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.gradients import zeroing_seconds
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime, stage_time, units_taken
+from canzona_cli.costs.timeline import Ran, Timeline
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.chunks import Buffers, Chunk, Order, in_order
+from canzona_cli.planner.chunks import STREAMS, Buffers, Chunk, Order, Stream, in_order
 from canzona_cli.planner.plan import Bucket
 from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Waits:
-    """The seconds of an iteration for which a stage waits for one direction of data-parallel traffic."""
-
-    exposed_s: float
-    total_s: float
-    """All seconds of the traffic, overlapped ones included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +51,6 @@ class Exposure:
         config = replace(config, parallel=replace(config.parallel, dispatcher=None))
         self._overlap_reduce = config.parallel.overlap_grad_reduce
         self._overlap_gather = overlaps_param_gather(config)
-        self._units = units_taken(config, layout)
         self.stages = [_StageClock(config, layout, stage) for stage in range(layout.pp)]
 
     def chunks(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> list[list[Chunk]]:
@@ -67,11 +59,14 @@ class Exposure:
 
     def reduced(self, chunks: Sequence[Sequence[Chunk]]) -> float:
         """Returns the seconds that reductions add to the iteration."""
-        waits = [
-            clock.reduced(of_stage, overlap=self._overlap_reduce)
-            for clock, of_stage in zip(self.stages, chunks, strict=True)
-        ]
-        return self._price(waits)
+        if not self._overlap_reduce:
+            return max(sum(chunk.reduce.seconds for chunk in of_stage) for of_stage in chunks)
+        added_s = slowed_s = 0.0
+        for clock, of_stage in reversed(list(zip(self.stages, chunks, strict=True))):
+            late_s, slowed_here_s = clock.reduced(of_stage)
+            added_s = max(added_s, slowed_s + late_s)
+            slowed_s += slowed_here_s
+        return added_s
 
     def gathered(self, chunks: Sequence[Sequence[Chunk]], busy: Mapping[int, float]) -> float:
         """Returns the seconds that updates and gatherings add to the iteration.
@@ -79,11 +74,15 @@ class Exposure:
         Args:
             busy: the update seconds of each stage's slowest owner.
         """
-        waits = [
-            clock.gathered(of_stage, busy.get(stage, 0.0), overlap=self._overlap_gather)
-            for stage, (clock, of_stage) in enumerate(zip(self.stages, chunks, strict=True))
-        ]
-        return self._price(waits)
+        added_s = late_s = 0.0
+        for stage, (clock, of_stage) in enumerate(zip(self.stages, chunks, strict=True)):
+            busy_s = busy.get(stage, 0.0)
+            if self._overlap_gather:
+                end_s, late_s = clock.gathered(of_stage, busy_s, late_s)
+            else:
+                end_s = busy_s + sum(chunk.gather.seconds for chunk in of_stage)
+            added_s = max(added_s, end_s)
+        return added_s
 
     def roughly(
         self,
@@ -103,10 +102,6 @@ class Exposure:
         ]
         return self.reduced(chunks) + self.gathered(chunks, busy)
 
-    def _price(self, waits: Sequence[Waits]) -> float:
-        """Adds up the longest wait and what overlapped collectives take from the passes."""
-        return max(wait.exposed_s for wait in waits) + self._units * max(wait.total_s for wait in waits)
-
 
 class _StageClock:
     """The clock of one stage's rank."""
@@ -118,25 +113,11 @@ class _StageClock:
         self._zero_s = zeroing_seconds(config, layout, stage)
         self._hop_s = self.time.hop.seconds
         self._buffers = Buffers(config, layout, stage, self.time)
+        self._units = units_taken(config, layout)
 
     @cached_property
     def _others(self) -> list[Chunk]:
         return self._buffers.others(planned=True)
-
-    @cached_property
-    def _forward(self) -> list[float]:
-        return [module.forward_s + module.moves[0].seconds for module in self.time.modules]
-
-    @cached_property
-    def _backward(self) -> list[float]:
-        return [module.backward_s + module.again_s + module.moves[1].seconds for module in self.time.modules]
-
-    def _forward_s(self, places: range) -> float:
-        """Returns the seconds of a forward pass through the modules of a model chunk."""
-        return self.time.pass_s + sum(self._forward[place] for place in places)
-
-    def _backward_s(self, places: range) -> float:
-        return self.time.pass_s + sum(self._backward[place] for place in places)
 
     def chunks(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
         """Returns the chunks of AdamW's parameters and those of the plan's buckets, as `Order.of` wants them."""
@@ -144,85 +125,152 @@ class _StageClock:
 
     def outlined(self, outlines: Sequence[Outline], matrices: Sequence[Matrix], model: ReductionModel) -> list[Chunk]:
         """Returns the chunks of AdamW's parameters and estimated chunks of matrices, see `Exposure.roughly`."""
-        chunks: dict[bool, list[Chunk]] = {False: [], True: []}
+        chunks: dict[Stream, list[Chunk]] = {stream: [] for stream in STREAMS}
         for bucket in outlines:
             reduced, gathered = (
                 model.roughly(bucket.elements, bucket.largest, kind, experts=bucket.experts)
                 for kind in ("reduce_scatter", "all_gather")
             )
             module = self._buffers.first_module(matrices[index] for index in bucket.matrices)
-            chunks[bucket.experts].append(Chunk(module=module, reduce=reduced, gather=gathered))
+            stream: Stream = "experts" if bucket.experts else "data"
+            chunks[stream].append(Chunk(module=module, reduce=reduced, gather=gathered, stream=stream))
         return [*self._others, *in_order(chunks.values())]
 
-    def reduced(self, chunks: Sequence[Chunk], *, overlap: bool) -> Waits:
-        """Returns the wait for reductions after the first stage's last backward pass."""
-        total_s = sum(chunk.reduce.seconds for chunk in chunks)
-        if not overlap:
-            return Waits(exposed_s=total_s, total_s=0.0)
+    def reduced(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
+        """Simulates the last backward pass and the reductions of its gradients.
+
+        Returns:
+            The seconds from the end of the first stage's pass, if it had no reductions, to the end of this stage's
+            reductions, which is negative if they end before; and the seconds by which the reductions slow this
+            stage's pass down.
+        """
         ready: dict[int, list[Chunk]] = {}
         for chunk in chunks:
             ready.setdefault(chunk.module, []).append(chunk)
-        streams, now, end = _Streams(), 0.0, 0.0
+        work, ends = _Pass(chunk.reduce for chunk in chunks), []
         for number, places in enumerate(reversed(self.time.places)):
             if number:
                 # The other micro-batches of the model chunk go first.
-                now += self._turns * self._backward_s(places) + self._stages * self._hop_s
-            now += self.time.pass_s
+                work.compute(self._turns * self._pass_s(places, 1) + self._stages * self._hop_s)
+            work.compute(self.time.pass_s)
             for place in reversed(places):
-                now += self._backward[place]
-                for chunk in ready.get(place, ()):
-                    end = max(end, streams.run(chunk.reduce, now, apart=chunk.apart))
-        earlier_s = self._stage * (self._hop_s + self._backward_s(self.time.places[0]))
-        return Waits(exposed_s=max(0.0, end - now - earlier_s), total_s=total_s)
+                module = self.time.modules[place]
+                work.compute(module.backward_s + module.again_s, module.moves[1])
+                ends += [work.transfer(chunk.reduce, chunk.stream, [work.now()]) for chunk in ready.get(place, ())]
+        last = work.now()
+        ran = work.run(self._units)
+        end_s = max(ran[number].end for number in (last, *ends))
+        earlier_s = self._stage * (self._hop_s + self._pass_s(self.time.places[0], 1))
+        return end_s - work.computed_s - earlier_s, ran[last].end - work.computed_s
 
-    def gathered(self, chunks: Sequence[Chunk], busy_s: float, *, overlap: bool) -> Waits:
-        """Returns the updates and the wait for gatherings up to the end of the first forward pass."""
-        total_s = sum(chunk.gather.seconds for chunk in chunks)
-        if not overlap:
-            return Waits(exposed_s=busy_s + total_s, total_s=0.0)
-        order, streams = Order.of(chunks, len(self._others), self.time.places), _Streams()
+    def gathered(self, chunks: Sequence[Chunk], busy_s: float, late_s: float) -> tuple[float, float]:
+        """Simulates the updates, and the gatherings up to the end of the first forward pass.
+
+        Args:
+            late_s: the second value of the stage before.
+
+        Returns:
+            The seconds by which updates and gatherings delay the end of the pass through all model chunks, and those
+            by which they delay its end in the first model chunk.
+        """
+        order, work = Order.of(chunks, len(self._others), self.time.places), _Pass(chunk.gather for chunk in chunks)
         follows = dict(zip(order.afterwards, order.afterwards[GATHERED_AHEAD:], strict=False))
-        done: dict[int, float] = {}
+        tasks: dict[int, int] = {}
 
-        def gather(number: int, now: float) -> None:
-            if number not in done:
-                done[number] = streams.run(chunks[number].gather, now, apart=chunks[number].apart)
+        def gather(number: int, after: Sequence[int]) -> None:
+            if number not in tasks:
+                tasks[number] = work.transfer(chunks[number].gather, chunks[number].stream, after)
 
+        updated = work.timeline.add("update", "update", seconds=busy_s)
         for number in order.overlapped:
-            gather(number, 0.0)
+            gather(number, ())
         for number in order.afterwards[:GATHERED_AHEAD]:
-            gather(number, busy_s)
+            gather(number, [updated])
         needed: dict[int, list[int]] = {}
         for number, chunk in enumerate(chunks):
             needed.setdefault(chunk.module, []).insert(0, number)
-        earlier_s = self._stage * (self._hop_s + self._forward_s(self.time.places[0]))
-        now, waited_s = busy_s + self._zero_s + earlier_s, 0.0
+        earlier_s = self._stage * (self._hop_s + self._pass_s(self.time.places[0], 0))
+        work.wait([updated])
+        work.compute(self._zero_s)
+        if self._stage:
+            work.wait([work.timeline.add("pipeline", "pipeline", seconds=self._zero_s + earlier_s + late_s)])
+        ends = []
         for model_chunk, places in enumerate(self.time.places):
             if model_chunk:
                 # Its input has passed through the other stages.
                 before = self.time.places[model_chunk - 1]
-                now += self._turns * self._forward_s(before) + self._stages * self._hop_s
-            now += self.time.pass_s
+                work.compute(self._turns * self._pass_s(before, 0) + self._stages * self._hop_s)
+            work.compute(self.time.pass_s)
             for place in places:
+                module, awaited = self.time.modules[place], list[int]()
                 for number in needed.get(place, ()):
-                    gather(number, now)
-                    waited_s += max(0.0, done[number] - now)
-                    now = max(now, done[number])
+                    gather(number, [work.now(), *awaited])
+                    awaited.append(tasks[number])
                     if number in follows:
-                        gather(follows[number], now)
-                now += self._forward[place]
-        return Waits(exposed_s=busy_s + waited_s, total_s=total_s)
+                        gather(follows[number], [work.now(), *awaited])
+                if awaited:
+                    work.wait(awaited)
+                work.compute(module.forward_s, module.moves[0])
+            ends.append((work.now(), work.computed_s))
+        ran = work.run(self._units)
+        late = [ran[number].end - computed_s - earlier_s for number, computed_s in ends]
+        return late[-1], late[0]
+
+    def _pass_s(self, places: range, way: Literal[0, 1]) -> float:
+        """Returns the seconds of the forward (0) or backward (1) pass through the model chunk at `places`."""
+        return self.time.passes[self.time.places.index(places)][way]
 
 
-class _Streams:
-    """The streams of the matrices' transfers and of AdamW's (`Chunk.apart`), which share the links."""
+class _Pass:
+    """The timeline of a pass through a stage, next to data-parallel transfers."""
 
-    def __init__(self) -> None:
-        self._free = {True: 0.0, False: 0.0}
-        self._link_free = 0.0
+    def __init__(self, transfers: Iterable[Transfer]) -> None:
+        self.timeline, self.computed_s = Timeline(), 0.0
+        self._links = {transfer.link for transfer in transfers if not transfer.cores}
+        """The links that the pass shares with transfers."""
+        self._last, self._seconds = self.timeline.add("compute", "compute"), 0.0
+        self._after: list[int] = []
 
-    def run(self, transfer: Transfer, now: float, *, apart: bool) -> float:
-        """Returns the time at which a transfer that is ready `now` has arrived at all ranks."""
-        begin = max(self._free[apart], now) + transfer.latency_s - transfer.fill_s
-        self._free[apart] = self._link_free = max(begin, self._link_free) + transfer.link_s
-        return self._free[apart] + transfer.fill_s
+    def compute(self, seconds: float, moves: Transfer = Transfer()) -> None:
+        """Adds computation, followed by collectives of the pass itself."""
+        self.computed_s += seconds + moves.seconds
+        self._seconds += seconds + moves.latency_s
+        if moves.link_s and moves.link in self._links:
+            self._flush(moves)
+        else:
+            self._seconds += moves.link_s
+
+    def wait(self, tasks: Iterable[int]) -> None:
+        """Makes the computation that is added later wait for tasks."""
+        self.now()
+        self._after.extend(tasks)
+
+    def now(self) -> int:
+        """Returns the task that ends the computation added so far."""
+        if self._seconds or self._after:
+            self._flush(Transfer())
+        return self._last
+
+    def transfer(self, transfer: Transfer, stream: Stream, after: Sequence[int]) -> int:
+        """Adds a transfer; returns the task at whose end it has arrived at all ranks."""
+        number = self.timeline.add(
+            "data",
+            stream,
+            seconds=transfer.latency_s - transfer.fill_s,
+            link=transfer.link,
+            link_s=transfer.link_s,
+            after=after,
+        )
+        if not transfer.fill_s:
+            return number
+        return self.timeline.add("data", ("chain", number), seconds=transfer.fill_s, after=[number])
+
+    def run(self, units: float) -> list[Ran]:
+        """Simulates the pass, which transfers slow down by `units`."""
+        return self.timeline.run_slowed({"compute": STREAMS}, units)
+
+    def _flush(self, moves: Transfer) -> None:
+        self._last = self.timeline.add(
+            "compute", "compute", seconds=self._seconds, link=moves.link, link_s=moves.link_s, after=self._after
+        )
+        self._seconds, self._after = 0.0, []

@@ -339,8 +339,8 @@ def assumptions() -> tuple[str, ...]:
         "with; everything else that overlaps runs at full speed.",
         "Simultaneous transfers on one rank's link share it evenly; the inter-node network has full bisection "
         "bandwidth.",
-        "On GPUs, strategies with a plan have a communicator each for AdamW's buckets and for those of matrices, so "
-        "that one of each may be in flight.",
+        "On GPUs, strategies with a plan have a communicator each for AdamW's buckets and for those of matrices, and "
+        "every strategy has one for experts that are divided among ranks, so that one of each may be in flight.",
         "Where a bucket's gradients are sent all-to-all, each owner sums the copies before the next bucket is sent.",
         "Rings and per-owner chains send each byte once through every rank. Filling a chain costs a latency and the "
         "time of a 512 KiB chunk per channel on each rank, and overlaps with the previous chain if its owner is the "

@@ -10,20 +10,18 @@ A chunk is a bucket (`planner.chunks.Chunk`), in contrast to a model chunk.
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, product, zip_longest
+from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.costs.buffers import forwards_ahead
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime
-from canzona_cli.planner.chunks import Chunk
-from canzona_cli.simulate.timeline import Ran, Timeline
+from canzona_cli.costs.timeline import Ran, Timeline
+from canzona_cli.planner.chunks import STREAMS, Chunk
 
 Direction = Literal["forward", "backward"]
 
-_STREAMS = ("data", "adamw")
-"""The streams of a stage's data-parallel transfers; those of `Chunk.apart` are on the second."""
 _PHASES = ("data", "forward", "backward", "pipeline", "dispatch", "grad_reduce", "param_gather", "other")
 
 
@@ -115,10 +113,8 @@ class IterationTimeline:
         """The task that sends a message the rank has not waited for, by stage. It waits for it when it sends the
         next such message, and after its last pass."""
         self._build()
-        ran = self._timeline.run()
-        if units:
-            self._slow_down(ran, units)
-            ran = self._timeline.run()
+        slowed_by = {("compute", stage): [(stream, stage) for stream in STREAMS] for stage in range(layout.pp)}
+        ran = self._timeline.run_slowed(slowed_by, units)
         self._computed = [ran[last].end for last in self._last]
         self._streams: dict[Hashable, list[tuple[str, Ran, str | None]]] = {}
         for task, when in zip(self._timeline.tasks, ran, strict=True):
@@ -187,23 +183,6 @@ class IterationTimeline:
         for stage, leaving in enumerate(self._leaving):
             if leaving is not None:
                 self._compute_task(stage, "pipeline", after=[leaving])
-
-    def _slow_down(self, ran: Sequence[Ran], units: float) -> None:
-        """Lengthens compute tasks by `units` times their overlap with the stage's data-parallel collectives."""
-        on: dict[Hashable, list[tuple[int, Ran]]] = {}
-        for number, (task, when) in enumerate(zip(self._timeline.tasks, ran, strict=True)):
-            if when.end > when.start:
-                on.setdefault(task.stream, []).append((number, when))
-        for stage, stream in product(range(len(self._stages)), _STREAMS):
-            transfers, first = on.get((stream, stage), []), 0
-            for number, computing in on.get(("compute", stage), []):
-                shared_s = 0.0
-                for _, transfer in islice(transfers, first, None):
-                    if transfer.start >= computing.end:
-                        break
-                    shared_s += max(0.0, min(computing.end, transfer.end) - max(computing.start, transfer.start))
-                    first += transfer.end <= computing.end
-                self._timeline.lengthen(number, units * shared_s)
 
     def _arrived(self, stage: int, step: _Pass) -> bool:
         source = self._source(stage, step)
@@ -356,7 +335,7 @@ class IterationTimeline:
         transfer = chunk.reduce if phase == "grad_reduce" else chunk.gather
         number = self._timeline.add(
             phase,
-            (_stream(chunk), stage),
+            (chunk.stream, stage),
             seconds=transfer.latency_s - transfer.fill_s,
             link=(stage, transfer.link),
             link_s=transfer.link_s,
@@ -375,8 +354,8 @@ class IterationTimeline:
 
     def _moved(self, stage: int) -> Iterator[tuple[str, float, float]]:
         """Yields (phase, start, end) of the stage's data-parallel transfers, each from the end of the one before:
-        time in which both streams transfer counts once."""
-        transfers = [entry for stream in _STREAMS for entry in self._streams.get((stream, stage), ())]
+        time in which several streams transfer counts once."""
+        transfers = [entry for stream in STREAMS for entry in self._streams.get((stream, stage), ())]
         reached = 0.0
         for phase, ran, _ in sorted(transfers, key=lambda entry: entry[1].start):
             start, reached = max(ran.start, reached), max(ran.end, reached)
@@ -391,10 +370,6 @@ class IterationTimeline:
             if held_by is not None:
                 yield True, held_by, ran.ready, ran.start
             yield False, phase, ran.start, ran.end
-
-
-def _stream(chunk: Chunk) -> str:
-    return _STREAMS[chunk.apart]
 
 
 def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:

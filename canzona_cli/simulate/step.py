@@ -20,6 +20,7 @@ from canzona_cli.config.schema import Execution, KroneckerConfig, Layout, RunCon
 from canzona_cli.costs.gradients import NormClip, zeroing_seconds
 from canzona_cli.costs.links import Groups, Transfer
 from canzona_cli.costs.model import stage_time, units_taken
+from canzona_cli.costs.timeline import Timeline, crowded
 from canzona_cli.costs.update import ROUNDING, implementation, step_factor
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
@@ -30,7 +31,6 @@ from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
-from canzona_cli.simulate.timeline import Timeline, crowded
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
 

@@ -19,11 +19,11 @@ from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.buffers import FP32, exchange_bytes
 from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.timeline import Ran, Timeline
 from canzona_cli.costs.update import RULES, algorithm, memory_rate
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
-from canzona_cli.simulate.timeline import Ran, Timeline
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
 """(stream, phase, start, end), in seconds from `RankUpdate.begun_s`; negative for what happens before it."""

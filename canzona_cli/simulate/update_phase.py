@@ -9,11 +9,11 @@ from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.buffers import FP32, exchange_bytes, stage_weights
 from canzona_cli.costs.gradients import NormClip
 from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.timeline import Timeline
 from canzona_cli.costs.update import adamw_seconds, implementation, step_factor
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.groups import expert_seconds
 from canzona_cli.planner.plan import MicroGroup
-from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel, Workload
 
 

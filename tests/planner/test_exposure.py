@@ -6,11 +6,14 @@ from functools import cache
 
 import pytest
 
+from canzona_cli.cluster.search import candidates, fill
+from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import with_strategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.planner.attempt import BUCKET_SIZES
-from canzona_cli.planner.make import plan_unbounded
+from canzona_cli.planner.exposure import Exposure
+from canzona_cli.planner.make import _unbounded_attempts, plan_unbounded
 from canzona_cli.planner.plan import Plan
 from canzona_cli.simulate.predict import simulate_plan
 from tests.sizes import H100, Size, layout, run
@@ -69,3 +72,26 @@ def test_buckets_keep_the_size_that_the_user_set_and_on_cpus_megatrons() -> None
     assert len(free.buckets) > len(default.buckets) == 2
     on_cpu = replace(config, cluster=replace(config.cluster, device="cpu"))
     assert len(plan_unbounded(on_cpu, mesh).buckets) == 2
+
+
+@pytest.mark.parametrize("name", ["8b on 64", "1.7b on 1,024", "30b with experts on 64"])
+def test_sizes_of_buckets_differ_by_the_seconds_that_the_simulator_says(name: str) -> None:
+    """Where no stage waits for another, as they differ by nothing else. The passes of each are slowed down by traffic,
+    which goes on meanwhile."""
+    config, mesh = with_experts() if name.startswith("30b") else case(name)
+    rest = []
+    for times in (0.5, 1.0, 4.0):
+        this = sized(config, mesh, times)
+        [attempt], exposure = _unbounded_attempts(this, mesh.bare, None), Exposure(this, mesh)
+        simulated = simulate_plan(this, mesh, attempt.plan(exposure))
+        # How long the norm takes depends on how many elements an owner has.
+        rest.append(simulated.iteration_s - simulated.phases["norm_clip"] - attempt._best(exposure).seconds)
+    assert rest == pytest.approx([rest[0]] * len(rest), abs=3e-5)
+
+
+def with_experts() -> tuple[RunConfig, Layout]:
+    given = "recipe=qwen3-30b-a3b gpus=64 cluster=h100-80g parallel.tp=1 parallel.pp=1 parallel.cp=1 parallel.ep=8"
+    shape = "model.num_layers=8 train.micro_batch_size=1 train.recompute=none train.global_batch_size=64"
+    config = compose_run([*given.split(), *shape.split()]).config
+    (candidate,) = candidates(config)
+    return fill(config, candidate.layout), candidate.layout

@@ -8,10 +8,10 @@ import pytest
 from canzona_cli.costs.attention import QK_NORM_PASSES
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime, slowest, stage_time, units_taken
+from canzona_cli.costs.timeline import Timeline
 from canzona_cli.costs.update import MEGATRON_HOST_S, algorithm, matmul_rate, seconds
 from canzona_cli.planner.chunks import Chunk
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
-from canzona_cli.simulate.timeline import Timeline
 from tests.sizes import CPU, H100, layout, run
 
 

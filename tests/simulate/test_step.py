@@ -14,6 +14,7 @@ from canzona_cli.config.schema import ClusterConfig, Layout, Precision, RunConfi
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime, passes, stage_time
+from canzona_cli.costs.timeline import Timeline
 from canzona_cli.costs.update import algorithm, flops, memory_rate, seconds
 from canzona_cli.model.matrices import Matrix, matrices
 from canzona_cli.planner.assign import assign
@@ -30,7 +31,6 @@ from canzona_cli.simulate.compare import assumptions
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.predict import layerwise, simulate_plan
 from canzona_cli.simulate.step import StrategyResult, simulate
-from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import Team, UpdatePhase
 from tests.sizes import CPU, H100, Size, layout, run

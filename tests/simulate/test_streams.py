@@ -6,10 +6,10 @@ import pytest
 from canzona_cli.config.schema import Layout
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime
-from canzona_cli.planner.chunks import Chunk
+from canzona_cli.costs.timeline import Timeline
+from canzona_cli.planner.chunks import Chunk, Stream
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
-from canzona_cli.simulate.timeline import Timeline
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import UpdatePhase
 from tests.simulate.test_step import pipeline
@@ -59,13 +59,14 @@ def test_a_rank_without_matrices_updates_adamws_parameters_on_shared_cores_too(m
     assert all(cell.adamw_s == pytest.approx(alone[0].adamw_s) for cell in shared)
 
 
-@pytest.mark.parametrize(("apart", "seconds"), [(False, 2 * (1 + 2)), (True, 1 + 2 * 2)])
+@pytest.mark.parametrize(("stream", "seconds"), [("data", 2 * (1 + 2)), ("adamw", 1 + 2 * 2), ("experts", 1 + 2 * 2)])
 def test_with_a_communicator_each_two_buckets_share_a_link_and_hide_each_others_latency(
-    apart: bool, seconds: float
+    stream: Stream, seconds: float
 ) -> None:
-    """By hand: a module, after it a bucket of AdamW's and one of matrices, each 1 s of latency and 2 s on the link."""
+    """By hand: a module, after it a bucket of AdamW's (of experts) and one of matrices, each 1 s of latency and 2 s on
+    the link."""
     chunks = [
-        Chunk(module=0, reduce=TRAVELS, gather=TRAVELS, apart=apart),
+        Chunk(module=0, reduce=TRAVELS, gather=TRAVELS, stream=stream),
         Chunk(module=0, reduce=TRAVELS, gather=TRAVELS),
     ]
     time = StageTime(chunks=((MODULE,),), hop=Transfer(), pass_s=0.0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.simulate.timeline import Timeline
+from canzona_cli.costs.timeline import Timeline
 
 
 def ends(timeline: Timeline) -> list[float]:
@@ -18,6 +18,15 @@ def test_a_stream_runs_one_task_after_another() -> None:
     for seconds in (1.0, 2.0, 3.0):
         timeline.add("work", "a", seconds=seconds)
     assert ends(timeline) == [1.0, 3.0, 6.0]
+
+
+def test_a_task_takes_longer_by_the_share_of_its_units_that_transfers_take() -> None:
+    timeline = Timeline()
+    timeline.add("work", "compute", seconds=10.0)
+    timeline.add("move", "data", seconds=1.0, link="wire", link_s=3.0)
+    timeline.add("move", "other", seconds=2.0)
+    ran = timeline.run_slowed({"compute": ["data", "other"]}, 0.5)
+    assert [task.end for task in ran] == [10.0 + 0.5 * (4.0 + 2.0), 4.0, 2.0]
 
 
 def test_two_transfers_at_a_time_get_half_the_link_each() -> None:

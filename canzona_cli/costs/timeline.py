@@ -12,8 +12,9 @@ The result is deterministic: of simultaneous tasks the one added first goes firs
 """
 
 import heapq
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -140,10 +141,34 @@ class Timeline:
         task = self.tasks[number]
         self.tasks[number] = task._replace(after=(*task.after, other))
 
-    def lengthen(self, number: int, seconds: float) -> None:
-        """Makes a task take `seconds` longer."""
-        task = self.tasks[number]
-        self.tasks[number] = task._replace(seconds=task.seconds + seconds)
+    def run_slowed(self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float) -> list[Ran]:
+        """Simulates the tasks, where transfers take a share of the units that compute; returns the times of each.
+
+        Args:
+            slowed_by: the streams of transfers that slow the tasks of a stream down, by that stream.
+            share: the share of its units that a transfer takes. A task takes `share` times its overlap with
+                transfers longer, by the overlap that it would have if nothing slowed it down.
+        """
+        ran = self.run()
+        if not share:
+            return ran
+        on: dict[Hashable, list[tuple[int, Ran]]] = {}
+        for number, (task, when) in enumerate(zip(self.tasks, ran, strict=True)):
+            if when.end > when.start:
+                on.setdefault(task.stream, []).append((number, when))
+        for stream, others in slowed_by.items():
+            for transfers in (on.get(other, []) for other in others):
+                first = 0
+                for number, computing in on.get(stream, []):
+                    shared_s = 0.0
+                    for _, transfer in islice(transfers, first, None):
+                        if transfer.start >= computing.end:
+                            break
+                        shared_s += max(0.0, min(computing.end, transfer.end) - max(computing.start, transfer.start))
+                        first += transfer.end <= computing.end
+                    task = self.tasks[number]
+                    self.tasks[number] = task._replace(seconds=task.seconds + share * shared_s)
+        return self.run()
 
     def run(self) -> list[Ran]:
         """Simulates the tasks; returns the times of each.
