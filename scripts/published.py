@@ -201,7 +201,7 @@ def tables(
         steps = sum(len(series.step_s) for series in others)
         yield f"Not predicted, because canzona does not train in fp8: {steps} steps"
     for claim in published.claims:
-        yield f"Published without a layout: {claim.name} {claim.figure} ({claim.source})"
+        yield f"Published without a layout of canzona's: {claim.name} {claim.figure} ({claim.source})"
 
 
 def measured_here(check: Mapping[str, Any]) -> Iterator[str]:

@@ -68,6 +68,8 @@ class Series:
     """The cluster settings that differ from the profile according to the published description of the run."""
     profile: str = "h100-80g"
     recompute: Literal["none", "selective", "full"] = "none"
+    also_recomputed: str | None = None
+    """The parts that the run recomputed and canzona cannot, so that more memory is predicted than it took."""
     step_s: dict[int, float]
     """The seconds of a step, by number of GPUs."""
     memory_bytes: dict[int, int] = field(default_factory=dict)
@@ -102,7 +104,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A published figure that cannot be predicted, because its layout is unknown."""
+    """A published figure that cannot be predicted, because its layout is unknown or not one of canzona's."""
 
     name: str
     figure: str

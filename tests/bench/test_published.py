@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from published import published_page
 
 from canzona_cli.bench.published import (
@@ -28,6 +29,8 @@ from canzona_cli.errors import ConfigError
 from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
+_FILE = yaml.safe_load(ROWS.with_name("predictions.yaml").read_text(encoding="utf-8"))
+PREDICTIONS = [dict(zip(_FILE["columns"], row, strict=True)) for row in _FILE["rows"]]
 
 
 @cache
@@ -53,6 +56,24 @@ def test_steps_with_experts_are_predicted_within_the_stated_errors() -> None:
     assert max(abs(one.error) for one in counted) < 0.02
 
 
+def test_predictions_that_were_committed_before_a_step_was_read_stay_as_they_were() -> None:
+    """The manual's errors of Qwen3-235B-A22B: only one of three is small. The simulation is within 1.5% of the
+    prediction."""
+    held_back = [one for one in compared() if one.series.model == "qwen3-235b-a22b"]
+    errors = []
+    for one in held_back:
+        series, [row] = one.series, one.rows
+        mesh = [series.tp, series.pp, series.vpp, series.ep, series.micro_batch_size, series.batch(row.gpus)]
+        [seconds] = [
+            committed["flex_hidden" if series.cluster else "flex"]
+            for committed in PREDICTIONS
+            if [*committed.values()][: len(mesh)] == mesh
+        ]
+        assert row.predicted_s == pytest.approx(seconds, rel=0.016)
+        errors.append(round(100 * (seconds / row.measured_s - 1), 1))
+    assert errors == [1.7, -15.3, -32.4]
+
+
 def test_peak_memory_is_predicted_within_seven_per_cent() -> None:
     errors = [row.memory_error for one in fitted(compared()) for row in one.rows if row.memory_error is not None]
     assert len(errors) == 2
@@ -60,13 +81,13 @@ def test_peak_memory_is_predicted_within_seven_per_cent() -> None:
 
 
 def test_no_layout_that_ran_is_refused() -> None:
-    """The last one trains Llama-3.1 405B on 512 H100, its 126 layers in 8 stages of 8 chunks
-    (github.com/NVIDIA/dgxc-benchmarking, llama3.1/README.md, 2025)."""
+    """Unless it recomputed what canzona does not recompute apart. The last one trains Llama-3.1 405B on 512 H100, its
+    126 layers in 8 stages of 8 chunks (github.com/NVIDIA/dgxc-benchmarking, llama3.1/README.md, 2025)."""
     published = load_published()
     runs = [
         run_of(series, published.models[series.model], gpus)
         for series in published.series
-        if series.predicted
+        if series.predicted and series.also_recomputed is None
         for gpus in series.step_s
     ]
     layout = "gpus=512 parallel.tp=8 parallel.pp=8 parallel.vpp=8 parallel.cp=2"
@@ -103,7 +124,7 @@ def test_rows_are_predicted_as_they_were_run() -> None:
 
 def test_the_page_has_a_dot_for_every_step() -> None:
     page = published_page(compared(), {"MAPE": 0.027}).text()
-    assert page.count("<circle") == sum(len(one.rows) for one in compared()) == 40
+    assert page.count("<circle") == sum(len(one.rows) for one in compared()) == 43
     assert "MAPE 2.7%" in page
 
 
