@@ -31,7 +31,7 @@ def train(
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the resolved run and its torchrun command; exit with the run's code."),
+        typer.Option("--dry-run", help="Check the run, and print it with its torchrun command; start nothing."),
     ] = False,
     prepare_only: Annotated[
         bool,

@@ -17,7 +17,8 @@ def _order(powered: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
     is below rounding keep their order.
 
     Args:
-        powered, bases: bases (..., side, side), and the factors times them.
+        powered: the factors times their bases, (..., side, side).
+        bases: the bases, of the same shape.
     """
     sizes = torch.linalg.vecdot(bases, powered, dim=-2)
     sizes = sizes.where(sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True), 0)

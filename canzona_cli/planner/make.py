@@ -47,12 +47,11 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
     Args:
         shapes: the user's own shapes if these are planned instead of `config.model`.
     """
+    affecting_model = {name: getattr(config.model, name) for name in affecting(PLAN, "model")}
     model: dict[str, Scalar] = {
-        name: value
-        for name in affecting(PLAN, "model")
-        for value in (getattr(config.model, name),)
-        if name not in _LATER or value != _LATER[name]
+        name: value for name, value in affecting_model.items() if name not in _LATER or value != _LATER[name]
     }
+    profile = {name: getattr(config.cluster, name) for name in affecting(PLAN, "cluster")}
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
         layout=layout.mesh,
@@ -71,8 +70,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
         profile=MappingProxyType(
             {
                 name: value if value is None or isinstance(value, str | int | float) else json.dumps(value)
-                for name in affecting(PLAN, "cluster")
-                for value in (getattr(config.cluster, name),)
+                for name, value in profile.items()
                 # Left out if false or 0, so that older plans keep their hashes.
                 if value or name not in ("bf16_in_fp32", "headroom_gib", "dispatch_overlap")
             }

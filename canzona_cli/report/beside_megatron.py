@@ -19,7 +19,7 @@ _SHOWN = 4
 _MODES = {
     "blockwise": "each TP rank orthogonalises its own fragment, so updates depend on TP; canzona's do not",
     "duplicated": "each TP rank gathers and updates whole matrices",
-    "distributed": "not simulated; the figures are of duplicated",
+    "distributed": "not simulated; the figures are those of duplicated",
 }
 
 
@@ -80,7 +80,7 @@ class BesideMegatronView(Page):
         if beside.config.model.num_experts:
             yield "canzona", "does not train experts in Megatron's loop yet"
         elif not run.plans_only:
-            yield "canzona", "by use_in_megatron_lm(): canzona_cli/library/README.md"
+            yield "canzona", "runs in Megatron's loop by use_in_megatron_lm(), see canzona_cli/library/README.md"
         if run.optimizer == "adamw" and not run.distributed:
             yield "AdamW", "is simulated with --use-distributed-optimizer, which the file does not have"
         if run.optimizer == "muon" and beside.muon.strategy == "sc":
@@ -91,7 +91,7 @@ class BesideMegatronView(Page):
             if arguments:
                 yield label, clean(", ".join(self._some(arguments)))
         if run.no_effect:
-            shown = f": {', '.join(run.no_effect)}" if self.verbose else ""
+            shown = f": {', '.join(run.no_effect)}" if self.verbose else " (-v names them)"
             yield "no effect", clean(f"{plural(len(run.no_effect), 'other argument')}{shown}")
 
     def _some(self, arguments: Sequence[str]) -> Sequence[str]:
