@@ -118,6 +118,11 @@ def test_optimizers_are_told_apart() -> None:
     assert read_megatron_run(FILES / "muon-621m.sh", ("model.vocab_size=128256",)).distributed
 
 
+def test_a_batch_that_is_not_given_is_a_micro_batch_on_each_data_parallel_rank(tmp_path: Path) -> None:
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    assert config_of(read(tmp_path, f"{SMALL} {flags}")).train.global_batch_size == 2 * 2
+
+
 def test_what_is_not_known_is_listed_as_written() -> None:
     run = read_megatron_run(FILES / "qwen3-32b.sh", ())
     assert run.not_understood == ("--spike-skip-threshold", "$EXTRA_ARGS", "--enable-telemetry")

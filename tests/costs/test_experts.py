@@ -1,13 +1,15 @@
 """The costs of experts that are divided among ranks, against hand-computed cases and what must hold for any layout."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Dispatcher, Layout, RunConfig
 from canzona_cli.costs.buffers import layer_activations
-from canzona_cli.costs.experts import HOST_LAUNCHES, dispatch, products_seconds
+from canzona_cli.costs.experts import HOST_LAUNCHES, copying, dispatch, hidden, products_seconds
+from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime, stage_time
 from canzona_cli.model.families import family_of
 
@@ -82,11 +84,32 @@ def test_products_are_the_quicker_the_more_tokens_an_expert_has() -> None:
     assert 200e12 < flops / seconds[0] < flops / seconds[-1] < 710e12
 
 
+def test_at_most_four_products_run_side_by_side() -> None:
+    """With as many tokens for each, 128 experts take 32 times as long as four."""
+    work = next(work for work in family_of(RUN.model).work(RUN.model) if work.part == "fc1")
+    few = replace(RUN, train=replace(RUN.train, seq_length=TOKENS // 32))
+    assert products_seconds(RUN, layout(ep=1), work) == pytest.approx(32 * products_seconds(few, layout(ep=32), work))
+
+
+def test_copies_are_sorted_once_more_where_each_travels_on_its_own() -> None:
+    assert [copying(by(kind), layout(8)) for kind in get_args(Dispatcher)] == [
+        2.0 if kind == "alltoall" else 1.0 for kind in get_args(Dispatcher)
+    ]
+    assert copying(by("alltoall"), layout(1)) == 1.0
+
+
+def test_only_travel_that_is_as_long_as_the_computation_is_hidden() -> None:
+    cluster = replace(RUN.cluster, collective_units=0.25)
+    travel = Transfer(latency_s=0.5, link="network", link_s=1.5)
+    for computing_s, seconds in ((0.0, 2.0), (1.0, 1.25), (2.0, 0.5), (9.0, 0.5)):
+        assert hidden(cluster, travel, computing_s).seconds == pytest.approx(seconds)
+
+
 def test_hidden_travel_is_never_longer_and_hides_nothing_else() -> None:
     for dispatcher in ("alltoall", "flex"):
-        shown, hidden = (in_layer(stage_time(by(dispatcher, overlap=o), layout(16), 0)) for o in (False, True))
+        shown, short = (in_layer(stage_time(by(dispatcher, overlap=o), layout(16), 0)) for o in (False, True))
         travel = 4 * dispatch(by(dispatcher), layout(16)).seconds
-        assert shown - travel < hidden < shown
+        assert shown - travel < short < shown
 
 
 def test_few_tokens_take_as_long_as_the_host_needs_to_start_their_kernels() -> None:

@@ -72,7 +72,10 @@ def test_defaults_are_megatrons(parser: argparse.ArgumentParser) -> None:
     assert wrong == {}
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("llama3-8b.sh", 8), ("qwen3-30b-a3b.sh", 16), ("llama3-70b.txt", 64)])
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [("llama3-8b.sh", 8), ("qwen3-30b-a3b.sh", 16), ("llama3-70b.txt", 64), ("left-to-megatron.txt", 8)],
+)
 def test_what_megatron_prints_is_read_as_the_script_is(
     name: str,
     gpus: int,
@@ -91,7 +94,7 @@ def test_what_megatron_prints_is_read_as_the_script_is(
     monkeypatch.setattr(theirs, "get_device_arch_version", lambda: 9)
     monkeypatch.setattr(theirs, "is_te_min_version", lambda *_, **__: True)
     theirs.validate_args(given)
-    log = tmp_path / "log.txt"
+    log = (tmp_path / name).with_suffix(".log")
     log.write_text("\n".join(f"[rank0]: {line}" for line in capsys.readouterr().out.splitlines()))
 
     printed, script = read_megatron_run(log, ()), read_megatron_run(FILES / name, ())
