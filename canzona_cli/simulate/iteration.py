@@ -113,7 +113,9 @@ class IterationTimeline:
         """The task that sends a message the rank has not waited for, by stage. It waits for it when it sends the
         next such message, and after its last pass."""
         self._build()
-        slowed_by = {("compute", stage): [(stream, stage) for stream in STREAMS] for stage in range(layout.pp)}
+        slowed_by: dict[Hashable, list[Hashable]] = {
+            ("compute", stage): [(stream, stage) for stream in STREAMS] for stage in range(layout.pp)
+        }
         ran = self._timeline.run_slowed(slowed_by, units)
         self._computed = [ran[last].end for last in self._last]
         self._streams: dict[Hashable, list[tuple[str, Ran, str | None]]] = {}
