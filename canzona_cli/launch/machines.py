@@ -32,7 +32,8 @@ FAILURE_GRACE_S = 20.0
 """The seconds that this machine's workers get to notice a failure on another machine. The launcher stops them
 afterwards, as NCCL may wait forever."""
 HANG_GRACE_S = 15.0
-"""The seconds that a machine whose ranks all wait leaves to the other machines to report the hanging rank."""
+"""The seconds that a machine, if all of its ranks only wait, gives the other machines to report the hanging
+rank."""
 _LOOK_S = 2.0
 _POLL_S = 0.2
 

@@ -233,9 +233,9 @@ class Polynomial:
         return _number(product.mul_(sample.float()).sum((-2, -1)) / -(-side // every))
 
     def apply(self, x: torch.Tensor, out: torch.Tensor, *, wide: bool) -> None:
-        """Writes (gamma I + q) x, multiplied from x's short side, into `out`. Must be called last, because
-        gamma is added to q in place. Not in bf16, whose precision is too low to store q and gamma in one
-        number."""
+        """Writes (gamma I + q) x, multiplied from x's short side, into `out`. Must be called last, because it
+        adds gamma to q in place, except in bf16, whose precision is too low to store the two in one number.
+        """
         if x.dtype is torch.bfloat16:
             apply(x, self.q, self.gamma, out, wide=wide)
         else:

@@ -212,7 +212,7 @@ class FastestLayouts(Page):
         }
 
     def _headroom_cost(self, without: Tried) -> float:
-        """Returns the relative increase of the time per sequence by the headroom."""
+        """Returns by what share the headroom increases the time per sequence."""
         return self.search.best[0].per_sequence_s / without.per_sequence_s - 1
 
     def _outlook(self, tried: Tried) -> Outlook:

@@ -160,8 +160,8 @@ def several_runs(run_dirs: Sequence[Path]) -> Several:
 def compared(several: Several) -> Compared:
     """Compares two runs; `several` must hold exactly two."""
     a, b = several.runs
-    common = sorted(dict(a.losses).keys() & dict(b.losses).keys())
-    losses = [Loss(step=step, a=dict(a.losses)[step], b=dict(b.losses)[step]) for step in common]
+    of_a, of_b = dict(a.losses), dict(b.losses)
+    losses = [Loss(step=step, a=of_a[step], b=of_b[step]) for step in sorted(of_a.keys() & of_b.keys())]
     return Compared(
         a=a,
         b=b,

@@ -88,6 +88,7 @@ class Training:
 
         Raises:
             NonFiniteLoss: on every rank together: the loss is NaN or infinite.
+            NonFiniteGradients: on every rank together, with train.non_finite=stop.
             LossSpike: on every rank together, with train.loss_spike=stop.
             Diverged: on every rank together, with train.divergence=stop.
             SaveFailed: on every rank together: the checkpoint that the run ends with could not be saved.
