@@ -13,7 +13,14 @@ from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles
 from tests.attacks.victim import TINY, Attack, Streams, Victim, attacked
+from tests.commands.support import canzona
 from tests.run.runs import CORPUS
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a run imports and composes is there before commands are forked, each of which would do it again."""
+    assert canzona("train", *TINY, "--dry-run", cwd=tmp_path_factory.mktemp("dry")).returncode == 0
 
 
 @pytest.fixture
