@@ -1,7 +1,7 @@
 """The optimizer of a run: a `MasterOptimizer` for the matrices, Megatron's AdamW for everything else."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,12 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from canzona_cli.config.schema import Clip, NonFinite
+from canzona_cli.engine.agreement import agree_on_problem
 from canzona_cli.engine.masters import MasterOptimizer
+from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.refusals import SavingRefusals, refuse_masters
-from canzona_cli.errors import Diverged, Problem
+from canzona_cli.engine.sharded_state import SHARDING, ShardedState, unsupported
+from canzona_cli.errors import Diverged, Problem, Unsupported
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, gathers_ahead, nothing_to_gather
 from canzona_cli.megatron.parallel import gather
@@ -78,6 +81,9 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         self._adamw, self.matrices, self._chunks = adamw, matrices, chunks
         self._stats_group, self._timer, self._non_finite, self._clip = stats_group, timer, non_finite, clip
         self._counts_adamw, self._reads_weights = counts_adamw, reads_weights
+        self._sharded: ShardedState | None = None
+        self.stored: Callable[[], Collection[str]] | None = None
+        """A function that returns the keys of the checkpoint that is being loaded; None if it has this optimizer's."""
         self.skipped = 0
         """The number of steps skipped so far for non-finite gradients, or for a norm above Megatron's
         `grad_norm_skip_threshold`, the same on every rank."""
@@ -177,6 +183,43 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         """
         refuse_masters(state_dict)
         super().reload_model_params()
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Mapping[object, object],
+        is_loading: bool = False,
+        metadata: Mapping[str, object] | None = None,
+        **_: object,
+    ) -> dict[object, object]:
+        """Returns the state as entries of one of Megatron's checkpoints (`ShardedState`). Collective.
+
+        Args:
+            is_loading: True if the result is to be loaded into, and then given to `load_state_dict`.
+            metadata: Megatron's, of the checkpoint; `distrib_optim_sharding_type` has to be fully_reshardable.
+
+        Raises:
+            Unsupported: on all ranks together.
+        """
+        formats = (SHARDING, None) if is_loading else (SHARDING,)
+        agree_on_problem(unsupported(self.matrices, metadata or {}, formats), Unsupported)
+        assert isinstance(self.matrices, PlannedOptimizer)
+        stored = self.stored() if is_loading and self.stored is not None else None
+        self._sharded = ShardedState(self._adamw, self.matrices, self._chunks, stored)
+        if is_loading:
+            return self._sharded.to_load(model_sharded_state_dict)
+        return self._sharded.to_save(model_sharded_state_dict, metadata or {})
+
+    def load_state_dict(self, state_dict: Mapping[object, object]) -> None:
+        """Takes over what was loaded into the last result of `sharded_state_dict`.
+
+        Raises:
+            Unsupported: `state_dict` was not loaded so, but is a whole one.
+        """
+        if self._sharded is None or not self._sharded.loaded(state_dict):
+            super().load_state_dict(state_dict)
+            return
+        self._reads_weights = not self._sharded.has_masters
+        self._sharded = None
 
     def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
         return self._stats_group

@@ -2,7 +2,7 @@
 matrices, and the gathering of weights from their owners."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
@@ -13,6 +13,8 @@ from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, left_out, settle
 from canzona_cli.engine.shared import Sharing
 from canzona_cli.megatron.owner_bucket_group import gathering_order, gathers_ahead, matrix_groups
+from canzona_cli.model.geometry import Block
+from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.order import ahead, order
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 
@@ -185,6 +187,15 @@ class PlannedOptimizer(MasterOptimizer):
             for matrix in self._sharing.matrices:
                 matrix.publish()
         self._wiring.aside.join()
+
+    def placed(self) -> Iterator[tuple[torch.optim.Optimizer, Matrix, torch.nn.Parameter, tuple[Block, ...]]]:
+        """Yields everything that this rank updates: optimizer, matrix, master (the whole matrix or a fragment), and
+        the places of the master's rows in the parameter as a single TP rank would store it."""
+        for group in (*self.groups, *self.sharing):
+            for matrix in group.hosted:
+                assert group.optimizer is not None
+                blocks = self._wiring.fragments.blocks(matrix, whole=group not in self.sharing)
+                yield group.optimizer, matrix, self.masters[matrix.index], tuple(blocks)
 
     # --- set-up ---
 

@@ -10,8 +10,8 @@ from canzona_cli.errors import Problem, Unsupported
 
 _ON_DEVICE: Final = "fp32 masters and optimizer state of matrices stay on the device that updates them"
 _IN_STEP: Final = "the norm is computed, and gradients are clipped, within step()"
-_SAVED: Final = "Megatron's checkpoints do not have the optimizer state of matrices that hosts update"
-_WEIGHTS: Final = "save and load weights alone (Megatron-LM: --no-save-optim, --no-load-optim)"
+_SAVED: Final = "no rank has the state of all matrices, and Megatron's format torch has no place for the hosts'"
+_WEIGHTS: Final = "use sharded_state_dict and load_state_dict (Megatron-LM: --ckpt-format torch_dist)"
 
 
 def refuse_masters(state_dict: object) -> None:

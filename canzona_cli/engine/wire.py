@@ -54,6 +54,12 @@ class Fragments:
         view = geometry.in_whole(matrix, self._model, self.tp, rank)
         return whole.view(view.shape)[view.index]
 
+    def blocks(self, matrix: Matrix, *, whole: bool) -> Iterator[geometry.Block]:
+        """Locates a matrix, or this rank's fragment of it, in its parameter as a single TP rank would store it."""
+        stored = geometry.stored_blocks(matrix.name, matrix.shape, self._model)
+        held = stored if whole else geometry.matrix_blocks(matrix, self._model, tp=self.tp, rank=self._rank)
+        return geometry.in_whole_parameter(matrix, held, self._model)
+
 
 class Aside:
     """A stream for work that overlaps with later work on the current stream. On a device without streams, the

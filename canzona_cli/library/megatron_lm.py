@@ -31,7 +31,7 @@ def use_in_megatron_lm(*settings: str) -> None:
         EnvironmentProblem: `megatron.training` is not installed, or is not the version that canzona expects.
     """
     refuse(contract.verify_loop(), EnvironmentProblem)
-    from canzona_cli.megatron.seams import replace_seams
+    from canzona_cli.megatron.seams import replace_seams, stored_keys
 
     engines: WeakKeyDictionary[torch.nn.Module, tuple[Engine, MegatronOptimizerConfig]] = WeakKeyDictionary()
 
@@ -58,6 +58,8 @@ def use_in_megatron_lm(*settings: str) -> None:
             reason = "it has changed since the model was wrapped and its updates were planned"
             raise Unsupported(Problem(key="OptimizerConfig", reason=reason, fix="set it by Megatron-LM's arguments"))
         planned_for.timers = config.timers
-        return engine.optimizer(chunks, overrides)
+        optimizer = engine.optimizer(chunks, overrides)
+        optimizer.stored = stored_keys
+        return optimizer
 
     replace_seams(wrap, build)

@@ -30,7 +30,7 @@ def problems(config: object, limits: Iterable[Limit]) -> Iterator[Problem]:
 
 
 _ON_DEVICE: Final = "the engine keeps fp32 masters and optimizer state on the device that updates a matrix"
-_UNTRIED: Final = "the engine has not been run with it"
+UNTRIED: Final = "the engine has not been run with it"
 _OTHER_LAYERS: Final = "the engine knows the matrices of dense decoders only"
 _EVEN_STAGES: Final = "the plan gives every model chunk the same number of layers"
 
@@ -47,7 +47,7 @@ OPTIMIZER: Final = (
         fix="leave it out; optimizer.graph captures the updates of matrices",
     ),
     Limit(name="log_num_zeros_in_grad", value=False, reason="no rank has the gradients of all matrices to count"),
-    Limit(name="reuse_grad_buf_for_mxfp8_param_ag", value=False, reason=_UNTRIED),
+    Limit(name="reuse_grad_buf_for_mxfp8_param_ag", value=False, reason=UNTRIED),
     Limit(
         name="muon_scalar_optimizer",
         value="adam",
@@ -62,12 +62,12 @@ BUCKETS: Final = (
     Limit(name="average_in_collective", value=False, reason="gradients are added up on their way to the owners"),
     Limit(name="reduce_scatter_with_fp32_accumulation", value=False, reason="gradients are reduced to owners instead"),
     Limit(name="param_name_patterns_for_fp32_local_accumulation", value=(), reason="buckets have one gradient dtype"),
-    Limit(name="reuse_grad_buf_for_mxfp8_param_ag", value=False, reason=_UNTRIED),
+    Limit(name="reuse_grad_buf_for_mxfp8_param_ag", value=False, reason=UNTRIED),
     Limit(name="fp8_param_gather", value=False, reason="weights are gathered in bf16 or fp32"),
     Limit(name="fp4_param_gather", value=False, reason="weights are gathered in bf16 or fp32"),
     Limit(name="use_megatron_fsdp", value=False, reason="matrices would not have owners"),
-    Limit(name="nccl_ub", value=False, reason=_UNTRIED),
-    Limit(name="delay_wgrad_compute", value=False, reason=_UNTRIED),
+    Limit(name="nccl_ub", value=False, reason=UNTRIED),
+    Limit(name="delay_wgrad_compute", value=False, reason=UNTRIED),
 )
 """The limits on `DistributedDataParallelConfig`."""
 
@@ -86,9 +86,9 @@ MODEL: Final = (
         fix="use a gated activation (--swiglu)",
     ),
     Limit(name="qk_clip", value=False, reason="it would change weights behind the engine, which keeps their masters"),
-    Limit(name="fp8", value=None, reason=_UNTRIED),
-    Limit(name="fp4", value=None, reason=_UNTRIED),
-    Limit(name="cuda_graph_impl", value="none", reason=_UNTRIED),
+    Limit(name="fp8", value=None, reason=UNTRIED),
+    Limit(name="fp4", value=None, reason=UNTRIED),
+    Limit(name="cuda_graph_impl", value="none", reason=UNTRIED),
     Limit(name="num_layers_in_first_pipeline_stage", value=None, reason=_EVEN_STAGES),
     Limit(name="num_layers_in_last_pipeline_stage", value=None, reason=_EVEN_STAGES),
     Limit(name="pipeline_model_parallel_layout", value=None, reason=_EVEN_STAGES),

@@ -294,15 +294,7 @@ def _overridden_matrices(
 ) -> Iterator[Problem]:
     """Yields a problem for each parameter group of matrices with settings of its own. The groups are the same on
     all ranks."""
-    usual = {
-        "default_config": True,
-        "wd_mult": 1.0,
-        "lr_mult": 1.0,
-        "is_decoupled_lr": False,
-        "max_lr": megatron_config.lr,
-        "min_lr": megatron_config.min_lr,
-        "optimizer": _MATRICES,
-    }
+    usual = {**_usual(megatron_config), "optimizer": _MATRICES}
     for group in groups:
         others = {key: value for key, value in group.items() if key not in ("params", "is_expert_parallel")}
         if others.get("optimizer") != _MATRICES or others == usual:
@@ -313,6 +305,27 @@ def _overridden_matrices(
             reason="it applies to matrices, which all have the same settings",
             fix="let it select parameters that are not matrices, such as the embedding, the output layer and norms",
         )
+
+
+def _usual(config: MegatronOptimizerConfig) -> dict[str, object]:
+    """Returns Megatron's settings of a parameter group without overrides."""
+    return {
+        "default_config": True,
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "max_lr": config.lr,
+        "min_lr": config.min_lr,
+    }
+
+
+def muon_group(config: MegatronOptimizerConfig) -> dict[str, object]:
+    """Returns the settings of the only parameter group of Megatron's Muon for dense models, as its checkpoints have
+    them."""
+    params = [torch.nn.Parameter(torch.empty(1, 1))]
+    muon = TensorParallelMuon(params, lr=config.lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
+    settings = {key: value for key, value in muon.param_groups[0].items() if key != "params"}
+    return {**_usual(config), "is_expert_parallel": False, **settings}
 
 
 def megatron_muon(

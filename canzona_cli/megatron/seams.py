@@ -2,7 +2,7 @@
 builds its optimizer. Both are globals of `megatron.training.training`, looked up at each call."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -10,9 +10,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import training
+from megatron.training.checkpointing import get_load_checkpoint_path_by_args
+from torch.distributed.checkpoint import FileSystemReader
 
 from canzona_cli.errors import Problem, Unsupported, refuse
-from canzona_cli.megatron.limits import Limit, problems
+from canzona_cli.megatron.limits import UNTRIED, Limit, problems
 from canzona_cli.megatron.optimizer import Overrides
 
 Wrap = Callable[
@@ -28,8 +30,8 @@ Build = Callable[
 
 LOOP: Final = (
     Limit(name="save_wgrads_interval", value=None, reason="no rank has the reduced gradients of all matrices"),
-    Limit(name="non_persistent_save_interval", value=None, reason="Megatron cannot save the state of matrices"),
-    Limit(name="ckpt_convert_format", value=None, reason="Megatron cannot save the state of matrices"),
+    Limit(name="non_persistent_save_interval", value=None, reason=UNTRIED),
+    Limit(name="ckpt_convert_format", value=None, reason="matrices are saved in torch_dist only"),
     Limit(name="perform_rl_step", value=False, reason="masters and state of matrices cannot be moved to the host"),
     Limit(name="dump_param_to_param_group_map", value=None, reason="matrices are not in Megatron's parameter groups"),
 )
@@ -55,6 +57,7 @@ def replace_seams(wrap: Wrap, build: Build) -> None:
             wrong.append(Problem(key="model", value=DP.__name__, reason=reason, fix="leave FSDP out"))
         refuse(wrong, Unsupported)
         ddp_config.use_distributed_optimizer = True  # as Megatron sets it for its layer-wise optimizer
+        args.dist_ckpt_optim_fully_reshardable = True  # the other format ties AdamW's state to the layout
         settings, _ = training.get_megatron_optimizer_config(args)
         return wrap(model_chunks, ddp_config, settings, args)
 
@@ -70,6 +73,12 @@ def replace_seams(wrap: Wrap, build: Build) -> None:
     training.get_megatron_optimizer = get_megatron_optimizer
 
 
+def stored_keys() -> Collection[str]:
+    """Returns the keys of the tensors in the checkpoint that Megatron-LM's arguments name."""
+    reader = FileSystemReader(get_load_checkpoint_path_by_args(training.get_args()))
+    return reader.read_metadata().state_dict_metadata.keys()
+
+
 def _loop_problems(args: Namespace) -> Iterator[Problem]:
     """Yields a problem for each argument that makes Megatron-LM's loop ask for something the engine cannot
     do."""
@@ -78,15 +87,7 @@ def _loop_problems(args: Namespace) -> Iterator[Problem]:
         reason = "without it the loop expects an optimizer that every rank has all of"
         fix = "add --use-distributed-optimizer"
         yield Problem(key="use_distributed_optimizer", value=False, reason=reason, fix=fix)
-    if args.save is not None and not args.no_save_optim:
-        reason = "Megatron's checkpoints do not have the optimizer state of matrices that hosts update"
-        fix = "add --no-save-optim, which saves weights alone, or leave --save out"
-        yield Problem(key="save", value=args.save, reason=reason, fix=fix)
-    if args.save is not None and args.ckpt_format != "torch_dist":
-        reason = "in it the loop saves the optimizer even with --no-save-optim"
+    loads = args.load is not None and not (args.no_load_optim or args.finetune)
+    if args.ckpt_format != "torch_dist" and (args.save is not None or loads):
+        reason = "it has no place for the optimizer state of matrices that hosts update"
         yield Problem(key="ckpt_format", value=args.ckpt_format, reason=reason, fix="use --ckpt-format torch_dist")
-    for key in ("load", "pretrained_checkpoint"):
-        if getattr(args, key) is not None and not (args.no_load_optim or args.finetune):
-            reason = "the optimizer state of a checkpoint cannot be loaded into hosts of matrices"
-            fix = "add --no-load-optim: the run starts with the checkpoint's weights and a new optimizer state"
-            yield Problem(key=key, value=getattr(args, key), reason=reason, fix=fix)

@@ -118,6 +118,27 @@ def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[
     return (_all_of(name, shape),) if fused is None else tuple(_blocks(fused, layer, 1, 0))
 
 
+def in_whole_parameter(matrix: Matrix, held: Sequence[Block], model: ModelConfig) -> Iterator[Block]:
+    """Locates blocks of a matrix in its parameter as a single TP rank would store it: `unit` is the parameter.
+
+    Args:
+        held: the blocks of a stored matrix or of a fragment (`stored_blocks`, `matrix_blocks`).
+    """
+    for part in fragment_blocks(matrix.parameter, (), model, tp=1, rank=0):
+        for block in held:
+            first = max(block.unit_row, part.unit_row)
+            rows = min(block.unit_row + block.rows, part.unit_row + part.rows) - first
+            if block.unit == part.unit and rows > 0:
+                yield Block(
+                    unit=matrix.parameter,
+                    unit_row=part.row + first - part.unit_row,
+                    unit_col=block.unit_col,
+                    row=block.row + first - block.unit_row,
+                    rows=rows,
+                    cols=block.cols,
+                )
+
+
 def unit_shape(unit: str, model: ModelConfig) -> tuple[int, ...]:
     """Returns the shape of a unit."""
     if unit in (EMBEDDING, OUTPUT):

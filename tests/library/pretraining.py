@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,12 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import arguments, initialize, training
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from canzona_cli import use_in_megatron_lm
 from canzona_cli.megatron import cpu_backend
@@ -173,6 +177,39 @@ def loss_of(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, tor
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
+def tensors_of(folder: Path) -> dict[str, np.ndarray]:
+    """Reads all tensors of one of Megatron's checkpoints, whole, by torch's own functions."""
+    reader = FileSystemReader(folder)
+    entries = reader.read_metadata().state_dict_metadata.items()
+    tensors = {key: torch.empty(entry.size) for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    torch.distributed.checkpoint.load(dict(tensors), storage_reader=reader, no_dist=True)
+    return {key: tensor.numpy() for key, tensor in tensors.items()}
+
+
+class TorchsAdamW(DistributedOptimizer):  # type: ignore[misc]
+    """What Megatron's optimizer lacks to load a checkpoint into torch's AdamW, where there is no Transformer Engine:
+    state to load into, a copy of the step for each parameter, and no step among the tensors that it sets."""
+
+    def sharded_state_dict(self, model: object, is_loading: bool = False, **named: object) -> object:
+        if is_loading and not self.optimizer.state:
+            for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+                moments = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[param] = {"step": torch.tensor(0.0), **moments}
+        return _SHARDED_STATE_DICT(self, model, is_loading, **named)
+
+    def load_state_dict(self, state: object) -> None:
+        _LOAD_STATE_DICT(self, state)
+        for each in self.optimizer.state.values():
+            each["step"] = each["step"].clone()
+
+    def _set_main_param_and_optimizer_states(self, param: object, tensors: dict[str, object]) -> None:
+        _SET_STATES(self, param, {"step": None, **tensors})
+
+
+_SHARDED_STATE_DICT, _LOAD_STATE_DICT = DistributedOptimizer.sharded_state_dict, DistributedOptimizer.load_state_dict
+_SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """Replaces what Megatron-LM's training asks of CUDA, for the rest of this process' life but for two names."""
@@ -190,6 +227,7 @@ def stand_ins() -> Iterator[None]:
         (initialize, "_compile_dependencies", zero),  # a make in the wheel, which has the library and no Makefile
         (initialize.inprocess_restart, "maybe_force_nccl_backend_init", zero),
         (arguments, "get_device_arch_version", lambda: 10),
+        *((DistributedOptimizer, name, value) for name, value in vars(TorchsAdamW).items() if callable(value)),
     )
     for owner, name, value in replaced:
         setattr(owner, name, value)

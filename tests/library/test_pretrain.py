@@ -116,8 +116,11 @@ def test_weights_go_through_megatrons_checkpoints(tmp_path: object) -> None:
 @pytest.mark.parametrize(
     ("flags", "key", "way_out"),
     [
-        ((*SHARDED, "--save", "somewhere", "--save-interval", "4"), "save", "--no-save-optim"),
-        ((*SHARDED, "--load", "somewhere"), "load", "--no-load-optim"),
+        (
+            (*SHARDED, "--save", "somewhere", "--save-interval", "4", "--ckpt-format", "torch"),
+            "ckpt_format",
+            "--ckpt-format torch_dist",
+        ),
         ((), "use_distributed_optimizer", "--use-distributed-optimizer"),
         ((*SHARDED, *TP, "--muon-tp-mode", "blockwise"), "muon_tp_mode", "duplicated"),
     ],

@@ -1,0 +1,293 @@
+"""The engine's optimizer in Megatron's checkpoints (`megatron.core.dist_checkpointing`).
+
+The fp32 masters and the momentum of matrices have the keys and the layout that Megatron's layer-wise Muon gives them:
+those of their weights, under `optimizer.state.fp32_param` and `optimizer.state.momentum_buffer`. Every rank writes and
+reads the rows of what it updates, so a checkpoint depends neither on the plan nor on the number of ranks, and nothing
+is sent. Other state, such as SOAP's, has the names of matrices. The state of AdamW is in Megatron's format
+`fully_reshardable`.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import (
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+)
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from canzona_cli.engine.masters import MasterOptimizer
+from canzona_cli.engine.planned import PlannedOptimizer
+from canzona_cli.errors import Problem, Unsupported
+from canzona_cli.megatron.holdings import held
+from canzona_cli.megatron.matrix_buffers import TAG, global_parameters
+from canzona_cli.megatron.optimizer import muon_group
+from canzona_cli.megatron.parallel import gather
+from canzona_cli.model.geometry import Block
+from canzona_cli.model.matrices import Matrix
+from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
+
+SHARDING: Final = "fully_reshardable"
+"""The format of AdamW's state (`metadata["distrib_optim_sharding_type"]`)."""
+_MASTER, _MOMENTUM, _ADAMWS_MASTER = "fp32_param", "momentum_buffer", "param"
+_LIKE_WEIGHTS: Final = {_MASTER: (_MASTER, _ADAMWS_MASTER), _MOMENTUM: (_MOMENTUM, "exp_avg")}
+"""The fields of matrices that are laid out as weights, each with its names in checkpoints of Megatron's Muon and of its
+AdamW, whose first moment is a moving average of gradients as Muon's momentum is."""
+_ADAMW: Final = {_ADAMWS_MASTER: (_ADAMWS_MASTER, _MASTER), "exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",)}
+"""AdamW's fields, each with its names in checkpoints of Megatron's sharded and of its other optimizers."""
+_OURS: Final = "canzona"
+_WEIGHTS_ALONE: Final = "load weights alone: --no-load-optim"
+
+StateDict = Mapping[object, object]
+Entry = ShardedTensor | ShardedTensorFactory
+"""A parameter in a model's `sharded_state_dict`."""
+Count = bool | int | float | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counts:
+    """The state of one rank's matrices other than tensors, by matrix."""
+
+    matrices: Mapping[str, Mapping[str, Count]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Updated:
+    """A matrix, or a fragment of a shared one, that this rank updates."""
+
+    matrix: Matrix
+    master: torch.nn.Parameter
+    optimizer: MatrixOptimizer
+    blocks: tuple[Block, ...]
+    """The places of the master's rows in the whole parameter."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...] | None]:
+        return self.optimizer.state_shapes(self.master) or {}
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The master and the state's tensors; zeros for those that do not exist yet."""
+        state = self.optimizer.state.get(self.master, {})
+        missing = {key: shape for key, shape in self.shapes.items() if shape is not None and key not in state}
+        return {
+            _MASTER: self.master.detach(),
+            **{key: self.master.new_zeros(shape) for key, shape in missing.items()},
+            **{key: value for key, value in state.items() if isinstance(value, torch.Tensor)},
+        }
+
+    @property
+    def counts(self) -> dict[str, Count]:
+        state = self.optimizer.state.get(self.master, {})
+        return {key: value for key, value in state.items() if isinstance(value, Count)}
+
+    def take(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Count]) -> None:
+        """Puts the state of a checkpoint in place of the optimizer's. Without the counts that the optimizer needs
+        the checkpoint is from before the matrix's first step."""
+        if all(shape is not None or key in counts for key, shape in self.shapes.items()):
+            state = {key: tensor for key, tensor in tensors.items() if key != _MASTER}
+            self.optimizer.state[self.master] = {**state, **counts}
+
+    def pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, Block | None, torch.Tensor]]:
+        """Yields the state's pieces: a name, the field, the place in the whole parameter, and the rows. State that is
+        not laid out as the weight is one piece without a place."""
+        for field, tensor in tensors.items():
+            places: Sequence[Block | None] = self.blocks if field in _LIKE_WEIGHTS else (None,)
+            for number, block in enumerate(places):
+                piece = tensor if block is None else tensor[block.row : block.row + block.rows]
+                yield f"{self.matrix.name}/{field}/{number}", field, block, piece
+
+    def entries(
+        self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], weight: Entry
+    ) -> Iterator[tuple[str, ShardedTensor]]:
+        """Yields the entries of the state, by the names of its pieces.
+
+        Args:
+            names: the names of fields in the checkpoint.
+            weight: the entry of the parameter.
+        """
+        while isinstance(weight, ShardedTensorFactory):  # gate and up
+            weight = weight.build()[0]
+        lead = weight.prepend_axis_num
+        for name, field, block, piece in self.pieces(tensors):
+            if block is None:
+                yield name, ShardedTensor.from_rank_offsets(_own_key(field, self.matrix), piece)
+                continue
+            # Megatron prepends the axis of layers only to pieces that all have one shape; here the piece has it.
+            data = piece.view((1,) * lead + piece.shape)
+            offset = (*weight.global_offset[:lead], block.unit_row, block.unit_col)
+            key, shape = f"optimizer.state.{names[field]}.{weight.key}", tuple(data.shape)
+            yield name, ShardedTensor(key, data, data.dtype, shape, weight.global_shape, offset, None)
+
+
+def unsupported(
+    matrices: MasterOptimizer, metadata: Mapping[str, object], formats: Collection[object]
+) -> Problem | None:
+    """Returns why this rank's state cannot be saved in, or loaded from, a checkpoint; None if it can.
+
+    Args:
+        metadata: Megatron's, of the checkpoint.
+        formats: the supported formats of AdamW's state; None for state that Megatron does not shard.
+    """
+    sharding = metadata.get("distrib_optim_sharding_type")
+    if sharding not in formats:
+        reason = "in this format (distrib_optim_sharding_type) AdamW's state belongs to a layout of ranks and buckets"
+        fix = f"save with {SHARDING} (Megatron-LM: --dist-ckpt-optim-fully-reshardable)"
+        return Problem(key="sharded_state_dict", value=sharding, reason=reason, fix=fix)
+    if isinstance(matrices, PlannedOptimizer) and all(
+        isinstance(optimizer, MatrixOptimizer) and optimizer.state_shapes(master) is not None
+        for optimizer, _, master, _ in matrices.placed()
+    ):
+        return None
+    reason = "the shapes of the state of its matrices are not known"
+    fix = "save and load weights alone (Megatron-LM: --no-save-optim, --no-load-optim)"
+    return Problem(key="sharded_state_dict", reason=reason, fix=fix)
+
+
+class ShardedState:
+    """The state of one rank's optimizers as entries of Megatron's checkpoints.
+
+    Args:
+        adamw: Megatron's `DistributedOptimizer`.
+        stored: the keys of the checkpoint to load; None for those that `to_save` gives.
+    """
+
+    def __init__(
+        self,
+        adamw: MegatronOptimizer,
+        matrices: PlannedOptimizer,
+        chunks: Sequence[DistributedDataParallel],
+        stored: Collection[str] | None = None,
+    ) -> None:
+        self._adamw, self._matrices, self._chunks, self._stored = adamw, matrices, chunks, stored
+        self._updated = [
+            _Updated(matrix=matrix, master=master, optimizer=optimizer, blocks=blocks)
+            for optimizer, matrix, master, blocks in matrices.placed()
+            if isinstance(optimizer, MatrixOptimizer)
+        ]
+        self._targets: dict[str, dict[str, torch.Tensor]] = {}
+        """The tensors that are loaded of each matrix."""
+        self.has_masters = True
+        """False if the checkpoint to load is of fp32 training, where weights may be the only masters."""
+
+    def to_save(self, model: StateDict, metadata: Mapping[str, object]) -> dict[object, object]:
+        """Returns the state as Megatron's layer-wise Muon beside AdamW would return it. Collective.
+
+        Args:
+            model: the model's `sharded_state_dict`.
+        """
+        self._matrices.repair()
+        weights, names = self._weights(model), {field: field for field in _LIKE_WEIGHTS}
+        state: dict[str, ShardedTensor] = {}
+        for each in self._updated:
+            state |= each.entries(each.tensors, names, weights[each.matrix.parameter])
+        counts: dict[str, Mapping[str, Count]] = {}
+        for rank in gather(_Counts(matrices={each.matrix.name: each.counts for each in self._updated if each.counts})):
+            counts |= rank.matrices
+        adamw = self._adamw.sharded_state_dict(model, metadata=metadata)
+        for group in adamw["optimizer"]["param_groups"]:
+            group["optimizer"] = "adam"  # as in Megatron's groups beside Muon's
+        muon = {"param_groups": [muon_group(self._matrices.config)], "state": state}
+        return {0: {"optimizer": muon, _OURS: counts}, 1: adamw}
+
+    def to_load(self, model: StateDict) -> dict[object, object]:
+        """Returns the entries that `loaded` needs. Masters and state are read where they are kept.
+
+        Raises:
+            Unsupported: the checkpoint has other state.
+        """
+        weights = self._weights(model)
+        matrices: dict[str, ShardedTensor] = {}
+        for each in self._updated:
+            weight, tensors = weights[each.matrix.parameter], each.tensors
+            for key in (_own_key(field, each.matrix) for field in tensors.keys() - _LIKE_WEIGHTS.keys()):
+                self._refuse_missing(key)
+            names = self._names(
+                weight.key, {field: _LIKE_WEIGHTS[field] for field in tensors if field in _LIKE_WEIGHTS}
+            )
+            read = {field: tensor for field, tensor in tensors.items() if field in names or field not in _LIKE_WEIGHTS}
+            self._targets[each.matrix.name] = read
+            matrices |= each.entries(read, names, weight)
+        # As with Megatron's own optimizer, every rank reads all of AdamW's parameters, on the host.
+        adamw = {
+            name: {
+                field: make_sharded_optimizer_tensor(
+                    weights[name], torch.empty(param.shape), f"optimizer.state.{stored}"
+                )
+                for field, stored in self._names(weights[name].key, _ADAMW).items()
+            }
+            for name, param in global_parameters(self._chunks)
+            if param.requires_grad and not getattr(param, TAG)
+        }
+        return {_OURS: {"matrices": matrices, "adamw": adamw}}
+
+    @torch.no_grad()
+    def loaded(self, state: StateDict) -> bool:
+        """Takes over the result of `dist_checkpointing.load` for what `to_load` returned. Returns False for any
+        other state."""
+        entries = state.get(_OURS)
+        if not isinstance(entries, Mapping):
+            return False
+        muon = state.get(0)
+        counts = muon.get(_OURS, {}) if isinstance(muon, Mapping) else {}
+        for each in self._updated:
+            tensors = self._targets[each.matrix.name]
+            for name, _, _, piece in each.pieces(tensors):
+                if (source := entries["matrices"][name]).data_ptr() != piece.data_ptr():
+                    piece.copy_(source.view_as(piece))
+            each.take(tensors, counts.get(each.matrix.name, {}))
+        step = max(_steps({key: value for key, value in state.items() if key != _OURS}))
+        for item in held(self._adamw, self._chunks):
+            fields = entries["adamw"][item.parameter].items()
+            parts = {field: tensor.view(-1)[item.start : item.end] for field, tensor in fields}
+            if (master := parts.pop(_ADAMWS_MASTER, None)) is not None:
+                item.master.copy_(master.view(item.master.shape))
+            item.replace_state({key: part.to(item.master.device, copy=True) for key, part in parts.items()}, step)
+        return True
+
+    def _weights(self, model: StateDict) -> dict[str, Entry]:
+        """Returns the entries of this rank's parameters, by their names in the whole model."""
+        named = [*global_parameters(self._chunks)]
+        entries = get_param_id_to_sharded_param_map(model, [param for _, param in named])
+        return {named[number][0]: entry for number, entry in entries.items()}
+
+    def _names(self, weight: str, fields: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+        """Returns the name in the checkpoint of each field of a parameter's state, without masters if it has none.
+
+        Args:
+            weight: the key of the parameter.
+        """
+        names: dict[str, str] = {}
+        for field, possible in fields.items():
+            keys = {name: f"optimizer.state.{name}.{weight}" for name in possible}
+            stored = [name for name, key in keys.items() if self._stored is None or key in self._stored]
+            if stored:
+                names[field] = stored[0]
+            elif field in (_MASTER, _ADAMWS_MASTER):
+                self.has_masters = False
+            else:
+                self._refuse_missing(keys[field])
+        return names
+
+    def _refuse_missing(self, key: str) -> None:
+        if self._stored is not None and key not in self._stored:
+            reason = "the checkpoint does not have it: it is of another optimizer"
+            raise Unsupported(Problem(key="load", value=key, reason=reason, fix=_WEIGHTS_ALONE))
+
+
+def _own_key(field: str, matrix: Matrix) -> str:
+    return f"optimizer.{_OURS}.{field}.{matrix.name}"
+
+
+def _steps(tree: object) -> Iterator[float]:
+    """Yields the step counts of parameter groups and of parameters in the part of a checkpoint that all ranks read."""
+    if isinstance(tree, Mapping):
+        yield from (float(tree[key]) for key in ("step", "common_step") if tree.get(key) is not None)
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for value in tree:
+            yield from _steps(value)
