@@ -184,7 +184,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         refuse_masters(state_dict)
         super().reload_model_params()
 
-    def sharded_state_dict(
+    def sharded_state_dict(  # type: ignore[override]  # refused on the parts by themselves
         self,
         model_sharded_state_dict: Mapping[object, object],
         is_loading: bool = False,
@@ -209,17 +209,16 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
             return self._sharded.to_load(model_sharded_state_dict)
         return self._sharded.to_save(model_sharded_state_dict, metadata or {})
 
-    def load_state_dict(self, state_dict: Mapping[object, object]) -> None:
+    def load_state_dict(self, state_dict: Mapping[object, object]) -> None:  # type: ignore[override]
         """Takes over what was loaded into the last result of `sharded_state_dict`.
 
         Raises:
             Unsupported: `state_dict` was not loaded so, but is a whole one.
         """
-        if self._sharded is None or not self._sharded.loaded(state_dict):
-            super().load_state_dict(state_dict)
-            return
-        self._reads_weights = not self._sharded.has_masters
-        self._sharded = None
+        if self._sharded is not None and self._sharded.loaded(state_dict):
+            self._reads_weights, self._sharded = not self._sharded.has_masters, None
+        else:
+            super().load_state_dict(state_dict)  # refuses it by name
 
     def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
         return self._stats_group

@@ -42,10 +42,10 @@ _ADAMW: Final = {_ADAMWS_MASTER: (_ADAMWS_MASTER, _MASTER), "exp_avg": ("exp_avg
 _OURS: Final = "canzona"
 _WEIGHTS_ALONE: Final = "load weights alone: --no-load-optim"
 
-StateDict = Mapping[object, object]
-Entry = ShardedTensor | ShardedTensorFactory
+type StateDict = Mapping[object, object]
+type Entry = ShardedTensor | ShardedTensorFactory
 """A parameter in a model's `sharded_state_dict`."""
-Count = bool | int | float | str
+type Count = bool | int | float | str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class _Updated:
     @property
     def counts(self) -> dict[str, Count]:
         state = self.optimizer.state.get(self.master, {})
-        return {key: value for key, value in state.items() if isinstance(value, Count)}
+        return {key: value for key, value in state.items() if isinstance(value, bool | int | float | str)}
 
     def take(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Count]) -> None:
         """Puts the state of a checkpoint in place of the optimizer's. Without the counts that the optimizer needs

@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import training
 from megatron.training.checkpointing import get_load_checkpoint_path_by_args
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from canzona_cli.errors import Problem, Unsupported, refuse
 from canzona_cli.megatron.limits import UNTRIED, Limit, problems

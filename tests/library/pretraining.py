@@ -24,8 +24,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import arguments, initialize, training
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from torch.distributed import distributed_c10d
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from canzona_cli import use_in_megatron_lm
 from canzona_cli.megatron import cpu_backend
@@ -182,7 +183,7 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     reader = FileSystemReader(folder)
     entries = reader.read_metadata().state_dict_metadata.items()
     tensors = {key: torch.empty(entry.size) for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
-    torch.distributed.checkpoint.load(dict(tensors), storage_reader=reader, no_dist=True)
+    load_tensors(dict(tensors), storage_reader=reader, no_dist=True)
     return {key: tensor.numpy() for key, tensor in tensors.items()}
 
 

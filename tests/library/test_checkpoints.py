@@ -22,8 +22,8 @@ def _pretrain(
     without a step."""
     from tests.library.pretraining import LOOP, MUON, QWEN3, pretrain
 
-    moved = ("--train-iters", str(SAVED), "--override-opt-param-scheduler") if load and save else ()
-    loading = ("--load", str(root / load), "--ckpt-step", str(SAVED)) if load else ()
+    moved = ("--train-iters", str(SAVED)) if load and save else ()
+    loading = ("--load", str(root / load), "--ckpt-step", str(SAVED), "--override-opt-param-scheduler") if load else ()
     saving = ("--save", str(root / save), "--save-interval", "3" if moved else str(SAVED)) if save else ()
     return pretrain(*QWEN3, *LOOP, *MUON, *flags, *loading, *saving, *moved, ranks=ranks, canzona=canzona)
 
@@ -73,6 +73,15 @@ def test_state_passes_through_every_layout_bit_for_bit(tmp_path: Path) -> None:
         _assert_equal(_state(tmp_path, before), _state(tmp_path, name))
         before = name
     np.testing.assert_allclose(_losses(_pretrain(tmp_path, *flags, load="one", ranks=1)), _losses(whole), rtol=1e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("optimizer", ["optimizer=soap", "optimizer=shampoo"])
+def test_state_that_is_not_laid_out_as_weights_is_resumed_on_another_layout(tmp_path: Path, optimizer: str) -> None:
+    flags = (*FP32, *SHARDED)
+    losses = _losses(_pretrain(tmp_path, *flags, save="dp2", canzona=(optimizer,)))
+    resumed = _losses(_pretrain(tmp_path, *flags, *TP, load="dp2", canzona=(optimizer,)))
+    np.testing.assert_allclose(resumed, losses, rtol=1e-5)
 
 
 @pytest.mark.sweep
