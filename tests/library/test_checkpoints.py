@@ -72,7 +72,6 @@ def test_state_passes_through_every_layout_bit_for_bit(tmp_path: Path) -> None:
         _pretrain(tmp_path, *flags, *further, load=before, save=name, ranks=ranks, canzona=settings)
         _assert_equal(_state(tmp_path, before), _state(tmp_path, name))
         before = name
-    np.testing.assert_allclose(_losses(_pretrain(tmp_path, *flags, load="one", ranks=1)), _losses(whole), rtol=1e-6)
 
 
 @pytest.mark.sweep
