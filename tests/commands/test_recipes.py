@@ -101,8 +101,10 @@ def test_a_misspelt_name_is_exit_code_2() -> None:
     assert "did you mean qwen3-8b?" in result.stderr
 
 
-def test_layouts_of_one_size() -> None:
-    result = canzona("recipes", "layouts", "8b", environment={"COLUMNS": "120"})
+def test_layouts_of_one_size(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"  # in which little is left to search
+    recipe.write_text("defaults: [qwen3-8b]\ntrain: {micro_batch_size: 1, recompute: full}\n")
+    result = canzona("recipes", "layouts", recipe, environment={"COLUMNS": "120"})
     assert result.returncode == 0, result.stderr
     assert "8.19" in result.stdout
     assert "1024" in result.stdout
