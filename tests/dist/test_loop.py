@@ -15,6 +15,8 @@ from canzona_cli.engine.canzona_optimizer import NonFiniteGradients
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
+from canzona_cli.optimizers import Muon
+from canzona_cli.optimizers.graphs import Replayed
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training import loop
 from canzona_cli.training.assemble import assemble
@@ -221,18 +223,22 @@ def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path, mon
     assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0, STEPS]
 
 
-def test_a_failure_in_the_last_update_is_counted_before_the_run_ends(tmp_path: Path) -> None:
-    """Others are heard of with the next step's norm."""
-
+def test_failures_and_captures_are_counted_with_the_next_step_and_a_failure_in_the_last_before_the_end(
+    tmp_path: Path,
+) -> None:
     def prepare(trainee: Trainee, files: RunFiles) -> None:
         matrices = engine_of(trainee).matrices
         assert isinstance(matrices, PlannedOptimizer)
+        optimizer = matrices.groups[0].optimizer
+        assert isinstance(optimizer, Muon)
+        graph = optimizer._replayed[0] = Replayed()
         update, done = matrices._update, 0
 
         def updating() -> None:
             nonlocal done
             update()
             done += 1
+            graph.captures += 1  # as if every step were captured anew on both ranks
             if done in (1, STEPS) and trainee.world.rank == 0:
                 matrices._fallbacks(next(iter(matrices.masters.values())), "no convergence")
 
@@ -240,7 +246,9 @@ def test_a_failure_in_the_last_update_is_counted_before_the_run_ends(tmp_path: P
 
     root = tmp_path / "run"
     _run(root, *LAYOUTS["tp2"], *WAYS["canzona"], validation=False, prepare=prepare)
-    assert [line["fallbacks"] for line in _lines(RunFiles(root).metrics)] == [0, 1, 1, 2]
+    lines = _lines(RunFiles(root).metrics)
+    assert [line["fallbacks"] for line in lines] == [0, 1, 1, 2]
+    assert [line["captures"] for line in lines] == [0, 2, 4, 6]
 
 
 def test_validation_does_not_change_training(tmp_path: Path) -> None:

@@ -98,6 +98,11 @@ def _rank() -> dict[str, list[KernelChoice]]:
     x = torch.randn(side, long).to(dtype)
     symmetric.gram(x, torch.empty(side, side, dtype=dtype))
     assert calls == ["quick"]
+    with pytest.MonkeyPatch.context() as patched, cuda_stand_in():
+        patched.setattr(graphs, "try_out", lambda device: "torch cannot" if rank else "")
+        for graph, reason in ((True, "torch cannot"), (False, "")):
+            on_gpus = _config("cluster=h100-80g", f"optimizer.graph={graph}")
+            assert choose_kernels(on_gpus, DEVICE, ladder={}).no_graphs == reason, "one rank's reason is everybody's"
     return found
 
 
@@ -331,3 +336,13 @@ def test_a_graph_that_replays_something_else_is_none(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: None)
         assert "wrong result" in graphs.try_out(torch.device("cpu"))
         assert "wrong result" in graphs.Replayed.refusal, "and no update is captured"
+
+
+@pytest.mark.parametrize(
+    "module", ["training/worker.py", "calibrate/worker.py", "bench/worker.py", "library/engine.py"]
+)
+def test_whatever_updates_matrices_chooses_kernels_as_training_does(module: str) -> None:
+    """Otherwise benches and calibrations would measure other kernels than those of a run."""
+    text = (Path(kernels.__file__).parents[1] / module).read_text(encoding="utf-8")
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    assert [ast.unparse(call.func) for call in calls].count("choose_kernels") == 1
