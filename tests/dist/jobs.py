@@ -181,8 +181,9 @@ def ranks_of(settings: Sequence[str]) -> frozenset[tuple[str, str]]:
     return frozenset((key, values[key]) for key in CUT_BY if key in values)
 
 
+@cache
 def planned(config: RunConfig, layout: Layout) -> Plan | None:
-    """The run's plan; None for one that executes none."""
+    """The run's plan; None for one that executes none. Kept for the session: `make_plan` keeps eight."""
     return make_plan(config, layout) if config.execution is Execution.PLANNED else None
 
 

@@ -329,10 +329,9 @@ def test_tensor_parallel_ranks_repair_the_same_matrices_also_where_no_flag_trave
     alone = replace(
         plan, groups=tuple(replace(group, matrices=(index,), index=n) for n, (group, index) in enumerate(single))
     )
-    monkeypatch.setattr("tests.dist.jobs.make_plan", lambda config, layout: alone)
 
     def rank() -> Repaired:
-        trainee = build(config, layout)
+        trainee = build(config, layout, alone)
         matrices = engine_of(trainee).matrices
         assert isinstance(matrices, PlannedOptimizer)
         quiet = [group for group in matrices.groups if not group._weights.route.travels]

@@ -21,11 +21,10 @@ from canzona_cli.optimizers.normuon import NorMuon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.optimizers.soap_muon import SOAPMuon
-from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import hosted_bytes, resolve, tensor_bytes
-from tests.dist.jobs import EXPERTS, Runs, build, on_ranks
+from tests.dist.jobs import EXPERTS, Runs, build, on_ranks, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import fill_gradients, finish_gathering, noise, optimizer_step
 from tests.dist.whole import Part, assemble, part_of
@@ -71,7 +70,7 @@ def _resolve(case: tuple[str, str]) -> tuple[RunConfig, Layout]:
 
 def _hold(cases: Sequence[tuple[str, str]]) -> list[list[Held]]:
     made = {case: _resolve(case) for case in cases}
-    plans = {case: make_plan(*made[case]) for case in cases}
+    plans = {case: planned(*made[case]) for case in cases}
 
     def work(case: tuple[str, str], world: World) -> Held:
         trainee = assemble_trainee(made[case][0], world, plans[case])
@@ -96,15 +95,17 @@ HELD = Runs(CASES, lambda case: case[1], _hold)
 @pytest.mark.parametrize(("optimizer", "where"), CASES)
 def test_the_job_keeps_one_copy_and_each_rank_its_planned_part(optimizer: str, where: str) -> None:
     config, layout = _resolve((optimizer, where))
-    memory = plan_memory(config, layout, make_plan(config, layout))
-    planned = sum(memory.parts[part] for part in STATE) + memory.buffers.lasting
+    plan = planned(config, layout)
+    assert plan is not None
+    memory = plan_memory(config, layout, plan)
+    lasting = sum(memory.parts[part] for part in STATE) + memory.buffers.lasting
     found = HELD[optimizer, where]
     hosted, held = [rank.hosted for rank in found], [rank.everything for rank in found]
     assert sum(hosted) == _one_process(assemble([rank.before for rank in found], config.model), optimizer)
     assert all(0 < own < sum(hosted) for own in hosted)
     # Besides: 64-element alignment of AdamW's buffers, and counters. Seen: 1.0004 to 1.0019 of the plan's figure.
-    assert max(held) <= 1.01 * planned
-    assert held[memory.worst.rank] >= 0.99 * planned
+    assert max(held) <= 1.01 * lasting
+    assert held[memory.worst.rank] >= 0.99 * lasting
 
 
 def _one_process(whole: dict[str, torch.Tensor], optimizer: str) -> int:
