@@ -23,6 +23,7 @@ from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
 from canzona_cli.costs.update import algorithm, seconds
+from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.optimizers import cpu_products
 from canzona_cli.report.calibrate import Progress
 from canzona_cli.run.files import RunFiles
@@ -107,7 +108,7 @@ def test_on_a_gpu_the_devices_clocks_time_buckets_as_the_engine_issues_them() ->
         kept: list[Measurement] = []
         recorder = Recorder(RunFiles(Path()), writes=False)
         recorder.add = kept.append  # type: ignore[method-assign,assignment]
-        collectives._GATHERING_BYTES = 8
+        collectives._GATHERING_BYTES = owner_bucket_group._AHEAD_BYTES = 8
         with cuda_stand_in() as record:
             members = Members(Team(rank, 2, DEVICE), 2)
             measure_collectives(members, HASTY, recorder)

@@ -20,7 +20,6 @@ from canzona_cli.engine.wire import Aside
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.timers import CONNECTIONS, StepTiming
-from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import GATHERED
 from canzona_cli.run.phases import StepTimeline
@@ -28,7 +27,7 @@ from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import train_step
 from tests.cuda_stand_in import COMPUTE, DEVICE, Record, cuda_stand_in
 from tests.dist.engine_support import SMALL_GROUPS, Digests, batches, engine_of, resolve, weights
-from tests.dist.jobs import build
+from tests.dist.jobs import build, planned
 from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import finish_gathering
 
@@ -154,6 +153,7 @@ def _find_out(trainee: Trainee, record: Record) -> FoundOut:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(owner_bucket_group, "device_seconds", serial)
+        patched.setattr(owner_bucket_group, "_AHEAD_BYTES", 8)  # no device is kept busy
         assumed = trainee.config.cluster.grouped_collectives
         said = owner_bucket_group.contradiction(trainee.chunks, trainee.world, assumed=assumed)
     launched = [found for found in record.operations if found.stream.startswith("nccl")]
@@ -163,7 +163,9 @@ def _find_out(trainee: Trainee, record: Record) -> FoundOut:
 @contextmanager
 def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Record]]:
     """A trainee on the stand-in, before its first step."""
-    plan = in_every_way(make_plan(config, layout))
+    plan = planned(config, layout)
+    assert plan is not None
+    plan = in_every_way(plan)
     world = replace(join(config, layout), device=DEVICE)
     # Compiling is not what is looked at, and its look at every function called takes long.
     eager = torch.compiler.set_stance("force_eager")

@@ -20,7 +20,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.synthetic import Case, Result, fill_gradients, noise, optimizer_step, run_engines
 from tests.dist.whole import Weights
 
-STEPS = 6
+STEPS = 4
 LR = 0.01
 LAYOUTS = {
     "tp2 dp2": ("gpus=4", "parallel.tp=2", "parallel.pp=1"),
