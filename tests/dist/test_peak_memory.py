@@ -31,13 +31,14 @@ class Used:
     [
         ("tiny", "tp=2"),
         ("tiny", "tp=1"),
-        pytest.param("mini", "tp=2", marks=[pytest.mark.sweep, pytest.mark.timeout(1800)]),
+        # As wide as can be computed in seconds; its layers are alike.
+        pytest.param("mini model.num_layers=2", "tp=2", marks=pytest.mark.sweep),
     ],
 )
 def test_a_step_takes_the_memory_that_its_plan_says(size: str, cut: str) -> None:
     """Within 5% on the rank that needs most (seen 2.8%), with and without what is kept from step to step."""
     config, layout = jobs.resolve(
-        f"recipe=qwen3-{size}",
+        *f"recipe=qwen3-{size}".split(),
         "gpus=2",
         f"parallel.{cut}",
         "parallel.pp=1",
@@ -62,7 +63,7 @@ def test_a_step_takes_the_memory_that_its_plan_says(size: str, cut: str) -> None
         changes.sort(key=lambda event: event.start_ns())
         return Used(kept=kept, peak=kept + max(accumulate(event.nbytes() for event in changes)))
 
-    ranks = run_ranks(layout.world_size, rank, timeout_s=1500)
+    ranks = run_ranks(layout.world_size, rank)
     memory = plan_memory(config, layout, plan)
     used = ranks[memory.worst.rank]
     passing = sum(memory.parts[part] for part in ("activations", "logits", "workspace"))
