@@ -187,7 +187,7 @@ def _ranks(case: Case) -> tuple[bool, int]:
     return "gpus=32" in CASES[case[0]], case[2]
 
 
-SWEPT: list[Case] = [(name, 64 if name == "canzona" else 16, 4) for name in CASES]
+SWEPT: list[Case] = [(name, 16 if name in ("canzona", "many micro-groups") else 8, 4) for name in CASES]
 STEPS = Runs(NORMAL, _ranks, _record, SWEPT)
 
 
