@@ -11,7 +11,7 @@ from canzona_cli.config.schema import ScheduleConfig
 NAME: Final = "config.yaml"
 """The file in a run directory with the settings that the run was started with, nulls resolved."""
 _CHOSEN: Final = {
-    "parallel": ("tp", "pp", "vpp", "cp", "sequence_parallel"),
+    "parallel": ("tp", "pp", "vpp", "cp", "ep", "sequence_parallel"),
     "train": ("micro_batch_size", "recompute"),
     "cluster": ("nodes",),
 }

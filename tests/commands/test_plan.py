@@ -128,9 +128,16 @@ def test_everything_about_a_plan_fits_the_width_of_its_terminal(large: dict[str,
     assert all(line in text for line in large["assumptions"])
 
 
-def test_a_dry_run_without_a_recipe_shows_every_size_and_how_to_look_at_one(tmp_path: Path) -> None:
-    # Little is left to search.
-    typed = ("train.micro_batch_size=1", "train.recompute=full")
+@pytest.mark.parametrize(
+    "typed",
+    [
+        pytest.param(("train.micro_batch_size=1", "train.recompute=full"), id="little to search"),
+        pytest.param((), marks=pytest.mark.sweep, id="all to search"),
+    ],
+)
+def test_a_dry_run_without_a_recipe_shows_every_size_and_how_to_look_at_one(
+    tmp_path: Path, typed: tuple[str, ...]
+) -> None:
     result = canzona("plan", "--dry-run", *typed, environment={"COLUMNS": "80"}, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

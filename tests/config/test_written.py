@@ -12,7 +12,8 @@ from canzona_cli.errors import ConfigError
 
 def written(folder: Path, *overrides: str) -> RunConfig:
     """The settings of a run that was started in `folder`."""
-    config, _ = resolve(compose_run(["recipe=qwen3-tiny", f"run.dir={folder}", *overrides]).config)
+    recipe = [] if any(each.startswith("recipe=") for each in overrides) else ["recipe=qwen3-tiny"]
+    config, _ = resolve(compose_run([*recipe, f"run.dir={folder}", *overrides]).config)
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(dump_resolved(config))
     return config
@@ -40,6 +41,11 @@ def test_another_number_of_gpus_or_cluster_has_a_layout_of_its_own(tmp_path: Pat
         assert layout.train.global_batch_size == started.train.global_batch_size
     assert again(tmp_path / "run", "gpus=8", "parallel.tp=4").parallel.tp == 4
     assert compose_run([f"run.dir={tmp_path / 'run'}", "cluster=h100-80g"]).config.cluster.device == "cuda"
+
+
+def test_a_run_with_divided_experts_goes_on_where_they_cannot_be_divided_so(tmp_path: Path) -> None:
+    assert written(tmp_path / "run", "recipe=qwen3-moe-tiny", "gpus=8", "parallel.ep=8").parallel.ep == 8
+    assert again(tmp_path / "run", "gpus=2").parallel.ep == 1
 
 
 def test_a_longer_run_decays_to_its_own_end(tmp_path: Path) -> None:
