@@ -68,6 +68,7 @@ PARTS = {
     "pp2": Part(limit_s=60, gpus=2, needs="train"),
     "cp2": Part(limit_s=60, gpus=2, needs="train"),
     "te": Part(limit_s=60, needs="train"),
+    "experts": Part(limit_s=150),
     "calibrate": Part(limit_s=120),
     "updates": Part(limit_s=150),
 }
@@ -207,6 +208,7 @@ def answer(setup: Setup, name: str, seconds: float) -> None:
         "checkpoint": one_gpu.checkpoint,
         "doubts": one_gpu.doubts,
         "te": one_gpu.fused,
+        "experts": one_gpu.experts,
         "calibrate": one_gpu.calibrate,
         "updates": updates,
         "chains": two_gpus.chains,

@@ -24,23 +24,29 @@ DOUBTED: Final = 0.01
 """The largest accepted share of updates in Gram form that are doubted. A doubted update is discarded and redone in
 standard form."""
 
+MOE: Final = "qwen3-moe-tiny"
 DECAY: Final = "schedule.decay_steps=120"
 _PLAIN: Final = ("train.eval_interval=0", "checkpoint.every_minutes=null")
 
 
 def continued(
-    setup: Setup, *overrides: str, checkpoint: Path | None = None, steps: int | None = None
+    setup: Setup,
+    *overrides: str,
+    recipe: str = "qwen3-tiny",
+    checkpoint: Path | None = None,
+    steps: int | None = None,
 ) -> tuple[str, ...]:
     """Returns the overrides of a run that continues from a checkpoint (default: the demo's), without validation."""
     origin = setup.folder / "demo" if checkpoint is None else checkpoint
     end = setup.learnt + setup.compared if steps is None else steps
-    return (*tiny(setup), DECAY, *_PLAIN, f"checkpoint.resume={origin}", f"train.steps={end}", *overrides)
+    resume = f"checkpoint.resume={origin}"
+    return (*tiny(setup, recipe), DECAY, *_PLAIN, resume, f"train.steps={end}", *overrides)
 
 
-def tiny(setup: Setup) -> tuple[str, ...]:
-    """Returns the overrides of the demo's recipe. On a CPU, which is only a smoke test, the batch is smaller."""
+def tiny(setup: Setup, recipe: str = "qwen3-tiny") -> tuple[str, ...]:
+    """Returns the overrides of a small recipe. On a CPU, which is only a smoke test, the batch is smaller."""
     less = () if setup.device == "cuda" else ("train.batch_tokens=1024",)
-    return ("recipe=qwen3-tiny", *less)
+    return (f"recipe={recipe}", *less)
 
 
 def demo(setup: Setup) -> Outcome:
@@ -67,9 +73,10 @@ def train_part(setup: Setup) -> Outcome:
     return against_cpu(setup, run(setup, "gpu"))
 
 
-def against_cpu(setup: Setup, checked: Run) -> Outcome:
-    """Compares a run's losses and first gradient norm with the CPU's."""
-    cpu, exact = run(setup, "cpu"), run(setup, "cpu-fp32")
+def against_cpu(setup: Setup, checked: Run, on_cpu: str = "cpu") -> Outcome:
+    """Compares a run's losses and first gradient norm with the CPU's, which are in the runs `on_cpu` and, in fp32,
+    `on_cpu`-fp32."""
+    cpu, exact = run(setup, on_cpu), run(setup, f"{on_cpu}-fp32")
     checks = {
         "first loss": apart(checked.losses, cpu.losses, exact.losses, steps=1),
         "losses": apart(checked.losses, cpu.losses, exact.losses),
@@ -85,6 +92,32 @@ def fused(setup: Setup) -> Outcome:
         return Outcome(status="not run", summary=f"Transformer Engine is not installed: {install_fused_layers()}")
     run(setup, "cpu")
     return against_cpu(setup, train(setup, {"te": continued(setup, *on_device(setup, fused=True))})["te"])
+
+
+def experts(setup: Setup) -> Outcome:
+    """Compares a model with experts with the CPU, from the same weights on the same batches. On two GPUs, each has half
+    of the experts."""
+    train(setup, {"moe": (*tiny(setup, MOE), DECAY, *_PLAIN, "gpus=4", f"train.steps={setup.learnt}")})
+    trained = train(
+        setup,
+        {
+            "moe-cpu": _moe_continued(setup, "gpus=1"),
+            "moe-cpu-fp32": _moe_continued(setup, "gpus=1", "train.precision=fp32"),
+            "experts": experts_overrides(setup),
+        },
+    )
+    return against_cpu(setup, trained["experts"], "moe-cpu")
+
+
+def experts_overrides(setup: Setup) -> tuple[str, ...]:
+    ranks = min(2, setup.gpus)
+    mesh = ("parallel.tp=1", "parallel.pp=1", f"parallel.ep={ranks}")
+    return _moe_continued(setup, *on_device(setup, gpus=ranks), *mesh)
+
+
+def _moe_continued(setup: Setup, *overrides: str) -> tuple[str, ...]:
+    """Returns the overrides of a run that continues from this part's own checkpoint."""
+    return continued(setup, *overrides, recipe=MOE, checkpoint=setup.folder / "moe")
 
 
 def checkpoint(setup: Setup) -> Outcome:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,10 @@ def setup(tmp_path: Path) -> Setup:
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_parts_pass_on_cpu_ranks(tmp_path: Path) -> None:
-    """All but the updates and the overlap, which are tested below, and the runs that differ by one override from those
-    of `train` and `cp2`."""
+    """All but the updates and the overlap, which are tested below, and parts that differ by a few overrides from
+    `train` and `cp2`."""
     out = tmp_path / "checked.json"
-    parts = [name for name in PARTS if name not in ("updates", "overlap", "te", "tp2", "dp2", "pp2")]
+    parts = [name for name in PARTS if name not in ("updates", "overlap", "te", "experts", "tp2", "dp2", "pp2")]
     asked = [name for name in parts if name not in ("demo", "train")]  # the others need them
     done = _run("--device", "cpu", "--only", *asked, "--minutes", "28", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -231,6 +232,8 @@ def test_runs_on_a_gpu_are_ones_that_compose(tmp_path: Path) -> None:
         (one_gpu.continued(setup, *on_device(setup)), 1),
         (one_gpu.continued(setup, *on_device(setup, fused=True)), 1),
         (one_gpu.step_overrides(setup), 1),
+        (one_gpu.experts_overrides(replace(setup, gpus=1)), 1),
+        (one_gpu.experts_overrides(setup), 2),
         (two_gpus.overlap_overrides(setup), 2),
         *((two_gpus.split_overrides(setup, axis), 2) for axis in ("tp", "dp", "cp", "pp")),
     ]
