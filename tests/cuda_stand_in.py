@@ -35,6 +35,10 @@ DEVICE = torch.device("cuda", 0)
 COMPUTE = "compute"
 _ONLY_READ = {"c10d::_allgather_base_": 1}
 """Of collectives, the place of the tensor that is sent and left as it is."""
+_READS_NOTHING = {
+    f"aten::{name}" for name in ("empty_like", "new_empty", "new_empty_strided", "new_zeros", "zeros_like")
+}
+"""Operations that take a tensor's shape or kind and not its numbers."""
 Clock = dict[str, int]
 """By stream: the number of the last operation that is known to be over."""
 
@@ -359,6 +363,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             for tensor in tensors_in(value)
         ]  # fmt: skip
+        if func._schema.name in _READS_NOTHING:
+            given = []
         if func.namespace == "c10d":
             device.launched = self._collective(func, args, given)
             return result
