@@ -75,4 +75,5 @@ def _most_at_once(trainee: Trainee, batches: BatchStream) -> int:
     assert profile.kineto_results is not None
     changes = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
-    return max(accumulate(event.nbytes() for event in changes))
+    most: int = max(accumulate(event.nbytes() for event in changes))
+    return most
