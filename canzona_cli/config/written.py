@@ -10,11 +10,10 @@ from canzona_cli.config.schema import ScheduleConfig
 
 NAME: Final = "config.yaml"
 """The file in a run directory with the settings that the run was started with, nulls resolved."""
-_CHOSEN: Final = {
-    "parallel": ("tp", "pp", "vpp", "cp", "ep", "sequence_parallel"),
-    "train": ("micro_batch_size", "recompute"),
-    "cluster": ("nodes",),
-}
+CHOSEN: Final = (
+    *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.sequence_parallel"),
+    *("train.micro_batch_size", "train.recompute", "cluster.nodes"),
+)
 """The settings that are chosen to suit the number of GPUs and the cluster. `config.yaml` has the choice for
 those that the run was started with."""
 
@@ -44,10 +43,11 @@ def choose_again(tree: dict[str, object], written: Mapping[str, object], asked: 
         written: the values of the run directory.
     """
     if "gpus" in asked.values or "cluster" in asked.groups:
-        for section, names in _CHOSEN.items():
+        for key in CHOSEN:
+            section, _, name = key.partition(".")
             values = tree.get(section)
-            if isinstance(values, dict):
-                values.update({name: None for name in names if f"{section}.{name}" not in asked.values})
+            if isinstance(values, dict) and key not in asked.values:
+                values[name] = None
     if "train.steps" in asked.values and not any(key.startswith("schedule.") for key in asked.values):
         _choose_schedule(tree, written)
 

@@ -15,6 +15,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
+from canzona_cli.config.written import CHOSEN
 from canzona_cli.costs.memory import GIB
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse
@@ -28,11 +29,6 @@ from canzona_cli.run.records import Documents, Evaluation, Note, ResumePoint, St
 WORKER_MODULE = "canzona_cli.training.evaluation"
 ROOT = "evals"
 """The default run.root of evaluations. The directory of the evaluated run is not changed."""
-_LAYOUT_SETTINGS = (
-    *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.sequence_parallel"),
-    *("train.micro_batch_size", "cluster.nodes"),
-)
-"""Settings of the saved run that are dropped where `gpus` is given, so that a new layout is chosen."""
 _REPLACED_SETTINGS = (
     *("optimizer=adamw", "checkpoint.resume=auto", "checkpoint.weights_from=null"),
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
@@ -82,7 +78,8 @@ def prepare(
     _, saved = saved_run(checkpoint.path)
     given = {key_of(argument) for argument in overrides}
     replaced = [setting for setting in _REPLACED_SETTINGS if key_of(setting) not in given]
-    dropped = [f"{key}=null" for key in _LAYOUT_SETTINGS if "gpus" in given and key not in given]
+    here = {*given, *map(key_of, replaced)}
+    dropped = [f"{key}=null" for key in CHOSEN if "gpus" in given and key not in here]
     recipe = f"recipe={text_value(str(checkpoint.path / 'config.yaml'))}"
     composed = compose_run([recipe, *replaced, *dropped, *overrides], recipes_dirs=recipes_dirs)
     refuse(shape_problems(saved, composed.config, str(checkpoint.path)))

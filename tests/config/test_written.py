@@ -1,5 +1,6 @@
 """A run that goes on has the settings that it was started with, and what the command line changes on top of them."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.written import CHOSEN
 from canzona_cli.errors import ConfigError
 
 
@@ -46,6 +48,17 @@ def test_another_number_of_gpus_or_cluster_has_a_layout_of_its_own(tmp_path: Pat
 def test_a_run_with_divided_experts_goes_on_where_they_cannot_be_divided_so(tmp_path: Path) -> None:
     assert written(tmp_path / "run", "recipe=qwen3-moe-tiny", "gpus=8", "parallel.ep=8").parallel.ep == 8
     assert again(tmp_path / "run", "gpus=2").parallel.ep == 1
+
+
+def test_each_setting_of_the_layout_that_was_chosen_is_chosen_again() -> None:
+    asked = compose_run(["recipe=qwen3-moe-tiny", "gpus=8"]).config
+    resolved, _ = resolve(asked)
+    chosen = {
+        f"parallel.{field.name}"
+        for field in fields(asked.parallel)
+        if getattr(asked.parallel, field.name) is None and getattr(resolved.parallel, field.name) is not None
+    }
+    assert {"parallel.tp", "parallel.ep"} <= chosen <= set(CHOSEN)
 
 
 def test_a_longer_run_decays_to_its_own_end(tmp_path: Path) -> None:
