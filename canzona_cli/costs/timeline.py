@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
+from canzona_cli.costs.links import Transfer
+
 
 class Task(NamedTuple):
     """One entry of a timeline."""
@@ -135,6 +137,25 @@ class Timeline:
             Task(phase=phase, stream=stream, seconds=seconds, link=link, link_s=link_s, cores=cores, after=tuple(after))
         )
         return len(self.tasks) - 1
+
+    def transfer(
+        self,
+        phase: str,
+        stream: Hashable,
+        moved: Transfer,
+        *,
+        link: Hashable,
+        cores: float = 0.0,
+        after: Sequence[int] = (),
+    ) -> int:
+        """Appends a transfer to `stream`; returns the task at whose end it has arrived at all ranks."""
+        seconds = moved.latency_s - moved.fill_s
+        number = self.add(phase, stream, seconds=seconds, link=link, link_s=moved.link_s, cores=cores, after=after)
+        if not moved.fill_s:
+            return number
+        # The next chain starts on the first ranks while this one still reaches the last ranks, so the time to
+        # fill the chain does not occupy the stream.
+        return self.add(phase, ("chain", number), seconds=moved.fill_s, after=[number])
 
     def also_after(self, number: int, other: int) -> None:
         """Makes a task wait for task `other` too, which may have been added later."""

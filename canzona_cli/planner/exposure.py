@@ -253,17 +253,7 @@ class _Pass:
 
     def transfer(self, transfer: Transfer, stream: Stream, after: Sequence[int]) -> int:
         """Adds a transfer; returns the task at whose end it has arrived at all ranks."""
-        number = self.timeline.add(
-            "data",
-            stream,
-            seconds=transfer.latency_s - transfer.fill_s,
-            link=transfer.link,
-            link_s=transfer.link_s,
-            after=after,
-        )
-        if not transfer.fill_s:
-            return number
-        return self.timeline.add("data", ("chain", number), seconds=transfer.fill_s, after=[number])
+        return self.timeline.transfer("data", stream, transfer, link=transfer.link, after=after)
 
     def run(self, units: float) -> list[Ran]:
         """Simulates the pass, which transfers slow down by `units`."""

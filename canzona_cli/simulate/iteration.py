@@ -335,20 +335,14 @@ class IterationTimeline:
     ) -> int:
         """Adds a transfer of a chunk to its data stream; returns the task at whose end it has arrived."""
         transfer = chunk.reduce if phase == "grad_reduce" else chunk.gather
-        number = self._timeline.add(
+        return self._timeline.transfer(
             phase,
             (chunk.stream, stage),
-            seconds=transfer.latency_s - transfer.fill_s,
+            transfer,
             link=(stage, transfer.link),
-            link_s=transfer.link_s,
             cores=transfer.cores * self._layout.tp,
             after=after,
         )
-        if not transfer.fill_s:
-            return number
-        # The next chain starts on the first ranks while this one still reaches the last ranks, so the time to
-        # fill the chain does not occupy the data stream.
-        return self._timeline.add(phase, ("chain", stage, number), seconds=transfer.fill_s, after=[number])
 
     def _reduced(self, stage: int, ran: Sequence[Ran]) -> float:
         """Returns the end of the stage's last reduction, or of its backward if that is later."""
