@@ -237,8 +237,10 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
       everything else;
     - core attention by torch (no Transformer Engine) with c > 1 and no recomputation: the k and v of the full
       sequence, 2 T c g d / t, instead of the rotated k, and on GPUs the context once more, T a d / t, because
-      its two chunks are joined. On CPU SwiGLU is not fused. Recomputation `selective` recomputes core
-      attention; `full` keeps only the layer's input.
+      its two chunks are joined.
+
+    On CPU SwiGLU is not fused. Recomputation `selective` recomputes core attention; `full` keeps only the
+    layer's input.
     """
     model, t, width = config.model, layout.tp, config.train.weight_bytes
     tokens, stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
