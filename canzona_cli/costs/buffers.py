@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from canzona_cli.config.execution import splitting_of
 from canzona_cli.config.schema import Execution, Layout, Mesh, ModelConfig, MomentumConfig, NorMuonConfig, RunConfig
@@ -25,6 +26,22 @@ BATCH_BYTES = 256 << 20
 more."""
 FP32 = 4
 """The bytes of an element of masters, optimizer state and scratch."""
+
+
+def in_batches(elements: Sequence[int]) -> list[slice]:
+    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32, or of one larger matrix.
+
+    Args:
+        elements: the elements of each matrix that count.
+    """
+    starts: list[int] = []
+    filled = 0
+    for place, size in enumerate(elements):
+        if not starts or filled + size > BATCH_BYTES // FP32:
+            starts.append(place)
+            filled = 0
+        filled += size
+    return [slice(start, end) for start, end in pairwise([*starts, len(elements)])]
 
 
 def default_bucket_elements(owners: int) -> int:

@@ -1,7 +1,7 @@
 """Builds the engine of one rank: from a plan, or, for strategy sc, with all matrices of the stage on every
 rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 
@@ -17,11 +17,11 @@ from canzona_cli.config.schema import (
     OptimizerBase,
     RunConfig,
 )
-from canzona_cli.costs.buffers import BATCH_BYTES
+from canzona_cli.costs.buffers import in_batches
 from canzona_cli.costs.update import algorithm, form_of, stack_of
 from canzona_cli.engine.agreement import agree_on_optimizer
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters, in_batches, scratch_elements
+from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters, scratch_elements
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.redundant import RedundantOptimizer, counted, counts_dense
@@ -37,7 +37,7 @@ from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.matrix_optimizer import OnFallback, Workspace
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.planner.exchange import Route, from_hosts, to_hosts
-from canzona_cli.planner.plan import Plan, rank_buckets
+from canzona_cli.planner.plan import Plan
 
 _OURS = __name__.partition(".")[0]
 """The name of canzona's package, whose classes `optimizer.allow` does not have to list."""
@@ -80,10 +80,10 @@ def build_engine(
     # Several ranks take the same fallbacks for a shared matrix, and without a plan for every matrix. One of them
     # counts: with a plan the rank in the matrix's cell.
     if plan is not None:
-        cells, order = plan.assignment.cells, _buffer_order(plan, world)
-        mine = sorted(updated_matrices(plan, world), key=order)
+        cells, parameters = plan.assignment.cells, named_matrix_parameters(chunks, plan, world)
+        order = _buffer_order(parameters)
+        mine = sorted(_updated_matrices(plan, world), key=order)
         counts = [m for m in mine if m.index not in shared or cells[m.index].host == world.tp_rank]
-        parameters = named_matrix_parameters(chunks, plan, world)
     else:
         everything = matrices_of(config.model, world.layout, config.engine.splitting)
         stage = stage_matrices(everything, world.pp_rank)
@@ -136,7 +136,7 @@ def build_engine(
     )
 
 
-def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
+def _updated_matrices(plan: Plan, world: World) -> list[Matrix]:
     """Returns the matrices for which this rank keeps an fp32 master and optimizer state: whole matrices that
     it hosts, and shared matrices of its owner, of which it keeps a fragment."""
     return [
@@ -147,13 +147,15 @@ def updated_matrices(plan: Plan, world: World) -> list[Matrix]:
     ]
 
 
-def _buffer_order(plan: Plan, world: World) -> Order:
+def _buffer_order(parameters: Iterable[str]) -> Order:
     """Returns a key that sorts this rank's matrices as Megatron's buffers have them, in the same order on all
     TP ranks. Gradients and weights of equal matrices, such as experts, are then evenly spaced more often
-    (`optimizers.runs`)."""
-    buckets = rank_buckets(plan.buckets, world.pp_rank, world.expert_rank)
-    names = [name for bucket in buckets for name in bucket.parameters]
-    places = {name: place for place, name in enumerate(names)}
+    (`optimizers.runs`).
+
+    Args:
+        parameters: the names of the parameters in the order of the buffers.
+    """
+    places = {name: place for place, name in enumerate(parameters)}
     return lambda matrix: (places[matrix.parameter], matrix.index)
 
 
@@ -196,12 +198,12 @@ def _sent(config: RunConfig, plan: Plan, world: World, order: Order, wiring: Wir
     return _hosting(config, batches, hosts, wiring)
 
 
-def _in_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> list[list[Matrix]]:
-    """Divides groups into batches whose gradients need `BATCH_BYTES` of scratch or less, or are one matrix."""
+def _in_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> list[Sequence[Matrix]]:
+    """Divides groups into batches by the scratch that their gradients need."""
     return [
-        batch
+        group[batch]
         for group in groups
-        for batch in in_batches(group, BATCH_BYTES // 4, lambda matrix: scratch_elements(wiring, (matrix,)))
+        for batch in in_batches([scratch_elements(wiring, (matrix,)) for matrix in group])
     ]
 
 

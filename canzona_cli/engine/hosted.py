@@ -1,13 +1,13 @@
 """The update of one micro-group on one TP rank: its part of the two all-to-alls, and the update of the
 matrices that this rank hosts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.costs.buffers import BATCH_BYTES
+from canzona_cli.costs.buffers import in_batches
 from canzona_cli.engine.wire import (
     AllToAll,
     Copy,
@@ -260,7 +260,7 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
     of them pass the same matrices."""
     fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
     # In batches, because this allocates messages in addition to the pipeline's.
-    for batch in in_batches(matrices, BATCH_BYTES // 4):
+    for batch in (matrices[part] for part in in_batches([matrix.elements for matrix in matrices])):
         route = to_hosts(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp)
         exchange = AllToAll(route, Messages.for_routes([route], torch.float32, wiring.device), 0, wiring.tp_group)
         for parcel in route.sends:
@@ -275,22 +275,6 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
             if hosts[matrix.index] == rank and rank in senders(matrix, rank, tp):
                 target = fragments.in_whole(matrix, masters[matrix.index].detach(), rank)
                 target.copy_(fragments.weight(matrix))
-
-
-def in_batches(
-    matrices: Sequence[Matrix], limit: int, size: Callable[[Matrix], int] = lambda matrix: matrix.elements
-) -> list[list[Matrix]]:
-    """Splits matrices into consecutive batches whose sizes add up to at most `limit`. A matrix that is larger
-    than `limit` is a batch by itself."""
-    batches: list[list[Matrix]] = []
-    filled = 0
-    for matrix in matrices:
-        if not batches or filled + size(matrix) > limit:
-            batches.append([])
-            filled = 0
-        batches[-1].append(matrix)
-        filled += size(matrix)
-    return batches
 
 
 def scratch_elements(wiring: Wiring, hosted: Iterable[Matrix]) -> int:

@@ -40,7 +40,8 @@ def named_matrix_parameters(
 ) -> dict[str, torch.nn.Parameter]:
     """Returns this rank's parameters that contain the plan's matrices, by their names in the plan.
 
-    Layers and experts are numbered over the whole model. Parameters are in the order of registration.
+    Layers and experts are numbered over the whole model. Parameters are in the order of the buffers, bucket by
+    bucket.
 
     Args:
         chunks: this rank's part of the model, in forward order.
@@ -72,7 +73,7 @@ def named_matrix_parameters(
             planned="in one bucket",
             actual=f"in {placed.count(different)} buckets of stage {world.pp_rank}",
         )
-    return {name: param for name, param in trainable.items() if name in members}
+    return {name: trainable[name] for name in placed}
 
 
 def tag_matrices(chunks: Sequence[torch.nn.Module], matrices: Mapping[str, torch.nn.Parameter]) -> None:

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
 from canzona_cli.costs.buffers import (
-    BATCH_BYTES,
     FP32,
     Shape,
     exchange_bytes,
+    in_batches,
     stage_weights,
     transient,
     workspace_bytes,
@@ -164,7 +164,7 @@ def _batched(config: RunConfig, matrices: Sequence[Matrix]) -> tuple[int, list[l
     """Returns, for matrices that one rank stores whole, the fp32 bytes of the largest batch of gradients that it
     copies, and the shapes of each batch."""
     copied = [_copied(config, matrix, 1, 0) for matrix in matrices]
-    return batch_bytes(copied), [[matrices[place].shape for place in batch] for batch in _batches(copied)]
+    return batch_bytes(copied), [[matrix.shape for matrix in matrices[batch]] for batch in in_batches(copied)]
 
 
 def batch_bytes(elements: Sequence[int]) -> int:
@@ -173,21 +173,7 @@ def batch_bytes(elements: Sequence[int]) -> int:
     Args:
         elements: the elements of each matrix whose gradient is copied, 0 for the others.
     """
-    return FP32 * _most(sum(elements[place] for place in batch) for batch in _batches(elements))
-
-
-def _batches(elements: Sequence[int]) -> list[list[int]]:
-    """Cuts matrices into consecutive batches of at most `BATCH_BYTES` in fp32, or of one larger matrix;
-    returns the places of each batch's matrices."""
-    batches: list[list[int]] = []
-    filled = 0
-    for place, size in enumerate(elements):
-        if not batches or filled + size > BATCH_BYTES // FP32:
-            batches.append([])
-            filled = 0
-        batches[-1].append(place)
-        filled += size
-    return batches
+    return FP32 * _most(sum(elements[batch]) for batch in in_batches(elements))
 
 
 def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
