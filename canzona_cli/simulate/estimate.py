@@ -1,12 +1,14 @@
 """The estimate of a step without a plan and without a simulation, by which a search orders layouts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from statistics import fmean
 from typing import NamedTuple
 
 from canzona_cli.config.execution import splitting_of
 from canzona_cli.config.schema import Execution, Layout, RunConfig
-from canzona_cli.config.stages import chunk_layers, most_layers
+from canzona_cli.config.stages import most_layers, stage_layers
 from canzona_cli.costs.buffers import bucket_elements, stage_weights
 from canzona_cli.costs.experts import dispatch
 from canzona_cli.costs.gradients import NormClip
@@ -28,7 +30,7 @@ def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
     times, hop_s = passes(config, layout), hop(config, layout).seconds
     stages = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
     passed = layout.num_microbatches * max(stages) + (sum(stages) - max(stages)) / layout.vpp
-    exposed = _exposed(config, layout, *times[0][0])
+    exposed = _exposed(config, layout, times[0])
     weights = stage_weights(config, layout, 0)
     if execution.everywhere:
         others, everything = weights.others, weights.matrices + weights.others
@@ -41,18 +43,22 @@ def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
     return passed + exposed + after_reduction(config, layout, 0) + clipped + updated
 
 
-def _exposed(config: RunConfig, layout: Layout, forward_s: float, backward_s: float) -> float:
+def _exposed(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:
     """Estimates the seconds that data-parallel traffic adds to a step.
 
     Args:
-        forward_s, backward_s: the seconds of a micro-batch's passes through the first stage's first model chunk.
+        passes_s: the seconds of a micro-batch's forward and backward pass through each of the first stage's model
+            chunks.
     """
     traffic, parallel = _traffic(config, replace(layout.bare, vpp=1)), config.parallel
     reduced, gathered = traffic.reduced_s, traffic.gathered_s
     if not parallel.overlap_grad_reduce:
         return reduced + gathered
     if config.model.num_experts:
+        # The first chunk may have fewer layers than the others.
+        forward_s, backward_s = map(fmean, zip(*passes_s, strict=True))
         return max(traffic.last_s, _exposed_with_experts(config, layout, traffic, (forward_s, backward_s)))
+    forward_s, backward_s = passes_s[0]
     if parallel.overlap_param_gather:
         gathered = max(0.0, gathered / layout.vpp - forward_s)
     return max(traffic.last_s, reduced / layout.vpp - backward_s) + gathered
@@ -101,11 +107,11 @@ def _limits(config: RunConfig, layout: Layout) -> tuple[int, ...]:
 
 
 def _travel_s(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds for which one pass of a micro-batch through the first model chunk of the first stage, and
-    on to the next stage, uses the link that data-parallel traffic uses too."""
+    """Returns the seconds for which one pass of a micro-batch through a model chunk of the first stage, and on to the
+    next stage, uses the link that data-parallel traffic uses too; the mean of its chunks."""
     link, moved = Groups.of(layout, config.cluster).experts.link, [(1, hop(config, layout))]
     if layout.ep > 1:
-        layers = len(chunk_layers(config.model.num_layers, layout, 0, 0))
+        layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp
         moved.append((2 * layers, dispatch(config, layout)))
     return sum(count * transfer.link_s for count, transfer in moved if transfer.link == link)
 

@@ -30,6 +30,8 @@ def test_it_is_within_a_tenth_of_the_step(tp: int, strategy: AnyStrategy) -> Non
         ("parallel.tp=2", "parallel.pp=2", "parallel.vpp=8", "parallel.ep=8"),
         # Tokens travel over the network, under gradients and weights.
         ("parallel.tp=2", "parallel.pp=1", "parallel.ep=32"),
+        # The first model chunk has one layer and the others two.
+        ("parallel.tp=2", "parallel.pp=2", "parallel.vpp=12", "parallel.ep=8", "model.num_layers=46"),
     ],
 )
 def test_it_knows_what_experts_traffic_adds_to_a_step(mesh: tuple[str, ...]) -> None:
