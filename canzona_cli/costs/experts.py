@@ -119,7 +119,7 @@ def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Tran
     return Transfer(latency_s=links.latency(group.link), link=link, link_s=times[link])
 
 
-def hidden(cluster: ClusterConfig, moved: Transfer, computing_s: float) -> Transfer:
+def exposed_travel(cluster: ClusterConfig, moved: Transfer, computing_s: float) -> Transfer:
     """Returns the time that a transfer adds when it overlaps with `computing_s` seconds of another
     micro-batch's computation: the part that does not fit into them, and the delay of the computation by the
     part that does."""

@@ -23,9 +23,9 @@ from canzona_cli.costs.experts import (
     copying,
     dispatch,
     divided,
+    exposed_travel,
     held_experts,
     held_weight,
-    hidden,
     launched,
     products_seconds,
 )
@@ -210,7 +210,8 @@ def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> 
 
     def with_hidden(module: Module) -> Module:
         there, back = module.moves
-        return replace(module, moves=(hidden(cluster, there, backward_s), hidden(cluster, back, forward_s)))
+        left = exposed_travel(cluster, there, backward_s), exposed_travel(cluster, back, forward_s)
+        return replace(module, moves=left)
 
     return [with_hidden(module) if module.dispatched else module for module in modules]
 

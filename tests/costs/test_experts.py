@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Dispatcher, Layout, RunConfig
 from canzona_cli.costs.buffers import layer_activations
-from canzona_cli.costs.experts import HOST_LAUNCHES, copying, dispatch, hidden, products_seconds
+from canzona_cli.costs.experts import HOST_LAUNCHES, copying, dispatch, exposed_travel, products_seconds
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime, stage_time
 from canzona_cli.model.families import family_of
@@ -102,7 +102,7 @@ def test_only_travel_that_is_as_long_as_the_computation_is_hidden() -> None:
     cluster = replace(RUN.cluster, collective_units=0.25)
     travel = Transfer(latency_s=0.5, link="network", link_s=1.5)
     for computing_s, seconds in ((0.0, 2.0), (1.0, 1.25), (2.0, 0.5), (9.0, 0.5)):
-        assert hidden(cluster, travel, computing_s).seconds == pytest.approx(seconds)
+        assert exposed_travel(cluster, travel, computing_s).seconds == pytest.approx(seconds)
 
 
 def test_hidden_travel_is_never_longer_and_hides_nothing_else() -> None:
