@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +47,7 @@ VERSION = 1
 _GIB = 2**30
 _RANKS = 8
 """The number of ranks in the loopback check: as many as on a machine with eight GPUs."""
+_PROBE = "canzona_cli.training.probe"
 _PROBE_TIMEOUT_S = 60.0
 _RESOLVE_TIMEOUT_S = 3.0
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -95,6 +98,11 @@ class Diagnosis:
         return not self.count("fail")
 
     @property
+    def tried(self) -> bool:
+        """True if torch was tried to its end; False if it took too long, and nothing is known about it."""
+        return not any((each.group, each.name, each.status) == ("torch", "import", "warn") for each in self.findings)
+
+    @property
     def exit_code(self) -> ExitCode:
         return ExitCode.OK if self.ok else ExitCode.ENVIRONMENT
 
@@ -108,7 +116,7 @@ class Diagnosis:
             "version": VERSION,
             "ok": self.ok,
             "exit_code": int(self.exit_code),
-            "can": {"cpu": self.ok, "cuda": self.ok and self.gpus > 0, "slurm": self.slurm},
+            "can": {"cpu": self.ok and self.tried, "cuda": self.ok and self.gpus > 0, "slurm": self.slurm},
             "gpus": self.gpus,
             "findings": [asdict(finding) for finding in self.findings],
         }
@@ -121,7 +129,9 @@ def diagnose(*, run_root: Path = Path("runs")) -> Diagnosis:
         run_root: the directory for run directories.
     """
     visible, installed, probed = gpu_inventory(), len(installed_gpus()), _probe()
-    usable = not isinstance(probed, str) and probed.get("cuda_available") is True
+    usable = None
+    if probed is not None:
+        usable = not isinstance(probed, str) and probed.get("cuda_available") is True
     here = (*_machine(), *_storage(run_root, bool(visible)), *network())
     slurm = _slurm()
     return Diagnosis(
@@ -171,21 +181,24 @@ def package(requirement: Requirement) -> Finding:
     return _finding("python", name, ok, version or "not installed", f"required ({bounds})", fix, otherwise="fail")
 
 
-def _probe() -> dict[str, object] | str:
-    """Imports torch in a subprocess and lets two ranks connect over gloo; returns the results, or the error
-    message."""
+def _probe() -> dict[str, object] | str | None:
+    """Imports torch in a subprocess and lets two ranks connect over gloo.
+
+    Returns the results; the error message if torch is broken; None if there was no answer in time, which may only
+    mean that the machine is busy.
+    """
     # The same interface as in a run on one machine.
     environment = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    command = (sys.executable, "-m", "canzona_cli.training.probe")
+    command = (sys.executable, "-m", _PROBE)
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"importing and trying torch took longer than {_PROBE_TIMEOUT_S:.0f} s"
+        return None
     try:
         return dict(json.loads(done.stdout.splitlines()[-1]))
     except (IndexError, ValueError):
@@ -193,8 +206,15 @@ def _probe() -> dict[str, object] | str:
         return lines[-1] if lines else f"the process importing torch exited with code {done.returncode} and no message"
 
 
-def _torch(probed: Mapping[str, object] | str) -> Iterator[Finding]:
+def _torch(probed: Mapping[str, object] | str | None) -> Iterator[Finding]:
     """Checks torch's build and backends from the results of `_probe`."""
+    if probed is None:
+        value = f"importing and trying torch took longer than {_PROBE_TIMEOUT_S:.0f} s"
+        value += f", with a load average of {os.getloadavg()[0]:.0f} on {cores()} cores"
+        meaning = "torch may be fine: a busy machine or a slow disk delays it, and a driver that hangs does too"
+        fix = f"try again when the machine is less busy; see where it waits: {sys.executable} -X importtime -m {_PROBE}"
+        yield _finding("torch", "import", False, value, meaning, fix)
+        return
     if isinstance(probed, str):
         fix = f"see the full error: {sys.executable} -c 'import torch'; then reinstall torch"
         yield _finding("torch", "import", False, probed, "no worker can start", fix, otherwise="fail")
@@ -215,11 +235,11 @@ def _torch(probed: Mapping[str, object] | str) -> Iterator[Finding]:
     yield _finding("torch", "features", not lacking, value, meaning, otherwise="info")
 
 
-def gpus(usable: bool, visible: Sequence[GpuInfo], installed: int) -> Iterator[Finding]:
+def gpus(usable: bool | None, visible: Sequence[GpuInfo], installed: int) -> Iterator[Finding]:
     """Checks the GPUs and what ranks on GPUs need.
 
     Args:
-        usable: True if torch can use the GPUs.
+        usable: True if torch can use the GPUs; None if that is not known.
         visible: the GPUs that this shell may use.
         installed: the number of GPUs in the machine.
     """
@@ -238,7 +258,9 @@ def gpus(usable: bool, visible: Sequence[GpuInfo], installed: int) -> Iterator[F
     value += f" of {installed} in the machine" if installed > len(visible) else ""
     meaning = f"a run on this machine can use up to gpus={len(visible)}" if usable else "torch cannot use these GPUs"
     fix = "install the torch build for this driver (pytorch.org/get-started), or update the driver"
-    yield _finding("gpu", "GPUs", usable, value, meaning, fix)
+    if usable is None:
+        meaning, fix = "torch took too long to say whether it can use these GPUs", "see torch above"
+    yield _finding("gpu", "GPUs", usable is True, value, meaning, fix)
     lacks = compiling_lacks()
     yield _needed("driver", visible[0].driver or "installed, version unknown", driver_problem(), "runs torch's CUDA")
     version, meaning = installed_version("transformer-engine"), "fused layers, used if installed"
@@ -306,9 +328,7 @@ def network() -> Iterator[Finding]:
     meaning = "the ranks of one machine connect on this interface"
     yield _finding("network", "loopback", problem is None, value, meaning, LOOPBACK_FIX, otherwise="fail")
     name = socket.gethostname()
-    # In a subprocess, because a resolver without an answer blocks for many seconds and has no timeout.
-    look_up = f"import socket; print(socket.getaddrinfo({name!r}, None)[0][4][0])"
-    address = (tool_output(sys.executable, "-c", look_up, timeout_s=_RESOLVE_TIMEOUT_S) or "").strip()
+    address = _address(name)
     value = f"{name} is {address or 'not resolved'}"
     if address.startswith(("127.", "::1")):
         meaning = "fine on one machine; on several, gloo needs GLOO_SOCKET_IFNAME=INTERFACE"
@@ -316,6 +336,22 @@ def network() -> Iterator[Finding]:
         return
     fix = f"add it to /etc/hosts (ADDRESS {name}), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     yield _finding("network", "host name", bool(address), value, "ranks on several machines connect by host name", fix)
+
+
+def _address(name: str) -> str:
+    """Returns the address of a host name; empty if it has none or the resolver does not answer in time."""
+    addresses: list[str] = []
+
+    def look_up() -> None:
+        with suppress(OSError):
+            addresses.append(str(socket.getaddrinfo(name, None)[0][4][0]))
+
+    # In a thread, because a resolver without an answer blocks for many seconds and has no timeout; a process could take
+    # longer to start, on a busy machine, than the resolver.
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(_RESOLVE_TIMEOUT_S)
+    return addresses[0] if addresses else ""
 
 
 def _slurm() -> Finding:

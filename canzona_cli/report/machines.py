@@ -137,6 +137,10 @@ class DiagnosisView(Page):
             text = Text(f"{plural(failures, 'failure')} must be fixed before anything can run here", style="bold red")
             yield text.append(f"; {plural(warnings, 'warning')}" if warnings else "", style="default")
             return
+        if not diagnosis.tried:
+            text = Text("no failure, but torch took too long to say whether runs are possible here", style="yellow")
+            yield text.append(f"; {plural(warnings, 'warning')}")
+            return
         can = f"CPU and GPU runs (up to gpus={diagnosis.gpus})" if diagnosis.gpus else "CPU runs"
         text = Text(f"{can} are possible here", style="bold green")
         yield text.append(f"; {plural(warnings, 'warning')}" if warnings else "", style="yellow")

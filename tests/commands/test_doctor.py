@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
+from canzona_cli.cluster import doctor as machine
 from canzona_cli.cluster.doctor import Diagnosis, Finding, package, packages
+from canzona_cli.cluster.gpus import GpuInfo
 from canzona_cli.cluster.machine import admits
 from canzona_cli.report.machines import DiagnosisView
 from tests.waiting import PATIENCE_S
@@ -103,6 +107,53 @@ def test_a_torch_that_cannot_be_imported_is_exit_code_3_with_its_own_words(tmp_p
     assert finding["status"] == "fail"
     assert "libfancy.so.9: no such file" in finding["value"]
     assert finding["fix"]
+
+
+@pytest.fixture
+def slow_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch whose import outlasts the check's patience."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(machine, "_PROBE_TIMEOUT_S", 0.2)
+
+
+@pytest.mark.usefixtures("slow_torch")
+@pytest.mark.parametrize("visible", [(), (GpuInfo(name="NVIDIA H200", memory_bytes=0),)])
+def test_a_slow_torch_is_not_called_broken(visible: tuple[GpuInfo, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the verdict claim what was not seen, on CPU or GPU."""
+    monkeypatch.setattr(machine, "gpu_inventory", lambda: visible)
+    monkeypatch.setattr(machine, "installed_gpus", lambda: visible)
+    diagnosis = machine.diagnose()
+    (finding,) = (each for each in diagnosis.findings if each.group == "torch")
+    assert finding.status == "warn"
+    assert "took longer than" in finding.value
+    assert "reinstall" not in finding.fix
+    assert (diagnosis.exit_code, diagnosis.gpus) == (0, 0)
+    assert diagnosis.as_json()["can"] == {"cpu": False, "cuda": False, "slurm": diagnosis.slurm}
+    (gpus,) = (each for each in diagnosis.findings if each.name == "GPUs")
+    assert "cannot" not in gpus.meaning
+    assert "install" not in gpus.fix
+    console = Console(file=io.StringIO(), width=80)
+    console.print(DiagnosisView(diagnosis=diagnosis))
+    assert isinstance(console.file, io.StringIO)
+    shown = " ".join(console.file.getvalue().split())
+    assert "torch took too long to say whether runs are possible here" in shown
+    assert "runs are possible here;" not in shown.replace("whether runs are possible here", "")
+
+
+def test_a_resolver_without_an_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resolver answers when the check has ended."""
+    ended, known = threading.Event(), socket.getaddrinfo("127.0.0.1", None)
+    monkeypatch.setattr(machine, "loopback_problem", lambda ranks: None)
+    monkeypatch.setattr(machine, "_RESOLVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments: ended.wait(PATIENCE_S) and known)
+    try:
+        found = {finding.name: finding for finding in machine.network()}
+    finally:
+        ended.set()
+    assert found["host name"].status == "warn"
+    assert "not resolved" in found["host name"].value
 
 
 def test_every_requirement_is_checked_and_pyproject_has_it() -> None:
