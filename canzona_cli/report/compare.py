@@ -81,7 +81,8 @@ class ComparedView(Page):
             ("mfu", "MFU", ".1%"),
             ("load_balance", "load balance", ".2f"),
         ):
-            yield _pair(label, figures[name], partial(number, spec=spec))
+            if any(value is not None for value in figures[name]):
+                yield _pair(label, figures[name], partial(number, spec=spec))
         yield _pair("peak memory", figures["peak_memory_bytes"], size)
 
 
@@ -135,13 +136,14 @@ class SeveralView(Page):
         names, best = run_names(several.runs), several.best
         shown = dict(list(several.settings.items())[:_MOST_SETTINGS])
         figures = [run_figures(run) for run in several.runs]
-        heads = [*shown, "status", "steps", *(head for head, _ in COLUMNS.values())]
+        known = {name: column for name, column in COLUMNS.items() if any(each[name] is not None for each in figures)}
+        heads = [*shown, "status", "steps", *(head for head, _ in known.values())]
         rows = [
             [
                 *(setting_value(values[place]) for values in shown.values()),
                 clean(run.status),
                 f"{run.step:,}",
-                *(show(figures[place][name]) for name, (_, show) in COLUMNS.items()),
+                *(show(figures[place][name]) for name, (_, show) in known.items()),
             ]
             for place, run in enumerate(several.runs)
         ]

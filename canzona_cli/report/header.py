@@ -7,6 +7,7 @@ from canzona_cli.config.schema import CustomConfig, Device, Layout, RunConfig
 from canzona_cli.model.matrices import Routed, routing
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
+from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, count, duration, layout_code, layout_words, plural, size, step_time
 from canzona_cli.simulate.predict import Outlook
@@ -83,17 +84,15 @@ def outlook_rows(config: RunConfig, ahead: Outlook) -> list[tuple[str, str]]:
     """Returns (label, value) rows: the simulated speed and training time, and the size of checkpoints."""
     unit = rank_word(config.cluster.device)
     number = ahead.checkpoints_kept
+    speed = (
+        f"{count(ahead.tokens_per_s)} tokens/s, {count(ahead.tokens_per_s_per_gpu)} per {unit}, "
+        f"MFU {100 * ahead.mfu:.1f}% (simulated)"
+    )
+    steps = f"{config.train.steps:,} steps"
+    training = f"{duration(ahead.training_s)} for {steps}, without saves and validation{_cost(config, ahead)}"
+    unknown = f"{steps}; `canzona calibrate` measures this machine, to predict their time"
     return [
-        (
-            "speed",
-            f"{count(ahead.tokens_per_s)} tokens/s, {count(ahead.tokens_per_s_per_gpu)} per {unit}, "
-            f"MFU {100 * ahead.mfu:.1f}% (simulated)",
-        ),
-        (
-            "training",
-            f"{duration(ahead.training_s)} for {config.train.steps:,} steps, without saves and validation"
-            f"{_cost(config, ahead)}",
-        ),
+        *([("speed", speed), ("training", training)] if _describes_machine(config) else [("training", unknown)]),
         (
             "checkpoints",
             f"{size(ahead.checkpoint_bytes)} each, {number} kept: {size(number * ahead.checkpoint_bytes)} on disk; "
@@ -111,14 +110,21 @@ def _cost(config: RunConfig, ahead: Outlook) -> str:
     return f": {ahead.gpu_hours:,.0f} GPU hours{cost}"
 
 
-def describe_plan(obtained: Obtained) -> str:
-    """Returns a plan's name, load balance, update time on the busiest rank, and file."""
+def _describes_machine(config: RunConfig) -> bool:
+    """Returns True if times that are simulated with the run's profile say something about its machine."""
+    return describes_machine(config.cluster.device, calibrated=config.cluster.calibrated)
+
+
+def describe_plan(obtained: Obtained, config: RunConfig) -> str:
+    """Returns a plan's name, load balance, update time on the busiest rank, and file.
+
+    The time is left out if the run's profile does not describe its machine.
+    """
     reached = balance(obtained.plan)
-    origin = "" if obtained.path is None else f"; from {clean(obtained.path)}"
-    return (
-        f"{obtained.plan.name}: load balance {reached.grid:.2f} (lower bound {reached.lower_bound:.2f}), "
-        f"{step_time(reached.slowest_s)} of updates on the busiest rank predicted{origin}"
-    )
+    words = f"{obtained.plan.name}: load balance {reached.grid:.2f} (lower bound {reached.lower_bound:.2f})"
+    if _describes_machine(config):
+        words += f", {step_time(reached.slowest_s)} of updates on the busiest rank predicted"
+    return words if obtained.path is None else f"{words}; from {clean(obtained.path)}"
 
 
 def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
@@ -164,7 +170,7 @@ def header_rows(
         ("optimizer", describe_optimizer(config)),
         *(routing_rows(config) if routed else []),
         ("layout", f"{describe_layout(layout, unit)} on {clean(config.cluster.name)}"),
-        *([("plan", describe_plan(plan))] if plan is not None else []),
+        *([("plan", describe_plan(plan, config))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length)),
         ("data", describe_data(config, corpus)),
         *([] if (read := supply(config, layout, corpus)) is None else [("epochs", read.words)]),

@@ -144,7 +144,7 @@ class DryRun(Page):
         rows = {
             "layout": describe_layout(self.layout, self._unit),
             "batch": describe_batch(self.layout, self.config.train.seq_length),
-            **({"plan": describe_plan(self.plan)} if self.plan is not None else {}),
+            **({"plan": describe_plan(self.plan, self.config)} if self.plan is not None else {}),
             "data": describe_data(self.config, self.corpus),
             **({} if read is None else {"epochs": read.words}),
             **(dict(routing_rows(self.config)) if self.config_yaml is not None else {}),

@@ -8,7 +8,7 @@ from pathlib import Path
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves
 from canzona_cli.errors import Problem, gathered, refuse
-from canzona_cli.run.breakdown import NOTHING_S, Breakdown
+from canzona_cli.run.breakdown import NOTHING_S, Breakdown, describes_machine
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.summary import RunSummary, holds_run, load_summary
@@ -205,11 +205,12 @@ def _means(breakdown: Breakdown | None) -> dict[str, float]:
 def _figures(breakdown: Breakdown | None) -> dict[str, float | None]:
     if breakdown is None:
         return {}
-    memory = breakdown.peak_memory_bytes
+    memory, planned = breakdown.peak_memory_bytes, breakdown.planned
+    has_peak = planned is None or describes_machine(breakdown.device, calibrated=planned.calibrated)
     return {
         "tokens_per_s": real(breakdown.tokens_per_s),
         "tokens_per_s_per_gpu": real(breakdown.tokens_per_s_per_gpu),
-        "mfu": real(breakdown.mfu),
+        "mfu": real(breakdown.mfu) if has_peak else None,
         "load_balance": (breakdown.load_balance or {}).get("matrix_update"),
         "peak_memory_bytes": None if memory is None else memory.max,
     }

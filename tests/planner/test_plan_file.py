@@ -112,10 +112,10 @@ def test_what_cannot_be_planned_is_told_as_the_planner_tells_it(tmp_path: Path) 
 def test_the_header_names_the_plan_its_balance_and_its_file(written: Path, tmp_path: Path) -> None:
     config, layout = resolved(plan=str(written))
     found = obtained(config, layout, tmp_path)
-    told = describe_plan(found)
+    told = describe_plan(found, config)
     assert told.startswith(f"{found.plan.name}: load balance 1.")
     assert told.endswith(f"from {written}")
-    assert "from" not in describe_plan(Obtained(plan=found.plan, path=None))
+    assert "from" not in describe_plan(Obtained(plan=found.plan, path=None), config)
     labels = [label for label, _ in header_rows(config, layout, run_dir=tmp_path, plan=found)]
     assert "plan" in labels
     assert "plan" not in [label for label, _ in header_rows(config, layout, run_dir=tmp_path)]

@@ -6,7 +6,9 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
-from canzona_cli.report.header import outlook_rows
+from canzona_cli.planner.make import make_plan
+from canzona_cli.planner.plan_file import Obtained
+from canzona_cli.report.header import describe_plan, outlook_rows
 from canzona_cli.simulate.predict import outlook
 
 
@@ -18,3 +20,13 @@ def test_a_run_on_gpus_names_its_hours_and_with_a_price_its_cost(price: float | 
     config = replace(config, cluster=replace(config.cluster, gpu_hour_price=price))
     training = dict(outlook_rows(config, outlook(config, layout, iteration_s=1620.0)))["training"]
     assert training.endswith(end)
+
+
+@pytest.mark.parametrize(("measured_on", "known"), [({}, False), ({"cores": 2}, True)])
+def test_a_cpu_profile_that_nobody_measured_predicts_no_times(measured_on: dict[str, int], known: bool) -> None:
+    config, layout = resolve(compose_run(["recipe=qwen3-tiny", "gpus=2"]).config)
+    config = replace(config, cluster=replace(config.cluster, measured_on=measured_on))
+    rows = dict(outlook_rows(config, outlook(config, layout, iteration_s=1.0)))
+    assert ("speed" in rows, "canzona calibrate" in rows["training"]) == (known, not known)
+    found = Obtained(plan=make_plan(config, layout), path=None)
+    assert ("predicted" in describe_plan(found, config)) == known

@@ -13,10 +13,12 @@ from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError
 from canzona_cli.report.compare import ComparedView, SeveralView, run_names
+from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.codec import save
-from canzona_cli.run.compare import compared, several_runs
+from canzona_cli.run.compare import compared, run_figures, several_runs
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import RunResult, StepMetrics, ValidationLoss
+from canzona_cli.run.summary import load_summary
 from tests.run.runs import CONFIG
 
 FIXTURE = Path(__file__).parent / "breakdown.json"
@@ -177,3 +179,23 @@ def test_of_many_runs_settings_and_results_are_columns_and_the_best_is_named(tmp
         for value in ("0.003", "diverged", "3.5000", "4.0000", "lowest validation loss: 4.0000"):
             assert value in text
         assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= width
+
+
+@pytest.mark.parametrize(("calibrated", "shown"), [(True, 0.05), (False, None)])
+def test_a_share_of_a_peak_that_nobody_measured_is_no_figure(
+    tmp_path: Path, calibrated: bool, shown: float | None
+) -> None:
+    files = RunFiles(make_run(tmp_path / "one", CONFIG, {1: 5.0}))
+    files.breakdown.write_text(json.dumps(json.loads(FIXTURE.read_text()) | {"device": "cpu", "mfu": 0.05}))
+    prediction = Prediction(
+        strategy="canzona",
+        profile="cpu",
+        calibrated=calibrated,
+        iteration_s=1.0,
+        optimizer_s=0.1,
+        phases={},
+        load_balance=1.0,
+        memory_bytes=1,
+    )
+    save(files.predicted, prediction)
+    assert run_figures(load_summary(files.root))["mfu"] == shown
