@@ -125,7 +125,7 @@ class EnvironmentProblem(CanzonaError):
     """This machine lacks something the job needs: GPUs, a package, a free port, a writable place."""
 
     exit_code = ExitCode.ENVIRONMENT
-    headline = "This machine cannot run it"
+    headline = "Cannot run here"
 
 
 def unwritable(key: str, value: object, error: OSError, *, fix: str, what: str = "") -> EnvironmentProblem:

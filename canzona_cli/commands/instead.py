@@ -37,6 +37,8 @@ _OTHER_WORDS = {
     "version": "--version",
 }
 """The commands by names that other programs use, and by names of our own subcommands."""
+_LEAVE_OUT = "leave it out"
+"""The advice for a setting that canzona does not have; a command cannot be left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,8 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
     reason = "there is no such command"
     answer = instead(word)
     if answer is not None:
-        reason, fix = answer.reason, answer.fix
+        reason, (first, _, rest) = answer.reason, answer.fix.partition("; ")
+        fix = answer.fix if first != _LEAVE_OUT else rest or "see canzona --help"
     elif word == "help":
         fix = f"write canzona {shlex.join([*after[:1], '--help'])}"
     elif "=" in word or word.endswith((".yaml", ".yml")):

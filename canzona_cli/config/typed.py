@@ -23,6 +23,7 @@ _EXAMPLE_OPTIONS = {
     "engine": "canzona",
     "data": "stdlib-bpe",
 }
+_NO_VALUE, _NOT_CHOSEN, _NOT_SET = "has no value", "is not chosen by the recipe", "is not set by the recipe"
 
 
 def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -> RunConfig | list[Problem]:
@@ -57,7 +58,20 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
                 problems.append(_missing_section(name))
         elif settings()[name].required:
             problems.append(_missing(name, where))
-    return problems or RunConfig(**parts)  # type: ignore[arg-type]
+    return _together(problems, where) or RunConfig(**parts)  # type: ignore[arg-type]
+
+
+def _together(problems: list[Problem], where: str) -> list[Problem]:
+    """Returns the problems, with one in place of those of a recipe that starts from no other and lacks a model."""
+    absent = [problem for problem in problems if problem.reason.startswith((_NO_VALUE, _NOT_CHOSEN, _NOT_SET))]
+    if not any(problem.key == "model" for problem in absent):
+        return problems
+    names = ", ".join(problem.key for problem in absent)
+    fix = "begin the recipe with `# @package _global_` and `defaults: [qwen3-tiny]`, or the name of another recipe"
+    return [
+        Problem(key=where, reason=f"has no value for {names}", fix=fix),
+        *(problem for problem in problems if problem not in absent),
+    ]
 
 
 def _invalid(
@@ -201,15 +215,15 @@ def _not_a_choice(setting: Setting, value: object) -> Problem:
 
 
 def _missing(key: str, where: str) -> Problem:
-    return Problem(key=key, reason=f"has no value (in {where})", fix=_example(settings()[key]))
+    return Problem(key=key, reason=f"{_NO_VALUE} (in {where})", fix=_example(settings()[key]))
 
 
 def _missing_section(name: str) -> Problem:
     option = _EXAMPLE_OPTIONS.get(name)
     if option is None:
-        return Problem(key=name, reason="is not set by the recipe", fix=f"set its values: {name}.KEY=VALUE")
+        return Problem(key=name, reason=_NOT_SET, fix=f"set its values: {name}.KEY=VALUE")
     fix = f"write {name}={option}, or `override /{name}: {option}` under `defaults:` in the recipe"
-    return Problem(key=name, reason="is not chosen by the recipe", fix=fix)
+    return Problem(key=name, reason=_NOT_CHOSEN, fix=fix)
 
 
 def _example(setting: Setting) -> str:

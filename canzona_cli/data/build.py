@@ -277,7 +277,9 @@ def _make_tokenizer(
         tally = Tally()
         for item in chain.from_iterable(reader.read(source) for source in sources):
             if isinstance(item, Batch):
-                yield from (piece.data for piece in pieces(item, read, tally))
+                for piece in pieces(item, read, tally):
+                    tally.text_bytes += len(piece.data)
+                    yield piece.data
                 _refuse_bad_lines(tally, settings.max_bad)
 
     def sample() -> Iterator[bytes]:
@@ -387,9 +389,10 @@ def _refuse_bad_lines(tally: Tally, most: int) -> None:
     """
     if tally.bad <= most:
         return
-    fix = "name the field with --text-key NAME, or join several with --template '{question}\\n{answer}'; to skip these "
-    fix += "lines, "
-    fix += f"--max-bad {max(10, 2 * tally.bad)}" if most == 0 else "a higher --max-bad"
+    fix = "name the field with --text-key NAME, or join several with --template '{question}\\n{answer}'"
+    if tally.text_bytes:
+        enough = f"--max-bad {max(10, 2 * tally.bad)}" if most == 0 else "a higher --max-bad"
+        fix += f"; to skip these lines, {enough}"
     shown = tally.bad_lines[:_MOST_BAD_SHOWN]
     raise ConfigError(
         *(Problem(key="INPUT", value=f"{at.path}:{at.line}", reason=at.kind + at.detail, fix=fix) for at in shown)

@@ -245,7 +245,7 @@ def load_summary(run_dir: Path) -> RunSummary:
     """
     files = RunFiles(run_dir)
     if not holds_run(run_dir):
-        reason = "there is no run in this directory" if run_dir.is_dir() else "there is no such directory"
+        reason = "is not the directory of a run" if run_dir.is_dir() else "there is no such directory"
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=suggest(run_dir)))
     notes: list[str] = []
     config = _config(files, notes)

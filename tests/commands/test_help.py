@@ -70,6 +70,8 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
         ("recipe=tiny gpus=4", ["write canzona train recipe=tiny gpus=4"]),
         ("list", ["write canzona recipes list"]),
         ("help train", ["write canzona train --help"]),
+        ("finetune recipe=tiny", ["init=DIR starts from the weights of a Hugging Face folder"]),
+        ("lora recipe=tiny", ["see canzona --help"]),
         ("version", ["write canzona --version"]),
         ("validate recipe=tiny train.steps=20,", ["write train.steps=20"]),
         ("validate recipe=tiny gpus:4", ["write gpus=4"]),

@@ -391,7 +391,13 @@ class TestOwnRecipes:
     def test_a_file_that_chooses_no_groups_says_which(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.yaml"
         path.write_text("gpus: 2\n")
-        assert problems(f"recipe={path}").keys() == {"model", "cluster", "train"}
+        (problem,) = problems(f"recipe={path}").values()
+        assert problem.reason == "has no value for model, train, cluster"
+        assert "`defaults: [qwen3-tiny]`" in problem.fix
+        path.write_text("train: {steps: 10, stesp: 3}\n")
+        found = problems(f"recipe={path}")
+        assert found.pop("train.stesp").value == 3
+        assert [problem.reason[:30] for problem in found.values()] == ["has no value for gpus, model, "]
 
     def test_a_mistake_in_a_file_names_the_file(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.yaml"

@@ -73,3 +73,14 @@ def test_the_only_field_with_text_is_named(record: dict[str, object], advice: st
     assert refused.returncode == 2
     assert ("; try --text-key" in " ".join(refused.stderr.split())) == bool(advice)
     assert advice in " ".join(refused.stderr.split())
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_lines_are_left_out_only_if_others_have_text(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").write_text('{"a": "x"}\n' * 2)
+    (tmp_path / "some.jsonl").write_text('{"a": "x"}\n{"text": "x"}\n')
+    for name, advised in (("none", False), ("some", True)):
+        asked = ("-o", "p", "--tokenizer", tokenizer)
+        refused = canzona("data", "prepare", f"{name}.jsonl", *asked, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert ("--max-bad" in refused.stderr) == advised
