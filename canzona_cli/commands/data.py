@@ -128,7 +128,7 @@ def show_data(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show prepared data as text: facts, the lengths of documents, and the first documents.
+    """Show prepared data as text: lengths and first documents.
 
     Training reads documents in a random order, one after another; a sequence may begin and end inside a
     document.

@@ -89,6 +89,8 @@ def generate(
     if not as_json:
         typer.echo(prompt, nl=False)
     written = writer.go_on(prompt, how, aloud=not as_json)
+    if written.too_long:
+        typer.echo("note: the text is longer than the sequences that the model was trained on", err=True)
     if as_json:
         from dataclasses import asdict
 

@@ -49,7 +49,7 @@ def show_end(
     if full or not done or config.run.dir is None:  # else the directory was typed, or chosen by a sweep
         rows.append(f"run directory: {run.path}")
     if done and full:
-        rows += _next_rows(run)
+        rows += _next_rows(run, config)
     for row in filter(None, [*rows, resume_hint(outcome, run.files, config)]):
         console.print(row, markup=False, soft_wrap=True)
 
@@ -62,11 +62,12 @@ def _card_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
         yield f"card: {verdict.words}"
 
 
-def _next_rows(run: RunDirectory) -> Iterator[str]:
+def _next_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
     """Yields the commands that are most useful after a run."""
     shown = shlex.quote(os.path.relpath(run.path))
     if CheckpointStore(run.files.checkpoints).latest() is not None:
-        yield f"next: canzona generate {shown} --prompt 'def main'"
+        prompt = "'def main'" if config.data.source == "stdlib" else "TEXT"
+        yield f"next: canzona generate {shown} --prompt {prompt}"
     yield f"next: canzona report {shown} --html run.html"
 
 

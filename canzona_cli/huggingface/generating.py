@@ -40,6 +40,8 @@ class Generated:
     """The number of tokens in the text."""
     ended: bool
     """True if the model itself ended the document."""
+    too_long: bool
+    """True if prompt and text together are longer than the sequences that the model was trained on."""
 
 
 class Writer:
@@ -73,6 +75,8 @@ class Writer:
         self._tokenizer, self._end = _tokenizer(beside)
         kind: torch.dtype = getattr(torch, DTYPES[dtype][1])
         transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()  # a text that is too long is said in our words
+        self._seq_length = seq_length
         foreign = family_of(reader.model).foreign
         settings = config_json(reader.model, dtype=DTYPES[dtype][1], max_positions=seq_length)
         config = getattr(transformers, foreign.config)(**settings)
@@ -122,7 +126,8 @@ class Writer:
         )
         new: list[int] = tokens[0, len(ids) :].tolist()
         text: str = self._tokenizer.decode(new, skip_special_tokens=True)
-        return Generated(text=text, tokens=len(new), ended=bool(new) and new[-1] in self._end)
+        ended = bool(new) and new[-1] in self._end
+        return Generated(text=text, tokens=len(new), ended=ended, too_long=tokens.shape[1] > self._seq_length)
 
 
 def _tokenizer(beside: Beside) -> tuple[PreTrainedTokenizerFast, list[int]]:

@@ -119,7 +119,8 @@ def reordered(resumption: Resumption, config: RunConfig, layout: Layout, corpus:
         before, now = (math.ceil(read * data_set.share / max(1, data_set.train_tokens)) for read in tokens)
         if before != now:
             data = "the data" if len(corpus.sets) == 1 else clean(data_set.name)
-            reads = f"reads {data} {now} times, but {resumption.steps_before} steps read it {before} times"
+            now_words, before_words = ("once" if passes == 1 else f"{passes} times" for passes in (now, before))
+            reads = f"reads {data} {now_words}, but {resumption.steps_before} steps read it {before_words}"
             change = "the order changes from here on, and some samples are repeated"
             return f"train.steps={config.train.steps} {reads}: {change}"
     return None

@@ -229,7 +229,7 @@ def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[RenderableT
         flat = dict(leaves(asdict(config)))
         for section, keys in groupby(sorted(flat, key=lambda key: "." in key), key=lambda key: key.rpartition(".")[0]):
             rows = [(key, _setting(flat[key])) for key in keys]
-            yield _folded_table(section or "run", ("setting", "value"), rows)
+            yield _folded_table(section or "recipe", ("setting", "value"), rows)
     about = read_json(files.environment) or {}
     rows = [(key, _setting(value)) for key, value in about.items() if key != "time"]
     if rows:

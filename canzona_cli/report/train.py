@@ -334,6 +334,7 @@ class PlainView(ConsoleView):
     _unprinted = False
     _guarded: Sequence[str] = ()
     _progress_at: float | None = None
+    _progress = ""
 
     def _print_header(self, rows: list[tuple[str, str]]) -> None:
         for label, value in rows:
@@ -343,7 +344,10 @@ class PlainView(ConsoleView):
         now, done = self.state.clock(), fraction >= 1
         if self._progress_at is None or done or now - self._progress_at >= 5 * _SECONDS_BETWEEN_LINES:
             self._progress_at = None if done else now
-            self._print(f"{self._time()} {clean(what)} {100 * min(1.0, max(0.0, real(fraction) or 0.0)):.0f}%")
+            words = f"{clean(what)} {100 * min(1.0, max(0.0, real(fraction) or 0.0)):.0f}%"
+            if words != self._progress:  # two stages may have the same name
+                self._print(f"{self._time()} {words}")
+            self._progress = words
 
     def stage(self, event: StageEvent) -> None:
         ended = self.state.add_stage(event)

@@ -69,7 +69,10 @@ def test_a_prompt_is_gone_on_from_as_transformers_does(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["version"], found["step"], found["prompt"], found["tokens"]) == (1, 0, PROMPT, TOKENS)
-    assert (found["text"], found["ended"]) == (wanted, False)
+    assert (found["text"], found["ended"], found["too_long"]) == (wanted, False, False)
+    long = canzona("generate", folder / "run", *asked[:2], "--max-new-tokens", "300")
+    assert (long.returncode, "[transformers]" in long.stderr) == (0, False), long.stderr
+    assert "longer than the sequences that the model was trained on" in long.stderr
     told = canzona_process("generate", str(folder / "run"), *asked)
     assert (told.returncode, told.stdout, "leaked" in told.stderr) == (0, f"{PROMPT}{wanted}\n", False), told.stderr
     lines = f"{PROMPT}\n{PROMPT}".encode()

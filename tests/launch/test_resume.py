@@ -401,7 +401,7 @@ def test_more_steps_are_another_order_where_they_are_more_passes_over_the_data(
     found = resumed(longer)
     warning = reordered(found, longer, LAYOUT, with_tokens(tokens))
     assert (warning is not None) is said
-    assert warning is None or "reads the data 2 times, but 40 steps read it 1 times" in warning
+    assert warning is None or "reads the data 2 times, but 40 steps read it once" in warning
     blended = reordered(found, longer, LAYOUT, with_tokens(10**6, tokens // 2))
     assert (blended is not None) is said, "half of the samples come from half of the tokens"
     assert blended is None or "reads set1 2 times" in blended
@@ -416,7 +416,7 @@ def test_a_dry_run_has_the_warnings_of_the_run(config: RunConfig) -> None:
     said = " ".join(done.stderr.split())
     assert done.returncode == 0, said
     assert "continue from step 5" in said
-    assert "reads the data 2 times, but 40 steps read it 1 times" in said
+    assert "reads the data 2 times, but 40 steps read it once" in said
     assert "optimizer.lr" in said
 
 

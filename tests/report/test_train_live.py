@@ -121,6 +121,14 @@ def test_training_and_validation_alternate_without_a_line_each() -> None:
     assert [line for line in screen(text_of(terminal), 80) if "✓" in line] == ["  ✓ build data 0 s"]
 
 
+def test_the_end_of_a_stage_is_printed_once_though_two_stages_have_its_name() -> None:
+    out = console(80)
+    view = PlainView(CONFIG, LAYOUT, out, clock=Clock())
+    for share in (0.0, 1.0, 1.0):
+        view.progress("tokenising", share)
+    assert [line.split()[1:] for line in text_of(out).splitlines()] == [["tokenising", "0%"], ["tokenising", "100%"]]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_short_view_leaves_warnings_and_one_line(terminal: bool) -> None:
     clock, out = Clock(), console(80, terminal=terminal)
