@@ -1,4 +1,4 @@
-"""canzona: train Qwen3-size models with matrix-based optimizers at full speed inside Megatron-core."""
+"""canzona: pre-train Qwen3 and Llama-like models with matrix-based optimizers inside Megatron-core."""
 
 from typing import TYPE_CHECKING
 

@@ -131,7 +131,7 @@ def canzona(
         typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Train Qwen3-size models with matrix-based optimizers at full speed inside Megatron-core.
+    """Pre-train Qwen3 and Llama-like models with matrix-based optimizers inside Megatron-core.
 
     Start with: canzona train recipe=qwen3-tiny
     """

@@ -30,7 +30,7 @@ def builtin_recipes_dir() -> Path:
         if (folder / "config.yaml").is_file():
             return folder
     reason = "this installation of canzona has no recipes"
-    fix = "reinstall it: pip install --force-reinstall --no-deps canzona"
+    fix = "reinstall it: pip install --force-reinstall --no-deps FOLDER, with the folder of its pyproject.toml"
     raise ConfigError(Problem(key="recipes", value=str(package / "_recipes"), reason=reason, fix=fix))
 
 

@@ -99,7 +99,7 @@ def shipped(script: str) -> Path:
         if (folder / script).is_file():
             return folder / script
     reason = "this installation of canzona lacks the script"
-    fix = "reinstall it: pip install --force-reinstall --no-deps canzona"
+    fix = "reinstall it: pip install --force-reinstall --no-deps FOLDER, with the folder of its pyproject.toml"
     raise EnvironmentProblem(Problem(key="scripts", value=str(package / "_scripts" / script), reason=reason, fix=fix))
 
 
