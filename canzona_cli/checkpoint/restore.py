@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, content_problems
+from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, RANDOM, content_problems
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
 from canzona_cli.checkpoint.reader import Reader, lacking
 from canzona_cli.checkpoint.snapshot import HeldPiece, check_random_states, held_pieces, set_random_states
@@ -73,7 +73,8 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
             _restore_held(list(pieces), reader, weights_only=weights_only)
         if isinstance(trainee.optimizer, CanzonaOptimizer):
             _restore_matrices(trainee.optimizer.matrices, reader, manifest, weights_only=weights_only)
-        same = manifest.world_size == world.world_size and not weights_only
+        has_states = any(name.startswith(RANDOM) for name in manifest.tensors)  # those of an import are Megatron's
+        same = manifest.world_size == world.world_size and has_states and not weights_only
         states = reader.random_states(world.rank) if same else {}
         if same:
             check_random_states(states)

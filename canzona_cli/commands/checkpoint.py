@@ -1,5 +1,7 @@
-"""`canzona checkpoint`: lists, verifies and shows checkpoints; imports and exports Hugging Face folders."""
+"""`canzona checkpoint`: lists, verifies and shows checkpoints; imports and exports folders of Hugging Face and
+Megatron."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,7 +27,7 @@ Where = Annotated[
 
 @app.callback()
 def checkpoint() -> None:
-    """List, verify and show checkpoints; import from and export to Hugging Face."""
+    """List, verify and show checkpoints; import from and export to Hugging Face and Megatron."""
 
 
 @app.command("list")
@@ -78,26 +80,29 @@ def show(where: Where = None, as_json: AsJson = False) -> None:
 @app.command("import")
 def import_(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3 or Llama model with safetensors.")
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A Hugging Face folder with safetensors, or a Megatron checkpoint (torch_dist)."
+        ),
     ],
     out: Annotated[
         Path, typer.Option("--out", metavar="RUN", help="The run directory to create; it must be empty or not exist.")
     ],
     overrides: Annotated[
         list[str] | None,
-        overrides_argument("The recipe that must match the model. [default: derived from its config.json]"),
+        overrides_argument("The recipe that must match the model. [default: derived from DIR]"),
     ] = None,
     recipes_dir: RecipesDirs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Import weights of a Hugging Face folder as step 0.
+    """Import weights of a Hugging Face folder as step 0, or one of Megatron's checkpoints as the step that it has.
 
-    The checkpoint has fp32 masters and no optimizer state, so training can start from it with any layout and
-    optimizer.
+    The checkpoint has fp32 masters, so training can start from it with any layout and optimizer. From Megatron,
+    the state of Muon or AdamW is imported too, so that training goes on from that step.
     """
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import shown
-    from canzona_cli.huggingface.folder import open_folder, recipe_of
+    from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
     from canzona_cli.huggingface.weights import check_empty, staged
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
@@ -105,6 +110,12 @@ def import_(
     from canzona_cli.run.words import count
 
     check_empty(out, key="--out")
+    if not is_hugging_face(folder):
+        from canzona_cli.library.torch_dist import is_torch_dist
+
+        if is_torch_dist(folder):
+            _import_from_megatron(folder, out, overrides or (), recipes_dir or (), as_json=as_json)
+            return
     pretrained = open_folder(folder, key="DIR")
     composed = recipe_of(pretrained, overrides or (), recipes_dir or ())
     config = composed.config
@@ -123,16 +134,48 @@ def import_(
     progress(f"Train from it with: canzona train recipe=RECIPE run.dir={shown(out)}, or init={shown(out)}")
 
 
+def _import_from_megatron(
+    folder: Path, out: Path, overrides: Sequence[str], recipes_dirs: Sequence[Path], *, as_json: bool
+) -> None:
+    from canzona_cli.commands.output import progress, warn_about
+    from canzona_cli.config.recipes import shown
+    from canzona_cli.huggingface.weights import staged
+    from canzona_cli.library.torch_dist import TorchDistFolder
+    from canzona_cli.library.torch_dist_import import import_torch_dist, planned_import
+    from canzona_cli.model.families import parameter_count
+    from canzona_cli.report.checkpoint import bar_of_bytes
+    from canzona_cli.run.files import RunFiles
+    from canzona_cli.run.words import count
+
+    source = planned_import(TorchDistFolder(folder, key="DIR"), overrides, recipes_dirs)
+    warn_about(source.composed)
+    for note in source.notes:
+        progress(f"note: {note}")
+    parameters = parameter_count(source.config.model).total
+    with bar_of_bytes("importing", source.bytes) as on_bytes, staged(out, key="--out") as run:
+        name = import_torch_dist(source, RunFiles(run), on_bytes=on_bytes).name
+    checkpoint, step = RunFiles(out).checkpoints / name, source.progress.step
+    if as_json:
+        facts = {"parameters": parameters, "step": step, "optimizer_state": source.kind}
+        show_page({"version": JSON_VERSION, "checkpoint": str(checkpoint.absolute()), **facts})
+        return
+    state = f" and the state of {source.kind} at step {step:,}" if source.kind else ""
+    typer.echo(f"Wrote {shown(checkpoint)}: {count(parameters)} parameters in fp32{state}.")
+    progress(f"Train on from it with: canzona resume {shown(out)} gpus=N cluster=NAME data.path=PREFIX")
+
+
 @app.command()
 def export(
     where: Annotated[
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory or one of its checkpoints.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to create; it must be empty or not exist.")],
-    to: Annotated[Literal["hf"], typer.Option(help="The format: Hugging Face.")] = "hf",
+    to: Annotated[
+        Literal["hf", "megatron"], typer.Option(help="The format: Hugging Face, or Megatron's torch_dist.")
+    ] = "hf",
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
-        typer.Option(help="The type of the weights. [default: the run's train.precision]"),
+        typer.Option(help="The type of Hugging Face weights. [default: the run's train.precision]"),
     ] = None,
     step: Annotated[
         int | None,
@@ -144,16 +187,18 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Export weights to a Hugging Face folder.
+    """Export weights to a Hugging Face folder, or weights and optimizer state to a checkpoint of Megatron's.
 
-    Verifies every byte of the checkpoint first. The folder, which transformers can read, is written under a
-    temporary name next to OUT and then renamed, so it is never incomplete.
+    Verifies every byte of the checkpoint first. The folder, which transformers or Megatron-LM can read, is written
+    under a temporary name next to OUT and then renamed, so it is never incomplete. Megatron gets the state of Muon
+    and AdamW; other optimizers' state is left out.
     """
     from canzona_cli.checkpoint.manifest import tensor_bytes
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress
     from canzona_cli.commands.verified import verified_run
     from canzona_cli.config.recipes import shown
+    from canzona_cli.errors import Problem, refuse
     from canzona_cli.huggingface.folder import DTYPES
     from canzona_cli.huggingface.weights import check_empty
     from canzona_cli.model.families import parameter_count
@@ -161,6 +206,12 @@ def export(
     from canzona_cli.run.words import plural, size
 
     check_empty(out, key="OUT")
+    if to == "megatron":
+        given = {"--dtype": dtype, "--tokenizer": tokenizer}
+        reason, fix = "Megatron's checkpoints have the run's precision and no tokenizer", "leave it out, or --to hf"
+        refuse(Problem(key=key, value=value, reason=reason, fix=fix) for key, value in given.items() if value)
+        _export_to_megatron(where, out, step, as_json=as_json)
+        return
     checkpoint = choose(where).at(step)
     manifest, config, tokenizer_files = verified_run(checkpoint, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
@@ -186,3 +237,30 @@ def export(
     )
     if not tokenizer_files.tokenizer:
         progress("note: no tokenizer is known for this run; --tokenizer DIR adds one")
+
+
+def _export_to_megatron(where: Path, out: Path, step: int | None, *, as_json: bool) -> None:
+    from canzona_cli.checkpoint.store import choose
+    from canzona_cli.commands.output import progress
+    from canzona_cli.commands.verified import verified_run
+    from canzona_cli.config.recipes import shown
+    from canzona_cli.report.checkpoint import bar_of_bytes
+    from canzona_cli.run.words import size
+
+    checkpoint = choose(where).at(step)
+    manifest, config, _ = verified_run(checkpoint, None)
+    from canzona_cli.checkpoint.reader import Reader  # imports torch
+    from canzona_cli.library.torch_dist_export import export_torch_dist
+
+    with (
+        bar_of_bytes("exporting", manifest.bytes) as on_bytes,
+        Reader(checkpoint.path, manifest, config.model) as reader,
+    ):
+        written = export_torch_dist(reader, out, config=config, manifest=manifest, on_bytes=on_bytes)
+    if as_json:
+        show_page({"version": JSON_VERSION, "folder": str(out.absolute()), **asdict(written)})
+        return
+    state = f" with the state of {written.optimizer_state}" if written.optimizer_state else ""
+    typer.echo(f"Wrote {shown(out)}: iteration {written.iteration:,}{state}, {size(written.bytes)}.")
+    if not written.optimizer_state:
+        progress(f"note: weights alone: Megatron has no place for the state of {manifest.optimizer}")

@@ -123,13 +123,29 @@ def read_arguments(path: Path) -> Arguments:
     return arguments
 
 
+def saved_arguments(values: Mapping[str, object], path: Path) -> Arguments:
+    """Returns the arguments that Megatron-LM saved in a checkpoint.
+
+    Args:
+        path: the checkpoint.
+    """
+    arguments = Arguments(path=path)
+    for name, value in values.items():
+        _take_value(name, str(value), arguments)
+    return arguments
+
+
 def _take_printed(text: str, arguments: Arguments) -> None:
     for name, value in _PRINTED_LINE.findall(text):
-        value = value.strip()
-        if value in _NOTHING or (meaning(name) is None and value == "False"):
-            continue
-        switch = {"True": "true", "False": "false"}.get(value)
-        arguments.take(name, switch or _DTYPES.get(value, value.strip("[]'")), name)
+        _take_value(name, value.strip(), arguments)
+
+
+def _take_value(name: str, value: str, arguments: Arguments) -> None:
+    """Adds an argument, with its value as Python writes it."""
+    if value in _NOTHING or (meaning(name) is None and value == "False"):
+        return
+    switch = {"True": "true", "False": "false"}.get(value)
+    arguments.take(name, switch or _DTYPES.get(value, value.strip("[]'")), name)
 
 
 def _take_script(text: str, script: Script, arguments: Arguments) -> None:

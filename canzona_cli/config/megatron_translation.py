@@ -59,7 +59,19 @@ def read_megatron_run(path: Path, typed: Sequence[str]) -> MegatronRun:
         reason = "--from-megatron compares Megatron's optimizers with canzona's Muon"
         fix = "leave it out, and use it with the command that --from-megatron shows"
         raise ConfigError(Problem(key="optimizer", value=values["optimizer"], reason=reason, fix=fix))
-    translation = _Translation(read_arguments(path), values)
+    return translated(read_arguments(path), values)
+
+
+def translated(arguments: Arguments, typed: Mapping[str, str]) -> MegatronRun:
+    """Translates the arguments of a run of Megatron-LM.
+
+    Args:
+        typed: the user's values by key, which take precedence over the arguments.
+
+    Raises:
+        ConfigError: arguments are missing, impossible, or of a model or an optimizer that canzona cannot plan.
+    """
+    translation = _Translation(arguments, typed)
     run = translation.run()
     refuse(translation.problems)
     return run
@@ -253,7 +265,9 @@ class _Translation:
         data = self._text("data_path") or ""
         if len(data.split()) == 1 and unknown(data) is None:
             self._set("data.path", text_value(data), "data_path")
-        elif (size := self._number("vocab_size", _TOKENS)) < _TOKENS:
+            return batch
+        size = self._number("vocab_size", 0) or self._number("padded_vocab_size", _TOKENS)
+        if size < _TOKENS:
             self._set("data.tokenizer_vocab_size", size)
         return batch
 

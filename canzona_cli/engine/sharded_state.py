@@ -22,6 +22,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
+from canzona_cli.engine.stored_steps import stored_step
 from canzona_cli.errors import Problem, Unsupported
 from canzona_cli.megatron.holdings import held
 from canzona_cli.megatron.matrix_buffers import TAG, global_parameters
@@ -240,7 +241,10 @@ class ShardedState:
                 if (source := entries["matrices"][name]).data_ptr() != piece.data_ptr():
                     piece.copy_(source.view_as(piece))
             each.take(tensors, counts.get(each.matrix.name, {}))
-        step = max(_steps({key: value for key, value in state.items() if key != _OURS}))
+        step = stored_step({key: value for key, value in state.items() if key != _OURS})
+        if step is None:
+            reason = "it does not say how many steps AdamW has made"
+            raise Unsupported(Problem(key="load", value="step", reason=reason, fix=_WEIGHTS_ALONE))
         for item in held(self._adamw, self._chunks):
             fields = entries["adamw"][item.parameter].items()
             parts = {field: tensor.view(-1)[item.start : item.end] for field, tensor in fields}
@@ -281,13 +285,3 @@ class ShardedState:
 
 def _own_key(field: str, matrix: Matrix) -> str:
     return f"optimizer.{_OURS}.{field}.{matrix.name}"
-
-
-def _steps(tree: object) -> Iterator[float]:
-    """Yields the step counts of parameter groups and of parameters in the part of a checkpoint that all ranks read."""
-    if isinstance(tree, Mapping):
-        yield from (float(tree[key]) for key in ("step", "common_step") if tree.get(key) is not None)
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        for value in tree:
-            yield from _steps(value)

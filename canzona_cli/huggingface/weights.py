@@ -107,10 +107,25 @@ def import_weights(
         stored = source.tensors[name]
         read = partial(_masters, stored, name, on_bytes)
         parts[stored.file][f"{unit}/{MASTER}"] = Buffer(dtype="F32", shape=stored.shape, data=read)
+    shards = [Shard(tensors=tensors, scalars={}) for tensors in parts.values()]
+    return write_checkpoint(files, shards, config, Progress(step=0, samples=0, tokens=0), optimizer=NO_OPTIMIZER)
+
+
+def write_checkpoint(
+    files: RunFiles, shards: Sequence[Shard], config: RunConfig, progress: Progress, *, optimizer: str
+) -> Path:
+    """Writes a checkpoint of one process, whose matrices are units; it appears complete or not at all.
+
+    Args:
+        optimizer: the optimizer whose state it has, or `NO_OPTIMIZER`.
+
+    Raises:
+        SaveFailed: the checkpoint cannot be written.
+    """
     header = Header(
-        progress=Progress(step=0, samples=0, tokens=0),
-        optimizer=NO_OPTIMIZER,
-        strategy=NO_OPTIMIZER,
+        progress=progress,
+        optimizer=optimizer,
+        strategy=optimizer,
         splitting="split",
         world_size=1,
         created=time.time(),
@@ -118,14 +133,14 @@ def import_weights(
     )
     texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(_ONE_PROCESS))}
     with _without_advice_on_checkpoints():
-        folder = begin(files.checkpoints, 0)
+        folder = begin(files.checkpoints, progress.step)
         try:
-            for number, tensors in enumerate(parts.values()):
-                write_part(folder, number, Shard(tensors=tensors, scalars={}))
+            for number, shard in enumerate(shards):
+                write_part(folder, number, shard)
         except BaseException:
             abandon(folder)
             raise
-        return finish(folder, len(parts), header, texts, _PATIENCE_S)
+        return finish(folder, len(shards), header, texts, _PATIENCE_S)
 
 
 @contextmanager

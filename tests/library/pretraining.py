@@ -69,17 +69,27 @@ class Pretrained:
     """This rank's fragments, by their names in the whole model."""
 
 
-def pretrain(*flags: str, ranks: int = 2, canzona: Sequence[str] | None = None) -> list[Pretrained]:
+def pretrain(
+    *flags: str,
+    ranks: int = 2,
+    canzona: Sequence[str] | None = None,
+    samples: Callable[[], "torch.utils.data.Dataset[dict[str, torch.Tensor]]"] | None = None,
+) -> list[Pretrained]:
     """Runs `pretrain` on gloo ranks.
 
     Args:
         flags: Megatron-LM's arguments.
         canzona: the settings of canzona's engine; None for Megatron's own optimizer.
+        samples: makes the training samples; None for `MockTokens`.
     """
-    return run_ranks(ranks, partial(run, flags, canzona))
+    return run_ranks(ranks, partial(run, flags, canzona, samples or MockTokens))
 
 
-def run(flags: Sequence[str], canzona: Sequence[str] | None) -> Pretrained:
+def run(
+    flags: Sequence[str],
+    canzona: Sequence[str] | None,
+    samples: Callable[[], "torch.utils.data.Dataset[dict[str, torch.Tensor]]"],
+) -> Pretrained:
     """Runs `pretrain` in this process, which is one rank."""
     # Megatron-LM's ranks exchange objects by pickles, which ranks of these tests are kept from.
     distributed_c10d._unpickler = pickle.Unpickler
@@ -91,6 +101,11 @@ def run(flags: Sequence[str], canzona: Sequence[str] | None) -> Pretrained:
         if canzona is not None:
             use_in_megatron_lm(*canzona)
         training.train_step = recorded(training.train_step, seen)
+
+        def datasets_of(*_: object, vp_stage: int | None = None) -> tuple[object, object, None]:
+            return samples(), samples(), None
+
+        datasets_of.is_distributed = True  # type: ignore[attr-defined] # every tensor-parallel rank reads for itself
         try:
             training.pretrain(
                 container, datasets_of, ModelType.encoder_or_decoder, forward_step, partial(model_of, models=models)
@@ -158,13 +173,6 @@ class MockTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         # Samples have different numbers of tokens that count, which per-token losses weigh.
         mask = (torch.arange(LENGTH) < LENGTH - index % 8).float()
         return {"tokens": text[:-1], "labels": text[1:], "mask": mask}
-
-
-def datasets_of(samples: object, vp_stage: int | None = None) -> tuple[MockTokens, MockTokens, None]:
-    return MockTokens(), MockTokens(), None
-
-
-datasets_of.is_distributed = True  # type: ignore[attr-defined] # every tensor-parallel rank reads for itself
 
 
 def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, object]:

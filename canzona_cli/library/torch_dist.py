@@ -1,0 +1,288 @@
+"""Reads a folder in Megatron's distributed format `torch_dist`, written by somebody who is not trusted.
+
+Its index (`.metadata`) and its arguments (`common.pt`) are pickles. Megatron and torch would run whatever they
+name; here a name that is not one of a few is refused, and those few become plain data: none is imported.
+"""
+
+import io
+import pickle
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Final, NoReturn
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from canzona_cli.config.reading import Unreadable, parse_json, read_plain
+from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
+
+FORMAT: Final = "metadata.json"
+TRACKER: Final = "latest_checkpointed_iteration.txt"
+INDEX, COMMON, COMMON_KEY = ".metadata", "common.pt", "common_state/shard_0_1"
+DTYPES: Final = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+"""The types of tensors that are read, by the names that torch's pickles have for them."""
+_AGAIN: Final = "copy the folder again, or name another one"
+_DCP: Final = "torch.distributed.checkpoint"
+_RECORDS: Final = frozenset(
+    [
+        *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
+        *(f"{_DCP}.metadata.{name}" for name in ("ChunkStorageMetadata", "TensorProperties", "MetadataIndex")),
+        *(f"{_DCP}.metadata.{name}" for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")),
+        *(f"{_DCP}.planner.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType")),
+        *(f"{_DCP}.planner.{name}" for name in ("TensorWriteData", "BytesIOWriteData")),
+        *(f"{_DCP}.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+        "torch.serialization._get_layout",
+    ]
+)
+"""The classes in `.metadata`."""
+_ARGUMENTS: Final = ("argparse.Namespace", "signal.Signals", "megatron.")
+"""The beginnings of the names of classes in arguments; Megatron's are enumerations."""
+
+
+class _Record:
+    """A stand-in for an object of a class that is not imported, with its attributes."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        vars(self).update(state if isinstance(state, dict) else {"state": state})
+
+
+class _Names(pickle.Unpickler):
+    """An unpickler to which every name is plain data, or refused."""
+
+    def find_class(self, module: str, name: str) -> type:
+        full = f"{module}.{name}"
+        if full == "torch.Size":
+            return tuple
+        if full == "collections.OrderedDict":
+            return OrderedDict
+        if full in _RECORDS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return type(name, (_Record,), {})
+        raise pickle.UnpicklingError(f"{full} is not one of the classes of an index")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """A range of bytes in one of the folder's files."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """A block of a tensor, stored in one place."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: _Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+class TorchDistFolder:
+    """One of Megatron's distributed checkpoints.
+
+    Args:
+        path: the folder `iter_0000004`, or the one that Megatron's `--save` names.
+        key: the option or setting that named the folder, for messages.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+        CheckpointInvalid: it is damaged, or names classes that a checkpoint has no use for.
+    """
+
+    def __init__(self, path: Path, *, key: str) -> None:
+        self._key, self.asked, self.path = key, path, _iteration(path, key)
+        try:
+            settings = parse_json(read_plain(self.path / FORMAT))
+            if not isinstance(settings, dict) or settings.get("sharded_backend") != "torch_dist":
+                self._refuse(FORMAT, "is not of a checkpoint in the format torch_dist")
+            content = read_plain(self.path / INDEX)
+        except Unreadable as error:
+            self._refuse("", f"a file of the checkpoint {error}")
+        with self._reading(INDEX):
+            self._tensors, self._objects = _index(_Names(io.BytesIO(content)).load())
+        self.common: Mapping[object, object] = self._common()
+
+    @property
+    def keys(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of all tensors, by key."""
+        return {key: tensor.shape for key, tensor in self._tensors.items()}
+
+    @property
+    def arguments(self) -> Mapping[str, object]:
+        """The arguments of the run that saved the checkpoint."""
+        arguments = self.common.get("args")
+        if not isinstance(arguments, _Record | Namespace):  # the class itself where Megatron has been imported
+            self._refuse(COMMON, "has no arguments of Megatron-LM")
+        kinds = (bool, int, float, str, list, torch.dtype)
+        return {name: value for name, value in vars(arguments).items() if isinstance(value, kinds)}
+
+    def read(self, key: str, at: int | None = None) -> torch.Tensor:
+        """Reads a tensor as fp32, put together from its chunks.
+
+        Args:
+            at: the index on the first axis, which is then left out; None for the whole tensor.
+
+        Raises:
+            CheckpointInvalid: a chunk is missing, overlaps another one, or cannot be read.
+        """
+        stored = self._tensors[key]
+        shape, first = (stored.shape, ()) if at is None else (stored.shape[1:], (at,))
+        whole, missing = torch.full(shape, torch.nan), prod(shape)
+        for chunk in stored.chunks:
+            if first and not chunk.offsets[0] <= first[0] < chunk.offsets[0] + chunk.sizes[0]:
+                continue
+            data = self._tensor(key, chunk)
+            if first:
+                data = data[first[0] - chunk.offsets[0]]
+            place = zip(chunk.offsets[len(first) :], data.shape, strict=True)
+            whole[tuple(slice(start, start + size) for start, size in place)] = data
+            missing -= data.numel()
+        if missing:
+            self._refuse(INDEX, f"the chunks of {key} overlap, or leave gaps")
+        return whole
+
+    def _tensor(self, key: str, chunk: _Chunk) -> torch.Tensor:
+        with self._reading(f"{chunk.place.file}: {key}"):
+            tensor = _plain(self._bytes(chunk.place))
+            if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.shape != chunk.sizes:
+                raise ValueError(f"is not a tensor of shape {list(chunk.sizes)}")
+            if tensor.dtype not in DTYPES.values():
+                raise ValueError(f"is {tensor.dtype}, not one of {', '.join(DTYPES)}")
+        return tensor
+
+    def _common(self) -> Mapping[object, object]:
+        """Reads the part of the checkpoint that all ranks share, from its file, or from among the tensors."""
+        with self._reading(COMMON):
+            if (self.path / COMMON).exists():
+                content = io.BytesIO(read_plain(self.path / COMMON))
+            elif (place := self._objects.get(COMMON_KEY)) is not None:
+                content = self._bytes(place)
+            else:
+                raise ValueError("is missing")
+            common = _plain(content, _ARGUMENTS)
+            [common] = common if isinstance(common, list) else [common]
+            if not isinstance(common, dict):
+                raise ValueError("is not a dict")
+        return common
+
+    def _bytes(self, place: _Place) -> io.BytesIO:
+        if place.file != Path(place.file).name or place.file.startswith("."):
+            raise ValueError("its file is not in this folder")
+        with (self.path / place.file).open("rb") as file:
+            file.seek(place.offset)
+            content = file.read(place.length)
+        if len(content) < place.length:
+            raise ValueError("the file is shorter than its index says: the copy is not complete")
+        return io.BytesIO(content)
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Turns whatever reading a damaged pickle raises into CheckpointInvalid."""
+        try:
+            yield
+        except CheckpointInvalid:
+            raise
+        except OSError as error:
+            self._refuse(what, f"cannot be read: {error.strerror or error}")
+        except (ValueError, pickle.UnpicklingError) as error:
+            self._refuse(what, str(error))
+        except Exception as error:  # a pickle that is not one may raise anything
+            self._refuse(what, f"is damaged: {type(error).__name__}: {error}")
+
+    def _refuse(self, what: str, reason: str) -> NoReturn:
+        reason = f"{what} {reason}".split("\n")[0].strip()
+        raise CheckpointInvalid(Problem(key=self._key, value=self.path, reason=reason, fix=_AGAIN))
+
+
+def _plain(content: io.BytesIO, admitted: tuple[str, ...] = ()) -> object:
+    """Returns what `torch.save` wrote: tensors and plain data, with records for objects of the admitted classes.
+
+    Args:
+        admitted: the beginnings of their names.
+
+    Raises:
+        Exception: it names other classes, or is damaged; the type depends on what is wrong.
+    """
+    names = get_unsafe_globals_in_checkpoint(content)
+    for name in names:
+        if not name.startswith(admitted):
+            raise pickle.UnpicklingError(f"{name} is not one of the classes that belong there")
+    content.seek(0)
+    try:
+        with safe_globals([(type(name, (_Record,), {}), name) for name in names]):
+            return torch.load(content, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # whose message recommends to load it without these restrictions
+        raise ValueError("is damaged") from None
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Returns True if the path is one of Megatron's distributed checkpoints, or a folder of them."""
+    return (path / FORMAT).is_file() or (path / TRACKER).is_file()
+
+
+def _iteration(path: Path, key: str) -> Path:
+    """Returns the folder of the checkpoint itself."""
+    if not (path / TRACKER).is_file():
+        return path
+    try:
+        text = read_plain(path / TRACKER, most=1 << 10).decode(errors="replace").strip()
+    except Unreadable as error:
+        raise ConfigError(Problem(key=key, value=path / TRACKER, reason=str(error), fix=_AGAIN)) from None
+    folder = path / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
+    if not (folder / FORMAT).is_file():
+        reason = f"names {text[:20]}, but {folder.name} is not a checkpoint in the format torch_dist"
+        raise ConfigError(Problem(key=key, value=path / TRACKER, reason=reason, fix="name the folder of another step"))
+    return folder
+
+
+def _index(metadata: object) -> tuple[dict[str, _Tensor], dict[str, _Place]]:
+    """Checks the content of `.metadata`; returns its tensors, and the places of its objects.
+
+    Raises:
+        Exception: it is not an index; the type depends on what is wrong.
+    """
+    table, storage = vars(metadata)["state_dict_metadata"], vars(metadata)["storage_data"]
+    places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+    for index, info in storage.items():
+        where = vars(info)
+        if where.get("transform_descriptors"):
+            raise ValueError("has tensors that are compressed")
+        offset = vars(index).get("offset")
+        numbers = _numbers((where["offset"], where["length"]))
+        place = _Place(file=str(where["relative_path"]), offset=numbers[0], length=numbers[1])
+        places[vars(index)["fqn"], None if offset is None else _numbers(offset)] = place
+    tensors: dict[str, _Tensor] = {}
+    for key, entry in table.items():
+        if type(entry).__name__ != "TensorStorageMetadata":
+            continue
+        shape = _numbers(vars(entry)["size"])
+        chunks = []
+        for chunk in map(vars, vars(entry)["chunks"]):
+            offsets, sizes = _numbers(chunk["offsets"]), _numbers(chunk["sizes"])
+            if any(first + size > whole for first, size, whole in zip(offsets, sizes, shape, strict=True)):
+                raise ValueError(f"has a chunk outside of {key}")
+            chunks.append(_Chunk(offsets=offsets, sizes=sizes, place=places[key, offsets]))
+        tensors[str(key)] = _Tensor(shape=shape, chunks=tuple(chunks))
+    return tensors, {key: place for (key, offset), place in places.items() if key not in tensors}
+
+
+def _numbers(values: object) -> tuple[int, ...]:
+    assert isinstance(values, tuple | list)
+    if not all(type(value) is int and 0 <= value < 1 << 53 for value in values):
+        raise ValueError("has sizes that are not whole numbers")
+    return tuple(values)

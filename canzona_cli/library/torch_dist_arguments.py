@@ -1,0 +1,134 @@
+"""A run's settings as Megatron-LM's arguments, and as the groups and the schedule in its checkpoints."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Final
+
+from canzona_cli.checkpoint.manifest import Progress
+from canzona_cli.config.megatron_arguments import table
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import exact_key, value_of
+from canzona_cli.library.torch_dist_names import SHARDING, Kind
+
+_DECAYS: Final = {"wsd": "WSD"}
+_FIXED: Final[Mapping[str, object]] = {
+    "swiglu": True,
+    "group_query_attention": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "add_position_embedding": True,
+    "use_rotary_position_embeddings": True,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "squared_relu": False,
+    "apply_layernorm_1p": False,
+    "apply_query_key_layer_scaling": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "moe_layer_freq": 1,
+    "ckpt_format": "torch_dist",
+    # The checkpoint belongs to no layout: ranks read what they need, and draw random states of their own.
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "world_size": 1,
+    "data_parallel_size": 1,
+    "no_save_rng": True,
+    "dist_ckpt_optim_fully_reshardable": True,
+}
+"""The arguments that are the same for every model of canzona."""
+
+
+def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> dict[str, object]:
+    """Returns Megatron-LM's arguments for a run, as `--use-checkpoint-args` takes them over, and its position.
+
+    Args:
+        has_state: True if the checkpoint has optimizer state.
+    """
+    model, schedule = config.model, config.schedule.complete(config.train.steps)
+    muon = config.optimizer.name == "muon"
+    names = [*table()["same"], *(table()["muon"] if muon else ())]
+    keys = {name: key for name in names if (key := exact_key(name)) is not None and not key.startswith("parallel.")}
+    return {
+        **{name: value_of(config, key) for name, key in keys.items()},
+        **_FIXED,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.head_dim,
+        "padded_vocab_size": model.vocab_size,
+        "untie_embeddings_and_output_weights": not model.tied_embeddings,
+        "use_rope_scaling": model.rope_scaling is not None,
+        "rope_scaling_factor": model.rope_scaling or 8.0,
+        "max_position_embeddings": config.train.seq_length,
+        "optimizer": "muon" if muon else "adam",
+        "muon_split_qkv": config.engine.splitting != "fused",
+        "bf16": config.train.precision == "bf16",
+        "grad_reduce_in_bf16": config.train.grad_reduce_dtype == "bf16",
+        "global_batch_size": config.train.global_batch_size,
+        "train_iters": config.train.steps,
+        "lr_decay_style": _DECAYS.get(schedule.decay, schedule.decay),
+        "lr_decay_iters": schedule.decay_steps,
+        "lr_warmup_iters": schedule.warmup_steps,
+        "lr_wsd_decay_style": "linear",
+        "lr_wsd_decay_iters": schedule.wsd_decay_steps,
+        "consumed_train_samples": progress.samples,
+        "no_save_optim": not has_state,
+    }
+
+
+def schedule_state(config: RunConfig, progress: Progress) -> dict[str, object]:
+    """Returns the state of Megatron-LM's schedule, which counts samples."""
+    schedule, batch = config.schedule.complete(config.train.steps), config.train.global_batch_size or 1
+    optimizer = config.optimizer
+    return {
+        "max_lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "lr_warmup_steps": (schedule.warmup_steps or 0) * batch,
+        "lr_decay_steps": (schedule.decay_steps or 0) * batch,
+        "lr_decay_style": _DECAYS.get(schedule.decay, schedule.decay),
+        "num_steps": progress.samples,
+        "start_wd": optimizer.weight_decay,
+        "end_wd": optimizer.weight_decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": config.train.steps * batch,
+    }
+
+
+def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object, object]:
+    """Returns the parameter groups of Megatron's distributed AdamW, or of its layer-wise Muon with AdamW beside it.
+
+    Args:
+        step: the steps that AdamW has made.
+    """
+    optimizer = config.optimizer
+    usual = {
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "is_expert_parallel": False,
+        "default_config": True,
+        "max_lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "lr": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+    }
+    adamw = {
+        **usual,
+        "betas": (optimizer.beta1, optimizer.beta2),
+        "eps": optimizer.eps,
+        "bias_correction": True,
+        "decoupled_weight_decay": True,
+        "step": step,
+        **({"optimizer": "adam"} if kind == "muon" else {}),
+    }
+    # Norms are not decayed.
+    groups: dict[object, object] = {
+        "optimizer": {"param_groups": [adamw, {**adamw, "wd_mult": 0.0}]},
+        "param_state_sharding_type": SHARDING,
+    }
+    if kind == "adamw":
+        return groups
+    momentum = asdict(optimizer).get("momentum")
+    muon = {**usual, "momentum": momentum}
+    return {0: {"optimizer": {"param_groups": [muon]}}, 1: groups}

@@ -1,0 +1,207 @@
+"""Imports a checkpoint of Megatron's format `torch_dist`: masters, and the state of Muon or AdamW, so that
+`canzona train` goes on where Megatron stopped."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from canzona_cli.checkpoint.contents import MASTER
+from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Progress, Scalar, Shard
+from canzona_cli.checkpoint.verify import shortened
+from canzona_cli.config.compose import Composed, compose_run, dump_resolved
+from canzona_cli.config.megatron_arguments import saved_arguments
+from canzona_cli.config.megatron_run import MegatronRun
+from canzona_cli.config.megatron_translation import translated
+from canzona_cli.config.overrides import key_of, written
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.settings import settings as all_settings
+from canzona_cli.config.settings import value_of
+from canzona_cli.engine.stored_steps import stored_step
+from canzona_cli.errors import CheckpointInvalid, Problem, refuse
+from canzona_cli.huggingface.weights import raw_bytes, write_checkpoint
+from canzona_cli.library.torch_dist import TorchDistFolder
+from canzona_cli.library.torch_dist_names import Kind, Parameter, kind_of_state, parameters, wrong_tensors
+from canzona_cli.model.geometry import unit_shape
+from canzona_cli.run.files import RunFiles, write_text_atomic
+
+_OF_THE_JOB: Final = (
+    *("use_checkpoint_args", "perform_rl_step", "yaml_cfg", "fp16", "fp8", "fp4", "use_megatron_fsdp", "decoupled_lr"),
+    *("num_distributed_optimizer_instances", "optimizer_cpu_offload", "cpu_offloading_num_layers"),
+    *("fine_grained_activation_offloading", "hybrid_context_parallel", "muon_scalar_optimizer", "muon_tp_mode"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
+    *("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "overlap_param_gather"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
+    *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards", "expert_model_parallel_size"),
+    *("num_virtual_stages_per_pipeline_rank", "recompute_granularity", "recompute_method"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+"""The arguments that say how Megatron trained; neither weights nor state depend on them."""
+_NO_DROPOUT: Final = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+_OURS: Final = ("gpus", "parallel.", "cluster.", "train.micro_batch_size")
+"""The settings that are chosen when the run is trained."""
+_OPTIMIZERS: Final = ("adam", "muon", "dist_muon")
+"""Megatron's optimizers whose state is known."""
+_FACTS: Final = ("model.", "train.seq_length")
+_FREE: Final = ("model.name", "model.init_std")
+_MOST: Final = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """A checkpoint that has been compared with the run that is to have it."""
+
+    folder: TorchDistFolder
+    composed: Composed
+    kind: Kind | None
+    """The optimizer whose state is taken over; None for weights alone."""
+    progress: Progress
+    step: float
+    """The steps that AdamW has made."""
+    notes: tuple[str, ...]
+    """Notes for the user on what is left out."""
+
+    @property
+    def config(self) -> RunConfig:
+        return self.composed.config
+
+    @property
+    def bytes(self) -> int:
+        """The size of the masters and the state, in fp32."""
+        tensors = (prod(each.shape) * (1 + len(self.fields(each))) for each in parameters(self.config.model))
+        return 4 * sum(tensors)
+
+    def fields(self, parameter: Parameter) -> tuple[str, ...]:
+        """The optimizer state of a parameter that is taken over."""
+        return parameter.state_fields(self.kind) if self.kind else ()
+
+
+def planned_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Import:
+    """Composes the run of an import from the checkpoint's arguments and the overrides; checks that the checkpoint has
+    its model.
+
+    Raises:
+        ConfigError: canzona does not support the model, or the recipe has another one; lists every difference.
+    """
+    run, notes = _translated(folder)
+    settings = {key: value for key, value in run.overrides.items() if not key.startswith(_OURS)}
+    theirs = compose_run([f"{key}={value}" for key, value in settings.items()]).config
+    kind = kind_of_state(folder.keys, theirs.model) if folder.arguments.get("optimizer") in _OPTIMIZERS else None
+    settings["optimizer"] = kind or run.optimizer
+    asked = {key_of(override) for override in overrides}
+    if asked & {"recipe", "model"}:
+        settings = {}
+    if "optimizer" in asked:  # the settings of another optimizer than Megatron's are its own
+        settings = {key: value for key, value in settings.items() if not key.startswith("optimizer")}
+    derived = [f"{key}={value}" for key, value in settings.items() if key not in asked]
+    composed = compose_run([*derived, *overrides], recipes_dirs=recipes_dirs)
+    refuse([*_other_facts(folder, composed.config, theirs), *_other_tensors(folder, theirs)])
+    return _with_state(folder, composed, kind, notes)
+
+
+def _translated(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
+    """Translates the arguments of the run that saved the checkpoint; also returns what it had and canzona does not.
+
+    Raises:
+        ConfigError: canzona cannot train the model.
+    """
+    given = {name: value for name, value in folder.arguments.items() if name not in _OF_THE_JOB}
+    dropped = [name for name, value in _NO_DROPOUT.items() if given.get(name, value) != value]
+    if given.get("optimizer") not in _OPTIMIZERS:
+        given["optimizer"] = "muon"  # for a run that starts from the weights
+    arguments = saved_arguments({**given, **_NO_DROPOUT, "world_size": 1, "micro_batch_size": 1}, folder.asked)
+    run = translated(arguments, {})
+    unlike = [*run.plans_only]
+    if run.overrides["model.num_experts"] != "0":
+        unlike.append("experts: only dense decoders can be imported from this format")
+    fix = "import a dense decoder like Qwen3 or Llama"
+    refuse(Problem(key="DIR", value=folder.path, reason=reason, fix=fix) for reason in unlike)
+    other = [*(f"{name} {given[name]}" for name in dropped), *run.left_out]
+    return run, (f"Megatron trained with what canzona does not have: {', '.join(other)}",) if other else ()
+
+
+def _other_facts(folder: TorchDistFolder, ours: RunConfig, theirs: RunConfig) -> Iterator[Problem]:
+    """Yields a problem for each setting of the run that is another in the checkpoint's arguments."""
+    facts = (key for key in all_settings() if key.startswith(_FACTS) and key not in _FREE)
+    for key in facts:
+        value, stored = value_of(ours, key), value_of(theirs, key)
+        if value != stored:
+            reason = f"is {written(stored)} in {folder.path}"
+            yield Problem(key=key, value=value, reason=reason, fix=f"{key}={written(stored)}")
+
+
+def _other_tensors(folder: TorchDistFolder, theirs: RunConfig) -> list[Problem]:
+    fix = "its arguments are of another model, or the model is not a dense decoder"
+    wrong = wrong_tensors(folder.keys, theirs.model).items()
+    return shortened([Problem(key=key, reason=reason, fix=fix) for key, reason in wrong], _MOST, key="tensors")
+
+
+def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, notes: tuple[str, ...]) -> Import:
+    """Returns the import with optimizer state if the run can go on with it, else with weights alone."""
+    step, optimizer = stored_step(folder.common.get("optimizer")), composed.config.optimizer.name
+    samples, iteration = folder.arguments.get("consumed_train_samples"), folder.common.get("iteration")
+    nothing = Progress(step=0, samples=0, tokens=0)
+    if kind is None:
+        why = "its optimizer state is missing, of another optimizer, or tied to a layout of ranks"
+    elif kind != optimizer:
+        why = f"its optimizer state is that of {kind}, and the recipe's optimizer is {optimizer}"
+    elif type(samples) is not int or type(iteration) is not int or step is None or not 0 < step <= iteration:
+        why = "it does not say how many steps its optimizer has made, or how many samples it has seen"
+    else:
+        tokens = samples * composed.config.train.seq_length
+        progress = Progress(step=iteration, samples=samples, tokens=tokens)
+        return Import(folder=folder, composed=composed, kind=kind, progress=progress, step=step, notes=notes)
+    note = f"weights alone, as step 0: {why}"
+    return Import(folder=folder, composed=composed, kind=None, progress=nothing, step=0.0, notes=(*notes, note))
+
+
+def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None) -> Path:
+    """Writes the checkpoint into a run directory, with one parameter in memory at a time; returns its folder.
+
+    The run's `config.yaml` is written beside it, so that `canzona resume` knows the run.
+
+    Raises:
+        CheckpointInvalid: a tensor cannot be read, or is not finite.
+        SaveFailed: the checkpoint cannot be written.
+    """
+    keys, tensors, scalars = source.folder.keys, defaultdict[int | None, dict[str, Buffer]](dict), dict[str, Scalar]()
+    for parameter in parameters(source.config.model):
+        fields = source.fields(parameter)
+        found = {field: parameter.stored(keys, field) for field in (MASTER, *fields)}
+        found[MASTER] = found[MASTER] or parameter.stored(keys)
+        named = {field: key for field, key in found.items() if key is not None}
+        for unit in dict.fromkeys(block.unit for block in parameter.blocks):
+            shape = unit_shape(unit, source.config.model)
+            for field, key in named.items():
+                data = partial(_unit, source.folder, parameter, key, unit, on_bytes)
+                tensors[parameter.layer][f"{unit}/{field}"] = Buffer(dtype="F32", shape=shape, data=data)
+            if "exp_avg" in fields:
+                scalars[f"{unit}/step"] = source.step
+    shards = [Shard(tensors=part, scalars=scalars if layer is None else {}) for layer, part in tensors.items()]
+    folder = write_checkpoint(files, shards, source.config, source.progress, optimizer=source.kind or NO_OPTIMIZER)
+    write_text_atomic(files.config, dump_resolved(source.config))
+    return folder
+
+
+def _unit(
+    folder: TorchDistFolder, parameter: Parameter, key: str, unit: str, on_bytes: Callable[[int], None]
+) -> Iterator[memoryview]:
+    """Yields the bytes of a unit, cut from the parameter that has it.
+
+    Raises:
+        CheckpointInvalid: the parameter cannot be read, or is not finite.
+    """
+    whole = folder.read(key, parameter.place(key))
+    rows = whole.view(-1, whole.size(-1))
+    blocks = sorted((block for block in parameter.blocks if block.unit == unit), key=lambda block: block.unit_row)
+    data = torch.cat([rows[block.row : block.row + block.rows] for block in blocks])
+    if not all(bound.isfinite() for bound in torch.aminmax(data)):
+        reason = "has elements that are infinite or NaN"
+        raise CheckpointInvalid(Problem(key=key, value=folder.path, reason=reason, fix="import an earlier checkpoint"))
+    on_bytes(data.nbytes)
+    yield raw_bytes(data)

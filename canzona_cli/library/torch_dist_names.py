@@ -1,0 +1,137 @@
+"""The names that a model's parameters and their optimizer state have in Megatron's checkpoints.
+
+All layers' parameters of one name are one tensor, whose first axis counts layers; Megatron can also number them in
+names. Parameters are fused as a single tensor-parallel rank stores them.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Literal
+
+from canzona_cli.checkpoint.contents import MASTER
+from canzona_cli.config.schema import ModelConfig
+from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
+from canzona_cli.model.geometry import Block, fragment_blocks, unit_shape
+
+Kind = Literal["muon", "adamw"]
+"""The optimizers whose state Megatron's checkpoints have in a layout that does not depend on ranks."""
+SHARDING: Final = "fully_reshardable"
+"""Megatron's name for the layout of AdamW's state that does not depend on ranks."""
+STATE: Final = "optimizer.state."
+_LAYERS: Final = "decoder.layers."
+_MASTERS: Final = ("fp32_param", "param")
+"""The names of masters: those of Megatron's Muon, and those of its sharded AdamW."""
+MOMENTUM, MOMENTS = ("momentum_buffer",), ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter of the model, as Megatron's checkpoints have it."""
+
+    name: str
+    """Megatron's name in the model."""
+    inside: str
+    """The name inside the layer; the whole name outside of layers."""
+    layer: int | None
+    shape: tuple[int, ...]
+    matrix: bool
+    """True if a matrix optimizer updates it."""
+    model: ModelConfig
+
+    @property
+    def key(self) -> str:
+        """The key if the first axis counts layers."""
+        return self.inside if self.layer is None else f"{_LAYERS}{self.inside}"
+
+    @property
+    def numbered_key(self) -> str:
+        """The key if names count layers."""
+        return self.inside if self.layer is None else f"{_LAYERS}{self.layer}.{self.inside}"
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The places of its rows in the units; a vector is one row."""
+        return fragment_blocks(self.name, self.shape, self.model, tp=1, rank=0)
+
+    def whole_shape(self, key: str) -> tuple[int, ...]:
+        """Returns the shape of the tensor that has the parameter under one of its keys."""
+        return (self.model.num_layers, *self.shape) if self.place(key) is not None else self.shape
+
+    def place(self, key: str) -> int | None:
+        """Returns its index on the first axis of the tensor with this key; None if that is the parameter alone."""
+        return None if self.layer is None or key.endswith(self.numbered_key) else self.layer
+
+    def state_fields(self, kind: Kind) -> tuple[str, ...]:
+        """The tensors that the run's optimizer keeps for it besides the master."""
+        return MOMENTUM if kind == "muon" and self.matrix else MOMENTS
+
+    def stored(self, keys: Collection[str], field: str = "") -> str | None:
+        """Returns the key, among a checkpoint's, of the parameter or of a field of its state; None if there is
+        none."""
+        names = _MASTERS if field == MASTER else (field,)
+        prefixes = [f"{STATE}{name}." if name else "" for name in names]
+        candidates = (f"{prefix}{key}" for prefix in prefixes for key in (self.key, self.numbered_key))
+        return next((key for key in candidates if key in keys), None)
+
+
+def parameters(model: ModelConfig) -> Iterator[Parameter]:
+    """Yields the model's parameters, in the order of the model; a tied output layer is the embedding."""
+
+    def outside(name: str) -> Parameter:
+        shape = unit_shape(name.removeprefix("decoder."), model)
+        return Parameter(name=name, inside=name, layer=None, shape=shape, matrix=False, model=model)
+
+    yield outside(EMBEDDING)
+    family = family_of(model)
+    shapes: dict[str, tuple[str, tuple[int, ...], bool]] = {
+        weight.name: (weight.name, (weight.rows, weight.cols), True) for weight in family.weights(model)
+    }
+    shapes |= {norm.name: (norm.fused or norm.name, (norm.elements,), False) for norm in family.norms(model)}
+    for layer in range(model.num_layers):
+        for name, (inside, shape, matrix) in shapes.items():
+            yield Parameter(
+                name=f"{_LAYERS}{layer}.{name}", inside=inside, layer=layer, shape=shape, matrix=matrix, model=model
+            )
+    yield outside(FINAL_NORM)
+    if not model.tied_embeddings:
+        yield outside(OUTPUT)
+
+
+def kind_of_state(keys: Collection[str], model: ModelConfig) -> Kind | None:
+    """Returns the optimizer whose state a checkpoint has for all parameters; None for any other state."""
+    if any(key.startswith("optimizer.canzona.") for key in keys):  # an optimizer of the engine, in Megatron's loop
+        return None
+    kinds: tuple[Kind, ...] = ("muon", "adamw")
+    for kind in kinds:
+        if all(each.stored(keys, field) for each in parameters(model) for field in each.state_fields(kind)):
+            return kind
+    return None
+
+
+def wrong_tensors(keys: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Mapping[str, str]:
+    """Returns the keys of tensors that are missing, unexpected or of another shape than the model's, each with the
+    reason."""
+    wrong: dict[str, str] = {}
+    known: set[str] = set()
+    for each in parameters(model):
+        for field in ("", MASTER, *MOMENTUM, *MOMENTS):
+            key = each.stored(keys, field)
+            if key is None:
+                if not field:
+                    wrong[each.numbered_key] = "the checkpoint has no such tensor"
+                continue
+            known.add(key)
+            shape = each.whole_shape(key)
+            if keys[key] != shape:
+                wrong[key] = f"has shape {list(keys[key])}; the model's tensor has shape {list(shape)}"
+    title = family_of(model).title
+    others = (key for key in sorted(keys.keys() - known) if not key.startswith("optimizer."))
+    return wrong | dict.fromkeys(others, f"canzona's {title} has no such tensor")
+
+
+def state_key(parameter: Parameter, field: str, kind: Kind) -> str:
+    """Returns the key that Megatron's optimizer gives to a parameter's master or to a field of its state."""
+    muons = kind == "muon" and parameter.matrix
+    name = _MASTERS[0 if muons else 1] if field == MASTER else field
+    return f"{STATE}{name}.{parameter.key}"

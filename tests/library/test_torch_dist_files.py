@@ -1,0 +1,217 @@
+"""Folders in Megatron's format `torch_dist`: what is written is read again bit for bit, and what somebody forged is
+refused without running it."""
+
+import io
+import json
+import pickle
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from canzona_cli.checkpoint.contents import MASTER
+from canzona_cli.checkpoint.manifest import Buffer, Progress, Shard
+from canzona_cli.config.compose import compose_run
+from canzona_cli.errors import CheckpointInvalid
+from canzona_cli.huggingface.weights import raw_bytes, write_checkpoint
+from canzona_cli.library.torch_dist import TorchDistFolder
+from canzona_cli.library.torch_dist_names import Kind, parameters
+from canzona_cli.model.geometry import unit_shape
+from canzona_cli.run.files import RunFiles
+from tests.commands.support import canzona
+from tests.test_untrusted_files import Trap
+
+STEP = 4
+QWEN3 = (
+    *("recipe=qwen3-tiny", "model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=192"),
+    *("model.num_attention_heads=4", "model.num_query_groups=2", "model.head_dim=16", "train.seq_length=64"),
+    *("train.global_batch_size=8", "train.steps=8"),
+)
+LLAMA = (*QWEN3, "model.qk_norm=false", "model.tied_embeddings=false", "train.precision=bf16")
+
+
+def saved(root: Path, kind: Kind, *settings: str, optimizer: str = "") -> Path:
+    """A run with one checkpoint of random numbers."""
+    config = compose_run([*settings, f"optimizer={optimizer or kind}"]).config
+    generator = torch.Generator().manual_seed(7)
+    tensors: dict[str, Buffer] = {}
+    scalars = {}
+    for parameter in parameters(config.model):
+        for unit in dict.fromkeys(block.unit for block in parameter.blocks):
+            shape = unit_shape(unit, config.model)
+            fields = parameter.state_fields(kind)
+            for field in (MASTER, *fields):
+                data = torch.randn(shape, generator=generator)
+                tensors[f"{unit}/{field}"] = Buffer(dtype="F32", shape=shape, data=raw_bytes(data))
+            if "exp_avg" in fields:
+                scalars[f"{unit}/step"] = float(STEP)
+    root.mkdir()
+    progress = Progress(step=STEP, samples=8 * STEP, tokens=8 * STEP * 64)
+    shards = [Shard(tensors=tensors, scalars=scalars)]
+    write_checkpoint(RunFiles(root), shards, config, progress, optimizer=optimizer or kind)
+    return root
+
+
+def state(run: Path) -> dict[str, np.ndarray]:
+    """What a run's only checkpoint has, by names of units."""
+    [folder] = (run / "checkpoints").glob("step-*")
+    scalars = json.loads((folder / "manifest.json").read_text())["scalars"]
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return tensors | {name: np.array(value) for name, value in scalars.items()}
+
+
+def assert_equal(one: Path, other: Path) -> None:
+    first, second = state(one), state(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name], err_msg=name)
+
+
+def done(*words: str | Path) -> str:
+    """Runs a command that succeeds; returns what it said."""
+    ran = canzona("checkpoint", *words)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("settings", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+def test_masters_and_state_come_back_bit_for_bit(kind: Kind, settings: tuple[str, ...], tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", kind, *settings)
+    assert f"iteration 4 with the state of {kind}" in done("export", run, tmp_path / "out", "--to", "megatron")
+    assert f"the state of {kind} at step 4" in done("import", tmp_path / "out", "--out", tmp_path / "again")
+    assert_equal(run, tmp_path / "again")
+    names = [path.name for path in (tmp_path / "out").rglob("*")]
+    assert sorted(names) == sorted(
+        ["latest_checkpointed_iteration.txt", "iter_0000004", ".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
+    )
+
+
+def test_the_state_of_another_optimizer_stays_behind_and_that_is_said(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", "muon", *QWEN3, optimizer="normuon")
+    assert "weights alone" in done("export", run, tmp_path / "out", "--to", "megatron")
+    assert "weights alone, as step 0" in done("import", tmp_path / "out", "--out", tmp_path / "again")
+    masters = {name: tensor for name, tensor in state(run).items() if name.endswith(MASTER)}
+    assert masters.keys() == state(tmp_path / "again").keys()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("exported")
+    done("export", saved(root / "run", "muon", *QWEN3), root / "out", "--to", "megatron")
+    return root / "out"
+
+
+def refused(folder: Path, *settings: str) -> tuple[int, str]:
+    """The exit code and the message of an import that leaves nothing behind."""
+    run = folder.with_name("refused")
+    ran = canzona("checkpoint", "import", folder, "--out", run, *settings)
+    assert "Traceback" not in ran.stderr
+    assert not run.exists()
+    return ran.returncode, " ".join(ran.stderr.split())
+
+
+def test_every_fact_that_a_recipe_has_otherwise_is_named_at_once(exported: Path) -> None:
+    other = ("model.num_attention_heads=8", "model.num_query_groups=4", "model.rope_base=500", "model.norm_eps=1e-5")
+    code, said = refused(exported, *QWEN3, *other, "train.seq_length=128")
+    assert code == 2
+    keys = [setting.partition("=")[0] for setting in other]
+    assert all(f"{key} = " in said for key in (*keys, "train.seq_length")), said
+    assert "5 problems" in said
+    assert refused(exported, "model.head_dim=32")[0] == 2
+
+
+def _index(change: Callable[[object], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        path = folder / ".metadata"
+        path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()))))
+
+    return apply
+
+
+def _arguments(**values: object) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        common = torch.load(folder / "common.pt", weights_only=False)
+        vars(common["args"]).update(values)
+        torch.save(common, folder / "common.pt")
+
+    return apply
+
+
+def _elsewhere(index: object) -> object:
+    for place in vars(index)["storage_data"].values():
+        place.relative_path = "../other"
+    return index
+
+
+FORGED: dict[str, tuple[Callable[[Path], None], int, str]] = {
+    "no index": (lambda folder: (folder / ".metadata").unlink(), 5, "cannot be read"),
+    "no tensors": (lambda folder: (folder / "__0_0.distcp").unlink(), 5, "__0_0.distcp"),
+    "no arguments": (lambda folder: (folder / "common.pt").unlink(), 5, "common.pt is missing"),
+    "shorter": (lambda folder: _cut(folder / "__0_0.distcp"), 5, "the copy is not complete"),
+    "half an index": (lambda folder: _cut(folder / ".metadata"), 5, ".metadata"),
+    "half of the arguments": (lambda folder: _cut(folder / "common.pt"), 5, "common.pt"),
+    "outside": (_index(_elsewhere), 5, "its file is not in this folder"),
+    "experts": (_arguments(num_experts=4), 2, "only dense decoders can be imported"),
+    "biases": (_arguments(add_bias_linear=True), 2, "canzona's linear layers have none"),
+    "other layers": (_arguments(num_layers=3), 2, "shape [2, 64, 64]"),
+}
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_folder_that_is_damaged_or_of_another_model_is_refused(forged: str, exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "in")
+    change, code, reason = FORGED[forged]
+    change(tmp_path / "in" / "iter_0000004")
+    found, said = refused(tmp_path / "in")
+    assert (found, reason in said) == (code, True), said
+
+
+@pytest.mark.parametrize("place", [".metadata", "common.pt", "object", "tensor"])
+def test_a_trap_in_a_pickle_is_refused_by_name(place: str, exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "in")
+    folder, made = tmp_path / "in" / "iter_0000004", tmp_path / "made"
+    trap = Trap(made)
+    if place == ".metadata":
+        (folder / place).write_bytes(pickle.dumps(trap))
+    elif place == "common.pt":
+        torch.save({"args": Namespace(num_layers=2), "more": trap}, folder / place)
+    else:
+        content = io.BytesIO()
+        torch.save(trap, content)
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        (folder / "trap.distcp").write_bytes(content.getvalue())
+        for stored in index.storage_data.values():
+            stored.relative_path, stored.offset, stored.length = "trap.distcp", 0, len(content.getvalue())
+        if place == "object":
+            (folder / "common.pt").unlink()
+            key = next(each for each in index.storage_data if each.offset is None)
+            index.storage_data[type(key)("common_state/shard_0_1")] = index.storage_data[key]
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+    code, said = refused(tmp_path / "in")
+    assert code == 5
+    assert "mkdir" in said
+    assert not made.exists()
+
+
+def test_chunks_that_leave_gaps_are_refused(exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "in")
+
+    def without_a_layer(index: object) -> object:
+        vars(index)["state_dict_metadata"]["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+        return index
+
+    _index(without_a_layer)(tmp_path / "in" / "iter_0000004")
+    folder = TorchDistFolder(tmp_path / "in", key="DIR")
+    assert folder.read("decoder.layers.mlp.linear_fc2.weight", 0).isfinite().all()
+    with pytest.raises(CheckpointInvalid, match="leave gaps"):
+        folder.read("decoder.layers.mlp.linear_fc2.weight", 1)
