@@ -123,7 +123,8 @@ def require(device: Device) -> tuple[GpuInfo, ...]:
         if torch.cuda.is_available():
             return gpus
     reason = f"torch cannot use this machine's {gpus[0].name}" if gpus else "this machine has no visible GPU"
-    fix = "run this where `canzona doctor` finds a GPU; --device cpu runs every part on this machine's CPU"
+    on_cpu = f"{sys.executable} {Path(__file__).resolve()} --device cpu"
+    fix = f"run this where `canzona doctor` finds a GPU; every part runs on this machine's CPU with: {on_cpu}"
     raise EnvironmentProblem(Problem(key="gpu-check", reason=f"{reason}: nothing was checked", fix=fix))
 
 

@@ -254,7 +254,7 @@ def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_s
     if form_set:
         return config, f"optimizer.form={optimizer.form} in canzona's strategies, standard in Megatron's ({listed})"
     remark = (
-        f"the standard form in all strategies, because Megatron's ({listed}) have no other form; "
+        f"the standard form in all strategies, because Megatron's code ({listed}) has no other form; "
         "optimizer.form=auto lets canzona's strategies use theirs"
     )
     return replace(config, optimizer=replace(optimizer, form="standard")), remark

@@ -26,6 +26,8 @@ NOT_DISTINCT = "not significant"
 OVERLAP = "not significant: the interquartile ranges of the two times overlap"
 _LEFT_OUT = ("device", "machine", "ranks")
 """The machine's facts that the heading does not list: the title has two of them, and `machine` is a digest."""
+_UNITS = {"processor": "", "cores": " cores", "memory_gib": " GiB"}
+"""The units of facts of the machine that are told without their names."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
     yield headed(what, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
     machine = ", ".join(
-        f"{clean(key).replace('_', ' ')} {_value(value)}"
+        f"{_value(value)}{_UNITS[key]}" if key in _UNITS else f"{clean(key).replace('_', ' ')} {_value(value)}"
         for key, value in result.machine.items()
         if key not in _LEFT_OUT
     )

@@ -248,6 +248,7 @@ class BreakdownView(Page):
             spread = "" if memory.min == memory.max else f" (least {size(memory.min)}, mean {size(memory.mean)})"
             included = ", Python and torch included" if self.breakdown.device == "cpu" else ""
             plan = "" if planned is None else f"; planned {size(planned.memory_bytes)}"
+            plan += " without them" if plan and included else ""
             rows.append(("peak memory", f"{size(memory.max)} on the fullest {unit}{spread}{included}{plan}"))
         rows.append(("batch", f"{batch_factors(breakdown.layout)}, recompute {breakdown.layout.recompute}"))
         return rows

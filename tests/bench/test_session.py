@@ -79,7 +79,9 @@ def test_arithmetic_is_the_same_where_megatrons_own_takes_part_or_else_it_is_sai
     ]
     unasked = prepared(strategies=("canzona", "sc")).line_up
     assert {getattr(strategy.config.optimizer, "form", None) for strategy in unasked.strategies} == {"standard"}
-    assert unasked.arithmetic.startswith("the standard form in all strategies, because Megatron's (sc) have no other")
+    assert unasked.arithmetic.startswith(
+        "the standard form in all strategies, because Megatron's code (sc) has no other"
+    )
     for form, strategies, said in cases:
         line_up = prepared(f"optimizer.form={form}", strategies=strategies).line_up
         forms = {getattr(strategy.config.optimizer, "form", None) for strategy in line_up.strategies}

@@ -214,7 +214,7 @@ def test_a_plan_fits_beside_what_was_measured(tmp_path: Path, width: int) -> Non
 def test_the_foot_compares_balance_and_memory_and_says_why(tmp_path: Path) -> None:
     text = " ".join(" ".join(shown(load_breakdown(planned_run(tmp_path)))).split())
     assert "matrix update 1.09 (planned 1.25)" in text
-    assert "planned 100 MiB" in text
+    assert "Python and torch included; planned 100 MiB without them" in text
     assert "why backward took 187 ms, planned 375 ms" in text
     assert "calibrate" not in text
 
