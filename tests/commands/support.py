@@ -81,7 +81,7 @@ def imports_none_of(names: Sequence[str], *arguments: str) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env=importable(),
+        env={**importable(), **tests_cache()},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -97,9 +97,14 @@ def importable() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)}
 
 
+def tests_cache() -> dict[str, str]:
+    """The variable that keeps a command from the user's cache folder."""
+    return {"CANZONA_CACHE": os.environ["CANZONA_CACHE"]}
+
+
 def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
     settings = {key: value for key, value in os.environ.items() if not key.startswith(("CANZONA", "_CANZONA"))}
-    return {**settings, **importable(), "COLUMNS": "80", "NO_COLOR": "1", **(more or {})}
+    return {**settings, **importable(), **tests_cache(), "COLUMNS": "80", "NO_COLOR": "1", **(more or {})}
 
 
 def _command(

@@ -11,9 +11,8 @@ from tests.commands.support import canzona
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 
 
-def _shown(cache: Path, *arguments: str) -> Mapping[str, object]:
-    environment = {"CUDA_VISIBLE_DEVICES": "", "CANZONA_CACHE": str(cache)}
-    result = canzona(*arguments, "--json", cwd=cache, environment=environment)
+def _shown(folder: Path, *arguments: str) -> Mapping[str, object]:
+    result = canzona(*arguments, "--json", cwd=folder, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 0, result.stderr
     content = json.loads(result.stdout)
     assert isinstance(content, dict)
@@ -27,8 +26,8 @@ def _bytes_in(content: object, *path: str) -> object:
     return content
 
 
-def _rows(cache: Path, recipe: str) -> Sequence[Mapping[str, object]]:
-    recipes = _shown(cache, "recipes", "layouts", recipe)["recipes"]
+def _rows(folder: Path, recipe: str) -> Sequence[Mapping[str, object]]:
+    recipes = _shown(folder, "recipes", "layouts", recipe)["recipes"]
     assert isinstance(recipes, list)
     [shown] = recipes
     return [row for row in shown["rows"] if row["fits"]]

@@ -21,8 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def canzona(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"CUDA_VISIBLE_DEVICES": "", "CANZONA_CACHE": str(cwd.with_name(f"{cwd.name}-cache"))}
-    return support.canzona(*arguments, cwd=cwd, environment=environment)
+    return support.canzona(*arguments, cwd=cwd, environment={"CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.fixture(scope="module")
