@@ -1,23 +1,19 @@
 """The possible layouts of a run, and the search for the fastest.
 
-Every layout that keeps the user's settings gets a quick estimate. Layouts are then simulated in the order of
-their estimates, until the estimates of all remaining layouts are longer than the shortest simulated steps.
+Layouts that keep the user's settings get a quick estimate; with more recomputation only after the same layout with
+less. They are simulated in the order of their estimates, until the estimates of all remaining layouts are longer than
+the shortest simulated steps.
 """
 
-import hashlib
-import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from itertools import product
-from pathlib import Path
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heapreplace
+from itertools import groupby, product
+from operator import attrgetter
 
-import canzona_cli
 from canzona_cli.cluster.gpus import with_layers_here
-from canzona_cli.config.caches import cache_root
+from canzona_cli.cluster.remembered import remember, search_file
 from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.layout_rules import divisors, layout_problems, may_have_whole_experts, possible_tp
 from canzona_cli.config.schema import Execution, Layout, Recompute, RunConfig
@@ -30,7 +26,7 @@ from canzona_cli.planner.attempt import bucket_limits
 from canzona_cli.planner.make import plan_of_run
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Plan
-from canzona_cli.run.codec import load_if_sound, save
+from canzona_cli.run.codec import load_if_sound
 from canzona_cli.simulate.estimate import estimated_step_seconds
 from canzona_cli.simulate.predict import Spent, simulate_run, spent
 from canzona_cli.simulate.step import StrategyResult
@@ -52,12 +48,6 @@ class Candidate:
     @property
     def fits(self) -> bool:
         return self.memory.fits
-
-
-def eligible(tried: Sequence[Candidate]) -> list[Candidate]:
-    """Selects the layouts that a choice is made from: those that leave the profile's headroom free, or if
-    there are none, those that fit."""
-    return [each for each in tried if each.memory.roomy] or [each for each in tried if each.fits]
 
 
 def candidates(config: RunConfig) -> list[Candidate]:
@@ -285,11 +275,11 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
         ConfigError: the settings are impossible.
     """
     config = replace(config, cluster=with_layers_here(config.cluster))
-    file = _cache_file(config, count)
+    file = search_file(config, count)
     result = load_if_sound(file, LayoutSearch)
     if result is None or not _holds(config, result):
         result = _search(config, count)
-        _remember(file, result)
+        remember(file, result)
     return result
 
 
@@ -317,9 +307,7 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> T
 
 
 def _search(config: RunConfig, count: int) -> LayoutSearch:
-    fitting = [candidate.layout for candidate in eligible(candidates(config))]
-    estimated = ((_estimated_s(config, layout), layout) for layout in fitting)
-    quickest_first = sorted(estimated, key=lambda pair: (pair[0], _plainness(pair[1])))
+    fitting = _eligible(config)
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
     seconds_without: dict[Layout, float] = {}
@@ -327,7 +315,7 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
     more recomputation is never faster, so it can be skipped."""
     simulated, most = 0, _most_simulated(config)
     margin = MARGIN_WITH_EXPERTS if config.model.num_experts else MARGIN
-    for estimated_s, layout in quickest_first:
+    for estimated_s, layout in _quickest_first(config, fitting):
         slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
         enough = best and simulated >= max(count, most)
         if estimated_s > margin * slowest or enough:
@@ -348,7 +336,7 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
             seconds = seconds_without[plain] = float(f"{result.result.iteration_s / layout.global_batch_size:.5e}")
             best[seconds] = min(result, best.get(seconds, result), key=lambda either: _plainness(either.layout))
     fastest = tuple(best[seconds].tried() for seconds in sorted(best)[:count])
-    return LayoutSearch(best=fastest, legal=len(fitting), simulated=simulated)
+    return LayoutSearch(best=fastest, legal=sum(map(len, fitting)), simulated=simulated)
 
 
 def _most_simulated(config: RunConfig) -> float:
@@ -357,6 +345,45 @@ def _most_simulated(config: RunConfig) -> float:
     if many and config.execution is Execution.PLANNED:
         return MOST_WITH_MANY_MATRICES
     return MOST_BEYOND if many or config.gpus > EXHAUSTIVE_RANKS else math.inf
+
+
+def _eligible(config: RunConfig) -> list[list[Layout]]:
+    """Returns the layouts that a choice is made from: those that leave the profile's headroom free, or if there are
+    none, those that fit. Layouts that differ only in recomputation are in one list, the least recomputation first."""
+    roomy, fitting = list[list[Layout]](), list[list[Layout]]()
+    for _, alike in groupby(possible_layouts(config), attrgetter("tp", "pp", "vpp", "cp", "ep", "micro_batch_size")):
+        several, fits = list(alike), list[Layout]()
+        for number, layout in enumerate(several):
+            memory = estimate(config, layout)
+            if memory.roomy:  # and so are the others: more recomputation never needs more memory
+                roomy.append(several[number:])
+                break
+            if memory.fits:
+                fits.append(layout)
+        fitting += [fits] if fits else []
+    return roomy or fitting
+
+
+def _quickest_first(config: RunConfig, layouts: Iterable[Sequence[Layout]]) -> Iterator[tuple[float, Layout]]:
+    """Yields layouts with their estimated seconds per sequence.
+
+    Args:
+        layouts: see `_eligible`. A layout is estimated once the one before it in its list has been yielded, because
+            with more recomputation it is not faster.
+    """
+
+    def entry(several: Sequence[Layout]) -> tuple[float, tuple[int, ...], Sequence[Layout]]:
+        return _estimated_s(config, several[0]), _plainness(several[0]), several
+
+    queue = [entry(several) for several in layouts]
+    heapify(queue)
+    while queue:
+        seconds, _, (layout, *more) = queue[0]
+        if more:
+            heapreplace(queue, entry(more))
+        else:
+            heappop(queue)
+        yield seconds, layout
 
 
 def _estimated_s(config: RunConfig, layout: Layout) -> float:
@@ -402,14 +429,6 @@ def _plainness(layout: Layout) -> tuple[int, ...]:
     return layout.pp, layout.vpp, layout.cp, layout.tp, layout.ep, again, -layout.micro_batch_size
 
 
-ASKED: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "parallel")
-"""The sections of a run's settings that a search may depend on."""
-CODE: Final = ("config", "optimizers", "model", "costs", "planner", "simulate", "cluster")
-"""The folders with code that a search may depend on."""
-KEPT: Final = 500
-"""The most search results in the cache folder; the oldest are deleted."""
-
-
 def _holds(config: RunConfig, remembered: LayoutSearch) -> bool:
     """Returns True if remembered layouts are possible for the run and fit.
 
@@ -417,31 +436,3 @@ def _holds(config: RunConfig, remembered: LayoutSearch) -> bool:
     """
     layouts = {tried.layout for tried in remembered.best}
     return layouts <= set(possible_layouts(config)) and all(estimate(config, layout).fits for layout in layouts)
-
-
-def _cache_file(config: RunConfig, count: int) -> Path:
-    """Returns the file for the result of one search, named by a hash of everything that the result depends
-    on."""
-    parts = asdict(config)
-    key = json.dumps([_code(), count, {name: parts[name] for name in ASKED}], sort_keys=True, default=str)
-    return cache_root(config) / "layouts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
-
-def _remember(file: Path, result: LayoutSearch) -> None:
-    """Writes a result and deletes the oldest ones; does nothing if the folder cannot be written."""
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save(file, result, indented=False)
-        files = sorted(file.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
-        for old in files[:-KEPT]:
-            old.unlink(missing_ok=True)
-
-
-@cache
-def _code() -> str:
-    """Returns a hash of the sources in the `CODE` folders."""
-    root, digest = Path(canzona_cli.__file__).parent, hashlib.sha256()
-    for folder in CODE:
-        for file in sorted((root / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -1,6 +1,8 @@
 """The search returns what simulating every legal layout would, without simulating them; and remembers it."""
 
+from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,14 @@ import pytest
 
 from canzona_cli.cluster import fit, search
 from canzona_cli.cluster.search import candidates, fill
+from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import with_strategy
 from canzona_cli.config.schema import Execution, Layout, RunConfig, Strategy
+from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import DoesNotFit
 from canzona_cli.model.matrices import matrices
 from canzona_cli.planner.make import make_plan
+from canzona_cli.simulate.estimate import estimated_step_seconds
 from canzona_cli.simulate.predict import simulate_run
 from tests.sizes import Size, run
 
@@ -110,6 +115,23 @@ def test_shards_that_need_more_memory_than_there_is_are_not_chosen() -> None:
     assert best.memory_bytes <= candidates(config)[0].memory.capacity
 
 
+@pytest.mark.parametrize("overrides", [("recipe=qwen3-8b",), ("recipe=qwen3-30b-a3b", "parallel.pp=2")], ids=" ".join)
+def test_more_recomputation_never_needs_more_memory_and_is_never_estimated_to_be_faster(
+    overrides: tuple[str, ...],
+) -> None:
+    """A search asks neither of a layout if less recomputation has told."""
+    config = compose_run([*overrides, "gpus=16"], training=False).config
+    alike = defaultdict[Layout, list[Layout]](list)
+    for layout in search.possible_layouts(config):
+        alike[replace(layout, recompute="none")].append(layout)
+    for several in alike.values():
+        assert [layout.recompute for layout in several] == list(search.RECOMPUTE)
+        memory = [estimate(config, layout).total for layout in several]
+        assert memory == sorted(memory, reverse=True)
+        seconds = [estimated_step_seconds(config, layout) for layout in several]
+        assert all(more >= less * (1 - 1e-9) for less, more in pairwise(seconds))
+
+
 def test_a_search_is_remembered_until_its_inputs_change(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run("tiny", 4, strategy="canzona")
     found = search.search(config)
@@ -120,7 +142,7 @@ def test_a_search_is_remembered_until_its_inputs_change(cache: Path, monkeypatch
 
     with monkeypatch.context() as patched:
         # Not even estimated one by one: a run that was tried before starts as soon as one whose layout is typed.
-        for module, asked in ((search, "_try"), (search, "candidates"), (fit, "candidates")):
+        for module, asked in ((search, "_try"), (search, "_eligible"), (fit, "candidates")):
             patched.setattr(module, asked, fail)
         assert search.search(config) == found
         assert fit.resolve(config)[1] == found.best[0].layout

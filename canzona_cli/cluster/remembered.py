@@ -1,0 +1,52 @@
+"""The files that keep the results of searches for a layout, so that a run that was searched before starts at once."""
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import canzona_cli
+from canzona_cli.config.caches import cache_root
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.run.codec import save
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+ASKED: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "parallel")
+"""The sections of a run's settings that a search may depend on."""
+CODE: Final = ("config", "optimizers", "model", "costs", "planner", "simulate", "cluster")
+"""The folders with code that a search may depend on."""
+KEPT: Final = 500
+"""The most search results in the cache folder; the oldest are deleted."""
+
+
+def search_file(config: RunConfig, count: int) -> Path:
+    """Returns the file for the result of one search, named by a hash of everything that the result depends
+    on."""
+    parts = asdict(config)
+    key = json.dumps([_code(), count, {name: parts[name] for name in ASKED}], sort_keys=True, default=str)
+    return cache_root(config) / "layouts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def remember(file: Path, result: "DataclassInstance") -> None:
+    """Writes a result and deletes the oldest ones; does nothing if the folder cannot be written."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save(file, result, indented=False)
+        files = sorted(file.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
+        for old in files[:-KEPT]:
+            old.unlink(missing_ok=True)
+
+
+@cache
+def _code() -> str:
+    """Returns a hash of the sources in the `CODE` folders."""
+    root, digest = Path(canzona_cli.__file__).parent, hashlib.sha256()
+    for folder in CODE:
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
