@@ -152,8 +152,9 @@ def _alike(experts: Sequence[PoolProblem], way: Callable[[PoolProblem], Owners])
     cells: dict[int, Cell] = {}
     owners = way(experts[0]) if experts else {}
     for problem in experts:
+        cell_of = {owner: problem.pool.cell(owner, problem.mesh) for owner in set(owners.values())}
         for members, unit in zip(problem.units.values(), experts[0].units, strict=True):
-            cells.update(dict.fromkeys(members, problem.pool.cell(owners[unit], problem.mesh)))
+            cells.update(dict.fromkeys(members, cell_of[owners[unit]]))
     return cells
 
 

@@ -21,7 +21,7 @@ padding.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class Parameter:
     """The number of the model chunk in its stage."""
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """The elements on one TP rank."""
         return sum(part.elements for part in self.parts)

@@ -95,8 +95,9 @@ class _Grid:
             everyone = len(owners) == len(problem.units)
             even = spread(problem.buckets, owners, problem.kinds) if everyone else {}
             self._filled[key] = [even[unit] for unit in problem.units if unit in even]
+        cell_of = [problem.pool.cell(owner, self._mesh) for owner in range(len(cells))]
         return {
-            index: problem.pool.cell(owner, self._mesh)
+            index: cell_of[owner]
             for members, owner in zip(problem.units.values(), self._filled[key], strict=False)
             for index in members
         }

@@ -250,9 +250,10 @@ def study_run(
         name: plan if name == config.engine.strategy else plan_unbounded(with_strategy(config, name), layout, shapes)
         for name in PLANNED
     }
-    measured = balance(plan)
+    measured, memory = balance(plan), plan_memory(config, layout, plan)
+    needed = {name: memory if each is plan else plan_memory(config, layout, each) for name, each in plans.items()}
     strategies: dict[str, Compared] = {
-        name: _compared(with_cores(config), layout, plans, name, measured.slowest.stage) for name in STRATEGIES
+        name: _compared(with_cores(config), layout, plans, needed, name, measured.slowest.stage) for name in STRATEGIES
     }
     return Study(
         config=config,
@@ -260,7 +261,7 @@ def study_run(
         plan=plan,
         balance=measured,
         communication=communication(config, layout, plan),
-        memory=plan_memory(config, layout, plan),
+        memory=memory,
         strategies=MappingProxyType(strategies),
         assumptions=assumptions(),
         variants=tuple(_variants(config, layout, shapes, plan, compare)),
@@ -269,12 +270,17 @@ def study_run(
 
 
 def _compared(
-    config: RunConfig, layout: Layout, plans: Mapping[AnyStrategy, Plan], strategy: AnyStrategy, stage: int
+    config: RunConfig,
+    layout: Layout,
+    plans: Mapping[AnyStrategy, Plan],
+    needed: Mapping[AnyStrategy, PlanMemory],
+    strategy: AnyStrategy,
+    stage: int,
 ) -> Compared:
     loads: Sequence[float] | None = None
     if strategy in plans:
         plan_of = plans[strategy]
-        result, memory = simulate_plan(config, layout, plan_of), plan_memory(config, layout, plan_of).total
+        result, memory = simulate_plan(config, layout, plan_of), needed[strategy].total
         loads = plan_of.loads(stage)
     else:
         plan = plans[config.engine.strategy]
