@@ -126,7 +126,8 @@ def load_shapes(path: Path) -> ModelShapes:
     try:
         tree = parse_yaml(read_plain(path, most=LARGEST_YAML))
     except Unreadable as error:
-        raise ConfigError(Problem(key="--shapes", value=str(path), reason=f"{error}")) from None
+        fix = "give a YAML file with name, hidden_size, embedding, output, layers and matrices"
+        raise ConfigError(Problem(key="--shapes", value=str(path), reason=f"{error}", fix=fix)) from None
     if not isinstance(tree, Mapping):
         raise ConfigError(
             Problem(

@@ -109,7 +109,7 @@ def _limits(config: RunConfig, layout: Layout) -> tuple[int, ...]:
 def _travel_s(config: RunConfig, layout: Layout) -> float:
     """Returns the seconds for which one pass of a micro-batch through a model chunk of the first stage, and on to the
     next stage, uses the link that data-parallel traffic uses too; the mean of its chunks."""
-    link, moved = Groups.of(layout, config.cluster).experts.link, [(1, hop(config, layout))]
+    link, moved = Groups.of(layout, config.cluster).experts.link, [(1.0, hop(config, layout))]
     if layout.ep > 1:
         layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp
         moved.append((2 * layers, dispatch(config, layout)))
