@@ -13,7 +13,8 @@ ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 STANDARD_ONLY: frozenset[CoefficientSet] = frozenset({"cans"})
 """The sets of coefficients that cannot be used in Gram form (`gram_form` says why)."""
 MUON_AROUND = 14
-"""The number of Muon's kernels outside its iteration, for each matrix, stacked or not."""
+"""The number of Muon's kernels outside its iteration, for each matrix. In a stack, evenly spaced matrices share them
+(`optimizers.runs`), but plans do not know where gradients lie, so it counts for each of them there too."""
 SAMPLES = 32
 """The maximum number of evenly spaced rows from which the Gram form estimates a norm or a mean."""
 BLOCK = 128 * 1024
