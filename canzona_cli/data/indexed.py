@@ -7,6 +7,7 @@ the number of sequences up to its end.
 """
 
 import os
+import shlex
 import shutil
 import struct
 from collections.abc import Callable
@@ -285,6 +286,10 @@ def inspect_pair(prefix: Path) -> PairInfo:
         reason = "is only one file of the pair; give the common prefix of both"
         raise ConfigError(_problem(prefix, reason, f"data.path={bare}"))
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
+    if missing and prefix.is_file():
+        output = f"data/{prefix.stem}"
+        prepare = shlex.join(["canzona", "data", "prepare", str(prefix), "--output", output])
+        raise ConfigError(_problem(prefix, "is not prepared data", f"run {prepare}; then data.path={output}"))
     refuse(_missing(prefix, path) for path in missing)
     try:
         raw = np.memmap(idx_path(prefix), dtype=np.uint8, mode="r") if idx_path(prefix).stat().st_size else None

@@ -167,8 +167,8 @@ class FastestLayouts(Page):
         yield rows_table(heads, rows, bold=0, needed=None if self.verbose else len(needed))
         yield note(
             "batch: micro-batch x accumulation x DP; slower: time per sequence, relative to the first; GiB: on the "
-            f"fullest rank, of {_room(config)}; limited by, in wide terminals and with -v: largest shares besides "
-            "compute"
+            f"fullest rank, of {_room(config)}; limited by (only in wide terminals and with -v): the largest shares "
+            "besides compute"
         )
         yield Text()
         yield wrapped(self._why())
@@ -247,11 +247,12 @@ class FastestLayouts(Page):
         }
         named = sorted(apart.items(), key=lambda pair: -abs(pair[1]))
         least = _WORTH_NAMING / 10 * first.iteration_s
-        reasons = [f"{step_time(abs(by))} {_less_or_more(by)} {name}" for name, by in named[:3] if abs(by) > least]
+        reasons = [f"{step_time(abs(by))} {_less_or_more(by)} on {name}" for name, by in named[:3] if abs(by) > least]
+        spends = f" For one batch, the first spends {', '.join(reasons)}." if reasons else ""
         return (
             f"{layout_name(first.layout)} has the shortest simulated step per sequence; besides compute, it takes: "
             f"{_limits(first) or 'nothing'}. The next, {layout_name(second.layout)}, is "
-            f"{self._slower(second):.2%} slower; compared with it, for a batch, the first has {', '.join(reasons)}."
+            f"{self._slower(second):.2%} slower.{spends}"
         )
 
 

@@ -149,6 +149,11 @@ def test_missing_files_are_each_named(tmp_path: Path) -> None:
     assert "unfinished" in problem(prefix)
 
 
+def test_a_file_of_text_is_answered_with_the_command_that_prepares_it(tmp_path: Path) -> None:
+    (tmp_path / "my texts.jsonl").write_text("{}")
+    assert f"canzona data prepare '{tmp_path}/my texts.jsonl' --output" in problem(tmp_path / "my texts.jsonl")
+
+
 def test_a_path_with_extension_or_without_megatrons_ending_is_answered_with_the_right_one(tmp_path: Path) -> None:
     write(tmp_path / "wiki_text_document", [[[1]]])
     for typed in ("wiki_text_document.bin", "wiki_text_document.idx", "wiki"):
