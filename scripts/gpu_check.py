@@ -191,18 +191,29 @@ def examine(setup: Setup, name: str, limit_s: float) -> Outcome:
 
 def answer(setup: Setup, name: str, seconds: float) -> None:
     """Runs a part in this process and writes its outcome for the process that started this one."""
-    from gpu_parts import alone, one_gpu, two_gpus
     from gpu_parts.runs import Failed
 
-    def updates(setup: Setup) -> Outcome:
+    try:
+        outcome = part_called(name, seconds)(setup)
+    except Failed as failed:
+        outcome = Outcome(status="short", summary=str(failed))
+    setup.keep(name, outcome)
+
+
+def part_called(name: str, seconds: float) -> Callable[[Setup], Outcome]:
+    """Returns the function of a part, which may take some seconds. Only parts that compute in this process import
+    torch, which takes as long as a short run."""
+    if name == "updates":
         from gpu_parts.updates import updates
 
-        return updates(setup, 0.8 * seconds)  # the rest is for start-up and for the last measurement
+        return partial(updates, seconds=0.8 * seconds)  # the rest is for start-up and for the last measurement
+    if name in ("graphs", "hot", "ladder"):
+        from gpu_parts import alone
+
+        return {"graphs": alone.graphs, "hot": alone.hot, "ladder": alone.ladder}[name]
+    from gpu_parts import one_gpu, two_gpus
 
     parts: Mapping[str, Callable[[Setup], Outcome]] = {
-        "graphs": alone.graphs,
-        "hot": alone.hot,
-        "ladder": alone.ladder,
         "demo": one_gpu.demo,
         "train": one_gpu.train_part,
         "step": one_gpu.step,
@@ -211,16 +222,11 @@ def answer(setup: Setup, name: str, seconds: float) -> None:
         "te": one_gpu.fused,
         "experts": one_gpu.experts,
         "calibrate": one_gpu.calibrate,
-        "updates": updates,
         "chains": two_gpus.chains,
         "overlap": two_gpus.overlap,
         **{f"{axis}2": partial(two_gpus.split, axis=axis) for axis in ("tp", "dp", "pp", "cp")},
     }
-    try:
-        outcome = parts[name](setup)
-    except Failed as failed:
-        outcome = Outcome(status="short", summary=str(failed))
-    setup.keep(name, outcome)
+    return parts[name]
 
 
 if __name__ == "__main__":

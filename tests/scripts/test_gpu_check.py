@@ -170,6 +170,15 @@ def test_a_run_that_failed_is_named_with_its_last_words(setup: Setup) -> None:
     assert "needs the run `gpu`" in outcome.summary
 
 
+def test_parts_that_only_start_runs_do_not_import_torch() -> None:
+    """Importing it takes as long as a short run, and so much would be lost in every part."""
+    computing = {"graphs", "hot", "ladder", "updates"}
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import gpu_check\n"
+    code += f"for name in set(gpu_check.PARTS) - {computing}: assert callable(gpu_check.part_called(name, 60.0))\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_curves_may_be_as_far_apart_as_rounding_puts_them() -> None:
     exact = {1: 2.0, 2: 1.5, 3: 1.0}
     cpu = {1: 2.001, 2: 1.497, 3: 1.002}  # at most 0.003 off
