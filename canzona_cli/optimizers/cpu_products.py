@@ -6,6 +6,7 @@ processors `install` sends bf16 and fp16 products through torch's own fp32 kerne
 as oneDNN's do.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import cast
 
@@ -43,9 +44,12 @@ def install() -> None:
     if not slow() or installed():
         return
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for name in PRODUCTS:
-        kernel = _in_fp32(torch.library.get_kernel(f"aten::{name}", "CPU"), in_place=name.endswith("_"))
-        library.impl(name, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        # torch 2.11 warns that a kernel is overridden, which is the purpose here.
+        warnings.filterwarnings("ignore", r"Warning only once for all operators", UserWarning)
+        for name in PRODUCTS:
+            kernel = _in_fp32(torch.library.get_kernel(f"aten::{name}", "CPU"), in_place=name.endswith("_"))
+            library.impl(name, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
     _library.append(library)
 
 

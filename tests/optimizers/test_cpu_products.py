@@ -110,6 +110,19 @@ def test_products_leave_nothing_behind() -> None:
     assert sys.getallocatedblocks() - before < 500
 
 
+def test_replacing_warns_of_nothing(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    """Older torch warns once in a process of a kernel that is overridden; here, every time."""
+    cpu_products.uninstall()
+    monkeypatch.setattr(cpu_products, "slow", lambda: True)
+    torch.set_warn_always(True)
+    try:
+        cpu_products.install()
+    finally:
+        torch.set_warn_always(False)
+        cpu_products.uninstall()
+    assert not recwarn.list
+
+
 def test_torchs_own_kernels_stay_where_they_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """And come back."""
     cpu_products.uninstall()

@@ -79,12 +79,6 @@ def test_parts_pass_on_cpu_ranks(tmp_path: Path) -> None:
     for form in ("gram", "standard"):
         for way in ("eager", "replayed"):
             assert compared[f"Muon of 256 x 512, {form}, {way}"]["measured"] > 0
-    shown = subprocess.run(
-        [sys.executable, SCRIPTS / "published.py", "--quick", "--gpu-check", out],
-        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
-    ).stdout  # fmt: skip
-    row = compared["matrix_update"]
-    assert f"| matrix_update | {row['simulated']:.4g} ms | {row['measured']:.4g} ms |" in shown
 
 
 @pytest.mark.sweep
