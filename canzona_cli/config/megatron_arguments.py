@@ -58,6 +58,15 @@ def default(name: str) -> object:
     return entry[0] if isinstance(entry, list) else entry
 
 
+def limited(section: Meaning) -> Iterator[tuple[str, tuple[object, list[object], str]]]:
+    """Yields the arguments of a section of the table that accepts some values only, each with Megatron's default, the
+    accepted values, canzona's first, and the reason."""
+    for name, entry in table()[section].items():
+        assert isinstance(entry, list)
+        usual, accepted, reason = entry
+        yield name, (usual, accepted, reason)
+
+
 def argument_of(flag: str) -> tuple[str, str | None]:
     """Returns the name of the argument that a flag sets, and the value that the flag implies; None if its
     value is written after it."""

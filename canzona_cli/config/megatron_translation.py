@@ -6,12 +6,12 @@ canzona from training the model, and those that change a step in a way that it d
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Final, get_args
 
-from canzona_cli.config.megatron_arguments import Arguments, default, read_arguments, table
+from canzona_cli.config.megatron_arguments import Arguments, default, limited, read_arguments, table
 from canzona_cli.config.megatron_run import MegatronRun, TpMode
 from canzona_cli.config.overrides import key_of, text_value, written
 from canzona_cli.config.recipes import builtin_recipes_dir, group_options, read_yaml
@@ -133,12 +133,12 @@ class _Translation:
                 elsewhere = "".join(f"; {path}, which the file sources, is not read" for path in self._given.sourced)
                 fix = f"add it to the file, or {exact_key(name)}=N to this command"
                 self._report(name, f"is missing{elsewhere}", fix)
-        for name, (_, accepted, reason) in self._entries("refused"):
+        for name, (_, accepted, reason) in limited("refused"):
             if not self._is_one(name, accepted):
                 if name not in self._given.values:
                     reason += f"; without the flag, Megatron's are {self._text(name)}"
                 self._report(name, reason)
-        for name, (_, accepted, reason) in self._entries("plans_only"):
+        for name, (_, accepted, reason) in limited("plans_only"):
             if not self._is_one(name, accepted):
                 usual = "" if name in self._given.values else " (Megatron's default)"
                 self._plans_only.append(f"{self._listed(name)}{usual}: {reason}")
@@ -342,12 +342,6 @@ class _Translation:
             if all(self._overrides.get(f"model.{key}") == _written(model[f"model.{key}"]) for key in _SHAPE):
                 return name
         return None
-
-    def _entries(self, section: str) -> Iterator[tuple[str, tuple[object, list[object], str]]]:
-        for name, entry in table()[section].items():
-            assert isinstance(entry, list)
-            usual, accepted, reason = entry
-            yield name, (usual, accepted, reason)
 
     def _is_one(self, name: str, accepted: Sequence[object]) -> bool:
         value = self._text(name)

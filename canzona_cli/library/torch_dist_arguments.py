@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Final
 
 from canzona_cli.checkpoint.manifest import Progress
-from canzona_cli.config.megatron_arguments import table
+from canzona_cli.config.megatron_arguments import limited, table
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import exact_key, value_of
 from canzona_cli.library.torch_dist_names import SHARDING, Kind
@@ -14,19 +14,11 @@ _DECAYS: Final = {"wsd": "WSD"}
 _FIXED: Final[Mapping[str, object]] = {
     "swiglu": True,
     "group_query_attention": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
     "add_position_embedding": True,
     "use_rotary_position_embeddings": True,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
     "squared_relu": False,
     "apply_layernorm_1p": False,
     "apply_query_key_layer_scaling": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
     "moe_layer_freq": 1,
     "ckpt_format": "torch_dist",
     # The checkpoint belongs to no layout: ranks read what they need, and draw random states of their own.
@@ -37,7 +29,7 @@ _FIXED: Final[Mapping[str, object]] = {
     "no_save_rng": True,
     "dist_ckpt_optim_fully_reshardable": True,
 }
-"""The arguments that are the same for every model of canzona."""
+"""The arguments that are the same for every model of canzona, besides those of which it supports one value."""
 
 
 def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> dict[str, object]:
@@ -52,6 +44,7 @@ def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> d
     keys = {name: key for name in names if (key := exact_key(name)) is not None and not key.startswith("parallel.")}
     return {
         **{name: value_of(config, key) for name, key in keys.items()},
+        **{name: accepted[0] for name, (_, accepted, _) in (*limited("refused"), *limited("plans_only"))},
         **_FIXED,
         "ffn_hidden_size": model.ffn_hidden_size,
         "num_query_groups": model.num_query_groups,

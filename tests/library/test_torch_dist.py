@@ -129,7 +129,8 @@ def test_each_goes_on_from_the_other(
     assert facts["optimizer_state"] == ("adamw" if "adam" in flags else "muon")
     assert canzona("checkpoint", "export", tmp_path / "run", tmp_path / "out", "--to", "megatron").returncode == 0
     np.testing.assert_allclose(_resumed(tmp_path / "run", cache), losses, rtol=apart)
-    loaded = _losses(_pretrain(cache, *flags, "--load", str(tmp_path / "out"), engine=engine))
+    loading = ("--load", str(tmp_path / "out"), "--use-checkpoint-args")
+    loaded = _losses(_pretrain(cache, *flags, *loading, engine=engine))
     np.testing.assert_allclose(loaded, losses, rtol=apart)
 
 
