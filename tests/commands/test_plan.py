@@ -13,6 +13,8 @@ from tests.commands.support import canzona, canzona_process, importable, imports
 
 LARGE = ("plan", "recipe=qwen3-32b", "gpus=256")
 SMALL = ("plan", "recipe=tiny", "gpus=8", "parallel.tp=2")
+LITTLE_TO_SEARCH = ("train.micro_batch_size=1", "train.recompute=full")
+ONE_LAYOUT = ("parallel.tp=2", "parallel.pp=16", "parallel.vpp=1", "parallel.cp=1", *LITTLE_TO_SEARCH)
 SHAPES = """
 name: my model
 hidden_size: 512
@@ -96,8 +98,8 @@ def test_canzona_is_the_fastest_way_to_update_matrices(large: dict[str, dict[str
     [
         ("recipe=tiny",),
         ("recipe=32b",),
-        # Not its own layout, nor its own batch, for which seconds are searched and simulated.
-        ("recipe=qwen3-235b-a22b", "parallel.tp=2", "parallel.pp=16", "parallel.ep=8", "train.global_batch_size=128"),
+        # Not in layouts of their own, nor with batches of their own, for which seconds are searched and simulated.
+        ("recipe=qwen3-235b-a22b", *ONE_LAYOUT, "parallel.ep=8", "train.global_batch_size=128"),
         ("recipe=llama3-405b", "train.global_batch_size=128"),
     ],
 )
@@ -131,7 +133,7 @@ def test_everything_about_a_plan_fits_the_width_of_its_terminal(large: dict[str,
 @pytest.mark.parametrize(
     "typed",
     [
-        pytest.param(("train.micro_batch_size=1", "train.recompute=full"), id="little to search"),
+        pytest.param(LITTLE_TO_SEARCH, id="little to search"),
         pytest.param((), marks=pytest.mark.sweep, id="all to search"),
     ],
 )
@@ -150,12 +152,13 @@ def test_a_dry_run_without_a_recipe_shows_every_size_and_how_to_look_at_one(
 
 
 def test_settings_without_a_recipe_are_those_of_every_size() -> None:
-    result = canzona("plan", "gpus=8", "optimizer=soap", "--dry-run", "--json")
+    asked = ("gpus=8", "optimizer=soap", *LITTLE_TO_SEARCH, "--dry-run", "--json")
+    result = canzona("plan", *asked)
     assert result.returncode == 0, result.stderr
     plans = json.loads(result.stdout)["plans"]
     assert {(plan["gpus"], plan["optimizer"]) for plan in plans} == {(8, "soap")}
     assert [plan["recipe"] for plan in plans if not plan["fits"]] == ["qwen3-32b", "qwen3-30b-a3b", "qwen3-235b-a22b"]
-    one = json.loads(canzona("plan", "recipe=8b", "gpus=8", "optimizer=soap", "--dry-run", "--json").stdout)
+    one = json.loads(canzona("plan", "recipe=8b", *asked).stdout)
     [same] = [plan for plan in plans if plan["recipe"] == "qwen3-8b"]
     assert same["load_balance"] == one["load_balance"]["grid"] >= same["lower_bound"]
     assert same["memory_bytes"] == one["memory"]["per_gpu_bytes"]["total"]
