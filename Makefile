@@ -6,6 +6,9 @@ INSTALLED := pyproject.toml scripts/constraints.txt
 GPU_VENV := .venv-gpu
 GPU_STAMP := $(GPU_VENV)/installed
 
+# Runs start many Pythons: whatever the environment says, canzona is compiled once and not by each of them.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test test-sweep test-faults test-slurm fuzz mutations exactness gpu-check published figures paper lint typecheck clean
 
 setup: $(STAMP)
