@@ -16,6 +16,7 @@ from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import GroupedTable, column, rows_table
+from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.words import MISSING, clean, count, milliseconds, overhead, plural, size, step_time, traffic
@@ -258,7 +259,10 @@ def summary(study: Study, screen: Screen) -> Iterator[RenderableType]:
     rows = ((name, [_strategy_cells(study, name)[place] for place in columns]) for name in STRATEGIES)
     yield rows_table(heads, rows, bold=STRATEGIES.index(study.strategy))
     misfits = "" if _all_fit(study) else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB"
-    yield note(f"simulated in this layout; optimizer: exposed time{misfits}")
+    cluster = study.config.cluster
+    measured = describes_machine(cluster.device, calibrated=cluster.calibrated)
+    where = "" if measured else " on a CPU that nobody measured"
+    yield note(f"simulated in this layout{where}; optimizer: exposed time{misfits}")
 
 
 def _all_fit(study: Study) -> bool:

@@ -95,6 +95,20 @@ def test_the_report_of_a_study_fits_its_terminal() -> None:
             assert study.plan.name in captured.get()
 
 
+@pytest.mark.parametrize(("size", "doubted"), [("tiny", True), ("0.6b", False)])
+def test_times_on_a_cpu_that_nobody_measured_are_called_so(size: str, doubted: bool) -> None:
+    from canzona_cli.cluster.fit import resolve
+    from canzona_cli.config.compose import compose_run
+    from canzona_cli.report.plan import PlanView
+    from canzona_cli.simulate.compare import study_run
+
+    study = study_run(*resolve(compose_run([f"recipe=qwen3-{size}", "gpus=2", "parallel.tp=2"]).config))
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(PlanView(study=study))
+    assert ("on a CPU that nobody measured" in captured.get()) == doubted
+
+
 def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:
     from dataclasses import replace
 
