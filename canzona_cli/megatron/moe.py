@@ -2,8 +2,10 @@
 
 from functools import partial
 
+import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from canzona_cli.config.execution import dispatcher_of
@@ -14,6 +16,14 @@ from canzona_cli.megatron.experts import GroupedExperts
 _BALANCING = {"none": "none", "sequence": "seq_aux_loss", "global": "global_aux_loss"}
 
 
+class _UnbiasedRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's router without a bias of experts, which no run here has. Megatron compiles the function that counts
+    tokens for that bias, so that every rank would load torch's compiler, which takes longer than its first step."""
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Counts no tokens."""
+
+
 def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
     """Returns the specification of a layer, built from Transformer Engine's modules or from Megatron's own
     and `GroupedExperts`."""
@@ -22,7 +32,7 @@ def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
             num_experts=model.num_experts, moe_grouped_gemm=True, qk_layernorm=model.qk_norm
         )
     spec = dense.layer_spec(model, transformer_engine=False)
-    spec.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=GroupedExperts))
+    spec.submodules.mlp = partial(MoELayer, submodules=MoESubmodules(experts=GroupedExperts, router=_UnbiasedRouter))
     return spec
 
 

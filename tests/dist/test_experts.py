@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.megatron import quick_import
 from canzona_cli.megatron.instrument import mark_dispatch_waits
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import StepTiming
@@ -210,6 +211,23 @@ def _same(found: Found, one: Found, *, apart: float = EXACT) -> None:
 @pytest.mark.parametrize("run", [("dp2", "muon"), ("tp2", "muon"), ("dp2", "global"), ("dp2", "adamw")], ids=" ".join)
 def test_experts_train_the_same_on_every_layout(run: Run) -> None:
     _same(RUNS[run], RUNS["one rank", run[1]])
+
+
+def test_no_rank_compiles_anything() -> None:
+    """Torch's compiler takes longer to load than the first steps take."""
+    made = _resolve(("ep2", "adamw"))
+    plan = planned(*made)
+
+    def refuse(function: Callable[..., object], **_: object) -> None:
+        raise AssertionError(f"{function} is compiled")
+
+    def work(_: str, world: World) -> float:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(quick_import, "_compile", refuse)
+            trainee = assemble(made[0], world, plan)
+            return train_step(trainee, BatchStream(samples_of(made[0], world.layout.global_batch_size), world)).loss
+
+    assert on_ranks({"": made}, work)
 
 
 @pytest.mark.sweep
