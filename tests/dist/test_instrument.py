@@ -227,19 +227,26 @@ def test_phases_of_a_real_step(layout_name: str, strategy: str) -> None:
 
 
 def test_without_overlap_the_step_waits_for_every_transfer_to_its_end() -> None:
-    """Then exposed and total are the same; with overlap a part of the total is hidden."""
+    """Then exposed and total are the same; with overlap, transfers run beside the step, and a part may be hidden."""
 
     def resolved(flag: str) -> tuple[RunConfig, Layout]:
         settings = (f"parallel.overlap_grad_reduce={flag}", f"parallel.overlap_param_gather={flag}")
         return _resolve("dp2", "adamw", *settings)
 
-    for overlap, ranks in _each({True: resolved("true"), False: resolved("false")}, _steps).items():
-        for timings in ranks:
+    def work(case: object, trainee: Trainee) -> tuple[list[StepTiming], list[set[str]]]:
+        timings = _steps(case, trainee)
+        return timings, [{each.name for each in line.transfers} for line in trainee.timer.timelines()]
+
+    for overlap, ranks in _each({True: resolved("true"), False: resolved("false")}, work).items():
+        for timings, beside in ranks:
             for phase in ("grad_reduce", "param_gather"):
                 exposed = sum(timing.phases[phase] for timing in timings[1:])
                 total = sum(timing.phases[f"{phase}_total"] for timing in timings[1:])
-                assert (total > exposed * 1.001) is overlap, (phase, exposed, total)
-                assert overlap or total == pytest.approx(exposed, abs=1e-9)
+                assert {phase in transfers for transfers in beside} == {overlap}, phase
+                assert total == pytest.approx(exposed, abs=1e-9) or (overlap and total > exposed)
+                # A gathering of weights may land before its start returns, on a busy machine. A reduction of
+                # gradients ends no earlier than the wait for it.
+                assert total > exposed or not overlap or phase == "param_gather", (phase, exposed, total)
 
 
 Place = Literal["before forward", "before backward", "before the update"]
