@@ -16,7 +16,7 @@ LAYERS = (
     ("commands",),
     ("report", "bench", "calibrate"),
     ("launch",),
-    ("training", "trackers", "huggingface", "library"),
+    ("training", "trackers", "huggingface", "torch_dist", "library"),
     ("checkpoint",),
     ("engine",),
     ("megatron",),
@@ -31,7 +31,8 @@ LAYERS = (
 )
 """Top to bottom. An import goes down, or sideways without return."""
 USES_TORCH = {
-    *("bench", "calibrate", "training", "library", "huggingface", "checkpoint", "engine", "megatron", "optimizers"),
+    *("bench", "calibrate", "training", "library", "huggingface", "torch_dist"),
+    *("checkpoint", "engine", "megatron", "optimizers"),
 }
 """Rooms that may import torch and Megatron; in all others planning, help and reports come at once."""
 HEAVY = {"torch", "megatron"}

@@ -111,7 +111,7 @@ def import_(
 
     check_empty(out, key="--out")
     if not is_hugging_face(folder):
-        from canzona_cli.library.torch_dist import is_torch_dist
+        from canzona_cli.torch_dist.folder import is_torch_dist
 
         if is_torch_dist(folder):
             _import_from_megatron(folder, out, overrides or (), recipes_dir or (), as_json=as_json)
@@ -140,12 +140,12 @@ def _import_from_megatron(
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import shown
     from canzona_cli.huggingface.weights import staged
-    from canzona_cli.library.torch_dist import TorchDistFolder
-    from canzona_cli.library.torch_dist_import import import_torch_dist, planned_import
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.files import RunFiles
     from canzona_cli.run.words import count
+    from canzona_cli.torch_dist.folder import TorchDistFolder
+    from canzona_cli.torch_dist.importing import import_torch_dist, planned_import
 
     source = planned_import(TorchDistFolder(folder, key="DIR"), overrides, recipes_dirs)
     warn_about(source.composed)
@@ -250,7 +250,7 @@ def _export_to_megatron(where: Path, out: Path, step: int | None, *, as_json: bo
     checkpoint = choose(where).at(step)
     manifest, config, _ = verified_run(checkpoint, None)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
-    from canzona_cli.library.torch_dist_export import export_torch_dist
+    from canzona_cli.torch_dist.exporting import export_torch_dist
 
     with (
         bar_of_bytes("exporting", manifest.bytes) as on_bytes,

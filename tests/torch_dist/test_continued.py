@@ -12,7 +12,7 @@ import torch
 
 from tests.commands.support import canzona
 from tests.dist.jobs import prepare
-from tests.library.test_torch_dist_files import QWEN3, saved, state
+from tests.torch_dist.test_files import QWEN3, saved, state
 
 if TYPE_CHECKING:  # Megatron-LM's training takes seconds to import
     from tests.library.pretraining import Pretrained

@@ -25,10 +25,10 @@ from canzona_cli.config.settings import value_of
 from canzona_cli.engine.stored_steps import stored_step
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.huggingface.weights import raw_bytes, write_checkpoint
-from canzona_cli.library.torch_dist import TorchDistFolder
-from canzona_cli.library.torch_dist_names import Kind, Parameter, kind_of_state, parameters, wrong_tensors
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import RunFiles, write_text_atomic
+from canzona_cli.torch_dist.folder import TorchDistFolder
+from canzona_cli.torch_dist.names import Kind, Parameter, kind_of_state, parameters, wrong_tensors
 
 _OF_THE_JOB: Final = (
     *("use_checkpoint_args", "perform_rl_step", "yaml_cfg", "fp16", "fp8", "fp4", "use_megatron_fsdp", "decoupled_lr"),

@@ -19,10 +19,10 @@ from canzona_cli.checkpoint.manifest import Buffer, Progress, Shard
 from canzona_cli.config.compose import compose_run
 from canzona_cli.errors import CheckpointInvalid
 from canzona_cli.huggingface.weights import raw_bytes, write_checkpoint
-from canzona_cli.library.torch_dist import TorchDistFolder
-from canzona_cli.library.torch_dist_names import Kind, parameters
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import RunFiles
+from canzona_cli.torch_dist.folder import TorchDistFolder
+from canzona_cli.torch_dist.names import Kind, parameters
 from tests.commands.support import canzona
 from tests.test_untrusted_files import Trap
 

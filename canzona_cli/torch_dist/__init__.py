@@ -1,0 +1,1 @@
+"""Checkpoints in Megatron's distributed format `torch_dist`: import and export."""
