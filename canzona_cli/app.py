@@ -30,7 +30,7 @@ COMMANDS = {
     "recipes": "List, show and copy recipes; show their layouts.",
     "clusters": "List, show and copy hardware profiles.",
     "data": "Turn text into training data.",
-    "checkpoint": "List, verify, import and export checkpoints (Hugging Face).",
+    "checkpoint": "List, verify, import and export checkpoints.",
     "generate": "Generate text from a checkpoint with transformers.",
     "eval": "Compute the loss of a checkpoint on any prepared data.",
     "report": "Show how a run went and where its step time goes.",

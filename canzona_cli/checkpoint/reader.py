@@ -20,7 +20,8 @@ from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 
 class Reader:
-    """A reader of any part of a unit, however the unit is stored.
+    """A reader of a checkpoint: of whole stored tensors, of scalars, and of any part of a unit (a tensor in model
+    space, see `model.geometry`), however the unit is stored.
 
     Files are memory-mapped, and only the requested parts are read.
     """

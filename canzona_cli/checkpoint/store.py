@@ -193,7 +193,7 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
     """Finds the folder of the checkpoint that `checkpoint.resume` names, and checks its manifest and sizes.
 
     Args:
-        run_checkpoints: folder `checkpoints` of the run that is started; need not exist.
+        run_checkpoints: the `checkpoints` folder of the run being started; it need not exist.
         resume: `auto`, a name such as `step-00000030`, or the path of a checkpoint or of a run directory.
         key: the setting that `resume` comes from, for messages.
 
@@ -214,7 +214,7 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
         named = {checkpoint.name: checkpoint for checkpoint in store.checkpoints()}
         if resume in named:
             return _usable(named[resume])
-        key, reason, fix = _KEY, f"{run_checkpoints} has no such checkpoint", _available(store)
+        reason, fix = f"{run_checkpoints} has no such checkpoint", _available(store)
     elif not path.is_dir():
         reason, fix = "is neither a folder nor the name of a checkpoint", _available(store)
     else:

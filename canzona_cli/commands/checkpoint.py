@@ -90,15 +90,15 @@ def import_(
     ],
     overrides: Annotated[
         list[str] | None,
-        overrides_argument("The recipe that must match the model. [default: derived from DIR]"),
+        overrides_argument("A recipe and overrides whose model is that of DIR. [default: derived from DIR]"),
     ] = None,
     recipes_dir: RecipesDirs = None,
     as_json: AsJson = False,
 ) -> None:
-    """Import weights of a Hugging Face folder as step 0, or one of Megatron's checkpoints as the step that it has.
+    """Import the weights of a Hugging Face folder as step 0, or a Megatron checkpoint at its own step.
 
-    The checkpoint has fp32 masters, so training can start from it with any layout and optimizer. From Megatron,
-    the state of Muon or AdamW is imported too, so that training goes on from that step.
+    The new checkpoint has fp32 masters, so training can start from its weights with any layout and optimizer. If a
+    Megatron checkpoint has the state of Muon or AdamW, that is imported too, and training can go on from its step.
     """
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import shown

@@ -129,9 +129,10 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
-    """Yields a problem for custom code, and for each folder with `..`, that only the recipe asks for.
+    """Yields a problem if the recipe names custom code, or a folder with `..`, and the command line does not name
+    it, too.
 
-    Both are accepted only on the command line.
+    Both are accepted only from the command line.
 
     Args:
         explicit: the dotted keys that the command line sets.

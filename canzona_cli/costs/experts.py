@@ -99,10 +99,11 @@ def dispatch(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Transfer:
-    """Returns the travel of tokens with `size` bytes on each rank, each to `chosen` experts.
+    """Returns the travel of tokens, `size` bytes on each rank, to `chosen` experts each, where one copy goes to each
+    node, and on to each rank there that has an expert of the token.
 
-    Experts are chosen evenly and independently, so a token has none on one of n parts with probability
-    (1 - 1/n)^chosen.
+    Experts are chosen evenly and independently, so a given one of n nodes or ranks has none of a token's experts
+    with probability (1 - 1/n)^chosen.
     """
 
     def reached(parts: int) -> float:

@@ -162,8 +162,9 @@ def _bounded_state(
     """Counts the bytes of optimizer state on the fullest rank of a stage with `layers` layers.
 
     Args:
-        held: the matrices of the fullest rank; None if every rank keeps the state of all matrices that it
-            stores, or that its TP group stores if the engine updates all matrices on every rank.
+        held: the matrices whose state the fullest rank keeps; None if matrices have no owners. Then a rank
+            keeps the state of its share of all parameters with AdamW, of every matrix that its TP group
+            stores if all are updated on every rank, and else of every matrix that it stores.
     """
     execution = config.execution
     if execution is Execution.ADAMW:

@@ -148,7 +148,8 @@ class Timeline:
         cores: float = 0.0,
         after: Sequence[int] = (),
     ) -> int:
-        """Appends a transfer to `stream`; returns the task at whose end it has arrived at all ranks."""
+        """Appends a transfer to `stream`; returns the number of the task that ends when the data has reached all
+        ranks."""
         seconds = moved.latency_s - moved.fill_s
         number = self.add(phase, stream, seconds=seconds, link=link, link_s=moved.link_s, cores=cores, after=after)
         if not moved.fill_s:

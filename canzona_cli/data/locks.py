@@ -67,5 +67,5 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 
 
 def lock_path(prefix: Path) -> Path:
-    """Returns the path of the lock file for the pair at `prefix`."""
+    """Returns the path of the lock file for the prepared data at `prefix` (`PREFIX.bin` and `PREFIX.idx`)."""
     return prefix.with_name(f".{prefix.name}.lock")

@@ -36,8 +36,8 @@ Seconds = Callable[[Callable[[], None]], float]
 """A function that measures the seconds that an operation takes."""
 
 LEAST_SIDE = 512
-"""The smallest side for which kernels are tried. Smaller products do not fill a GPU even in full, and each
-shape takes seconds to compile."""
+"""The smallest side for which kernels are tried. A smaller product does not fill a GPU even if its whole result
+is computed, so computing half of it saves nothing."""
 GAIN = 0.97
 """The largest ratio to cuBLAS's time at which a kernel is used; a smaller gain is within the spread of a few
 samples."""

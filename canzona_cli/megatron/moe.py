@@ -39,8 +39,9 @@ def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
 def transformer_settings(config: RunConfig, layout: Layout) -> dict[str, object]:
     """Returns the settings of `TransformerConfig` that determine what a layer computes.
 
-    Megatron averages gradients over data-parallel ranks. It already divides the loss over the global batch by
-    their number, so the weight of that loss is multiplied by it; otherwise the loss would depend on the layout.
+    Megatron averages gradients over the data-parallel ranks, but has already divided the balancing loss over the
+    global batch by the number of these ranks. So the weight of this loss is multiplied by that number; otherwise
+    the loss would depend on the layout.
     """
     model = config.model
     weight = model.balancing_weight * (layout.dp if model.balancing_loss == "global" else 1)

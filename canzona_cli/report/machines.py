@@ -42,8 +42,9 @@ class ProfileList(Page):
             table.add_row(profile.name, *numbers, "yes" if cluster.calibrated else "no", origin)
         yield table
         yield note(
-            "ranks: GPUs or CPU processes per node; GiB: memory per rank; TFLOP/s: dense bf16 peak per rank; mem BW, "
-            "intra, inter: bandwidth per rank in GB/s of memory, intra-node links and inter-node links, one direction"
+            "ranks: GPUs or CPU processes per node; GiB: memory per rank; TFLOP/s: dense bf16 peak per rank; mem BW: "
+            "memory bandwidth per rank in GB/s; intra, inter: bandwidth per rank within a node and between nodes, in "
+            "GB/s in one direction"
         )
         yield note(
             "calibrated: measured by `canzona calibrate`; `canzona clusters show NAME` lists where each number is from"

@@ -107,8 +107,8 @@ def _limits(config: RunConfig, layout: Layout) -> tuple[int, ...]:
 
 
 def _travel_s(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds for which one pass of a micro-batch through a model chunk of the first stage, and on to the
-    next stage, uses the link that data-parallel traffic uses too; the mean of its chunks."""
+    """Returns the seconds for which a micro-batch, on its way through one model chunk of the first stage and on to the
+    next stage, uses the same link as data-parallel traffic: the mean over the stage's chunks."""
     link, moved = Groups.of(layout, config.cluster).experts.link, [(1.0, hop(config, layout))]
     if layout.ep > 1:
         layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp
