@@ -368,7 +368,8 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     if stage == layout.pp - 1:
         activations += 2 * config.train.weight_bytes * stream_elements(config, layout)
         # Per vocabulary entry and token: the logits, their softmax in fp32 (in place if logits are fp32), and
-        # their gradient.
+        # their gradient. That is two bytes too many where bf16 products are native, because the logits are freed
+        # before their gradient is made (tests/dist/test_peak_memory.py).
         logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
     # of the largest weight before it is added to the buffer, and the activations that recomputation restores.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from canzona_cli.megatron.model import Trainee
+from canzona_cli.optimizers import cpu_products
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
@@ -64,8 +65,11 @@ def test_a_step_takes_the_memory_that_its_plan_says(size: str, cut: str) -> None
     memory = plan_memory(config, layout, plan)
     used = ranks[memory.worst.rank]
     passing = sum(memory.parts[part] for part in ("activations", "logits", "workspace"))
-    assert used.peak - used.kept == pytest.approx(passing, rel=0.05)
-    assert used.peak == pytest.approx(memory.total, rel=0.05)
+    # The plan counts bf16 logits beside their gradient: two of eight bytes per logit. They are freed before it is made.
+    # Without bf16 instructions, conversions to fp32 for the output layer's products need as much at that time.
+    surplus = 0 if cpu_products.slow() else memory.parts["logits"] // 4
+    assert used.peak - used.kept == pytest.approx(passing - surplus, rel=0.05)
+    assert used.peak == pytest.approx(memory.total - surplus, rel=0.05)
 
 
 def _most_at_once(trainee: Trainee, batches: BatchStream) -> int:
