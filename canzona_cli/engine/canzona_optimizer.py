@@ -14,7 +14,8 @@ from canzona_cli.engine.agreement import agree_on_problem
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.refusals import SavingRefusals, refuse_masters
-from canzona_cli.engine.sharded_state import SHARDING, ShardedState, unsupported
+from canzona_cli.engine.sharded_state import ShardedState, unsupported
+from canzona_cli.engine.stored_state import SHARDING
 from canzona_cli.errors import Diverged, Problem, Unsupported
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, gathers_ahead, nothing_to_gather

@@ -22,7 +22,16 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
-from canzona_cli.engine.stored_steps import stored_step
+from canzona_cli.engine.stored_state import (
+    ADAMWS_MASTER,
+    MOMENTS,
+    MOMENTUM,
+    MUONS_MASTER,
+    OURS,
+    SHARDING,
+    STATE,
+    stored_step,
+)
 from canzona_cli.errors import Problem, Unsupported
 from canzona_cli.megatron.holdings import held
 from canzona_cli.megatron.matrix_buffers import TAG, global_parameters
@@ -32,15 +41,13 @@ from canzona_cli.model.geometry import Block
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 
-SHARDING: Final = "fully_reshardable"
-"""The format of AdamW's state (`metadata["distrib_optim_sharding_type"]`)."""
-_MASTER, _MOMENTUM, _ADAMWS_MASTER = "fp32_param", "momentum_buffer", "param"
-_LIKE_WEIGHTS: Final = {_MASTER: (_MASTER, _ADAMWS_MASTER), _MOMENTUM: (_MOMENTUM, "exp_avg")}
+_LIKE_WEIGHTS: Final = {MUONS_MASTER: (MUONS_MASTER, ADAMWS_MASTER), MOMENTUM: (MOMENTUM, MOMENTS[0])}
 """The fields of matrices that are laid out as weights, each with its names in checkpoints of Megatron's Muon and of its
 AdamW, whose first moment is a moving average of gradients as Muon's momentum is."""
-_ADAMW: Final = {_ADAMWS_MASTER: (_ADAMWS_MASTER, _MASTER), "exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",)}
+_ADAMW: Final = {ADAMWS_MASTER: (ADAMWS_MASTER, MUONS_MASTER), **{name: (name,) for name in MOMENTS}}
 """AdamW's fields, each with its names in checkpoints of Megatron's sharded and of its other optimizers."""
-_OURS: Final = "canzona"
+_ENTRIES: Final = "canzona"
+"""The key of what only canzona reads, in the dict of a checkpoint."""
 _WEIGHTS_ALONE: Final = "load weights alone: --no-load-optim"
 
 type StateDict = Mapping[object, object]
@@ -76,7 +83,7 @@ class _Updated:
         state = self.optimizer.state.get(self.master, {})
         missing = {key: shape for key, shape in self.shapes.items() if shape is not None and key not in state}
         return {
-            _MASTER: self.master.detach(),
+            MUONS_MASTER: self.master.detach(),
             **{key: self.master.new_zeros(shape) for key, shape in missing.items()},
             **{key: value for key, value in state.items() if isinstance(value, torch.Tensor)},
         }
@@ -90,7 +97,7 @@ class _Updated:
         """Puts the state of a checkpoint in place of the optimizer's. Without the counts that the optimizer needs
         the checkpoint is from before the matrix's first step."""
         if all(shape is not None or key in counts for key, shape in self.shapes.items()):
-            state = {key: tensor for key, tensor in tensors.items() if key != _MASTER}
+            state = {key: tensor for key, tensor in tensors.items() if key != MUONS_MASTER}
             self.optimizer.state[self.master] = {**state, **counts}
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, Block | None, torch.Tensor]]:
@@ -121,7 +128,7 @@ class _Updated:
             # Megatron prepends the axis of layers only to pieces that all have one shape; here the piece has it.
             data = piece.view((1,) * lead + piece.shape)
             offset = (*weight.global_offset[:lead], block.unit_row, block.unit_col)
-            key, shape = f"optimizer.state.{names[field]}.{weight.key}", tuple(data.shape)
+            key, shape = f"{STATE}{names[field]}.{weight.key}", tuple(data.shape)
             yield name, ShardedTensor(key, data, data.dtype, shape, weight.global_shape, offset, None)
 
 
@@ -193,7 +200,7 @@ class ShardedState:
         for group in adamw["optimizer"]["param_groups"]:
             group["optimizer"] = "adam"  # as in Megatron's groups beside Muon's
         muon = {"param_groups": [muon_group(self._matrices.config)], "state": state}
-        return {0: {"optimizer": muon, _OURS: counts}, 1: adamw}
+        return {0: {"optimizer": muon, _ENTRIES: counts}, 1: adamw}
 
     def to_load(self, model: StateDict) -> dict[object, object]:
         """Returns the entries that `loaded` needs. Masters and state are read where they are kept.
@@ -216,39 +223,37 @@ class ShardedState:
         # As with Megatron's own optimizer, every rank reads all of AdamW's parameters, on the host.
         adamw = {
             name: {
-                field: make_sharded_optimizer_tensor(
-                    weights[name], torch.empty(param.shape), f"optimizer.state.{stored}"
-                )
+                field: make_sharded_optimizer_tensor(weights[name], torch.empty(param.shape), f"{STATE}{stored}")
                 for field, stored in self._names(weights[name].key, _ADAMW).items()
             }
             for name, param in global_parameters(self._chunks)
             if param.requires_grad and not getattr(param, TAG)
         }
-        return {_OURS: {"matrices": matrices, "adamw": adamw}}
+        return {_ENTRIES: {"matrices": matrices, "adamw": adamw}}
 
     @torch.no_grad()
     def loaded(self, state: StateDict) -> bool:
         """Takes over the result of `dist_checkpointing.load` for what `to_load` returned. Returns False for any
         other state."""
-        entries = state.get(_OURS)
+        entries = state.get(_ENTRIES)
         if not isinstance(entries, Mapping):
             return False
         muon = state.get(0)
-        counts = muon.get(_OURS, {}) if isinstance(muon, Mapping) else {}
+        counts = muon.get(_ENTRIES, {}) if isinstance(muon, Mapping) else {}
         for each in self._updated:
             tensors = self._targets[each.matrix.name]
             for name, _, _, piece in each.pieces(tensors):
                 if (source := entries["matrices"][name]).data_ptr() != piece.data_ptr():
                     piece.copy_(source.view_as(piece))
             each.take(tensors, counts.get(each.matrix.name, {}))
-        step = stored_step({key: value for key, value in state.items() if key != _OURS})
+        step = stored_step({key: value for key, value in state.items() if key != _ENTRIES})
         if step is None:
             reason = "it does not say how many steps AdamW has made"
             raise Unsupported(Problem(key="load", value="step", reason=reason, fix=_WEIGHTS_ALONE))
         for item in held(self._adamw, self._chunks):
             fields = entries["adamw"][item.parameter].items()
             parts = {field: tensor.view(-1)[item.start : item.end] for field, tensor in fields}
-            if (master := parts.pop(_ADAMWS_MASTER, None)) is not None:
+            if (master := parts.pop(ADAMWS_MASTER, None)) is not None:
                 item.master.copy_(master.view(item.master.shape))
             item.replace_state({key: part.to(item.master.device, copy=True) for key, part in parts.items()}, step)
         return True
@@ -267,11 +272,11 @@ class ShardedState:
         """
         names: dict[str, str] = {}
         for field, possible in fields.items():
-            keys = {name: f"optimizer.state.{name}.{weight}" for name in possible}
+            keys = {name: f"{STATE}{name}.{weight}" for name in possible}
             stored = [name for name, key in keys.items() if self._stored is None or key in self._stored]
             if stored:
                 names[field] = stored[0]
-            elif field in (_MASTER, _ADAMWS_MASTER):
+            elif field in (MUONS_MASTER, ADAMWS_MASTER):
                 self.has_masters = False
             else:
                 self._refuse_missing(keys[field])
@@ -284,4 +289,4 @@ class ShardedState:
 
 
 def _own_key(field: str, matrix: Matrix) -> str:
-    return f"optimizer.{_OURS}.{field}.{matrix.name}"
+    return f"{OURS}{field}.{matrix.name}"

@@ -8,7 +8,8 @@ from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.config.megatron_arguments import limited, table
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import exact_key, value_of
-from canzona_cli.torch_dist.names import SHARDING, Kind
+from canzona_cli.engine.stored_state import SHARDING
+from canzona_cli.torch_dist.names import Kind
 
 _DECAYS: Final = {"wsd": "WSD"}
 _FIXED: Final[Mapping[str, object]] = {

@@ -22,7 +22,7 @@ from canzona_cli.config.overrides import key_of, written
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import settings as all_settings
 from canzona_cli.config.settings import value_of
-from canzona_cli.engine.stored_steps import stored_step
+from canzona_cli.engine.stored_state import stored_step
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.huggingface.weights import raw_bytes, write_checkpoint
 from canzona_cli.model.geometry import unit_shape

@@ -11,18 +11,15 @@ from typing import Final, Literal
 
 from canzona_cli.checkpoint.contents import MASTER
 from canzona_cli.config.schema import ModelConfig
+from canzona_cli.engine.stored_state import ADAMWS_MASTER, MOMENTS, MOMENTUM, MUONS_MASTER, OURS, STATE
 from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
 from canzona_cli.model.geometry import Block, fragment_blocks, unit_shape
 
 Kind = Literal["muon", "adamw"]
 """The optimizers whose state Megatron's checkpoints have in a layout that does not depend on ranks."""
-SHARDING: Final = "fully_reshardable"
-"""Megatron's name for the layout of AdamW's state that does not depend on ranks."""
-STATE: Final = "optimizer.state."
 _LAYERS: Final = "decoder.layers."
-_MASTERS: Final = ("fp32_param", "param")
+_MASTERS: Final = (MUONS_MASTER, ADAMWS_MASTER)
 """The names of masters: those of Megatron's Muon, and those of its sharded AdamW."""
-MOMENTUM, MOMENTS = ("momentum_buffer",), ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,7 @@ class Parameter:
 
     def state_fields(self, kind: Kind) -> tuple[str, ...]:
         """The tensors that the run's optimizer keeps for it besides the master."""
-        return MOMENTUM if kind == "muon" and self.matrix else MOMENTS
+        return (MOMENTUM,) if kind == "muon" and self.matrix else MOMENTS
 
     def stored(self, keys: Collection[str], field: str = "") -> str | None:
         """Returns the key, among a checkpoint's, of the parameter or of a field of its state; None if there is
@@ -100,7 +97,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 def kind_of_state(keys: Collection[str], model: ModelConfig) -> Kind | None:
     """Returns the optimizer whose state a checkpoint has for all parameters; None for any other state."""
-    if any(key.startswith("optimizer.canzona.") for key in keys):  # an optimizer of the engine, in Megatron's loop
+    if any(key.startswith(OURS) for key in keys):  # an optimizer of the engine, in Megatron's loop
         return None
     kinds: tuple[Kind, ...] = ("muon", "adamw")
     for kind in kinds:
@@ -115,7 +112,7 @@ def wrong_tensors(keys: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Ma
     wrong: dict[str, str] = {}
     known: set[str] = set()
     for each in parameters(model):
-        for field in ("", MASTER, *MOMENTUM, *MOMENTS):
+        for field in ("", MASTER, MOMENTUM, *MOMENTS):
             key = each.stored(keys, field)
             if key is None:
                 if not field:

@@ -1,0 +1,37 @@
+"""The names of optimizer state in Megatron's checkpoints, and its number of steps. Imports no Megatron."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import torch
+
+SHARDING: Final = "fully_reshardable"
+"""The format of AdamW's state that does not depend on ranks (`metadata["distrib_optim_sharding_type"]`)."""
+STATE: Final = "optimizer.state."
+"""The beginning of the keys of masters and state; then come a field and the key of the weight."""
+OURS: Final = "optimizer.canzona."
+"""The beginning of the keys of state that only canzona's optimizers have."""
+MUONS_MASTER: Final = "fp32_param"
+ADAMWS_MASTER: Final = "param"
+MOMENTUM: Final = "momentum_buffer"
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+def stored_step(common: object) -> float | None:
+    """Returns the largest count of steps of parameter groups and of parameters; None if there is no count.
+
+    Args:
+        common: the part of a checkpoint that all ranks read, or its optimizers alone.
+    """
+    return max(_steps(common), default=None)
+
+
+def _steps(tree: object) -> Iterator[float]:
+    if isinstance(tree, Mapping):
+        for count in (tree.get("step"), tree.get("common_step")):
+            if isinstance(count, int | float) or (isinstance(count, torch.Tensor) and count.numel() == 1):
+                yield float(count)
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for value in tree:
+            yield from _steps(value)
