@@ -30,6 +30,10 @@ INSTALLED = importlib.metadata.entry_points()
 # Forking is only safe while this process has no thread pool of its own.
 torch.set_num_threads(1)
 
+# Nor one of autograd's: after that no fork can compute gradients. The first backward pass starts one for each device
+# that torch knows of by then, once and for all. This one comes at collection, before any test has a stand-in of a GPU.
+torch.ones((), requires_grad=True).backward()
+
 
 def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float = PATIENCE_S) -> list[T]:
     """Call `function` on `world_size` ranks; what it returned on each, in rank order.
