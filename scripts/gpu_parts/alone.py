@@ -75,7 +75,7 @@ def ladder(setup: Setup) -> Outcome:
     """Measures how long choosing the kernels for symmetric products takes, without and with compiled kernels."""
     numbers: dict[str, object] = {}
     slowest = 0.0
-    with _team(setup) as team:
+    with lone_team(setup) as team:
         for size in LADDER_SIZES if setup.device == "cuda" else ("qwen3-tiny",):
             config = compose_run([f"recipe={size}", "optimizer=muon"]).config
             times = []
@@ -112,7 +112,7 @@ def hot(setup: Setup) -> Outcome:
     budget = max(1.0, setup.budget_s) if setup.device == "cuda" else setup.budget_s
     comparisons: list[Comparison] = []
     numbers: dict[str, object] = {}
-    with _team(setup) as team:
+    with lone_team(setup) as team:
         rate = _heated(team, HEATED_S if setup.device == "cuda" else 0.1)
         numbers["product_tflops"] = rate
         profile = _muon(setup, "gram", graph=True).cluster
@@ -161,11 +161,16 @@ def _muon(setup: Setup, form: str, *, graph: bool, extra: Sequence[str] = ()) ->
 
 
 @contextmanager
-def _team(setup: Setup) -> Iterator[Team]:
-    """Provides a team of one rank, in a process group of its own."""
+def lone_team(setup: Setup) -> Iterator[Team]:
+    """Provides a team of one rank, in a process group of its own. On a CPU it has one thread: it is compared with
+    simulations of one core, and on a busy machine threads wait for one another far longer than they compute."""
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    threads = torch.get_num_threads()
+    if setup.device == "cpu":
+        torch.set_num_threads(1)
     try:
         yield Team(0, 1, torch.device(setup.device))
     finally:
+        torch.set_num_threads(threads)
         torch.distributed.destroy_process_group()

@@ -23,6 +23,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.update import algorithm, flops, work
 from canzona_cli.optimizers.matrix_optimizer import products
 from canzona_cli.run.statistics import Quartiles
+from gpu_parts.alone import lone_team
 from gpu_parts.outcome import Outcome, Setup
 
 LARGE: Final = 1024
@@ -55,19 +56,16 @@ class Update:
 
 def updates(setup: Setup, seconds: float) -> Outcome:
     """Measures as many updates as there is time for."""
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    team = Team(0, 1, torch.device(setup.device))
     items = updates_of(setup.sizes)
     measured: list[Update] = []
     until = time.monotonic() + seconds
-    for variant, size, shape in items:
-        if time.monotonic() + expected(variant, *shape) > until:
-            break
-        measured.append(measure(team, variant, size, shape, setup.budget_s))
-        show(measured[-1])
-        setup.keep("updates", summarised(measured, left=len(items) - len(measured)))
-    torch.distributed.destroy_process_group()
+    with lone_team(setup) as team:
+        for variant, size, shape in items:
+            if time.monotonic() + expected(variant, *shape) > until:
+                break
+            measured.append(measure(team, variant, size, shape, setup.budget_s))
+            show(measured[-1])
+            setup.keep("updates", summarised(measured, left=len(items) - len(measured)))
     return summarised(measured, left=len(items) - len(measured))
 
 

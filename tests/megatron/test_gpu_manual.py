@@ -52,11 +52,27 @@ def test_tests_that_stand_in_are_there_and_are_not_all_swept() -> None:
             assert text.count("\ndef test_") > text.count("\n@pytest.mark.sweep")
 
 
+def _named_as_never_executed() -> list[str]:
+    return [name for cells in _rows("| executed by no test | why |") for name in _names(cells[0])]
+
+
 def test_code_that_nothing_executes_is_there() -> None:
-    named = [name for cells in _rows("| executed by no test | why |") for name in _names(cells[0])]
-    for name in named:
+    for name in _named_as_never_executed():
         path, _, function = name.partition(":")
         assert re.search(rf"def {function}\b", (PACKAGE / path).read_text(encoding="utf-8")), name
+
+
+def test_layers_of_transformer_engine_are_named_as_never_executed() -> None:
+    """Tests have no Transformer Engine, so nothing executes a function that asks Megatron for its layers."""
+    asking = {
+        f"{path.relative_to(PACKAGE)}:{function.name}"
+        for path in PACKAGE.rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef)
+        and "get_gpt_layer_with_transformer_engine_spec(" in ast.unparse(function)
+    }
+    assert asking
+    assert asking <= set(_named_as_never_executed())
 
 
 def test_parts_have_the_limits_that_the_manual_names() -> None:

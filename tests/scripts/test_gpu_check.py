@@ -10,8 +10,10 @@ from typing import Any
 
 import gpu_check
 import pytest
+import torch
 from gpu_check import PARTS, Part, check, examine
 from gpu_parts import one_gpu, two_gpus
+from gpu_parts.alone import lone_team
 from gpu_parts.losses import apart
 from gpu_parts.outcome import Outcome, Setup
 from gpu_parts.runs import on_device
@@ -162,6 +164,18 @@ def test_a_run_that_failed_is_named_with_its_last_words(setup: Setup) -> None:
     outcome = Outcome.read(setup.result("checkpoint"))
     assert outcome.status == "short"
     assert "needs the run `gpu`" in outcome.summary
+
+
+def test_a_cpu_is_measured_on_one_thread_as_it_is_simulated(setup: Setup) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with lone_team(setup) as team:
+            assert torch.get_num_threads() == 1
+            assert team.device.type == "cpu"
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_parts_that_only_start_runs_do_not_import_torch() -> None:
