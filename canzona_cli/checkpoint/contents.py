@@ -36,6 +36,7 @@ from canzona_cli.config.schema import ModelConfig, RunConfig
 from canzona_cli.errors import CanzonaError, CheckpointInvalid, ConfigError, Problem, refuse
 from canzona_cli.model.families import EMBEDDING, OUTPUT, family_of
 from canzona_cli.model.geometry import whole_shape
+from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
 
 MASTER: Final = "master"
@@ -45,8 +46,8 @@ ELEMENTWISE: Final = ("adamw", "muon")
 """The optimizers whose state is elementwise, so that it can be divided differently when a run resumes."""
 RANDOM: Final = "random."
 """The prefix of the names of a rank's random states."""
-_MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""The keys of optimizer state that has the shape of the weight."""
+_LIKE_WEIGHTS: Final = (MASTER, MOMENTUM, *MOMENTS)
+"""The fields that have the shape of the weight."""
 _ORTHOGONALISED: Final = ("muon", "normuon")
 """The optimizers that may stop trusting the Gram form for a matrix."""
 _RANDOM_TYPES: Final = ("U8", "I64", "F64")
@@ -106,11 +107,11 @@ def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifes
     kind = _optimizer_kind(name, manifest.optimizer)
     if field != MASTER and kind is None:
         return ""
-    if field not in (MASTER, *_MOMENTS) and kind != "matrix":
+    if field not in _LIKE_WEIGHTS and kind != "matrix":
         return "no optimizer keeps this for the weight"
     if tensor.dtype != "F32":
         return f"it is {tensor.dtype}, but masters and their optimizer state are F32"
-    if field not in (MASTER, *_MOMENTS):
+    if field not in _LIKE_WEIGHTS:
         return "" if tensor.piece is None else "it is not elementwise, so it cannot be stored in pieces"
     if tensor.piece is None:
         return "" if tensor.shape == shape else f"its shape is {tensor.shape}, but the model's is {shape}"

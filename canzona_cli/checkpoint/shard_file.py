@@ -12,17 +12,27 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from blake3 import blake3
 
 from canzona_cli.checkpoint.manifest import ITEM_BYTES, Buffer, StoredFile, StoredTensor, tensor_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 LARGEST_HEADER: Final = 100_000_000
 """The largest header that the safetensors library accepts, in bytes."""
 
 _ALIGNMENT = 64
 _CHUNK = 8 << 20
+
+
+def raw_bytes(tensor: "torch.Tensor") -> memoryview:
+    """Returns the bytes of a CPU tensor, in row-major order, as the data of a `Buffer`."""
+    import torch
+
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def write_shard(

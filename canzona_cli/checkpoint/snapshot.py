@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from canzona_cli.checkpoint.contents import GROUP, MASTER, RANDOM
 from canzona_cli.checkpoint.manifest import Buffer, Piece, Scalar, Shard
+from canzona_cli.checkpoint.shard_file import raw_bytes
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import HeldFragment
@@ -135,8 +136,7 @@ class Snapshots:
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[name] = self._new_buffer(tensor)
         buffer.copy_(tensor.detach(), non_blocking=True)
-        data = memoryview(buffer.reshape(-1).view(torch.uint8).numpy())
-        return Buffer(dtype=DTYPES[buffer.dtype], shape=tuple(buffer.shape), data=data, piece=piece)
+        return Buffer(dtype=DTYPES[buffer.dtype], shape=tuple(buffer.shape), data=raw_bytes(buffer), piece=piece)
 
     def _new_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Allocates host memory for a copy of the tensor, pinned on GPUs as long as `PINNED_SHARE` allows.

@@ -91,16 +91,13 @@ class Diagnosis:
     """The number of visible GPUs that torch can use."""
     slurm: bool
     """True if jobs can be submitted from here."""
+    tried: bool
+    """True if torch was tried to its end; False if it took too long, and nothing is known about it."""
 
     @property
     def ok(self) -> bool:
         """True if runs are possible, at least on CPU."""
         return not self.count("fail")
-
-    @property
-    def tried(self) -> bool:
-        """True if torch was tried to its end; False if it took too long, and nothing is known about it."""
-        return not any((each.group, each.name, each.status) == ("torch", "import", "warn") for each in self.findings)
 
     @property
     def exit_code(self) -> ExitCode:
@@ -138,6 +135,7 @@ def diagnose(*, run_root: Path = Path("runs")) -> Diagnosis:
         findings=(*packages(), *_torch(probed), *gpus(usable, visible, installed), *here, slurm, *_environment()),
         gpus=len(visible) if usable else 0,
         slurm=slurm.status == "ok",
+        tried=probed is not None,
     )
 
 

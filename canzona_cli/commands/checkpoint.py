@@ -100,10 +100,10 @@ def import_(
     The new checkpoint has fp32 masters, so training can start from its weights with any layout and optimizer. If a
     Megatron checkpoint has the state of Muon or AdamW, that is imported too, and training can go on from its step.
     """
+    from canzona_cli.checkpoint.staging import check_empty, staged
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import shown
     from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
-    from canzona_cli.huggingface.weights import check_empty, staged
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.files import RunFiles
@@ -137,9 +137,9 @@ def import_(
 def _import_from_megatron(
     folder: Path, out: Path, overrides: Sequence[str], recipes_dirs: Sequence[Path], *, as_json: bool
 ) -> None:
+    from canzona_cli.checkpoint.staging import staged
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import shown
-    from canzona_cli.huggingface.weights import staged
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.files import RunFiles
@@ -194,13 +194,13 @@ def export(
     and AdamW; other optimizers' state is left out.
     """
     from canzona_cli.checkpoint.manifest import tensor_bytes
+    from canzona_cli.checkpoint.staging import check_empty
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress
     from canzona_cli.commands.verified import verified_run
     from canzona_cli.config.recipes import shown
     from canzona_cli.errors import Problem, refuse
     from canzona_cli.huggingface.folder import DTYPES
-    from canzona_cli.huggingface.weights import check_empty
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.words import plural, size

@@ -24,8 +24,6 @@ from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.stored_state import (
     ADAMWS_MASTER,
-    MOMENTS,
-    MOMENTUM,
     MUONS_MASTER,
     OURS,
     SHARDING,
@@ -39,6 +37,7 @@ from canzona_cli.megatron.optimizer import muon_group
 from canzona_cli.megatron.parallel import gather
 from canzona_cli.model.geometry import Block
 from canzona_cli.model.matrices import Matrix
+from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 
 _LIKE_WEIGHTS: Final = {MUONS_MASTER: (MUONS_MASTER, ADAMWS_MASTER), MOMENTUM: (MOMENTUM, MOMENTS[0])}

@@ -1,4 +1,4 @@
-"""The names of optimizer state in Megatron's checkpoints, and its number of steps. Imports no Megatron."""
+"""The keys of optimizer state in Megatron's checkpoints, and its number of steps. Imports no Megatron."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -13,8 +13,6 @@ OURS: Final = "optimizer.canzona."
 """The beginning of the keys of state that only canzona's optimizers have."""
 MUONS_MASTER: Final = "fp32_param"
 ADAMWS_MASTER: Final = "param"
-MOMENTUM: Final = "momentum_buffer"
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 
 def stored_step(common: object) -> float | None:

@@ -1,44 +1,35 @@
-"""Imports and exports weights from and to Hugging Face folders, with a part of one tensor in memory at a
-time.
+"""Imports and exports weights from and to Hugging Face folders, with a part of one tensor in memory at a time.
 
-An import writes a checkpoint of step 0: fp32 masters with the model's names, without optimizer state. A run
-of any layout, optimizer and splitting can start from it. An export writes sharded safetensors.
+An import writes a checkpoint of step 0: fp32 masters with the model's names, without optimizer state. A run of any
+layout, optimizer and splitting can start from it. An export writes sharded safetensors.
 """
 
-import json
 import math
 import os
-import shutil
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from canzona_cli.checkpoint.commit import abandon, begin, finish, write_part
 from canzona_cli.checkpoint.contents import MASTER
-from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Header, Progress, Shard, tensor_bytes
+from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Progress, Shard, tensor_bytes
 from canzona_cli.checkpoint.reader import Reader
-from canzona_cli.checkpoint.shard_file import write_shard
-from canzona_cli.config.compose import dump_resolved
+from canzona_cli.checkpoint.shard_file import raw_bytes, write_shard
+from canzona_cli.checkpoint.staging import staged, write_checkpoint
 from canzona_cli.config.reading import Unreadable, read_plain
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.data.locks import Busy, exclusive
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, SaveFailed, unwritable
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.huggingface.folder import BESIDE, DTYPES, INDEX, WEIGHTS, Beside, Dtype, HuggingFaceFolder, Stored
 from canzona_cli.huggingface.foreign import FILE, config_json, tensor_names
 from canzona_cli.model.families import family_of
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import RunFiles, sync_folder, write_json_atomic, write_text_atomic
 
-_MAKE_ROOM: Final = "make room there, or name a place that can be written"
 PIECE_BYTES: Final = 8 << 20
 """The largest part of a tensor that is in memory at a time, in bytes of fp32."""
 
@@ -48,27 +39,6 @@ def row_ranges(shape: Sequence[int]) -> Iterator[range]:
     most = max(1, PIECE_BYTES // (4 * max(1, math.prod(shape[1:]))))
     for first in range(0, shape[0], most):
         yield range(first, min(first + most, shape[0]))
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a CPU tensor, in row-major order."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-_PATIENCE_S: Final = 60.0
-"""The timeout of `finish`, in seconds. It is never reached, because all parts are already written."""
-_ONE_PROCESS: Final = Layout(
-    tp=1,
-    pp=1,
-    cp=1,
-    dp=1,
-    micro_batch_size=1,
-    num_microbatches=1,
-    global_batch_size=1,
-    recompute="none",
-    sequence_parallel=False,
-)
-"""The layout that an import's checkpoint records: one process."""
 
 
 def import_weights(
@@ -109,48 +79,6 @@ def import_weights(
         parts[stored.file][f"{unit}/{MASTER}"] = Buffer(dtype="F32", shape=stored.shape, data=read)
     shards = [Shard(tensors=tensors, scalars={}) for tensors in parts.values()]
     return write_checkpoint(files, shards, config, Progress(step=0, samples=0, tokens=0), optimizer=NO_OPTIMIZER)
-
-
-def write_checkpoint(
-    files: RunFiles, shards: Sequence[Shard], config: RunConfig, progress: Progress, *, optimizer: str
-) -> Path:
-    """Writes a checkpoint of one process, whose matrices are units; it appears complete or not at all.
-
-    Args:
-        optimizer: the optimizer whose state it has, or `NO_OPTIMIZER`.
-
-    Raises:
-        SaveFailed: the checkpoint cannot be written.
-    """
-    header = Header(
-        progress=progress,
-        optimizer=optimizer,
-        strategy=optimizer,
-        splitting="split",
-        world_size=1,
-        created=time.time(),
-        canzona=version("canzona"),
-    )
-    texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(_ONE_PROCESS))}
-    with _without_advice_on_checkpoints():
-        folder = begin(files.checkpoints, progress.step)
-        try:
-            for number, shard in enumerate(shards):
-                write_part(folder, number, shard)
-        except BaseException:
-            abandon(folder)
-            raise
-        return finish(folder, len(shards), header, texts, _PATIENCE_S)
-
-
-@contextmanager
-def _without_advice_on_checkpoints() -> Iterator[None]:
-    """Replaces the fix of a SaveFailed: unlike a run, an import has no other checkpoints that could be
-    deleted."""
-    try:
-        yield
-    except SaveFailed as error:
-        raise SaveFailed(*(replace(problem, fix=_MAKE_ROOM) for problem in error.problems)) from None
 
 
 def _masters(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
@@ -312,58 +240,6 @@ def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[i
         yield raw_bytes(data)
         del data  # so that the next rows are read into freed memory
         reader.unmap()
-
-
-@contextmanager
-def staged(out: Path, *, key: str) -> Iterator[Path]:
-    """Yields a hidden folder next to `out`, and renames it to `out` after the block; removes it if the block
-    fails.
-
-    Files in it must be synced to the disk by the end of the block. If the process is killed, the next call
-    for the same place removes the hidden folder.
-
-    Args:
-        key: the option or setting that named the place, for messages.
-
-    Raises:
-        ConfigError: the place is not empty, or another process is writing there.
-        EnvironmentProblem: the place cannot be written.
-    """
-    place = Path(os.path.abspath(out))
-    check_empty(place, key=key)
-    partial = place.with_name(f".{place.name}.partial")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(place.with_name(f".{place.name}.lock")):
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir(mode=0o755)
-            try:
-                yield partial
-                sync_folder(partial)
-                os.rename(partial, place)  # replaces an empty folder, and fails for anything else
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-            sync_folder(place.parent)
-    except Busy:
-        fix = "wait for it, or name another place"
-        raise ConfigError(Problem(key=key, value=out, reason="is being written by another process", fix=fix)) from None
-    except OSError as error:
-        raise unwritable(key, out, error, fix=_MAKE_ROOM) from None
-    except SaveFailed as error:  # its path is in the hidden folder, which is gone
-        raise EnvironmentProblem(*(replace(each, key=key, value=out) for each in error.problems)) from None
-
-
-def check_empty(place: Path, *, key: str) -> None:
-    """Checks that a place does not exist or is an empty folder, because existing files are never replaced.
-
-    Raises:
-        ConfigError: the place has something.
-    """
-    if os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or any(place.iterdir())):
-        fix = "name a folder that does not exist yet, or an empty one"
-        raise ConfigError(Problem(key=key, value=place, reason="already exists and is not an empty folder", fix=fix))
 
 
 def copy_file(source: Path, target: Path) -> None:

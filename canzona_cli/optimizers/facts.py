@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, get_args, get_type_hints
 
 from canzona_cli.fields import CURVE, NOTHING, Epsilon, Example, NotNegative, Positive, Precision, Share
 
@@ -20,6 +20,10 @@ Form = Literal["standard", "gram"]
 """The form of the Newton-Schulz iteration: computed on the matrix itself, or on its Gram matrix."""
 RootMethod = Literal["eigh", "newton"]
 """The method by which Shampoo's inverse roots are computed: from eigenvalues, or by matrix products alone."""
+MOMENTUM: Final = "momentum_buffer"
+"""The name of Muon's momentum in its state, here and in Megatron."""
+MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+"""The names of Adam's moments in the state of all optimizers that have them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import muon_cpu, muon_cuda
 from . import newton_schulz as iteration
-from .facts import Form
+from .facts import MOMENTUM, Form
 from .gram_form import gram_newton_schulz, products_type, starting_norm
 from .graphs import Replayed
 from .matrix_optimizer import MatrixOptimizer, OnFallback, Workspace, products
@@ -252,7 +252,7 @@ class Muon(MatrixOptimizer):
             weight=0.0 if again else 1 - momentum,
             norm=starting_norm(side, out.dtype),
         )
-        average = self._joined_state(run, "momentum_buffer", tuple(run.matrices[0].shape))
+        average = self._joined_state(run, MOMENTUM, tuple(run.matrices[0].shape))
         if by_blocks(run.weights):
             return muon_cpu.direction(average, run.gradients, out, blend, self.workspace)
         return muon_cuda.direction(average, run.gradients, out, blend, self.workspace)
@@ -385,7 +385,7 @@ class Muon(MatrixOptimizer):
             muon_cuda.move(p, x, self._rates[id(group)], group["weight_decay"], size, trusted)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
-        return {"momentum_buffer": tuple(p.shape)}
+        return {MOMENTUM: tuple(p.shape)}
 
     def _joined_state(self, run: Run, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a part of a run's state as one tensor: `shape` of one matrix, (count, *shape) of several.

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 from canzona_cli.checkpoint.contents import ELEMENTWISE, MASTER
 from canzona_cli.checkpoint.manifest import Manifest
 from canzona_cli.checkpoint.reader import Reader
+from canzona_cli.checkpoint.staging import staged
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine.stored_state import SHARDING
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.huggingface.weights import staged
 from canzona_cli.run.files import sync_folder, write_json_atomic, write_text_atomic
 from canzona_cli.torch_dist.arguments import arguments_of, optimizer_groups, schedule_state
 from canzona_cli.torch_dist.folder import COMMON, DTYPES, FORMAT, INDEX, TRACKER

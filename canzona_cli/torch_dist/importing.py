@@ -13,6 +13,8 @@ import torch
 
 from canzona_cli.checkpoint.contents import MASTER
 from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Progress, Scalar, Shard
+from canzona_cli.checkpoint.shard_file import raw_bytes
+from canzona_cli.checkpoint.staging import write_checkpoint
 from canzona_cli.checkpoint.verify import shortened
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.megatron_arguments import saved_arguments
@@ -24,8 +26,8 @@ from canzona_cli.config.settings import settings as all_settings
 from canzona_cli.config.settings import value_of
 from canzona_cli.engine.stored_state import stored_step
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
-from canzona_cli.huggingface.weights import raw_bytes, write_checkpoint
 from canzona_cli.model.geometry import unit_shape
+from canzona_cli.optimizers.facts import MOMENTS
 from canzona_cli.run.files import RunFiles, write_text_atomic
 from canzona_cli.torch_dist.folder import TorchDistFolder
 from canzona_cli.torch_dist.names import Kind, Parameter, kind_of_state, parameters, wrong_tensors
@@ -161,7 +163,7 @@ def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, 
 
 
 def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None) -> Path:
-    """Writes the checkpoint into a run directory, with one parameter in memory at a time; returns its folder.
+    """Writes the checkpoint into a run directory, with a part of one layer in memory at a time; returns its folder.
 
     The run's `config.yaml` is written beside it, so that `canzona resume` knows the run.
 
@@ -175,33 +177,54 @@ def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[in
         found = {field: parameter.stored(keys, field) for field in (MASTER, *fields)}
         found[MASTER] = found[MASTER] or parameter.stored(keys)
         named = {field: key for field, key in found.items() if key is not None}
-        for unit in dict.fromkeys(block.unit for block in parameter.blocks):
-            shape = unit_shape(unit, source.config.model)
-            for field, key in named.items():
-                data = partial(_unit, source.folder, parameter, key, unit, on_bytes)
+        units = dict.fromkeys(block.unit for block in parameter.blocks)
+        for field, key in named.items():
+            stored = _Stored(source.folder, parameter, key, on_bytes)
+            for unit in units:
+                shape = unit_shape(unit, source.config.model)
+                data = partial(stored.unit, unit)
                 tensors[parameter.layer][f"{unit}/{field}"] = Buffer(dtype="F32", shape=shape, data=data)
-            if "exp_avg" in fields:
-                scalars[f"{unit}/step"] = source.step
+        if MOMENTS[0] in fields:
+            scalars |= {f"{unit}/step": source.step for unit in units}
     shards = [Shard(tensors=part, scalars=scalars if layer is None else {}) for layer, part in tensors.items()]
     folder = write_checkpoint(files, shards, source.config, source.progress, optimizer=source.kind or NO_OPTIMIZER)
     write_text_atomic(files.config, dump_resolved(source.config))
     return folder
 
 
-def _unit(
-    folder: TorchDistFolder, parameter: Parameter, key: str, unit: str, on_bytes: Callable[[int], None]
-) -> Iterator[memoryview]:
-    """Yields the bytes of a unit, cut from the parameter that has it.
+class _Stored:
+    """A tensor of the checkpoint, which is read once and then cut into the units that are fused in it."""
 
-    Raises:
-        CheckpointInvalid: the parameter cannot be read, or is not finite.
-    """
-    whole = folder.read(key, parameter.place(key))
-    rows = whole.view(-1, whole.size(-1))
-    blocks = sorted((block for block in parameter.blocks if block.unit == unit), key=lambda block: block.unit_row)
-    data = torch.cat([rows[block.row : block.row + block.rows] for block in blocks])
-    if not all(bound.isfinite() for bound in torch.aminmax(data)):
-        reason = "has elements that are infinite or NaN"
-        raise CheckpointInvalid(Problem(key=key, value=folder.path, reason=reason, fix="import an earlier checkpoint"))
-    on_bytes(data.nbytes)
-    yield raw_bytes(data)
+    def __init__(
+        self, folder: TorchDistFolder, parameter: Parameter, key: str, on_bytes: Callable[[int], None]
+    ) -> None:
+        self._folder, self._parameter, self._key, self._on_bytes = folder, parameter, key, on_bytes
+        self._unwritten: dict[str, torch.Tensor] = {}
+
+    def unit(self, name: str) -> Iterator[memoryview]:
+        """Yields the bytes of a unit, once.
+
+        Raises:
+            CheckpointInvalid: the tensor cannot be read, or is not finite.
+        """
+        if not self._unwritten:
+            self._unwritten = self._units()
+        data = self._unwritten.pop(name)
+        self._on_bytes(data.nbytes)
+        yield raw_bytes(data)
+
+    def _units(self) -> dict[str, torch.Tensor]:
+        whole = self._folder.read(self._key, self._parameter.place(self._key))
+        if not all(bound.isfinite() for bound in torch.aminmax(whole)):
+            problem = Problem(
+                key=self._key,
+                value=self._folder.path,
+                reason="has elements that are infinite or NaN",
+                fix="import an earlier checkpoint",
+            )
+            raise CheckpointInvalid(problem)
+        rows = whole.view(-1, whole.size(-1))
+        parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for block in sorted(self._parameter.blocks, key=lambda block: block.unit_row):
+            parts[block.unit].append(rows[block.row : block.row + block.rows])
+        return {unit: torch.cat(blocks) if len(blocks) > 1 else blocks[0] for unit, blocks in parts.items()}

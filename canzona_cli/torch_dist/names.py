@@ -11,9 +11,10 @@ from typing import Final, Literal
 
 from canzona_cli.checkpoint.contents import MASTER
 from canzona_cli.config.schema import ModelConfig
-from canzona_cli.engine.stored_state import ADAMWS_MASTER, MOMENTS, MOMENTUM, MUONS_MASTER, OURS, STATE
+from canzona_cli.engine.stored_state import ADAMWS_MASTER, MUONS_MASTER, OURS, STATE
 from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
 from canzona_cli.model.geometry import Block, fragment_blocks, unit_shape
+from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 
 Kind = Literal["muon", "adamw"]
 """The optimizers whose state Megatron's checkpoints have in a layout that does not depend on ranks."""

@@ -83,7 +83,7 @@ def test_text_fits_the_terminal_and_ends_with_a_verdict(examined: subprocess.Com
     texts = []
     sound = tuple(finding for finding in found if not finding.fix)
     for shown, verbose in ((found, False), (found, True), (sound, False)):
-        diagnosis = Diagnosis(findings=shown, gpus=report["gpus"], slurm=report["can"]["slurm"])
+        diagnosis = Diagnosis(findings=shown, gpus=report["gpus"], slurm=report["can"]["slurm"], tried=True)
         console = Console(file=io.StringIO(), width=80)
         console.print(DiagnosisView(diagnosis=diagnosis, verbose=verbose))
         assert isinstance(console.file, io.StringIO)
