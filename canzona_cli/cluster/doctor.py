@@ -119,17 +119,13 @@ class Diagnosis:
         }
 
 
-def diagnose(*, run_root: Path = Path("runs")) -> Diagnosis:
-    """Examines this machine as a run would use it; takes a few seconds and changes nothing.
-
-    Args:
-        run_root: the directory for run directories.
-    """
+def diagnose() -> Diagnosis:
+    """Examines this machine as a run would use it; takes a few seconds and changes nothing."""
     visible, installed, probed = gpu_inventory(), len(installed_gpus()), _probe()
     usable = None
     if probed is not None:
         usable = not isinstance(probed, str) and probed.get("cuda_available") is True
-    here = (*_machine(), *_storage(run_root, bool(visible)), *network())
+    here = (*_machine(), *_storage(bool(visible)), *network())
     slurm = _slurm()
     return Diagnosis(
         findings=(*packages(), *_torch(probed), *gpus(usable, visible, installed), *here, slurm, *_environment()),
@@ -182,8 +178,8 @@ def package(requirement: Requirement) -> Finding:
 def _probe() -> dict[str, object] | str | None:
     """Imports torch in a subprocess and lets two ranks connect over gloo.
 
-    Returns the results; the error message if torch is broken; None if there was no answer in time, which may only
-    mean that the machine is busy.
+    Returns the results; the error message if torch is broken; None if there was no answer in time, which may
+    only mean that the machine is busy.
     """
     # The same interface as in a run on one machine.
     environment = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
@@ -291,11 +287,11 @@ def _machine() -> Iterator[Finding]:
     yield _finding("machine", "memory", available >= 3 * _GIB, value, meaning, fix)
 
 
-def _storage(run_root: Path, on_gpus: bool) -> Iterator[Finding]:
+def _storage(on_gpus: bool) -> Iterator[Finding]:
     """Checks space and permissions for runs, prepared data and temporary files, and the size of shared
     memory."""
     cache = Path(os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").expanduser()
-    yield _place("runs", run_root, "run directories go here", "run.root")
+    yield _place("runs", Path("runs"), "run directories go here", "run.root")
     yield _place("cache", cache, "prepared corpora go here", "CANZONA_CACHE")
     yield _place("temporary", Path(tempfile.gettempdir()), "workers start from here", "TMPDIR", unwritable="fail")
     shared = Path("/dev/shm")
@@ -344,8 +340,8 @@ def _address(name: str) -> str:
         with suppress(OSError):
             addresses.append(str(socket.getaddrinfo(name, None)[0][4][0]))
 
-    # In a thread, because a resolver without an answer blocks for many seconds and has no timeout; a process could take
-    # longer to start, on a busy machine, than the resolver.
+    # In a thread, because a resolver without an answer blocks for many seconds and has no timeout; a process
+    # could take longer to start, on a busy machine, than the resolver.
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(_RESOLVE_TIMEOUT_S)

@@ -52,7 +52,7 @@ def list_profiles(recipes_dirs: Sequence[Path] = ()) -> list[Profile]:
     return sorted(profiles, key=lambda profile: (profile.builtin, profile.name))
 
 
-def find_profile(asked: str, recipes_dirs: Sequence[Path] = ()) -> Profile:
+def find_profile(asked: str, recipes_dirs: Sequence[Path]) -> Profile:
     """Returns the profile with a name, or in a file. Raises ConfigError if there is none."""
     dirs = (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir())
     if is_file_name(asked):

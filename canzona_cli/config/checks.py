@@ -44,7 +44,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
     return [*with_own_values(config, problems), *safety_problems(config)]
 
 
-def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool = True) -> Iterator[str]:
+def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[str]:
     """Yields a warning for each setting of the command line that is ignored, and for each value that will
     probably work badly.
 

@@ -33,25 +33,24 @@ def possible_tp(model: ModelConfig, *, whole_experts: bool = False) -> tuple[int
 
 
 def may_have_whole_experts(config: RunConfig) -> bool:
-    """Returns True if a layout of the run may divide experts among ranks (`parallel.ep` above 1), which leaves
-    each whole. Unless the user sets the size, only GPUs do."""
+    """Returns True if a layout of the run may divide experts among ranks (`parallel.ep` above 1), which
+    leaves each whole. Unless the user sets the size, only GPUs do."""
     ep, experts = config.parallel.ep, config.model.num_experts
     if experts == 0 or ep is not None:
         return experts > 0 and (ep or 1) > 1
     return config.cluster.device == "cuda" and math.gcd(experts, config.gpus // (config.parallel.pp or 1)) > 1
 
 
-def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]], called: str) -> Iterator[Problem]:
+def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -> Iterator[Problem]:
     """Yields one problem if `parts`, the value of `key`, does not divide every count.
 
     Args:
         counts: pairs of a count and its name: (36, "layers").
-        called: the name of the parts: stages.
     """
     uneven = " or ".join(f"{count} {what}" for count, what in counts if count % parts)
     if uneven:
         fix = f"use one of {_listed(divisors(math.gcd(*(count for count, _ in counts))))}"
-        yield Problem(key=key, value=parts, reason=f"cannot split {uneven} into {parts} equal {called}", fix=fix)
+        yield Problem(key=key, value=parts, reason=f"cannot split {uneven} into {parts} equal parts", fix=fix)
 
 
 def pipeline_problems(layers: int, pp: int, vpp: int) -> Iterator[Problem]:
@@ -102,7 +101,7 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
     tp, pp, cp = parallel.tp, parallel.pp, parallel.cp or 1
     if tp is not None:
         cut = _cut_by_tp(model, whole_experts=may_have_whole_experts(config))
-        yield from uneven_problems("parallel.tp", tp, cut, "parts")
+        yield from uneven_problems("parallel.tp", tp, cut)
     if pp is not None:
         yield from pipeline_problems(model.num_layers, pp, parallel.vpp or 1)
     elif parallel.vpp is not None:
@@ -144,7 +143,7 @@ def _expert_parallelism(config: RunConfig) -> Iterator[Problem]:
         reason = "divides the experts of a layer among ranks, and the model has none"
         yield Problem(key="parallel.ep", value=ep, reason=reason, fix="leave it null, or set model.num_experts")
         return
-    yield from uneven_problems("parallel.ep", ep, [(experts, "experts")], "parts")
+    yield from uneven_problems("parallel.ep", ep, [(experts, "experts")])
     cells = config.gpus // (config.parallel.pp or 1)
     if cells % ep:
         reason = f"does not divide the {cells} ranks of a pipeline stage"

@@ -86,7 +86,7 @@ def _without_spaced(arguments: Sequence[str], problems: list[Problem]) -> list[s
     return others
 
 
-def as_override(option: str, value: str, *, exact: bool = False) -> str | None:
+def as_override(option: str, value: str, *, exact: bool) -> str | None:
     """Returns an option as an override, `gpus=4` for `--gpus 4`; None if it does not resemble a setting.
 
     Args:
@@ -120,7 +120,7 @@ def written(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def unknown_key(key: str, text: object = None, *, where: str = "") -> Problem:
+def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
     """Returns the problem for a key that is not a setting, with the setting that was probably meant as its
     fix."""
     if (removed := removed_setting_problem(key, text, where=where)) is not None:

@@ -61,7 +61,7 @@ REMOVED_OPTIONS: Mapping[str, str] = {
 """The removed options, with what to use instead."""
 
 
-def removed_setting_problem(key: str, value: object, *, where: str = "") -> Problem | None:
+def removed_setting_problem(key: str, value: object, *, where: str) -> Problem | None:
     """Returns the problem for a removed setting; None for any other key."""
     removed = REMOVED_SETTINGS.get(key)
     if removed is None:

@@ -18,6 +18,7 @@ from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
 from canzona_cli.model.families import family_of, replicated_parameters
 from canzona_cli.model.matrices import layer_on_rank, layer_shapes
+from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.optimizers.muon_facts import BLOCK
 from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
 
@@ -91,9 +92,9 @@ def workspace_bytes(
     """
     if not keeps_workspace(config):
         return 0
-    if isinstance(config.optimizer, MomentumConfig):
-        return _muon(config, config.optimizer, together, shared, beside)
     how = algorithm(config)
+    if isinstance(config.optimizer, MomentumConfig):
+        return _muon(config, config.optimizer, how, together, shared, beside)
     if not RULES[how.name].preconditioned:
         return 0
     shapes = {shape for batch in together for shape in batch}
@@ -114,6 +115,7 @@ def workspace_bytes(
 def _muon(
     config: RunConfig,
     muon: MomentumConfig,
+    how: Algorithm,
     together: Iterable[Sequence[Shape]],
     shared: Iterable[tuple[int, int]],
     beside: Iterable[tuple[int, int]],
@@ -124,7 +126,6 @@ def _muon(
     # CPUs.
     iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
     half = config.cluster.device == "cuda" and config.train.weight_bytes < FP32
-    how = algorithm(config)
     for batch in together:
         for (rows, cols), count in Counter(batch).items():
             stacked = min(count, stack_of(how, rows, cols, config.cluster))
@@ -211,8 +212,8 @@ class StageWeights:
 
 
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
-    """Counts the elements that a rank of `stage` stores. With pp > 1 a tied output layer is a second copy of the
-    embedding."""
+    """Counts the elements that a rank of `stage` stores. With pp > 1 a tied output layer is a second copy of
+    the embedding."""
     model = config.model
     layers = stage_layers(model.num_layers, layout, stage)
     return _stage_weights(model, layout.tp, layout.pp, layout.ep, stage, layers)
@@ -268,7 +269,7 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     activations = family.activations(model, not on_cpu)
     cut = activations.cut * tokens // t + activations.copied * tokens * layout.expert_tp // t
     if layout.cp > 1 and not config.cluster.fused_layers and recompute == "none":
-        for attention in (work.attention for work in family.work(model) if work.attention is not None):
+        for attention in (work.attention for work in family.modules(model) if work.attention is not None):
             queries, keys = attention.queries * tokens // t, attention.keys * tokens // t
             cut += 2 * layout.cp * keys - keys + (0 if on_cpu else queries)
     return width * (activations.stream * stream + cut)
@@ -368,8 +369,8 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     if stage == layout.pp - 1:
         activations += 2 * config.train.weight_bytes * stream_elements(config, layout)
         # Per vocabulary entry and token: the logits, their softmax in fp32 (in place if logits are fp32), and
-        # their gradient. That is two bytes too many where bf16 products are native, because the logits are freed
-        # before their gradient is made (tests/dist/test_peak_memory.py).
+        # their gradient. That is two bytes too many where bf16 products are native, because the logits are
+        # freed before their gradient is made (tests/dist/test_peak_memory.py).
         logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
     # of the largest weight before it is added to the buffer, and the activations that recomputation restores.

@@ -1,5 +1,5 @@
-"""The parts of an expert layer's time that dense layers lack: products of many experts, the travel of tokens to
-the ranks of their experts and back, and the launches of the router's small kernels.
+"""The parts of an expert layer's time that dense layers lack: products of many experts, the travel of tokens
+to the ranks of their experts and back, and the launches of the router's small kernels.
 
 Tokens are assumed to go to all experts evenly, as the balancing loss intends. With k of E experts chosen for
 a token, T tokens of a micro-batch on a TP group, t = tp, and experts divided among e ranks (`Layout.ep`), a
@@ -99,11 +99,11 @@ def dispatch(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Transfer:
-    """Returns the travel of tokens, `size` bytes on each rank, to `chosen` experts each, where one copy goes to each
-    node, and on to each rank there that has an expert of the token.
+    """Returns the travel of tokens, `size` bytes on each rank, to `chosen` experts each, where one copy goes
+    to each node, and on to each rank there that has an expert of the token.
 
-    Experts are chosen evenly and independently, so a given one of n nodes or ranks has none of a token's experts
-    with probability (1 - 1/n)^chosen.
+    Experts are chosen evenly and independently, so a given one of n nodes or ranks has none of a token's
+    experts with probability (1 - 1/n)^chosen.
     """
 
     def reached(parts: int) -> float:
@@ -118,13 +118,3 @@ def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Tran
     }
     link: Link = "network" if times["network"] > times["machine"] else "machine"
     return Transfer(latency_s=links.latency(group.link), link=link, link_s=times[link])
-
-
-def exposed_travel(cluster: ClusterConfig, moved: Transfer, computing_s: float) -> Transfer:
-    """Returns the time that a transfer adds when it overlaps with `computing_s` seconds of another
-    micro-batch's computation: the part that does not fit into them, and the delay of the computation by the
-    part that does."""
-    if not moved.seconds:
-        return moved
-    share = min(1.0, computing_s / moved.seconds)
-    return moved.times(1.0 - (1.0 - cluster.collective_units) * share)

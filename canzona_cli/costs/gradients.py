@@ -5,12 +5,7 @@ from dataclasses import dataclass
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.links import Groups, Links
-from canzona_cli.costs.update import (
-    adamw_seconds,
-    implementation,
-    memory_rate,
-    step_factor,
-)
+from canzona_cli.costs.update import adamw_seconds, implementation, memory_rate, step_factor
 
 
 def zeroing_seconds(config: RunConfig, layout: Layout, stage: int, padding: int = 0) -> float:

@@ -66,6 +66,17 @@ class Transfer:
         latency_s, link_s, fill_s = (factor * seconds for seconds in (self.latency_s, self.link_s, self.fill_s))
         return replace(self, latency_s=latency_s, link_s=link_s, fill_s=fill_s)
 
+    def beside(self, computing_s: float, units: float) -> "Transfer":
+        """Returns the time that the transfer adds to `computing_s` seconds of computation that run at the same time:
+        the part that does not fit into them, and the delay of the computation by the part that does.
+
+        Args:
+            units: the share of a GPU's units that the transfer occupies.
+        """
+        if not self.seconds:
+            return self
+        return self.times(1.0 - (1.0 - units) * min(1.0, computing_s / self.seconds))
+
     def delayed(self, seconds: float) -> "Transfer":
         """Returns the transfer with `seconds` of work on the ranks before or after it, which use no link."""
         return replace(self, latency_s=self.latency_s + seconds) if seconds else self

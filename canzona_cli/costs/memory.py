@@ -166,19 +166,18 @@ def _bounded_state(
             keeps the state of its share of all parameters with AdamW, of every matrix that its TP group
             stores if all are updated on every rank, and else of every matrix that it stores.
     """
-    execution = config.execution
+    execution, how = config.execution, algorithm(config)
     if execution is Execution.ADAMW:
-        return optimizer_state(config, weights.share(layout, matrices=True), 0, 0)
+        return optimizer_state(config, how, weights.share(layout, matrices=True), 0, 0)
     if held is None:
         counts: Mapping[Shape, int] = {shape: layers * n for shape, n in stored_shapes(config, layout).items()}
         copies = layout.tp if execution is Execution.REDUNDANT else 1
         whole = (weights.matrices - weights.experts) * copies + weights.experts
     else:
         counts, whole = held.worst_shapes, held.worst
-    how = algorithm(config)
     factors = sum(count * factor_bytes(how, rows, cols) for (rows, cols), count in counts.items())
     others = weights.others if execution.everywhere else weights.share(layout, matrices=False)
-    return optimizer_state(config, others, whole, factors)
+    return optimizer_state(config, how, others, whole, factors)
 
 
 def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
@@ -210,8 +209,8 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
 
 
 def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
-    """Returns, for each of a rank's layer-wise buffers, the elements of the parameters of one layer in it and the
-    number of ranks that share it."""
+    """Returns, for each of a rank's layer-wise buffers, the elements of the parameters of one layer in it and
+    the number of ranks that share it."""
     cut, whole = layer_on_rank(model, "fused", layout.ep)
     buffers = [(tuple(matrix.elements // layout.tp for matrix in cut), layout.owners)]
     return [*buffers, (tuple(matrix.elements for matrix in whole), layout.expert_owners)] if whole else buffers
@@ -261,7 +260,7 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
     return Placement(worst=loads[worst], worst_shapes=MappingProxyType(held[worst]), padded=0)
 
 
-def optimizer_state(config: RunConfig, others: int, whole: int, factors: int) -> dict[str, int]:
+def optimizer_state(config: RunConfig, how: Algorithm, others: int, whole: int, factors: int) -> dict[str, int]:
     """Counts the bytes of masters, matrix_state and adamw_state on a rank.
 
     AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which need no
@@ -283,7 +282,7 @@ def optimizer_state(config: RunConfig, others: int, whole: int, factors: int) ->
     master = FP32 if config.train.precision == "bf16" else 0
     return {
         "masters": (FP32 if execution.ours else master) * whole + master * others,
-        "matrix_state": moment_bytes(algorithm(config)) * whole + factors,
+        "matrix_state": moment_bytes(how) * whole + factors,
         "adamw_state": 2 * FP32 * others,
     }
 
@@ -301,8 +300,8 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     """Counts the bytes of a matrix's fp32 state besides its moments.
 
     Shampoo and SOAP: for each preconditioned side a packed statistic, and a packed root (Shampoo) or a square
-    basis (SOAP); KL-Shampoo also the eigenvalues; and what a spread refresh stores between its parts. NorMuon:
-    a number for each row.
+    basis (SOAP); KL-Shampoo also the eigenvalues; and what a spread refresh stores between its parts.
+    NorMuon: a number for each row.
     """
     rule, spread = RULES[algorithm.name], algorithm.spread
     packed, squares = rule.packed + spread * rule.begun_packed, rule.squares + spread * rule.begun_squares
@@ -321,6 +320,35 @@ def checkpoint_bytes(config: RunConfig) -> int:
     factors = config.model.num_layers * sum(factor_bytes(how, *shape) for shape in matrix_shapes(config))
     others = count.total - count.layer_matrices
     return (FP32 + moment_bytes(how)) * count.layer_matrices + factors + adamw * others
+
+
+def spare_bytes(config: RunConfig, how: Algorithm, layout: Layout, limit: int) -> int:
+    """Returns the bytes for the state of matrices on the fullest stage's rank: `limit` without everything
+    else that the rank needs under every plan."""
+    left = []
+    for stage in range(layout.pp):
+        weights = stage_weights(config, layout, stage)
+        adamw = sum(optimizer_state(config, how, weights.share(layout, matrices=False), 0, 0).values())
+        stored = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
+        needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
+        left.append(limit - stored - adamw - needed)
+    return min(left)
+
+
+def element_bytes(config: RunConfig, how: Algorithm, counts: Mapping[Shape, int], *, careful: bool) -> float:
+    """Returns the bytes of optimizer state for each element of matrices.
+
+    Args:
+        counts: the number of matrices of each (rows, columns).
+        careful: preconditioners take more bytes per element for some shapes than for others. True to count
+            the most of any matrix, False to count the mean over all matrices.
+    """
+    sizes = [(factor_bytes(how, *shape), math.prod(shape), count) for shape, count in counts.items()]
+    if careful:
+        factors = max(size / elements for size, elements, _ in sizes)
+    else:
+        factors = sum(size * count for size, _, count in sizes) / sum(size * count for _, size, count in sizes)
+    return sum(optimizer_state(config, how, 0, 1, 0).values()) + factors
 
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:

@@ -23,17 +23,13 @@ from canzona_cli.costs.experts import (
     copying,
     dispatch,
     divided,
-    exposed_travel,
     held_experts,
     held_weight,
     launched,
     products_seconds,
 )
 from canzona_cli.costs.links import Groups, Links, Transfer
-from canzona_cli.costs.update import (
-    matmul_seconds,
-    memory_rate,
-)
+from canzona_cli.costs.update import matmul_seconds, memory_rate
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Part, Work
 
@@ -150,17 +146,18 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     - half an all-reduce of the residual stream before qkv and fc1 and after proj, fc2 and the embedding (with
       sequence parallelism an all-gather or a reduce-scatter), and the same in the backward pass.
     """
-    layers, layer = config.model.num_layers, _layer(config, layout)
+    batch = _MicroBatch.of(config, layout)
+    layers, layer = config.model.num_layers, _layer(config, layout, batch)
     held = (chunk_layers(layers, layout, stage, chunk) for chunk in range(layout.vpp))
     chunks = [[replace(module, layer=number) for number in numbers for module in layer] for numbers in held]
     if stage == 0:
-        chunks[0].insert(0, _embedding(config, layout))
+        chunks[0].insert(0, _embedding(config, layout, batch))
     if stage == layout.pp - 1:
-        chunks[-1].append(_output(config, layout, tied=stage == 0 and config.model.tied_embeddings))
+        chunks[-1].append(_output(config, layout, batch, tied=stage == 0 and config.model.tied_embeddings))
     return StageTime(
         chunks=tuple(map(tuple, chunks)),
         hop=hop(config, layout),
-        pass_s=_pass_s(config),
+        pass_s=1e-6 * config.cluster.pass_us,
     )
 
 
@@ -169,7 +166,7 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
     `StageTime.passes` of all stages, without making lists of modules."""
     shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
-    layers, pass_s = config.model.num_layers, _pass_s(config)
+    layers, pass_s = config.model.num_layers, 1e-6 * config.cluster.pass_us
     counts = (
         [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)] for stage in range(layout.pp)
     )
@@ -186,14 +183,48 @@ def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...
     Cached for a layout without pp and dp, which do not matter here. Tying does not change the output layer's
     time.
     """
-    pieces = (_layer(config, layout), (_embedding(config, layout),), (_output(config, layout, tied=False),))
+    batch = _MicroBatch.of(config, layout)
+    ends = _embedding(config, layout, batch), _output(config, layout, batch, tied=False)
+    pieces = (_layer(config, layout, batch), *((end,) for end in ends))
     times = (StageTime(chunks=(modules,), hop=Transfer(), pass_s=0.0) for modules in pieces)
     return tuple((time.forward_s, time.backward_s) for time in times)
 
 
-def _layer(config: RunConfig, layout: Layout) -> tuple[Module, ...]:
+@dataclass(frozen=True, kw_only=True)
+class _MicroBatch:
+    """The facts about a micro-batch on one rank that all modules have in common."""
+
+    tokens: int
+    stream: int
+    """The elements of the residual stream."""
+    memory_s: float
+    """The seconds of elementwise work for each element of each fused pass, multiplied by `ELEMENTWISE_PASSES`."""
+    accumulate_s: float
+    """The seconds to add one element's gradient to its buffer."""
+    exchange: Transfer
+    """Half an all-reduce of the residual stream; with sequence parallelism, an all-gather."""
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: Layout) -> "_MicroBatch":
+        cluster, width = config.cluster, config.train.weight_bytes
+        tokens, exchange = micro_batch_tokens(config, layout), Transfer()
+        if layout.tp > 1:
+            links, group = Links(cluster=cluster), Groups.of(layout, cluster).tp
+            size = float(tokens * config.model.hidden_size * width)
+            whole = links.all_gather(size, group) if layout.sequence_parallel else links.all_reduce(size, group)
+            exchange = whole if layout.sequence_parallel else whole.times(0.5)
+        return cls(
+            tokens=tokens,
+            stream=stream_elements(config, layout),
+            memory_s=ELEMENTWISE_PASSES[cluster.fused_layers] * width / memory_rate(cluster),
+            accumulate_s=2 * config.train.gradient_bytes / memory_rate(cluster),
+            exchange=exchange,
+        )
+
+
+def _layer(config: RunConfig, layout: Layout, batch: _MicroBatch) -> tuple[Module, ...]:
     """Returns the first layer's modules in forward order."""
-    modules = [_module(config, layout, work) for work in family_of(config.model).work(config.model)]
+    modules = [_module(config, layout, batch, work) for work in family_of(config.model).modules(config.model)]
     if config.cluster.dispatch_overlap:
         modules = _with_hidden_dispatch(config.cluster, modules)
     if config.model.num_experts:
@@ -210,8 +241,8 @@ def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> 
 
     def with_hidden(module: Module) -> Module:
         there, back = module.moves
-        left = exposed_travel(cluster, there, backward_s), exposed_travel(cluster, back, forward_s)
-        return replace(module, moves=left)
+        units = cluster.collective_units
+        return replace(module, moves=(there.beside(backward_s, units), back.beside(forward_s, units)))
 
     return [with_hidden(module) if module.dispatched else module for module in modules]
 
@@ -229,12 +260,12 @@ def _with_launches(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Mo
     return [with_launches(module) if module.part == "fc1" else module for module in modules]
 
 
-def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
+def _module(config: RunConfig, layout: Layout, batch: _MicroBatch, work: Work) -> Module:
     """Returns one module of the first layer."""
-    cluster, tokens = config.cluster, micro_batch_tokens(config, layout)
+    cluster, tokens = config.cluster, batch.tokens
     weight, held = held_weight(layout, work), held_experts(layout, work)
     products_s = products_seconds(config, layout, work)
-    moved: float = work.stream * stream_elements(config, layout) + tokens * (work.elements // layout.tp)
+    moved: float = work.stream * batch.stream + tokens * (work.elements // layout.tp)
     moved += tokens * work.copied * copying(config, layout)
     core_s, core_backward_s, (gather, scatter) = 0.0, 0.0, (Transfer(), Transfer())
     starts, weights = 1.0, held * weight.elements
@@ -242,22 +273,21 @@ def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
         moved += head_passes(config, work.attention) * tokens * heads(work.attention, layout)
         core_s, core_backward_s, (gather, scatter) = core_attention(config, layout, work.attention)
         starts += 0.0 if layout.cp == 1 or cluster.fused_layers else CUT_STARTS
-    forward = products_s + core_s + _memory_s(config) * moved
-    backward = 2 * products_s + core_backward_s + 2 * _memory_s(config) * moved
+    forward = products_s + core_s + batch.memory_s * moved
+    backward = 2 * products_s + core_backward_s + 2 * batch.memory_s * moved
     forward_s = _forward(cluster, layout, forward, starts)
     core_again_s = _forward(cluster, layout, core_s, starts=0.0)
     if divided(layout, work):
         transfer = transfer_back = dispatch(config, layout)
     else:
-        exchange = _exchange(config, layout)
-        transfer = _exposed(cluster, layout, exchange, products_s).then(gather)
-        transfer_back = _exposed(cluster, layout, exchange, 2 * products_s).then(scatter)
+        transfer = _exposed(cluster, layout, batch.exchange, products_s).then(gather)
+        transfer_back = _exposed(cluster, layout, batch.exchange, 2 * products_s).then(scatter)
     moved_again = {"none": Transfer(), "selective": gather, "full": transfer}[layout.recompute]
     return Module(
         part=work.part,
         layer=0,
         forward_s=forward_s,
-        backward_s=_backward(cluster, layout, backward + _accumulate_s(config) * weights, starts),
+        backward_s=_backward(cluster, layout, backward + batch.accumulate_s * weights, starts),
         again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
         weights=weights,
         moves=(transfer, transfer_back.then(moved_again)),
@@ -265,8 +295,8 @@ def _module(config: RunConfig, layout: Layout, work: Work) -> Module:
     )
 
 
-def _embedding(config: RunConfig, layout: Layout) -> Module:
-    moved_s = 2 * _memory_s(config) * stream_elements(config, layout)
+def _embedding(config: RunConfig, layout: Layout, batch: _MicroBatch) -> Module:
+    moved_s = 2 * batch.memory_s * batch.stream
     return Module(
         part="embedding",
         layer=-1,
@@ -274,24 +304,23 @@ def _embedding(config: RunConfig, layout: Layout) -> Module:
         backward_s=_backward(config.cluster, layout, moved_s),
         again_s=0.0,
         weights=config.model.vocab_size // layout.tp * config.model.hidden_size,
-        moves=(_exchange(config, layout),) * 2,
+        moves=(batch.exchange, batch.exchange),
     )
 
 
-def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
+def _output(config: RunConfig, layout: Layout, batch: _MicroBatch, *, tied: bool) -> Module:
     """Returns the module of the output layer, the loss included.
 
     Args:
         tied: True if the output layer uses the embedding's weight on the same stage.
     """
     model, cluster = config.model, config.cluster
-    vocabulary, tokens = model.vocab_size // layout.tp, micro_batch_tokens(config, layout)
+    vocabulary, tokens = model.vocab_size // layout.tp, batch.tokens
     weights = vocabulary * model.hidden_size
-    product = _product(config, tokens, model.hidden_size, vocabulary)
+    product = matmul_seconds(cluster, tokens, model.hidden_size, vocabulary, config.train.precision)
     logits = tokens * vocabulary / memory_rate(cluster)
-    moved_s = 2 * _memory_s(config) * stream_elements(config, layout)
-    exchange = _exchange(config, layout)
-    backward = 2 * product + logits * LOSS_BACKWARD_BYTES + moved_s + _accumulate_s(config) * weights
+    moved_s = 2 * batch.memory_s * batch.stream
+    backward = 2 * product + logits * LOSS_BACKWARD_BYTES + moved_s + batch.accumulate_s * weights
     return Module(
         part="output",
         layer=model.num_layers,
@@ -299,7 +328,7 @@ def _output(config: RunConfig, layout: Layout, *, tied: bool) -> Module:
         backward_s=_backward(cluster, layout, backward),
         again_s=0.0,
         weights=0 if tied else weights,
-        moves=(exchange.then(_loss_sums(config, layout)), exchange),
+        moves=(batch.exchange.then(_loss_sums(cluster, layout, tokens)), batch.exchange),
     )
 
 
@@ -341,46 +370,12 @@ def _backward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: fl
     return computed_s + 1e-6 * cluster.backward_module_us * starts
 
 
-def _pass_s(config: RunConfig) -> float:
-    """Returns the seconds of a pass that do not depend on the number of layers."""
-    return 1e-6 * config.cluster.pass_us
-
-
-def _memory_s(config: RunConfig) -> float:
-    """Returns the seconds of elementwise work for each element of each fused pass, multiplied by
-    `ELEMENTWISE_PASSES`."""
-    cluster = config.cluster
-    return ELEMENTWISE_PASSES[cluster.fused_layers] * config.train.weight_bytes / memory_rate(cluster)
-
-
-def _accumulate_s(config: RunConfig) -> float:
-    """Returns the seconds to add one element's gradient to its buffer."""
-    return 2 * config.train.gradient_bytes / memory_rate(config.cluster)
-
-
-def _product(config: RunConfig, tokens: int, inputs: int, outputs: int) -> float:
-    return matmul_seconds(config.cluster, tokens, inputs, outputs, config.train.precision)
-
-
-def _exchange(config: RunConfig, layout: Layout) -> Transfer:
-    """Returns half an all-reduce of the residual stream; with sequence parallelism, an all-gather."""
-    if layout.tp == 1:
-        return Transfer()
-    width = config.train.weight_bytes
-    links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
-    size = float(micro_batch_tokens(config, layout) * config.model.hidden_size * width)
-    if layout.sequence_parallel:
-        return links.all_gather(size, group)
-    return links.all_reduce(size, group).times(0.5)
-
-
-def _loss_sums(config: RunConfig, layout: Layout) -> Transfer:
+def _loss_sums(cluster: ClusterConfig, layout: Layout, tokens: int) -> Transfer:
     """Returns the three all-reduces of the vocabulary-parallel cross-entropy: the maximum, the target's logit
     and the sum of exponentials, each with one fp32 number per token."""
     if layout.tp == 1:
         return Transfer()
-    links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).tp
-    return links.all_reduce(4.0 * micro_batch_tokens(config, layout), group).times(3.0)
+    return Links(cluster=cluster).all_reduce(4.0 * tokens, Groups.of(layout, cluster).tp).times(3.0)
 
 
 def hop(config: RunConfig, layout: Layout) -> Transfer:

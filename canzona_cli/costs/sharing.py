@@ -49,11 +49,11 @@ HOSTED: Mapping[int, Share] = MappingProxyType({})
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Returns the costs of all matrices that can be shared, by index.
 
-    No matrix can be shared if `why_hosted` gives a reason. Otherwise a matrix can be shared if TP cuts its
-    long side, tp divides its short side, and the short side is at least `GRAM_MIN_SIDE` or `optimizer.form`
-    is gram.
+    No matrix can be shared if `engine.mode` is hosted or `why_hosted` gives a reason. Otherwise a matrix can
+    be shared if TP cuts its long side, tp divides its short side, and the short side is at least
+    `GRAM_MIN_SIDE` or `optimizer.form` is gram.
     """
-    if why_hosted(config, layout) is not None:
+    if config.engine.mode == "hosted" or why_hosted(config, layout) is not None:
         return HOSTED
     how = algorithm(config)
     return {

@@ -199,7 +199,7 @@ def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
     return None if sidecar is None else (sidecar.tokenizer_sha256, sidecar.vocab_size, sidecar.eod)
 
 
-def look_at_data(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus | None:
+def look_at_data(config: RunConfig, on_progress: ReportProgress) -> PreparedCorpus | None:
     """Checks a run's data as far as possible without preparing the built-in corpus.
 
     Prepared data are checked completely. Of the built-in corpus only the tokenizer file is checked, because

@@ -34,7 +34,7 @@ def fill(template: str, record: Mapping[str, object], key: str) -> str:
     Raises:
         Unfilled: a field is missing or holds no text, or the list has something other than messages.
     """
-    parts = [(_unescaped(text), name) for text, name, _, _ in Formatter().parse(template)]
+    parts = [(text.replace("\\n", "\n").replace("\\t", "\t"), name) for text, name, _, _ in Formatter().parse(template)]
     messages = record.get(key)
     return "".join(_filled(parts, each) for each in (messages if isinstance(messages, list) else [record]))
 
@@ -58,7 +58,3 @@ def _filled(parts: list[tuple[str, str | None]], fields: object) -> str:
 
 def _is_name(name: str) -> bool:
     return bool(name) and all(letter.isalnum() or letter in "_-" for letter in name)
-
-
-def _unescaped(text: str) -> str:
-    return text.replace("\\n", "\n").replace("\\t", "\t")

@@ -1,10 +1,10 @@
 """The engine's optimizer in Megatron's checkpoints (`megatron.core.dist_checkpointing`).
 
-The fp32 masters and the momentum of matrices have the keys and the layout that Megatron's layer-wise Muon gives them:
-those of their weights, under `optimizer.state.fp32_param` and `optimizer.state.momentum_buffer`. Every rank writes and
-reads the rows of what it updates, so a checkpoint depends neither on the plan nor on the number of ranks, and nothing
-is sent. Other state, such as SOAP's, has the names of matrices. The state of AdamW is in Megatron's format
-`fully_reshardable`.
+The fp32 masters and the momentum of matrices have the keys and the layout that Megatron's layer-wise Muon
+gives them: those of their weights, under `optimizer.state.fp32_param` and `optimizer.state.momentum_buffer`.
+Every rank writes and reads the rows of what it updates, so a checkpoint depends neither on the plan nor on
+the number of ranks, and nothing is sent. Other state, such as SOAP's, has the names of matrices. The state of
+AdamW is in Megatron's format `fully_reshardable`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -41,8 +41,8 @@ from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 
 _LIKE_WEIGHTS: Final = {MUONS_MASTER: (MUONS_MASTER, ADAMWS_MASTER), MOMENTUM: (MOMENTUM, MOMENTS[0])}
-"""The fields of matrices that are laid out as weights, each with its names in checkpoints of Megatron's Muon and of its
-AdamW, whose first moment is a moving average of gradients as Muon's momentum is."""
+"""The fields of matrices that are laid out as weights, each with its names in checkpoints of Megatron's Muon
+and of its AdamW, whose first moment is a moving average of gradients as Muon's momentum is."""
 _ADAMW: Final = {ADAMWS_MASTER: (ADAMWS_MASTER, MUONS_MASTER), **{name: (name,) for name in MOMENTS}}
 """AdamW's fields, each with its names in checkpoints of Megatron's sharded and of its other optimizers."""
 _ENTRIES: Final = "canzona"
@@ -93,15 +93,15 @@ class _Updated:
         return {key: value for key, value in state.items() if isinstance(value, bool | int | float | str)}
 
     def take(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Count]) -> None:
-        """Puts the state of a checkpoint in place of the optimizer's. Without the counts that the optimizer needs
-        the checkpoint is from before the matrix's first step."""
+        """Puts the state of a checkpoint in place of the optimizer's. Without the counts that the optimizer
+        needs the checkpoint is from before the matrix's first step."""
         if all(shape is not None or key in counts for key, shape in self.shapes.items()):
             state = {key: tensor for key, tensor in tensors.items() if key != MUONS_MASTER}
             self.optimizer.state[self.master] = {**state, **counts}
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, Block | None, torch.Tensor]]:
-        """Yields the state's pieces: a name, the field, the place in the whole parameter, and the rows. State that is
-        not laid out as the weight is one piece without a place."""
+        """Yields the state's pieces: a name, the field, the place in the whole parameter, and the rows. State
+        that is not laid out as the weight is one piece without a place."""
         for field, tensor in tensors.items():
             places: Sequence[Block | None] = self.blocks if field in _LIKE_WEIGHTS else (None,)
             for number, block in enumerate(places):
@@ -124,7 +124,8 @@ class _Updated:
             if block is None:
                 yield name, ShardedTensor.from_rank_offsets(_own_key(field, self.matrix), piece)
                 continue
-            # Megatron prepends the axis of layers only to pieces that all have one shape; here the piece has it.
+            # Megatron prepends the axis of layers only to pieces that all have one shape; here the piece has
+            # it.
             data = piece.view((1,) * lead + piece.shape)
             offset = (*weight.global_offset[:lead], block.unit_row, block.unit_col)
             key, shape = f"{STATE}{names[field]}.{weight.key}", tuple(data.shape)
@@ -232,8 +233,8 @@ class ShardedState:
 
     @torch.no_grad()
     def loaded(self, state: StateDict) -> bool:
-        """Takes over the result of `dist_checkpointing.load` for what `to_load` returned. Returns False for any
-        other state."""
+        """Takes over the result of `dist_checkpointing.load` for what `to_load` returned. Returns False for
+        any other state."""
         entries = state.get(_ENTRIES)
         if not isinstance(entries, Mapping):
             return False

@@ -24,20 +24,28 @@ class SharedMatrix:
     """A shared matrix, as one rank of its owner's row sees it.
 
     Args:
+        master: the rank's fragment, fp32, which `optimizer` updates.
         optimizer: the optimizer of all shared matrices of this rank.
-        gradient: scratch, fp32, flat, at least as long as the fragment; all shared matrices of the rank use
-            it.
+        weight, reduced: views of the rank's fragment of the weight and of the reduced gradient.
+        scratch: fp32, flat, at least as long as the fragment; all shared matrices of the rank use it.
     """
 
-    def __init__(self, wiring: Wiring, matrix: Matrix, optimizer: SharedMuon, gradient: torch.Tensor) -> None:
-        self.matrix, self.master, self._optimizer = matrix, wiring.masters[matrix.index], optimizer
-        self.weight = wiring.fragments.weight(matrix)
-        reduced = wiring.fragments.gradient(matrix)
+    def __init__(
+        self,
+        matrix: Matrix,
+        master: torch.nn.Parameter,
+        optimizer: SharedMuon,
+        *,
+        weight: torch.Tensor,
+        reduced: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        self.matrix, self.master, self._optimizer, self.weight = matrix, master, optimizer, weight
         self._in_place = lies_flat(reduced)
         if self._in_place:
-            self._gradient, self._gathered = reduced.view(self.master.shape), None
+            self._gradient, self._gathered = reduced.view(master.shape), None
         else:
-            self._gradient = gradient[: matrix.held_elements(wiring.fragments.tp)].view(self.master.shape)
+            self._gradient = scratch[: master.numel()].view(master.shape)
             self._gathered = Copy(self._gradient.view(reduced.shape), reduced)
         self.left = False
         """True if the update by `together` was not made and `alone` has to be called; the same on all ranks."""
@@ -105,14 +113,19 @@ class Sharing:
     def __init__(self, wiring: Wiring, matrices: Sequence[Matrix], parts: Sequence[int]) -> None:
         self._wiring, self._parts = wiring, parts
         self.hosted = tuple(matrices)
-        self.optimizer = wiring.make_optimizer(matrices, [wiring.masters[matrix.index] for matrix in matrices])
-        assert isinstance(self.optimizer, SharedMuon)
-        copied = [m.held_elements(wiring.fragments.tp) for m in matrices if not lies_flat(wiring.fragments.gradient(m))]
-        self._gradient = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
+        masters = [wiring.masters[matrix.index] for matrix in matrices]
+        self.optimizer = optimizer = wiring.make_optimizer(matrices, masters)
+        assert isinstance(optimizer, SharedMuon)
+        views = [(wiring.fragments.gradient(matrix), wiring.fragments.weight(matrix)) for matrix in matrices]
+        copied = [reduced.numel() for reduced, _ in views if not lies_flat(reduced)]
+        self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
         self._sums = torch.zeros(len(self.hosted), device=wiring.device)
         """A number for each matrix, finite if its last update was finite."""
         self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}
-        self.matrices = [SharedMatrix(wiring, matrix, self.optimizer, self._gradient) for matrix in matrices]
+        self.matrices = [
+            SharedMatrix(matrix, master, optimizer, weight=weight, reduced=reduced, scratch=self._scratch)
+            for matrix, master, (reduced, weight) in zip(matrices, masters, views, strict=True)
+        ]
         self.beside = [Workspace() for _ in range(LANES - 1)]
         """The scratch of the matrices that are updated at the same time as one that uses the optimizer's."""
         self._lanes = [
@@ -152,7 +165,7 @@ class Sharing:
     @property
     def gradient_bytes(self) -> int:
         """The bytes of the scratch for gradients that an optimizer cannot read in Megatron's buffer."""
-        return self._gradient.nbytes
+        return self._scratch.nbytes
 
     @torch.no_grad()
     def update(self, scale: float) -> None:

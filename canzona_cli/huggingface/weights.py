@@ -1,7 +1,7 @@
 """Imports and exports weights from and to Hugging Face folders, with a part of one tensor in memory at a time.
 
-An import writes a checkpoint of step 0: fp32 masters with the model's names, without optimizer state. A run of any
-layout, optimizer and splitting can start from it. An export writes sharded safetensors.
+An import writes a checkpoint of step 0: fp32 masters with the model's names, without optimizer state. A run
+of any layout, optimizer and splitting can start from it. An export writes sharded safetensors.
 """
 
 import math

@@ -33,7 +33,7 @@ def dense_family(*, name: str, title: str, foreign: Foreign, published: Mapping[
         title=title,
         weights=weights,
         norms=norms,
-        work=work,
+        modules=modules,
         activations=activations,
         forward_flops=forward_flops,
         foreign=foreign,
@@ -95,7 +95,7 @@ def norms(model: ModelConfig) -> tuple[Norm, ...]:
 
 
 @lru_cache(maxsize=64)
-def work(model: ModelConfig) -> tuple[Work, ...]:
+def modules(model: ModelConfig) -> tuple[Work, ...]:
     """Lists the modules of a layer with their memory traffic.
 
     A norm passes over the residual stream twice, a residual addition three times. SwiGLU passes over the

@@ -16,8 +16,8 @@ FAMILIES = (QWEN3, LLAMA, QWEN3_MOE)
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Returns the family of a model, which its settings determine: a model with experts is a Qwen3-MoE, a dense
-    model without QK-norm is a Llama."""
+    """Returns the family of a model, which its settings determine: a model with experts is a Qwen3-MoE, a
+    dense model without QK-norm is a Llama."""
     if model.num_experts:
         return QWEN3_MOE
     return QWEN3 if model.qk_norm else LLAMA
@@ -68,7 +68,7 @@ class ParameterCount:
 def parameter_count(model: ModelConfig) -> ParameterCount:
     """Counts the parameters of a model."""
     family, layers, vocabulary = family_of(model), model.num_layers, model.vocab_size * model.hidden_size
-    work = family.work(model)
+    work = family.modules(model)
     idle = sum((part.experts - part.experts_per_token) * part.weight.elements for part in work)
     return ParameterCount(
         embedding=vocabulary,

@@ -2,8 +2,8 @@
 need to know about a kind of model.
 
 Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch, so they
-are in `canzona_cli.megatron.model`, by the family's name. Parameters have Megatron's names, without the prefix
-of the layer.
+are in `canzona_cli.megatron.model`, by the family's name. Parameters have Megatron's names, without the
+prefix of the layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -197,7 +197,7 @@ class Family:
     """The norms of a layer in the same order."""
     routers: Callable[[ModelConfig], tuple[Router, ...]] = lambda model: ()
     """The routers of a layer."""
-    work: Callable[[ModelConfig], tuple[Work, ...]]
+    modules: Callable[[ModelConfig], tuple[Work, ...]]
     """The modules of a layer in forward order."""
     activations: Callable[[ModelConfig, bool], Activations]
     """The activations of a layer; the flag is True if elementwise work is fused."""
@@ -205,8 +205,8 @@ class Family:
     """The matrix-multiply FLOPs of one token's forward pass, averaged over a sequence of the given length."""
     foreign: Foreign
     published: Mapping[str, tuple[str, str | None]]
-    """The published parameter counts by recipe, as the model cards round them: the total, and the count without
-    embeddings if it is published."""
+    """The published parameter counts by recipe, as the model cards round them: the total, and the count
+    without embeddings if it is published."""
 
     def replicated(self, model: ModelConfig) -> tuple[Norm | Router, ...]:
         """Returns the parameters of a layer that every TP rank holds whole; AdamW updates them."""

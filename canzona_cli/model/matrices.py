@@ -114,7 +114,8 @@ class LayerMatrix:
     shard_dim: Literal[0, 1] | None
     """The dimension that tensor parallelism divides; None if every TP rank stores the whole matrix."""
     parameter: str
-    """The Megatron parameter that holds the matrix, without the prefix of the layer: mlp.linear_fc1.weight."""
+    """The Megatron parameter that holds the matrix, without the prefix of the layer:
+    mlp.linear_fc1.weight."""
     unit: int
     """The number of the unit within the layer; matrices of a unit must have the same owner."""
     slices: int = 0
@@ -176,7 +177,7 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
         _cut_by_tp(matrix for block in blocks for matrix in block.matrices if not _whole(matrix, layout))
     )
     problems = [
-        *uneven_problems("parallel.tp", layout.tp, cut, "parts"),
+        *uneven_problems("parallel.tp", layout.tp, cut),
         *pipeline_problems(layers, layout.pp, layout.vpp),
     ]
     refuse(problems)
@@ -283,8 +284,8 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
 def layer_on_rank(
     model: ModelConfig, splitting: Splitting, ep: int
 ) -> tuple[Sequence[LayerMatrix], Sequence[LayerMatrix]]:
-    """Lists the matrices of one layer that a rank stores: those that tensor parallelism cuts, and whole ones of
-    experts that expert parallelism divides among ranks."""
+    """Lists the matrices of one layer that a rank stores: those that tensor parallelism cuts, and whole ones
+    of experts that expert parallelism divides among ranks."""
     layer = layer_matrices(model, splitting)
     if ep == 1:
         return layer, ()

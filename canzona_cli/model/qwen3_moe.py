@@ -43,14 +43,14 @@ def _routers(model: ModelConfig) -> tuple[Router, ...]:
 
 
 @lru_cache(maxsize=64)
-def _work(model: ModelConfig) -> tuple[Work, ...]:
+def _modules(model: ModelConfig) -> tuple[Work, ...]:
     """Lists the modules of a layer with their memory traffic.
 
     SwiGLU passes over an expert's width three times. Every token is copied to each of its experts, which
     reads and writes it, and their results are added in the same way. The router's product is left out: it is
     below 1% of the experts'.
     """
-    qkv, proj, fc1, fc2 = QWEN3.work(model)
+    qkv, proj, fc1, fc2 = QWEN3.modules(model)
     first, *_, last = _weights(model)[2:]
     experts, chosen = model.num_experts, model.experts_per_token
     copied = 2 * chosen * model.hidden_size
@@ -92,7 +92,7 @@ QWEN3_MOE = Family(
     weights=_weights,
     norms=_norms,
     routers=_routers,
-    work=_work,
+    modules=_modules,
     activations=_activations,
     forward_flops=_forward_flops,
     foreign=Foreign(

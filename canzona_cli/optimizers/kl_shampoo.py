@@ -97,10 +97,10 @@ class KLShampoo(KroneckerOptimizer):
 
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
         if self.state[stack[0][0]]["step"] == 1:
-            self._store_squares(stack, "Q_", self._eigenbases(stack, factors))
+            self._store_bases(stack, self._eigenbases(stack, factors))
             return
         bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
-        self._store_squares(stack, "Q_", self._orthonormal(stack, factors @ bases, bases))
+        self._store_bases(stack, self._orthonormal(stack, factors @ bases, bases))
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
         state = self.state[p]

@@ -325,12 +325,10 @@ class KroneckerOptimizer(MatrixOptimizer):
             report(f"{what} failed: {error}; the previous one is kept")
             return None
 
-    def _store_squares(
-        self, stack: Sequence[tuple[torch.Tensor, Side]], name: str, bases: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _store_bases(self, stack: Sequence[tuple[torch.Tensor, Side]], bases: Sequence[torch.Tensor | None]) -> None:
         for (p, side), new in zip(stack, bases, strict=True):
             if new is not None:
-                self.state[p][f"{name}{side}"].copy_(new)
+                self.state[p][f"Q_{side}"].copy_(new)
 
     def _bounded(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
         """Reports `words`, formatted with `size`, if `size` exceeds the limit. On a GPU the report follows

@@ -102,7 +102,7 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
-        products=tuple(_sided(rows, cols, sides, 1, 1)),
+        products=tuple(_sided(rows, cols, sides, 1)),
         traffic=(50 + GRAFTING_BYTES[a.grafting]) * rows * cols + 24 * squares,
         launches=8 + 15 * len(sides) + GRAFTING_LAUNCHES[a.grafting],
     )
@@ -130,7 +130,7 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
-        products=tuple(_sided(rows, cols, sides, 1, 2)),
+        products=tuple(_sided(rows, cols, sides, 2)),
         traffic=86 * rows * cols + 12 * squares,
         launches=14 + 7 * len(sides),
     )
@@ -201,7 +201,7 @@ def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, .
     m, n = sorted((rows, cols))
     both = ((1, m, m, n),) if len(sides) == 2 else ()
     step = Work(
-        products=(*_sided(rows, cols, sides, 1, 3), *both),
+        products=(*_sided(rows, cols, sides, 3), *both),
         traffic=106 * rows * cols + 12 * squares,
         launches=14 + 18 * len(sides),
     )
@@ -230,15 +230,11 @@ def factored_sides(a: Algorithm, rows: int, cols: int) -> tuple[int, ...]:
     return tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
 
 
-def _sided(
-    rows: int, cols: int, sides: tuple[int, ...], statistics: int, applied: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the products of each preconditioned side: `statistics` times G G' or G' G, and `applied` times
-    the square by G."""
+def _sided(rows: int, cols: int, sides: tuple[int, ...], applied: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields the products of each preconditioned side: G G' or G' G, and `applied` times the square by G."""
     for side in sides:
         other = rows * cols // side
-        if statistics:
-            yield statistics, side, other, side
+        yield 1, side, other, side
         yield applied, side, side, other
 
 

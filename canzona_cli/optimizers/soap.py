@@ -60,7 +60,7 @@ class SOAP(KroneckerOptimizer):
 
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
         if self.state[stack[0][0]]["step"] == 1:  # both moments are still zero: nothing to carry over
-            self._store_squares(stack, "Q_", self._eigenbases(stack, factors))
+            self._store_bases(stack, self._eigenbases(stack, factors))
             return
         bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
         powered = factors @ bases

@@ -1,8 +1,8 @@
 """One attempt at a plan: the candidates for its assignment and buckets, and the choice between them.
 
 Candidates are compared by the seconds that updates, reductions and gatherings add to an iteration
-(`planner.exposure`). How long a forward and a backward pass take decides which of the communication is hidden,
-so one attempt makes plans for several sizes of micro-batches.
+(`planner.exposure`). How long a forward and a backward pass take decides which of the communication is
+hidden, so one attempt makes plans for several sizes of micro-batches.
 """
 
 from collections import defaultdict
@@ -42,6 +42,18 @@ def bucket_limits(default: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prices:
+    """The seconds that a plan's matrices take, whatever their assignment."""
+
+    costs: tuple[float, ...]
+    """The seconds of each matrix's update by one rank."""
+    bounds: tuple[float, ...]
+    """`Plan.lower_bounds`."""
+    possible: Mapping[int, Share]
+    """The costs of the matrices that may be shared, by index."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """An assignment with its buckets, and the seconds that they add to an iteration."""
 
@@ -60,9 +72,6 @@ class Attempt:
         config, layout: the run; batch sizes and recomputation do not matter.
         about: everything that the plan depends on.
         members: the matrices of the plan, see `make.planned_matrices`.
-        costs: the seconds of each matrix's update by one rank.
-        bounds: `Plan.lower_bounds`.
-        possible: the costs of the matrices that may be shared, by index.
         memory_cap: elements of matrices that a rank may keep; None: no limit.
         c_max_bytes: C_max in bytes, to save memory; None: as the run's settings say.
     """
@@ -73,10 +82,8 @@ class Attempt:
         layout: Layout,
         about: Subject,
         members: tuple[Matrix, ...],
+        prices: Prices,
         *,
-        costs: tuple[float, ...],
-        bounds: tuple[float, ...],
-        possible: Mapping[int, Share],
         memory_cap: int | None,
         c_max_bytes: int | None,
     ) -> None:
@@ -85,7 +92,7 @@ class Attempt:
         self._asked = asked if c_max_bytes is None else replace(asked, c_max_bytes=c_max_bytes)
         self._default_limit = bucket_elements(config, layout)
         self._sized_by_user = config.parallel.bucket_elements is not None
-        self._costs, self._bounds, self._possible = costs, bounds, possible
+        self._costs, self._bounds, self._possible = prices.costs, prices.bounds, prices.possible
         self._width = max(exchange_bytes(config))
         self._grouped = Grouped(self._asked, self._width, HostedPipeline.of(planning(config), layout))
         self._model = ReductionModel(config, layout)
@@ -129,8 +136,8 @@ class Attempt:
     def _best(self, exposure: Exposure) -> Candidate:
         """Returns the candidate that adds least to an iteration; of those within `ALIKE`, the first.
 
-        The candidates are the balanced assignment, one with units exchanged between owners (`few_owners`), both
-        with renumbered owners, and owners in natural order in buckets of Megatron's size.
+        The candidates are the balanced assignment, one with units exchanged between owners (`few_owners`),
+        both with renumbered owners, and owners in natural order in buckets of Megatron's size.
         """
         limit = self._limit(exposure)
         assignment = self._shared_where_faster(self._balanced(limit), limit, exposure)
@@ -148,9 +155,9 @@ class Attempt:
         return next(candidate for candidate in candidates if candidate.seconds <= (1 + ALIKE) * least)
 
     def _limit(self, exposure: Exposure) -> int | None:
-        """Returns the elements at which buckets of the first stage are closed: the best multiple of Megatron's
-        default by an estimate that does not need owners, unless the user set a size. It does not depend on alpha,
-        so that plans with different alpha have the same buckets."""
+        """Returns the elements at which buckets of the first stage are closed: the best multiple of
+        Megatron's default by an estimate that does not need owners, unless the user set a size. It does not
+        depend on alpha, so that plans with different alpha have the same buckets."""
         default = self._default_limit
         if default is None or self._sized_by_user or not self._by_owner or not self._model.rings:
             return default
@@ -161,8 +168,8 @@ class Attempt:
         return next(limit for limit, price in prices.items() if price <= (1 + ALIKE) * least)
 
     def _outline(self, limit: int) -> list[list[Outline]]:
-        """Returns the buckets of every stage that are closed at `limit` elements, for the first expert-parallel
-        rank."""
+        """Returns the buckets of every stage that are closed at `limit` elements, for the first
+        expert-parallel rank."""
         outlines: list[list[Outline]] = [[] for _ in range(self._layout.pp)]
         for pool in typical_pools(self._members):
             for bucket in pool_buckets(self._members, pool, self._layout, limit):
@@ -246,8 +253,8 @@ class Attempt:
         return self._laid_out[key]
 
     def _buckets(self, candidate: Candidate) -> tuple[Bucket, ...]:
-        """Returns the buckets of all pools; those of other expert-parallel ranks are reduced and gathered as the
-        first rank's."""
+        """Returns the buckets of all pools; those of other expert-parallel ranks are reduced and gathered as
+        the first rank's."""
         if self._layout.ep == 1:
             return candidate.buckets
         made = buckets(self._members, candidate.assignment, self._layout, self._asked, candidate.limit)

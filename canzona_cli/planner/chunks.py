@@ -1,8 +1,8 @@
 """The data-parallel traffic of a pipeline stage: the buckets of its gradient buffers, in Megatron's order.
 
-A `Chunk` is a bucket as the simulator and the planner's `Exposure` need it: the time of its reduction and of its
-gathering, and the module of the stage that completes its gradients in the backward pass. That module is the
-first of the forward pass with a parameter in the bucket, so it is also the first that needs the gathered
+A `Chunk` is a bucket as the simulator and the planner's `Exposure` need it: the time of its reduction and of
+its gathering, and the module of the stage that completes its gradients in the backward pass. That module is
+the first of the forward pass with a parameter in the bucket, so it is also the first that needs the gathered
 parameters.
 """
 
@@ -24,8 +24,8 @@ from canzona_cli.planner.plan import Bucket, rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_apart
 
 Stream = Literal["data", "experts", "adamw"]
-"""A communicator of data-parallel traffic. Its transfers run one after another; those of several share the links.
-Experts that are divided among ranks have one, and, on GPUs, so have AdamW's parameters under a plan
+"""A communicator of data-parallel traffic. Its transfers run one after another; those of several share the
+links. Experts that are divided among ranks have one, and, on GPUs, so have AdamW's parameters under a plan
 (`planner.reduction.adamw_apart`)."""
 STREAMS: Final[tuple[Stream, ...]] = get_args(Stream)
 
@@ -89,8 +89,8 @@ class Order:
 def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
     """Returns the seconds of the blocking all-reduces that follow a stage's gradient reduction.
 
-    With sequence parallelism the gradients of norms and routers are summed over TP; a tied embedding's gradients are
-    summed over the first and the last stage.
+    With sequence parallelism the gradients of norms and routers are summed over TP; a tied embedding's
+    gradients are summed over the first and the last stage.
     """
     model, cluster = config.model, config.cluster
     links, grad = Links(cluster=cluster), config.train.gradient_bytes
@@ -114,9 +114,9 @@ class Buffers:
         modules = self._modules = time.modules
         self._links, self._groups = Links(cluster=config.cluster), Groups.of(layout, config.cluster)
         self._width, self._grad = config.train.weight_bytes, config.train.gradient_bytes
-        self._reductions = ReductionModel(config, layout)
         self._limit = bucket_elements(config, layout) if stage == 0 else None
-        layer = family_of(config.model).work(config.model)
+        self._reductions = ReductionModel(config, layout)
+        layer = family_of(config.model).modules(config.model)
         self._part_of = {kind: work.part for work in layer for kind in work.weight.kinds}
         # For matrices of kinds that only a user's shapes have, assume the part whose gradients are ready last
         # and whose weights are needed first: this never makes a step too short.
@@ -152,8 +152,8 @@ class Buffers:
         ]
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
-        """Builds the chunks of the matrices' buckets, in the order in which buckets fill. The experts of the first
-        expert-parallel rank stand for those of all."""
+        """Builds the chunks of the matrices' buckets, in the order in which buckets fill. The experts of the
+        first expert-parallel rank stand for those of all."""
         streams: dict[int | None, list[Bucket]] = {}
         for bucket in rank_buckets(buckets, self._stage):
             streams.setdefault(bucket.expert_rank, []).append(bucket)

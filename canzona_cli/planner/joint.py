@@ -5,9 +5,9 @@ An expert can only be updated by the ranks that store it, so expert-parallel ran
     expert-parallel rank 0   | cell 0: q.0 proj.1 e e e e | cell 2: e e e e e e e e |    cells of equal height
     expert-parallel rank 1   | cell 1: q.1 e e e e e      | cell 3: proj.0 k v e e e e |
 
-First the other matrices are divided evenly among the expert-parallel ranks, and each goes to the least busy cell
-there. Then each expert-parallel rank's experts, which are many and alike, fill up its cells, the costliest first
-into the least busy cell.
+First the other matrices are divided evenly among the expert-parallel ranks, and each goes to the least busy
+cell there. Then each expert-parallel rank's experts, which are many and alike, fill up its cells, the
+costliest first into the least busy cell.
 """
 
 import heapq
@@ -43,7 +43,8 @@ class _Grid:
         mesh = stage.mesh
         self._stage, self._mesh = stage, mesh
         self._busy = [0.0] * mesh.cells
-        self._room = [_unlimited(stage) if memory_cap is None else memory_cap] * mesh.cells
+        everything = sum(matrix.elements for matrix in stage.matrices)
+        self._room = [everything if memory_cap is None else memory_cap] * mesh.cells
         self._total = [sum(map(problem.cost, problem.units)) for problem in experts]
         """The seconds of each expert-parallel rank's matrices."""
         self._filled: dict[tuple[tuple[float, int], ...], list[int]] = {}
@@ -127,8 +128,3 @@ def _filled(problem: PoolProblem, busy: Sequence[float], room: list[int]) -> dic
         for entry in full:
             heapq.heappush(heap, entry)
     return owners
-
-
-def _unlimited(stage: PoolProblem) -> int:
-    """Returns the room of a cell without a limit: all elements of all matrices."""
-    return sum(matrix.elements for matrix in stage.matrices)

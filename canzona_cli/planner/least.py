@@ -13,11 +13,10 @@ from functools import cached_property
 from itertools import count, permutations, product
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.sharing import Share
+from canzona_cli.costs.sharing import Share, shares
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.bounds import packing_bound, simple_bound, stage_bound
 from canzona_cli.planner.groups import expert_seconds, held_jobs
-from canzona_cli.planner.make import possible_shares
 from canzona_cli.planner.pipeline import HostedPipeline, Job, planning
 from canzona_cli.planner.plan import Plan
 
@@ -49,17 +48,15 @@ def updates(config: RunConfig, layout: Layout, plan: Plan) -> Updates:
     stage = max(taken, key=taken.__getitem__)
     least = max(
         plan.lower_bounds[stage] * pipeline.updating,
-        least_seconds(
-            plan.matrices, plan.costs, stage, layout.owners, possible_shares(config, layout, plan.matrices), pipeline
-        ),
+        least_seconds(plan.matrices, plan.costs, stage, layout.owners, shares(config, layout, plan.matrices), pipeline),
         _with_experts(plan, stage, pipeline) if layout.ep > 1 else 0.0,
     )
     return Updates(seconds=taken[stage], least=least)
 
 
 def _with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> float:
-    """Returns the seconds that a stage's busiest rank takes at least where experts are divided among ranks, which
-    leaves all other matrices to hosts: `stage_bound` of the updates with their copies."""
+    """Returns the seconds that a stage's busiest rank takes at least where experts are divided among ranks,
+    which leaves all other matrices to hosts: `stage_bound` of the updates with their copies."""
     known: dict[Hashable, float] = {}
     seconds = []
     for matrix, cost in zip(plan.matrices, plan.costs, strict=True):
@@ -237,8 +234,8 @@ class _Kinds:
         )
 
     def _sets(self, seconds: float) -> list[tuple[int, ...]] | None:
-        """Lists the sets of units that an owner may update within `seconds`, as numbers of units of each kind;
-        None if there are too many."""
+        """Lists the sets of units that an owner may update within `seconds`, as numbers of units of each
+        kind; None if there are too many."""
         sets: list[tuple[int, ...]] = [()]
         for place in range(len(self.units)):
             longer = []
@@ -284,8 +281,8 @@ def _fit(hosted: Sequence[_Ways], held: Mapping[_Ways, int], shared: Sequence[in
 
 
 def _weights(sets: Sequence[Sequence[int]], order: Sequence[int]) -> list[float] | None:
-    """Returns a weight for each kind, so that no set weighs more than 1: for one kind after another the largest
-    that the weights so far allow. None if a kind is in no set, and so can have no owner."""
+    """Returns a weight for each kind, so that no set weighs more than 1: for one kind after another the
+    largest that the weights so far allow. None if a kind is in no set, and so can have no owner."""
     weights = [0.0] * len(order)
     for kind in order:
         left = [

@@ -6,9 +6,8 @@ Nothing depends on torch, on measured time or on randomness.
 """
 
 import json
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -18,16 +17,16 @@ from typing import Final
 from canzona_cli.config.execution import PLANNED
 from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.config.settings import affecting
-from canzona_cli.costs.buffers import bucket_elements, exchange_bytes, stage_weights, transient
-from canzona_cli.costs.memory import GIB, capacity, factor_bytes, headroom, least_step_bytes, optimizer_state
-from canzona_cli.costs.sharing import HOSTED, Share, shares
+from canzona_cli.costs.buffers import bucket_elements, exchange_bytes
+from canzona_cli.costs.memory import GIB, capacity, element_bytes, headroom, spare_bytes
+from canzona_cli.costs.sharing import shares
 from canzona_cli.costs.update import algorithm, update_costs
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.fields import PLAN
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.attempt import Attempt, cheapest
+from canzona_cli.planner.attempt import Attempt, Prices, cheapest
 from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.exposure import Exposure
 from canzona_cli.planner.groups import sent
@@ -135,33 +134,16 @@ def _attempts_with(
     """Prepares the attempts of `attempt`, one for each C_max to try."""
     sizes: list[int | None] = [c_max_bytes]
     if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max_bytes is None and layout.tp > 1:
-        sizes += capacities(max(matrix.elements for matrix in sent(members)) * max(exchange_bytes(config)), None)
-    return [
-        Attempt(
-            config,
-            layout,
-            subject(config, layout, shapes),
-            members,
-            costs=update_costs(config, members),
-            bounds=lower_bounds(config, layout, members),
-            possible=possible_shares(config, layout, members),
-            memory_cap=memory_cap,
-            c_max_bytes=size,
-        )
-        for size in sizes
-    ]
+        sizes += _capacities(members, max(exchange_bytes(config)), None)
+    prices, about = _prices(config, layout, members), subject(config, layout, shapes)
+    return [Attempt(config, layout, about, members, prices, memory_cap=memory_cap, c_max_bytes=size) for size in sizes]
 
 
 @lru_cache(maxsize=16)
-def lower_bounds(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> tuple[float, ...]:
-    """Computes `Plan.lower_bounds`, in seconds by stage."""
-    costs, possible = update_costs(config, members), possible_shares(config, layout, members)
-    return tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
-
-
-def possible_shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
-    """Returns the costs of the matrices that may be shared, by index."""
-    return HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
+def _prices(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> Prices:
+    costs, possible = update_costs(config, members), shares(config, layout, members)
+    bounds = tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
+    return Prices(costs=costs, bounds=bounds, possible=possible)
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
@@ -232,8 +214,8 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
                 continue
             if run is config:
                 return plan
-            about, bounds = subject(config, layout, shapes), lower_bounds(config, layout, members)
-            return replace(plan, subject=about, lower_bounds=bounds)
+            about, prices = subject(config, layout, shapes), _prices(config, layout, members)
+            return replace(plan, subject=about, lower_bounds=prices.bounds)
     raise DoesNotFit(
         Problem(
             key="gpus",
@@ -255,17 +237,20 @@ def _attempts(
     Args:
         limit: the bytes of one GPU that the run may use.
     """
-    free = plan_unbounded(config, layout, shapes)
+    free, reductions = plan_unbounded(config, layout, shapes), ReductionModel(config, layout)
+    how, width, c_max = free.subject.optimizer, max(exchange_bytes(config)), free.subject.settings.c_max_bytes
+    spare, counts = spare_bytes(config, how, layout, limit), Counter(matrix.shape for matrix in members)
     for careful in (False, True):
-        memory_cap = _memory_cap(config, layout, members, limit, careful=careful)
+        # The elements of matrices that one rank may keep.
+        memory_cap = max(1, int(spare / element_bytes(config, how, counts, careful=careful)))
         # Under a memory cap that does not bind, the plan is the one made without a cap.
         roomy = _most_held(free) <= memory_cap
         plan = free if roomy else attempt(config, layout, shapes, members, memory_cap)
-        yield from _with_less(config, layout, plan)
-        for c_max_bytes in _capacities(config, layout, members):
-            if c_max_bytes < _most_received(plan) * max(exchange_bytes(config)):  # else it would be the same plan
+        yield from _with_less(plan, reductions)
+        for c_max_bytes in _capacities(members, width, c_max):
+            if c_max_bytes < _most_received(plan) * width:  # else it would be the same plan
                 plan = attempt(config, layout, shapes, members, memory_cap, c_max_bytes)
-                yield from _with_less(config, layout, plan)
+                yield from _with_less(plan, reductions)
 
 
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
@@ -306,42 +291,19 @@ def _most_received(plan: Plan) -> int:
     return max(received.values(), default=0)
 
 
-def _with_less(config: RunConfig, layout: Layout, plan: Plan) -> Iterator[Plan]:
+def _with_less(plan: Plan, reductions: ReductionModel) -> Iterator[Plan]:
     """Yields the plan, then the plan without rings that the planner chose itself, whose scratch takes memory."""
     yield plan
-    without = ReductionModel(config, layout).choose(plan.buckets, plan.subject.settings, scratch=False)
+    without = reductions.choose(plan.buckets, plan.subject.settings, scratch=False)
     if without != plan.buckets:
         yield replace(plan, buckets=without)
 
 
-def _capacities(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Iterator[int]:
-    """Returns C_max of `make_plan`'s attempts to save memory, in bytes: smaller and smaller, down to the largest
-    matrix."""
-    largest = max(matrix.elements for matrix in sent(members)) * max(exchange_bytes(config))
-    return capacities(largest, settings(config).c_max_bytes)
-
-
-def _memory_cap(config: RunConfig, layout: Layout, members: Sequence[Matrix], limit: int, *, careful: bool) -> int:
-    """Returns the elements of matrices that one rank may keep: the free memory of the fullest stage divided
-    by the bytes of state per element.
+def _capacities(members: Sequence[Matrix], width: int, c_max_bytes: int | None) -> Iterator[int]:
+    """Returns values of C_max to try, in bytes: smaller and smaller, down to the largest matrix.
 
     Args:
-        limit: the bytes of one GPU that the run may use.
-        careful: preconditioners take more bytes per element for some shapes than for others. True to count
-            the most of any matrix, False to count the mean over all matrices.
+        width: the bytes of an element in an exchange.
+        c_max_bytes: the value that the user set.
     """
-    how, shapes = algorithm(config), Counter((matrix.rows, matrix.cols) for matrix in members)
-    shares = [(factor_bytes(how, *shape), math.prod(shape), count) for shape, count in shapes.items()]
-    if careful:
-        factors = max(size / elements for size, elements, _ in shares)
-    else:
-        factors = sum(size * count for size, _, count in shares) / sum(size * count for _, size, count in shares)
-    state = sum(optimizer_state(config, others=0, whole=1, factors=0).values()) + factors
-    left = []
-    for stage in range(layout.pp):
-        weights = stage_weights(config, layout, stage)
-        adamw = sum(optimizer_state(config, weights.share(layout, matrices=False), whole=0, factors=0).values())
-        stored = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
-        needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
-        left.append(limit - stored - adamw - needed)
-    return max(1, int(min(left) / state))
+    return capacities(max(matrix.elements for matrix in sent(members)) * width, c_max_bytes)

@@ -34,6 +34,7 @@ from canzona_cli.costs.buffers import (
 )
 from canzona_cli.costs.memory import Memory, capacity, estimate, factor_bytes, headroom, optimizer_state
 from canzona_cli.costs.sharing import Share
+from canzona_cli.model.family import Kind
 from canzona_cli.model.geometry import interleaved_kinds
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import group_traffic
@@ -75,6 +76,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
         if matrix.expert_rank is not None:
             experts[cell.number(mesh.tp)].append(matrix)
     reduced, gathered = _communicated(config, plan, stage)
+    copies = _Copies(interleaved=interleaved_kinds(config.model), fp32=config.train.gradient_bytes == FP32)
     known: dict[Hashable, list[StepBuffers]] = {}
     buffers: list[StepBuffers] = []
     for owner in range(mesh.owners):
@@ -92,7 +94,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
             tuple(tuple(map(_alike, of_host)) for of_host in experts[row]),
         )
         if key not in known:
-            known[key] = list(_owners_buffers(config, groups, experts[row]))
+            known[key] = list(_owners_buffers(config, copies, groups, experts[row]))
         buffers += known[key]
     return [
         replace(of_cell, reduction=reduced.get(cell, 0), gathering=gathered.get(cell, 0))
@@ -113,8 +115,34 @@ class _Placed(NamedTuple):
     share: Share | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Copies:
+    """The gradients that ranks have to copy, because they are not contiguous and in fp32 where they are reduced."""
+
+    interleaved: frozenset[Kind]
+    """The kinds of matrices whose gradients are not contiguous."""
+    fp32: bool
+    """True if gradients are reduced in fp32."""
+
+    def of_host(self, matrix: Matrix, tp: int, host: int) -> int:
+        """Counts the elements that a matrix's host has to copy: all of them, or none if it has the whole gradient."""
+        interleaved = matrix.kind in self.interleaved and not _is_head(matrix)
+        stored_whole = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
+        return 0 if stored_whole and not interleaved and self.fp32 else matrix.elements
+
+    def of_fragment(self, matrix: Matrix, tp: int) -> int:
+        """Counts the elements that a rank has to copy of a shared matrix's fragment: all of them or none."""
+        return 0 if matrix.kind not in self.interleaved and self.fp32 else matrix.elements // tp
+
+    def batched(self, matrices: Sequence[Matrix]) -> tuple[int, list[list[Shape]]]:
+        """Returns, for matrices that one rank stores whole, the fp32 bytes of the largest batch of gradients
+        that it copies, and the shapes of each batch."""
+        copied = [self.of_host(matrix, 1, 0) for matrix in matrices]
+        return batch_bytes(copied), [[matrix.shape for matrix in matrices[batch]] for batch in in_batches(copied)]
+
+
 def _owners_buffers(
-    config: RunConfig, groups: Sequence[Sequence[_Placed]], experts: Sequence[Sequence[Matrix]]
+    config: RunConfig, copies: _Copies, groups: Sequence[Sequence[_Placed]], experts: Sequence[Sequence[Matrix]]
 ) -> Iterator[StepBuffers]:
     """Yields the buffers of each of an owner's hosts, without those for buckets (`reduction`, `gathering`).
 
@@ -123,9 +151,9 @@ def _owners_buffers(
         experts: by host, the experts with an `expert_rank`.
     """
     tp = len(experts)
-    batches = [_batched(config, of_host) for of_host in experts]
+    batches = [copies.batched(of_host) for of_host in experts]
     if tp == 1:
-        gradients, together = _batched(config, [placed.matrix for group in groups for placed in group])
+        gradients, together = copies.batched([placed.matrix for group in groups for placed in group])
         ((of_experts, expert_shapes),) = batches
         workspace = workspace_bytes(config, [*together, *expert_shapes])
         yield StepBuffers(gradients=gradients + of_experts, workspace=workspace)
@@ -136,7 +164,7 @@ def _owners_buffers(
     moved = [
         group_traffic([placed.matrix for placed in group], [placed.host for placed in group], tp) for group in groups
     ]
-    fragment_copy = _most(FP32 * _fragment_copied(config, matrix, tp) for matrix in shared)
+    fragment_copy = _most(FP32 * copies.of_fragment(matrix, tp) for matrix in shared)
     cut = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in shared]
     for rank in range(tp):
         exchange = 0
@@ -147,7 +175,7 @@ def _owners_buffers(
             exchange += sets * width * _most(traffic.sent[rank] for traffic in all_to_alls)
             exchange += sets * width * _most(traffic.received[rank] for traffic in all_to_alls)
         hosted = [[placed.matrix for placed in group if placed.host == rank] for group in groups]
-        copied_most = _most(sum(_copied(config, matrix, tp, rank) for matrix in group) for group in hosted)
+        copied_most = _most(sum(copies.of_host(matrix, tp, rank) for matrix in group) for group in hosted)
         yield StepBuffers(
             exchange=exchange,
             gradients=FP32 * copied_most + fragment_copy + batches[rank][0],
@@ -160,13 +188,6 @@ def _owners_buffers(
         )
 
 
-def _batched(config: RunConfig, matrices: Sequence[Matrix]) -> tuple[int, list[list[Shape]]]:
-    """Returns, for matrices that one rank stores whole, the fp32 bytes of the largest batch of gradients that it
-    copies, and the shapes of each batch."""
-    copied = [_copied(config, matrix, 1, 0) for matrix in matrices]
-    return batch_bytes(copied), [[matrix.shape for matrix in matrices[batch]] for batch in in_batches(copied)]
-
-
 def batch_bytes(elements: Sequence[int]) -> int:
     """Returns the fp32 bytes of the largest batch of an owner's matrices.
 
@@ -174,21 +195,6 @@ def batch_bytes(elements: Sequence[int]) -> int:
         elements: the elements of each matrix whose gradient is copied, 0 for the others.
     """
     return FP32 * _most(sum(elements[batch]) for batch in in_batches(elements))
-
-
-def _copied(config: RunConfig, matrix: Matrix, tp: int, host: int) -> int:
-    """Counts the elements of a matrix's gradient that its host has to copy: all of them, or none if the host
-    already has the whole gradient contiguous and in fp32."""
-    interleaved = matrix.kind in interleaved_kinds(config.model) and not _is_head(matrix)
-    stored_whole = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
-    return 0 if stored_whole and not interleaved and config.train.gradient_bytes == FP32 else matrix.elements
-
-
-def _fragment_copied(config: RunConfig, matrix: Matrix, tp: int) -> int:
-    """Counts the elements of a shared matrix's fragment that a rank has to copy: all of them, or none if the
-    fragment's gradient is contiguous and in fp32."""
-    contiguous = matrix.kind not in interleaved_kinds(config.model) and config.train.gradient_bytes == FP32
-    return 0 if contiguous else matrix.elements // tp
 
 
 def _is_head(matrix: Matrix) -> bool:
@@ -258,8 +264,8 @@ def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
 
 
 def kept_elements(plan: Plan, stage: int) -> list[int]:
-    """Counts the elements of matrices that each cell of a stage keeps, at index `owner * tp + host`: of a hosted
-    matrix all on its host, of a shared one a fragment on every host of its owner."""
+    """Counts the elements of matrices that each cell of a stage keeps, at index `owner * tp + host`: of a
+    hosted matrix all on its host, of a shared one a fragment on every host of its owner."""
     mesh, shares = plan.subject.layout, plan.assignment.shares
     placed = (
         (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)
@@ -285,7 +291,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     def varying(cell: int) -> dict[str, int]:
         """Returns the parts that differ between the cells of a stage."""
         return {
-            **optimizer_state(config, weights.share(mesh, matrices=False), elements[cell], factors[cell]),
+            **optimizer_state(config, how, weights.share(mesh, matrices=False), elements[cell], factors[cell]),
             **needed.parts(reduction=buffers[cell].reduction, gathering=buffers[cell].gathering),
             "exchange": buffers[cell].lasting,
         }

@@ -10,7 +10,6 @@ from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.sharing import shares
 from canzona_cli.costs.update import update_costs
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.families import lengthened
 from canzona_cli.planner.make import make_plan, planned_matrices, subject
 from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
@@ -93,7 +92,7 @@ def default_path(config: RunConfig, plan: Plan) -> Path:
     return FOLDER / f"{config.name}-{config.gpus}gpus-{plan.name}.json"
 
 
-def find_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> "Obtained | None":
+def find_plan(config: RunConfig, layout: Layout, folder: Path) -> "Obtained | None":
     """Finds the plan of a run in `folder`: the newest file that `load_plan` accepts; None if it accepts no
     file."""
     candidates = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
@@ -105,7 +104,7 @@ def find_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> "Obta
     return None
 
 
-def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
+def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
     """Reads a plan and checks that it is for exactly this run.
 
     Raises:
@@ -114,7 +113,7 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
             matrices or costs are not those of this run.
     """
     plan = read_plan(path)
-    expected = subject(config, layout, shapes)
+    expected = subject(config, layout)
     differing = differences(plan.subject, expected)
     if differing:
         parts = ", ".join(dict.fromkeys(key.partition(".")[0] for key, _, _ in differing))
@@ -127,7 +126,7 @@ def load_plan(path: Path, config: RunConfig, layout: Layout, shapes: ModelShapes
             f"plan {plan.name} is for a different {parts}: {shown}" + (f"; and {more} more" if more > 0 else ""),
             f"{_MAKE_ANEW} and this run's settings",
         )
-    matrices = planned_matrices(config, layout, shapes)
+    matrices = planned_matrices(config, layout, None)
     possible = shares(config, layout, matrices)
     if (plan.matrices, plan.costs) != (matrices, update_costs(config, matrices)) or any(
         share != possible.get(index) for index, share in plan.assignment.shares.items()

@@ -256,7 +256,7 @@ class FastestLayouts(Page):
         )
 
 
-def layouts_of(config: RunConfig, *, verbose: bool = False) -> FastestLayouts:
+def layouts_of(config: RunConfig, *, verbose: bool) -> FastestLayouts:
     """Searches the fastest layouts of a composed run.
 
     Args:

@@ -144,7 +144,7 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
     return None
 
 
-def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = None) -> Iterator[str]:
+def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None) -> Iterator[str]:
     """Yields warnings about data that is read too often, and about an embedding with mostly unused rows."""
     read, demonstration = supply(config, layout, corpus), config.data.source == "stdlib"
     if read is not None and read.too_often and demonstration:

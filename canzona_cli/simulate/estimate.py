@@ -14,7 +14,7 @@ from canzona_cli.costs.experts import dispatch
 from canzona_cli.costs.gradients import NormClip
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.model import hop, passes, units_taken
-from canzona_cli.costs.sharing import HOSTED, shares
+from canzona_cli.costs.sharing import shares
 from canzona_cli.costs.update import adamw_seconds, implementation, step_factor, update_costs
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.attempt import bucket_limits
@@ -24,8 +24,8 @@ from canzona_cli.simulate.update import UpdateModel
 
 
 def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
-    """Estimates the seconds of a step in a layout without planning or simulating it; hardly ever more than the
-    simulation says."""
+    """Estimates the seconds of a step in a layout without planning or simulating it; hardly ever more than
+    the simulation says."""
     execution = config.execution
     times, hop_s = passes(config, layout), hop(config, layout).seconds
     stages = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
@@ -47,8 +47,8 @@ def _exposed(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, 
     """Estimates the seconds that data-parallel traffic adds to a step.
 
     Args:
-        passes_s: the seconds of a micro-batch's forward and backward pass through each of the first stage's model
-            chunks.
+        passes_s: the seconds of a micro-batch's forward and backward pass through each of the first stage's
+            model chunks.
     """
     traffic, parallel = _traffic(config, replace(layout.bare, vpp=1)), config.parallel
     reduced, gathered = traffic.reduced_s, traffic.gathered_s
@@ -67,12 +67,12 @@ def _exposed(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, 
 def _exposed_with_experts(
     config: RunConfig, layout: Layout, traffic: "_Traffic", passes_s: tuple[float, float]
 ) -> float:
-    """Estimates `_exposed` of a model with experts, whose gradients take about as long to reduce as a backward pass,
-    for the best size of buckets.
+    """Estimates `_exposed` of a model with experts, whose gradients take about as long to reduce as a
+    backward pass, for the best size of buckets.
 
-    With n buckets, which fill evenly during the passes, the i-th is ready after i / n of the backward pass, and
-    the i-th is needed after (i - 1) / n of the forward pass. Passes slow down under traffic: tokens travel over the
-    same link, and collectives take a share of the GPU.
+    With n buckets, which fill evenly during the passes, the i-th is ready after i / n of the backward pass,
+    and the i-th is needed after (i - 1) / n of the forward pass. Passes slow down under traffic: tokens
+    travel over the same link, and collectives take a share of the GPU.
     """
     # Other micro-batches pass between the passes of the last one through two model chunks.
     turns = (layout.vpp - 1) * layout.pp + 1
@@ -107,8 +107,8 @@ def _limits(config: RunConfig, layout: Layout) -> tuple[int, ...]:
 
 
 def _travel_s(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds for which a micro-batch, on its way through one model chunk of the first stage and on to the
-    next stage, uses the same link as data-parallel traffic: the mean over the stage's chunks."""
+    """Returns the seconds for which a micro-batch, on its way through one model chunk of the first stage and
+    on to the next stage, uses the same link as data-parallel traffic: the mean over the stage's chunks."""
     link, moved = Groups.of(layout, config.cluster).experts.link, [(1.0, hop(config, layout))]
     if layout.ep > 1:
         layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp
@@ -181,8 +181,8 @@ class _Layer(NamedTuple):
     """The seconds of one layer's matrix updates."""
 
     duplicated_s: float
-    """The seconds on a rank that gathers and updates every matrix but those of `experts_s`; 0 for strategies with
-    a plan."""
+    """The seconds on a rank that gathers and updates every matrix but those of `experts_s`; 0 for strategies
+    with a plan."""
     experts_s: float
     """The seconds of all experts if they are divided among ranks; otherwise, and with a plan, 0."""
     planned_s: float
@@ -203,7 +203,7 @@ def _layer(config: RunConfig, layout: Layout) -> _Layer:
         return _Layer(model.duplicated(dense).seconds, model.duplicated(experts).seconds, 0.0, ())
     factor = step_factor(config.cluster, "matrix_update", implementation(config))
     packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
-    possible = HOSTED if config.engine.mode == "hosted" else shares(config, layout, members)
+    possible = shares(config, layout, members)
     everything, pieces = 0.0, []
     for matrix, cost in zip(members, costs, strict=True):
         parts = [factor * possible[matrix.index].each] if matrix.index in possible else []

@@ -94,7 +94,7 @@ def unplanned(config: RunConfig, layout: Layout, strategy: AnyStrategy, matrices
 
 
 def layerwise(
-    matrices: Sequence[Matrix], layout: Layout, bucket_elements: int | None = None
+    matrices: Sequence[Matrix], layout: Layout, bucket_elements: int | None
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
     """Returns the owners and buckets of `LayerWiseDistributedOptimizer` in megatron-core 0.19.
 

@@ -1,5 +1,5 @@
-"""Exports a checkpoint to Megatron's format `torch_dist`, one tensor at a time: weights, and the masters and the state
-of Muon or AdamW, from which Megatron-LM's `--load` goes on."""
+"""Exports a checkpoint to Megatron's format `torch_dist`, one tensor at a time: weights, and the masters and
+the state of Muon or AdamW, from which Megatron-LM's `--load` goes on."""
 
 import io
 import os

@@ -84,8 +84,8 @@ class Import:
 
 
 def planned_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Import:
-    """Composes the run of an import from the checkpoint's arguments and the overrides; checks that the checkpoint has
-    its model.
+    """Composes the run of an import from the checkpoint's arguments and the overrides; checks that the
+    checkpoint has its model.
 
     Raises:
         ConfigError: canzona does not support the model, or the recipe has another one; lists every difference.

@@ -1,7 +1,7 @@
 """The names that a model's parameters and their optimizer state have in Megatron's checkpoints.
 
-All layers' parameters of one name are one tensor, whose first axis counts layers; Megatron can also number them in
-names. Parameters are fused as a single tensor-parallel rank stores them.
+All layers' parameters of one name are one tensor, whose first axis counts layers; Megatron can also number
+them in names. Parameters are fused as a single tensor-parallel rank stores them.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -65,8 +65,8 @@ class Parameter:
         return (MOMENTUM,) if kind == "muon" and self.matrix else MOMENTS
 
     def stored(self, keys: Collection[str], field: str = "") -> str | None:
-        """Returns the key, among a checkpoint's, of the parameter or of a field of its state; None if there is
-        none."""
+        """Returns the key, among a checkpoint's, of the parameter or of a field of its state; None if there
+        is none."""
         names = _MASTERS if field == MASTER else (field,)
         prefixes = [f"{STATE}{name}." if name else "" for name in names]
         candidates = (f"{prefix}{key}" for prefix in prefixes for key in (self.key, self.numbered_key))
@@ -108,8 +108,8 @@ def kind_of_state(keys: Collection[str], model: ModelConfig) -> Kind | None:
 
 
 def wrong_tensors(keys: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Mapping[str, str]:
-    """Returns the keys of tensors that are missing, unexpected or of another shape than the model's, each with the
-    reason."""
+    """Returns the keys of tensors that are missing, unexpected or of another shape than the model's, each
+    with the reason."""
     wrong: dict[str, str] = {}
     known: set[str] = set()
     for each in parameters(model):

@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Dispatcher, Layout, RunConfig
 from canzona_cli.costs.buffers import layer_activations
-from canzona_cli.costs.experts import HOST_LAUNCHES, copying, dispatch, exposed_travel, products_seconds
+from canzona_cli.costs.experts import HOST_LAUNCHES, copying, dispatch, products_seconds
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime, stage_time
 from canzona_cli.model.families import family_of
@@ -77,7 +77,7 @@ def test_a_tensor_parallel_rank_sends_its_part_of_the_sequence() -> None:
 
 
 def test_products_are_the_quicker_the_more_tokens_an_expert_has() -> None:
-    work = next(work for work in family_of(RUN.model).work(RUN.model) if work.part == "fc1")
+    work = next(work for work in family_of(RUN.model).modules(RUN.model) if work.part == "fc1")
     seconds = [products_seconds(RUN, layout(ep), work) for ep in (1, 8, 64)]
     flops = 2.0 * CHOSEN * TOKENS * HIDDEN * 2 * FFN
     assert seconds == sorted(seconds, reverse=True)
@@ -86,7 +86,7 @@ def test_products_are_the_quicker_the_more_tokens_an_expert_has() -> None:
 
 def test_at_most_four_products_run_side_by_side() -> None:
     """With as many tokens for each, 128 experts take 32 times as long as four."""
-    work = next(work for work in family_of(RUN.model).work(RUN.model) if work.part == "fc1")
+    work = next(work for work in family_of(RUN.model).modules(RUN.model) if work.part == "fc1")
     few = replace(RUN, train=replace(RUN.train, seq_length=TOKENS // 32))
     assert products_seconds(RUN, layout(ep=1), work) == pytest.approx(32 * products_seconds(few, layout(ep=32), work))
 
@@ -99,10 +99,9 @@ def test_copies_are_sorted_once_more_where_each_travels_on_its_own() -> None:
 
 
 def test_only_travel_that_is_as_long_as_the_computation_is_hidden() -> None:
-    cluster = replace(RUN.cluster, collective_units=0.25)
     travel = Transfer(latency_s=0.5, link="network", link_s=1.5)
     for computing_s, seconds in ((0.0, 2.0), (1.0, 1.25), (2.0, 0.5), (9.0, 0.5)):
-        assert exposed_travel(cluster, travel, computing_s).seconds == pytest.approx(seconds)
+        assert travel.beside(computing_s, units=0.25).seconds == pytest.approx(seconds)
 
 
 def test_hidden_travel_is_never_longer_and_hides_nothing_else() -> None:
