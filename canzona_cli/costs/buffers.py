@@ -282,6 +282,7 @@ class Transient:
 
     activations: int
     logits: int
+    """The bytes that the loss and the output layer's backward pass need."""
     working: int
     """The bytes that one layer's backward pass needs in addition to activations, after logits are freed."""
     update: int
@@ -362,23 +363,42 @@ def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) ->
 def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
     """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
     model, width, t = config.model, config.train.weight_bytes, layout.tp
-    weights = stage_weights(config, layout, stage)
+    weights, hidden = stage_weights(config, layout, stage), model.hidden_size
     tokens, layer = micro_batch_tokens(config, layout), layer_activations(config, layout, layout.recompute)
     activations = layers_in_flight(model.num_layers, layout, stage) * layer
     logits = 0
     if stage == layout.pp - 1:
         activations += 2 * config.train.weight_bytes * stream_elements(config, layout)
-        # Per vocabulary entry and token: the logits, their softmax in fp32 (in place if logits are fp32), and
-        # their gradient. That is two bytes too many where bf16 products are native, because the logits are
-        # freed before their gradient is made (tests/dist/test_peak_memory.py).
-        logits = (2 * width + FP32 if width < FP32 else 2 * FP32) * tokens * model.vocab_size // t
+        logits = _output_layer(config, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t)
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
     # of the largest weight before it is added to the buffer, and the activations that recomputation restores.
     largest = family_of(model).activations(model, True).largest * tokens // t
-    working = width * (largest + 2 * tokens * model.hidden_size + weights.largest)
+    working = width * (largest + 2 * tokens * hidden + weights.largest)
     working += layer_activations(config, layout, "none") - layer
     update, adamw = _scratch(config, layout.bare, stage)
     return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
+
+
+def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> int:
+    """Counts the bytes that the loss and the output layer need in addition to activations, which are the most either
+    in the loss or in the backward pass of the output layer.
+
+    The loss needs the softmax of the logits in fp32, beside bf16 logits or, later, beside their bf16 gradient; in place
+    if the logits are in fp32. The backward pass needs the gradients of logits, input and weights, and on processors
+    without bf16 instructions fp32 copies of both factors and of the product.
+
+    Args:
+        logits: the logits of a micro-batch on one rank.
+        stream: the elements of the output layer's input, gathered over TP ranks.
+        weights: the elements of the output layer on one rank.
+    """
+    width = config.train.weight_bytes
+    if width == FP32:
+        return FP32 * (logits + stream + weights)
+    loss = (width + FP32) * logits
+    if config.cluster.bf16_in_fp32:
+        return loss + FP32 * (stream + weights) + width * stream
+    return max(loss, width * (logits + stream + weights))
 
 
 @lru_cache(maxsize=4096)
