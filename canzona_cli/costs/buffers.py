@@ -383,9 +383,11 @@ def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> 
     """Counts the bytes that the loss and the output layer need in addition to activations, which are the most either
     in the loss or in the backward pass of the output layer.
 
-    The loss needs the softmax of the logits in fp32, beside bf16 logits or, later, beside their bf16 gradient; in place
-    if the logits are in fp32. The backward pass needs the gradients of logits, input and weights, and on processors
-    without bf16 instructions fp32 copies of both factors and of the product.
+    The loss of bf16 logits needs their softmax in fp32 beside the logits or, later, beside their gradient. Megatron's
+    fused loss, which runs on GPUs, makes the gradient in fp32 first, beside both (tests/dist/test_fusions.py). The
+    loss of fp32 logits turns them into their softmax and then into their gradient in place. The backward pass needs the
+    gradients of logits, input and weights, and on processors without bf16 instructions fp32 copies of both factors and
+    of the product.
 
     Args:
         logits: the logits of a micro-batch on one rank.
@@ -395,7 +397,7 @@ def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> 
     width = config.train.weight_bytes
     if width == FP32:
         return FP32 * (logits + stream + weights)
-    loss = (width + FP32) * logits
+    loss = (width + FP32 * (2 if config.cluster.device == "cuda" else 1)) * logits
     if config.cluster.bf16_in_fp32:
         return loss + FP32 * (stream + weights) + width * stream
     return max(loss, width * (logits + stream + weights))

@@ -1,13 +1,17 @@
 """The memory of a rank in a real step: the most bytes of tensors at once, against the plan's account."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import pytest
 import torch
+from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from canzona_cli.megatron.model import Trainee
+from canzona_cli.costs.buffers import micro_batch_tokens, transient
+from canzona_cli.megatron import parallel
 from canzona_cli.optimizers import cpu_products
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.training.data import BatchStream
@@ -62,7 +66,7 @@ def test_a_step_takes_the_memory_that_its_plan_says(size: str, cut: str, precisi
         train_step(trainee, batches)  # makes AdamW's state
         kept = tensor_bytes(trainee)
         # A thread of gloo may hold what it has sent for longer where the machine is busy: not in each of three steps.
-        return Used(kept=kept, peak=kept + min(_most_at_once(trainee, batches) for _ in range(3)))
+        return Used(kept=kept, peak=kept + min(most_at_once(lambda: train_step(trainee, batches)) for _ in range(3)))
 
     ranks = run_ranks(layout.world_size, rank)
     memory = plan_memory(config, layout, plan)
@@ -72,10 +76,35 @@ def test_a_step_takes_the_memory_that_its_plan_says(size: str, cut: str, precisi
     assert used.peak == pytest.approx(memory.total, rel=0.05)
 
 
-def _most_at_once(trainee: Trainee, batches: BatchStream) -> int:
-    """Returns the bytes of tensors that a step has at once beside those from before."""
+@pytest.mark.sweep
+@pytest.mark.parametrize("cluster", ["cpu", "h100-80g"])
+def test_the_loss_takes_as_many_bytes_for_a_logit_as_the_plan_counts(cluster: str) -> None:
+    """GPUs run Megatron's fused loss, which is compiled; it needs a processor's compiler here."""
+    config, layout = jobs.resolve("recipe=qwen3-tiny", "gpus=1", f"cluster={cluster}")
+    logits = micro_batch_tokens(config, layout) * config.model.vocab_size
+    fused = config.cluster.device == "cuda"
+
+    def rank() -> float:
+        world = parallel.initialize(layout, "cpu", seed=1)
+        inputs, weights = (torch.randn(rows, 8).bfloat16().requires_grad_() for rows in (256, 8192))
+        labels = torch.randint(8192, (256, 1))
+        loss_of = fused_vocab_parallel_cross_entropy if fused else vocab_parallel_cross_entropy
+
+        def step() -> None:
+            # The logits have no name here, because Megatron's model drops them when it returns the loss.
+            loss = loss_of(torch.nn.functional.linear(inputs[:, None], weights), labels, tp_group=world.groups.tp)
+            loss.float().mean().backward()
+
+        step()  # compiles
+        return most_at_once(step) / (256 * 8192)
+
+    assert run_ranks(1, rank) == [pytest.approx(transient(config, layout, 0).logits / logits, rel=0.01)]
+
+
+def most_at_once(step: Callable[[], object]) -> int:
+    """Returns the most bytes of tensors that `step` has at once, without those from before."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        train_step(trainee, batches)
+        step()
     assert profile.kineto_results is not None
     changes = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
