@@ -37,7 +37,7 @@ from canzona_cli.report.document import Document, Section
 from canzona_cli.report.markup import Html, key, table_html, tag
 from canzona_cli.report.tables import Table
 
-GOALS = {"MAPE": 0.04, "worst layout": 0.08, "left out": 0.06, "memory": 0.07}
+GOALS = {"MAPE": 0.04, "worst layout": 0.08, "left out": 0.06, "memory": 0.04}
 STEP = 0.03
 """The relative change of a fitted number by which the slope of predictions is computed."""
 RANGES = {"sustained_tflops": 0.05, "passes": 0.25, "speed_spread": 0.5}

@@ -22,6 +22,8 @@ from canzona_cli.report.header import describe_layout, header_rows, optimizer_wo
 from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Table, rows_table
 from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.corpus import PreparedCorpus
+from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Evaluation
 from canzona_cli.run.words import (
     MISSING,
@@ -142,7 +144,8 @@ class Content(Page):
         yield "size", f"{size(manifest.bytes)} in {plural(len(manifest.files), 'file')}"
         layout = _saved_layout(self.checkpoint)
         if config is not None and layout is not None:
-            yield from header_rows(config, layout)
+            files = RunFiles(self.checkpoint.path.parents[1])
+            yield from header_rows(config, layout, corpus=load_if_sound(files.corpus, PreparedCorpus))
             return
         yield "optimizer", optimizer_words(manifest.optimizer, manifest.strategy)
         if layout is not None:

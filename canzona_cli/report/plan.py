@@ -328,7 +328,10 @@ def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     planned = (f"alpha {study.config.engine.alpha:g}", getattr(study.config.optimizer, "form", ""))
     names = [variant.name + " *" * (variant.name in planned) for variant in study.variants]
     yield rows_table(heads, zip(names, map(_variant_cells, study.variants), strict=True))
-    alphas = "; alpha: even update times alone (1) to even bytes alone (0)" * names[0].startswith("alpha")
+    alphas = (
+        "; alpha: even update times alone (1, the default: transfers mostly overlap with computation) to even bytes"
+        " alone (0)"
+    ) * names[0].startswith("alpha")
     yield note(
         f"*: this plan; balance: update time of the slowest rank over the mean; bytes: peak over mean bytes per owner"
         f"{alphas}"

@@ -127,6 +127,15 @@ def test_show_tells_progress_settings_and_tensors_of_the_newest(run: Path) -> No
     assert shown["tensors"]["layers.0.q/master"]["shape"] == [16, 8]
 
 
+def test_show_names_the_tokenizer_of_the_runs_data(run: Path) -> None:
+    part = {"name": "mine", "prefix": "corpus/mine", "share": 1.0, "tokens": 9_000, "documents": 7}
+    facts = {"tokenizer": "bpe-2048", "vocab_size": 2_048, "max_token_id": 2_047, "eod": 0}
+    (run / "corpus.json").write_text(
+        json.dumps({"sets": [part | {"train_tokens": 8_000, "validation_tokens": 1_000}], **facts})
+    )
+    assert "bpe-2048 tokenizer, 9 k tokens, 7 documents" in words(canzona("checkpoint", "show", str(run)).stdout)
+
+
 def test_show_of_a_damaged_one_is_exit_code_5_with_the_one_before(run: Path) -> None:
     key = damage(run, 20, size=True)
     done = canzona("checkpoint", "show", str(run))
