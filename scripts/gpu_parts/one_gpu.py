@@ -88,7 +88,9 @@ def against_cpu(setup: Setup, checked: Run, on_cpu: str = "cpu") -> Outcome:
 
 def fused(setup: Setup) -> Outcome:
     """Compares the GPU with Transformer Engine, if it is installed, with the CPU."""
-    if setup.device == "cuda" and importlib.util.find_spec("transformer_engine") is None:
+    if setup.device == "cpu":
+        return Outcome(status="not run", summary="Transformer Engine needs a GPU")
+    if importlib.util.find_spec("transformer_engine") is None:
         return Outcome(status="not run", summary=f"Transformer Engine is not installed: {install_fused_layers()}")
     run(setup, "cpu")
     return against_cpu(setup, train(setup, {"te": continued(setup, *on_device(setup, fused=True))})["te"])

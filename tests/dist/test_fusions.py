@@ -157,6 +157,12 @@ def test_gradients_added_to_main_grad_by_the_layers_are_those_that_hooks_add() -
         assert (none, count) == (0, 2 * LAYOUT.num_microbatches * (4 * CONFIG.model.num_layers + 1))
 
 
+def test_a_transformer_engine_without_the_setting_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model.fuse_weight_gradients(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    [record] = caplog.records
+    assert "weight gradients are not fused" in record.getMessage()
+
+
 def test_megatrons_own_fused_kernel_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it Megatron's output layer would raise."""
 

@@ -166,6 +166,12 @@ def test_a_run_that_failed_is_named_with_its_last_words(setup: Setup) -> None:
     assert "needs the run `gpu`" in outcome.summary
 
 
+def test_transformer_engine_is_not_said_to_pass_where_it_cannot_run(setup: Setup) -> None:
+    outcome = one_gpu.fused(setup)
+    assert outcome.status == "not run"
+    assert "needs a GPU" in outcome.summary
+
+
 def test_a_cpu_is_measured_on_one_thread_as_it_is_simulated(setup: Setup) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
