@@ -203,6 +203,10 @@ class _MicroBatch:
     """The seconds to add one element's gradient to its buffer."""
     exchange: Transfer
     """Half an all-reduce of the residual stream; with sequence parallelism, an all-gather."""
+    copying: float
+    """The passes of `Work.copied` through memory."""
+    dispatch: Transfer
+    """The travel of tokens to experts on other ranks."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "_MicroBatch":
@@ -219,6 +223,8 @@ class _MicroBatch:
             memory_s=ELEMENTWISE_PASSES[cluster.fused_layers] * width / memory_rate(cluster),
             accumulate_s=2 * config.train.gradient_bytes / memory_rate(cluster),
             exchange=exchange,
+            copying=copying(config, layout),
+            dispatch=dispatch(config, layout) if layout.ep > 1 else Transfer(),
         )
 
 
@@ -266,7 +272,7 @@ def _module(config: RunConfig, layout: Layout, batch: _MicroBatch, work: Work) -
     weight, held = held_weight(layout, work), held_experts(layout, work)
     products_s = products_seconds(config, layout, work)
     moved: float = work.stream * batch.stream + tokens * (work.elements // layout.tp)
-    moved += tokens * work.copied * copying(config, layout)
+    moved += tokens * work.copied * batch.copying
     core_s, core_backward_s, (gather, scatter) = 0.0, 0.0, (Transfer(), Transfer())
     starts, weights = 1.0, held * weight.elements
     if work.attention is not None:
@@ -278,7 +284,7 @@ def _module(config: RunConfig, layout: Layout, batch: _MicroBatch, work: Work) -
     forward_s = _forward(cluster, layout, forward, starts)
     core_again_s = _forward(cluster, layout, core_s, starts=0.0)
     if divided(layout, work):
-        transfer = transfer_back = dispatch(config, layout)
+        transfer = transfer_back = batch.dispatch
     else:
         transfer = _exposed(cluster, layout, batch.exchange, products_s).then(gather)
         transfer_back = _exposed(cluster, layout, batch.exchange, 2 * products_s).then(scatter)

@@ -163,7 +163,7 @@ class Attempt:
             return default
         limits = bucket_limits(default)
         busy = dict(enumerate(self._bounds))
-        prices = {limit: exposure.roughly(self._outline(limit), self._members, self._model, busy) for limit in limits}
+        prices = {limit: exposure.roughly(self._outline(limit), self._members, busy) for limit in limits}
         least = min(prices.values())
         return next(limit for limit, price in prices.items() if price <= (1 + ALIKE) * least)
 

@@ -21,7 +21,7 @@ from canzona_cli.costs.timeline import Ran, Timeline
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.chunks import STREAMS, Buffers, Chunk, Order, Stream, in_order
 from canzona_cli.planner.plan import Bucket
-from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel
+from canzona_cli.planner.reduction import GATHERED_AHEAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,6 @@ class Exposure:
         self,
         outlines: Sequence[Sequence[Outline]],
         matrices: Sequence[Matrix],
-        model: ReductionModel,
         busy: Mapping[int, float],
     ) -> float:
         """Estimates what a plan adds to the iteration, before its owners are known.
@@ -97,9 +96,7 @@ class Exposure:
             outlines: the buckets of each stage.
             busy: the update seconds of each stage.
         """
-        chunks = [
-            clock.outlined(of_stage, matrices, model) for clock, of_stage in zip(self.stages, outlines, strict=True)
-        ]
+        chunks = [clock.outlined(of_stage, matrices) for clock, of_stage in zip(self.stages, outlines, strict=True)]
         return self.reduced(chunks) + self.gathered(chunks, busy)
 
 
@@ -123,12 +120,12 @@ class _StageClock:
         """Returns the chunks of AdamW's parameters and those of the plan's buckets, as `Order.of` wants them."""
         return [*self._others, *self._buffers.matrices(buckets, matrices)]
 
-    def outlined(self, outlines: Sequence[Outline], matrices: Sequence[Matrix], model: ReductionModel) -> list[Chunk]:
+    def outlined(self, outlines: Sequence[Outline], matrices: Sequence[Matrix]) -> list[Chunk]:
         """Returns the chunks of AdamW's parameters and estimated chunks of matrices, see `Exposure.roughly`."""
         chunks: dict[Stream, list[Chunk]] = {stream: [] for stream in STREAMS}
         for bucket in outlines:
             reduced, gathered = (
-                model.roughly(bucket.elements, bucket.largest, kind, experts=bucket.experts)
+                self._buffers.reductions.roughly(bucket.elements, bucket.largest, kind, experts=bucket.experts)
                 for kind in ("reduce_scatter", "all_gather")
             )
             module = self._buffers.first_module(matrices[index] for index in bucket.matrices)

@@ -132,16 +132,12 @@ class Grouped:
         return seconds, [tuple(jobs[place].matrix.index for place in group) for group in places]
 
 
-def sent(matrices: Sequence[Matrix]) -> Sequence[Matrix]:
-    """Returns the matrices that micro-groups consist of: all but experts with an `expert_rank`."""
-    return [matrix for matrix in matrices if matrix.expert_rank is None]
-
-
 def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, bytes_per_element: int) -> None:
     """Raises ConfigError if C_max is smaller than the largest matrix."""
     if settings.c_max_bytes is None or tp == 1 or not matrices:
         return
-    largest = max(sent(matrices), key=lambda matrix: matrix.elements)
+    exchanged = (matrix for matrix in matrices if matrix.expert_rank is None)
+    largest = max(exchanged, key=lambda matrix: matrix.elements)
     need = largest.elements * bytes_per_element
     if settings.c_max_bytes < need:
         # Rounded up to a multiple of 1/64, which has few digits and is read back exactly.

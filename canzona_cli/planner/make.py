@@ -7,7 +7,7 @@ Nothing depends on torch, on measured time or on randomness.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -29,7 +29,6 @@ from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.attempt import Attempt, Prices, cheapest
 from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.exposure import Exposure
-from canzona_cli.planner.groups import sent
 from canzona_cli.planner.memory import kept_elements, plan_memory
 from canzona_cli.planner.paper import as_published, capacities
 from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
@@ -134,7 +133,7 @@ def _attempts_with(
     """Prepares the attempts of `attempt`, one for each C_max to try."""
     sizes: list[int | None] = [c_max_bytes]
     if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max_bytes is None and layout.tp > 1:
-        sizes += _capacities(members, max(exchange_bytes(config)), None)
+        sizes += capacities(members, max(exchange_bytes(config)), None)
     prices, about = _prices(config, layout, members), subject(config, layout, shapes)
     return [Attempt(config, layout, about, members, prices, memory_cap=memory_cap, c_max_bytes=size) for size in sizes]
 
@@ -247,7 +246,7 @@ def _attempts(
         roomy = _most_held(free) <= memory_cap
         plan = free if roomy else attempt(config, layout, shapes, members, memory_cap)
         yield from _with_less(plan, reductions)
-        for c_max_bytes in _capacities(members, width, c_max):
+        for c_max_bytes in capacities(members, width, c_max):
             if c_max_bytes < _most_received(plan) * width:  # else it would be the same plan
                 plan = attempt(config, layout, shapes, members, memory_cap, c_max_bytes)
                 yield from _with_less(plan, reductions)
@@ -297,13 +296,3 @@ def _with_less(plan: Plan, reductions: ReductionModel) -> Iterator[Plan]:
     without = reductions.choose(plan.buckets, plan.subject.settings, scratch=False)
     if without != plan.buckets:
         yield replace(plan, buckets=without)
-
-
-def _capacities(members: Sequence[Matrix], width: int, c_max_bytes: int | None) -> Iterator[int]:
-    """Returns values of C_max to try, in bytes: smaller and smaller, down to the largest matrix.
-
-    Args:
-        width: the bytes of an element in an exchange.
-        c_max_bytes: the value that the user set.
-    """
-    return capacities(max(matrix.elements for matrix in sent(members)) * width, c_max_bytes)

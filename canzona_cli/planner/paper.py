@@ -27,11 +27,16 @@ def as_published(asked: PlanSettings) -> PlanSettings:
     return replace(asked, strategy="paper", layout="contiguous", grouping="greedy", mode="hosted")
 
 
-def capacities(largest_bytes: int, asked_bytes: int | None) -> Iterator[int]:
-    """Yields falling values of C_max in bytes, below the value that the user set, down to the largest matrix."""
+def capacities(matrices: Sequence[Matrix], width: int, asked_bytes: int | None) -> Iterator[int]:
+    """Yields falling values of C_max in bytes, below the value that the user set, down to the largest matrix.
+
+    Args:
+        width: the bytes of an element in an exchange.
+    """
+    largest = width * max(matrix.elements for matrix in matrices if matrix.expert_rank is None)
     for times in TIMES:
-        if asked_bytes is None or times * largest_bytes < asked_bytes:
-            yield times * largest_bytes
+        if asked_bytes is None or times * largest < asked_bytes:
+            yield times * largest
 
 
 def even_start(weights: Sequence[float], owners: int) -> list[int]:
