@@ -114,17 +114,7 @@ def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
     if config.train.micro_batch_size is None:
         with suppress(CanzonaError):  # the recipe's own run may not be possible on this machine
             micro_batch = resolve(config)[1].micro_batch_size
-    layout = Layout(
-        tp=1,
-        pp=1,
-        cp=1,
-        dp=config.gpus,
-        micro_batch_size=micro_batch,
-        num_microbatches=1,
-        global_batch_size=micro_batch * config.gpus,
-        recompute="none",
-        sequence_parallel=False,
-    )
+    layout = Layout.plain(dp=config.gpus, micro_batch_size=micro_batch)
     alone = replace(
         config,
         cluster=replace(cluster, nodes=1, node_rank=None, rdzv_endpoint=None, rdzv_id=None),

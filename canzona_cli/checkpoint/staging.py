@@ -22,18 +22,6 @@ from canzona_cli.run.files import RunFiles, sync_folder
 _MAKE_ROOM: Final = "make room there, or name a place that can be written"
 _PATIENCE_S: Final = 60.0
 """The timeout of `finish`, in seconds. It is never reached, because all parts are already written."""
-_ONE_PROCESS: Final = Layout(
-    tp=1,
-    pp=1,
-    cp=1,
-    dp=1,
-    micro_batch_size=1,
-    num_microbatches=1,
-    global_batch_size=1,
-    recompute="none",
-    sequence_parallel=False,
-)
-"""The layout that an import's checkpoint records: one process."""
 
 
 def write_checkpoint(
@@ -56,7 +44,7 @@ def write_checkpoint(
         created=time.time(),
         canzona=version("canzona"),
     )
-    texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(_ONE_PROCESS))}
+    texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(Layout.plain()))}
     with _without_advice_on_checkpoints():
         folder = begin(files.checkpoints, progress.step)
         try:

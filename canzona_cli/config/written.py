@@ -21,17 +21,21 @@ those that the run was started with."""
 def with_written_recipe(asked: Overrides) -> Overrides:
     """Takes the settings of the run in `run.dir` as the recipe, if the command line names no recipe and there
     is such a run."""
-    place = asked.values.get("run.dir")
-    if "recipe" in asked.groups or not isinstance(place, str):
+    file = _file(asked)
+    if "recipe" in asked.groups or file is None or not file.is_file():
         return asked
-    file = Path(place).expanduser() / NAME
-    return replace(asked, groups={"recipe": str(file.absolute()), **asked.groups}) if file.is_file() else asked
+    return replace(asked, groups={"recipe": str(file.absolute()), **asked.groups})
 
 
 def is_written(recipe_file: Path, asked: Overrides) -> bool:
     """Returns True if `recipe_file` has the settings of the run in `run.dir`."""
+    file = _file(asked)
+    return file is not None and recipe_file == file.resolve()
+
+
+def _file(asked: Overrides) -> Path | None:
     place = asked.values.get("run.dir")
-    return isinstance(place, str) and recipe_file == (Path(place).expanduser() / NAME).resolve()
+    return Path(place).expanduser() / NAME if isinstance(place, str) else None
 
 
 def choose_again(tree: dict[str, object], written: Mapping[str, object], asked: Overrides) -> None:

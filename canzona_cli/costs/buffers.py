@@ -335,18 +335,7 @@ def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
 @lru_cache(maxsize=4096)
 def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) -> int:
     """Computes `layers_in_flight` of a stage with several model chunks."""
-    layout = Layout(
-        tp=1,
-        pp=pp,
-        vpp=vpp,
-        cp=1,
-        dp=1,
-        micro_batch_size=1,
-        num_microbatches=count,
-        global_batch_size=count,
-        recompute="none",
-        sequence_parallel=False,
-    )
+    layout = Layout.plain(pp=pp, vpp=vpp, num_microbatches=count)
     held = [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)]
     passes = layout.vpp * layout.num_microbatches
     in_flight = min(forwards_ahead(layout, stage) + 1, passes)

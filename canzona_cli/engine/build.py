@@ -18,6 +18,7 @@ from canzona_cli.config.schema import (
     RunConfig,
 )
 from canzona_cli.costs.buffers import in_batches
+from canzona_cli.costs.sharing import Share
 from canzona_cli.costs.update import algorithm, form_of, stack_of
 from canzona_cli.engine.agreement import agree_on_optimizer
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
@@ -111,14 +112,9 @@ def build_engine(
     adamw = adamw_settings(config) if adamw is None else adamw
     updater: MasterOptimizer
     if plan is not None:
-        updater = PlannedOptimizer(
-            adamw,
-            chunks,
-            _experts(config, mine, wiring),
-            _sent(config, plan, world, order, wiring),
-            _sharing(plan, world, wiring),
-            fallbacks,
-        )
+        groups = _micro_groups(plan, world)
+        hosting = _experts(config, mine, wiring), _sent(config, plan, groups, order, wiring)
+        updater = PlannedOptimizer(adamw, chunks, *hosting, _sharing(groups, shared, wiring), fallbacks)
     else:
         updater = RedundantOptimizer(adamw, chunks, world, mine, wiring, fallbacks)
     return CanzonaOptimizer(
@@ -186,12 +182,11 @@ def _experts(config: RunConfig, mine: Sequence[Matrix], wiring: Wiring) -> Hosti
     return _hosting(config, _in_scratch([experts], alone), dict.fromkeys((m.index for m in experts), 0), alone)
 
 
-def _sent(config: RunConfig, plan: Plan, world: World, order: Order, wiring: Wiring) -> Hosting:
-    """Allocates messages, scratch and optimizers of the hosted matrices in this owner's micro-groups, each sorted by
-    `order`, and fills the masters. Collective over the TP ranks."""
+def _sent(config: RunConfig, plan: Plan, groups: Sequence[Sequence[Matrix]], order: Order, wiring: Wiring) -> Hosting:
+    """Allocates messages, scratch and optimizers of the hosted matrices in this owner's micro-groups, each sorted
+    by `order`, and fills the masters. Collective over the TP ranks."""
     hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
-    groups: Sequence[Sequence[Matrix]] = _micro_groups(plan, world)
-    if world.layout.tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
+    if wiring.fragments.tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
         groups = _in_scratch(groups, wiring)
     shares = plan.assignment.shares
     batches = [sorted((m for m in group if m.index not in shares), key=order) for group in groups]
@@ -255,11 +250,10 @@ def _hosting(
     )
 
 
-def _sharing(plan: Plan, world: World, wiring: Wiring) -> Sharing | None:
+def _sharing(groups: Sequence[Sequence[Matrix]], shares: Mapping[int, Share], wiring: Wiring) -> Sharing | None:
     """Makes the optimizer of this rank's fragments of shared matrices, with masters copied from the model's
     weights. None if the owner does not have shared matrices."""
-    shares = plan.assignment.shares
-    matrices = [matrix for batch in _micro_groups(plan, world) for matrix in batch if matrix.index in shares]
+    matrices = [matrix for group in groups for matrix in group if matrix.index in shares]
     if not matrices:
         return None
     sharing = Sharing(wiring, matrices, [len(shares[matrix.index].fragment) for matrix in matrices])

@@ -339,6 +339,24 @@ class Layout(Mesh):
     recompute: Recompute
     sequence_parallel: bool
 
+    @classmethod
+    def plain(
+        cls, *, pp: int = 1, vpp: int = 1, dp: int = 1, micro_batch_size: int = 1, num_microbatches: int = 1
+    ) -> "Layout":
+        """Returns a layout without tensor and context parallelism and without recomputation."""
+        return cls(
+            tp=1,
+            pp=pp,
+            vpp=vpp,
+            cp=1,
+            dp=dp,
+            micro_batch_size=micro_batch_size,
+            num_microbatches=num_microbatches,
+            global_batch_size=dp * micro_batch_size * num_microbatches,
+            recompute="none",
+            sequence_parallel=False,
+        )
+
     @property
     def mesh(self) -> Mesh:
         """The mesh of this layout."""
