@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 
 # Nor one of autograd's: after that no fork can compute gradients. The first backward pass starts one for each device
 # that torch knows of by then, once and for all. This one comes at collection, before any test has a stand-in of a GPU.
-torch.ones((), requires_grad=True).backward()
+torch.autograd.backward(torch.ones((), requires_grad=True))
 
 
 def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float = PATIENCE_S) -> list[T]:
