@@ -25,9 +25,9 @@ NOT_DISTINCT = "not significant"
 """The text shown instead of a speed-up; the note `OVERLAP` below the table explains it."""
 OVERLAP = "not significant: the interquartile ranges of the two times overlap"
 _LEFT_OUT = ("device", "machine", "ranks")
-"""The machine's facts that the heading does not list: the title has two of them, and `machine` is a digest."""
+"""The machine facts that the heading leaves out: the title has device and ranks, and `machine` is a digest."""
 _UNITS = {"processor": "", "cores": " cores", "memory_gib": " GiB"}
-"""The units of facts of the machine that are told without their names."""
+"""The units of the machine facts that are shown without a label."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class BenchView(Page):
         loads = {name: bench.update_s for name, bench in measured.items() if len(bench.update_s) == cells}
         maps = [LoadMap(title=name, loads=seconds) for name, seconds in loads.items() if any(seconds)]
         if maps:
-            lead = "measured matrix update time of every rank in one step; colour: a rank's time over the mean"
+            lead = "measured matrix update time of every rank in one step; colour: time relative to the mean"
             yield headed("Load map", f", {lead}")
             yield LoadMaps(maps=maps, hosts=layout.tp)
         used = {name: [amount / MIB for amount in bench.tensor_bytes] for name, bench in measured.items()}
@@ -129,8 +129,12 @@ class BenchView(Page):
         result, reference, names = self.result, clean(self.result.reference), order(self.result)
         heads = ("measured", "plan")
         groups = [
-            Columns(title=title, heads=heads, rows=tuple(_ratio_cells(result, name, of, seconds) for name in names))
-            for title, of, seconds in (
+            Columns(
+                title=title,
+                heads=heads,
+                rows=tuple(_ratio_cells(result, name, speedup, seconds) for name in names),
+            )
+            for title, speedup, seconds in (
                 ("optimizer step", result.optimizer_speedup, lambda strategy: strategy.optimizer_s),
                 ("iteration", result.iteration_speedup, lambda strategy: strategy.iteration_s),
             )
@@ -152,12 +156,12 @@ class BenchView(Page):
 
 
 def shown_groups(result: TurnsResult, groups: Sequence[Columns]) -> list[Columns]:
-    """Returns groups of columns; without those of predictions if these say nothing about the machine."""
+    """Returns column groups, without `plan` and `error` if the predictions do not describe this machine."""
     return [group if result.planned else group.without("plan", "error") for group in groups]
 
 
 def steps(benches: Iterable[tuple[str, StrategyBench]], *, planned: bool) -> Bars:
-    """Draws a bar for each labelled step, and with `planned` the predicted one below it."""
+    """Draws a bar for each labelled step; with `planned`, a bar of the predicted step follows each."""
     rows = []
     for label, bench in benches:
         measured, predicted = bench.measured, bench.predicted
@@ -222,7 +226,7 @@ def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
 
 
 def _summary(bench: StrategyBench, *, planned: bool) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
-    """Yields the rows below the phases as (label, style, cells); `planned` includes what is only predicted."""
+    """Yields the rows below the phases as (label, style, cells); with `planned`, also rows that are only predicted."""
     measured, predicted = bench.measured, bench.predicted
     for label, values, expected in (
         ("iteration", measured.iteration_s, predicted.iteration_s),
@@ -277,7 +281,7 @@ def _why(result: BenchResult, name: str) -> str:
 
 
 def phase_name(phase: str) -> str:
-    """Returns a phase's name; for a total, `  with overlap`, because its row is below that of its phase."""
+    """Returns a phase's label; a total is labelled `  with overlap`, because it is listed below its phase."""
     return "  with overlap" if phase.endswith("_total") else PHASES[phase].name if phase in PHASES else phase
 
 
@@ -304,7 +308,7 @@ def ms(seconds: float | None) -> str:
 def with_error(
     measured: float | None, predicted: float | None, show: Callable[[float | None], str] = ms
 ) -> tuple[Text, Text, Text]:
-    """Returns three cells: the measured value, the predicted one, and its error."""
+    """Returns three cells: the measured value, the predicted value, and the prediction's error."""
     return Text(show(measured)), Text(show(predicted)), error_text(measured, predicted)
 
 

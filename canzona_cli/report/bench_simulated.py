@@ -61,9 +61,9 @@ class SimulationView(Page):
             _group(cells, "overhead over AdamW", _MATRIX, lambda study, name: overhead(study.overhead(name))),
             _group(cells, "optimizer / canzona's", _OTHERS, _times_canzona),
             _balance(cells, _MATRIX),
-            _yardsticks(cells, "own fastest layout", lambda best, _: layout_code(best.layout)),
-            _yardsticks(cells, "iteration in it, ms", lambda best, _: milliseconds(best.iteration_s)),
-            _yardsticks(cells, "canzona over it", lambda _, share: overhead(share)),
+            _yardsticks(cells, "fastest layout", lambda best, _: layout_code(best.layout)),
+            _yardsticks(cells, "its iteration, ms", lambda best, _: milliseconds(best.iteration_s)),
+            _yardsticks(cells, "canzona's overhead", lambda _, share: overhead(share)),
         ]
         yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
         for cell in cells:
@@ -82,7 +82,7 @@ class SimulationView(Page):
             yield "! does not fit into memory with that layout: simulated as if it did, and left out of comparisons"
         if self.simulation.optimizer != "muon":
             yield (
-                "layerwise: Megatron supports it for muon only; these are the times the same method would have with "
+                "layerwise: Megatron supports it only for muon; the times are those of the same method with "
                 f"{clean(self.simulation.optimizer)}"
             )
 

@@ -118,7 +118,7 @@ class _Quantity:
     pair: Callable[[SweepRow], _Pair]
     show: Callable[[float | None], str] = milliseconds
     unit: float = 1e-3
-    """The unit of the curves, in the unit of `pair`: 1e-3 draws seconds as milliseconds."""
+    """The unit of the curves, expressed in the unit of `pair`: 1e-3 draws seconds as milliseconds."""
 
     def columns(self, rows: Sequence[SweepRow]) -> Columns:
         """Returns the two columns of the quantity: measured and predicted."""
@@ -161,7 +161,7 @@ class SweepView(Page):
 
     kind: SweepKind
     results: Mapping[str, BenchResult]
-    """The result of each value, as the value is shown, in the order of the values."""
+    """The results in the order of the values, keyed by each value as it is shown."""
 
     widest = 130
 
@@ -225,30 +225,30 @@ class SweepView(Page):
         return f"{value:<{width}} {clean(row.strategy)}"
 
     def _groups(self, rows: list[SweepRow]) -> list[Columns]:
-        """Returns the columns of the step's times, and those of the quantities that this setting changes."""
+        """Returns the columns of step times, and of the quantities that this setting changes."""
 
         def group(title: str, cells: Callable[[SweepRow], tuple[Cell, ...]], *heads: str) -> Columns:
             return Columns(title=title, heads=heads, rows=tuple(map(cells, rows)))
 
-        both = [
+        times = [
             group(_STEP.title, lambda row: _times(row.measured.optimizer_s, row.predicted.optimizer_s), *_ALL),
             group(_ITERATION.title, lambda row: _times(row.measured.iteration_s, row.predicted.iteration_s), *_ALL),
         ]
         balance = _BALANCE.columns(rows)
         if self.kind == "alpha":
             reduced = _phase("total reduction, ms", "grad_reduce_total").columns(rows)
-            return [balance, *both, reduced, _phase("total gathering, ms", "param_gather_total").columns(rows)]
+            return [balance, *times, reduced, _phase("total gathering, ms", "param_gather_total").columns(rows)]
         if self.kind == "c_max":
             exchanged = (_EXCHANGE.columns(rows), _phase("total exchange, ms", "exchange_total").columns(rows))
-            return [*both, *exchanged, group("fullest rank, MiB", _memory, *_ALL)]
+            return [*times, *exchanged, group("fullest rank, MiB", _memory, *_ALL)]
         if self.kind == "gpus":
             layouts = group("layout", lambda row: (layout_code(row.result.layout),), "")
             work = group("CPU time, s", lambda row: (number(median(row.measured.processor_s), ".3g"),), "measured")
-            return [layouts, *both, _EFFICIENCY.columns(rows), work, balance]
+            return [layouts, *times, _EFFICIENCY.columns(rows), work, balance]
         if not self._several:
-            return both
+            return times
         return [
-            *both,
+            *times,
             group("optimizer ratio", lambda row: _speedup(row, row.result.optimizer_speedup), "measured"),
             group("iteration ratio", lambda row: _speedup(row, row.result.iteration_speedup), "measured"),
         ]
@@ -260,9 +260,10 @@ class SweepView(Page):
             yield OVERLAP
         if self.kind == "optimizer" and self._several:
             references = dict.fromkeys(clean(result.reference) for result in self.results.values())
-            yield f"ratio: time over that of {', '.join(references)}, median [quartiles] of the ratios of single rounds"
+            base = ", ".join(references)
+            yield f"ratio: time divided by {base}'s time, median [quartiles] of the ratios of single rounds"
         if self.kind == "gpus":
-            yield "efficiency: sequences per second per rank, relative to the fewest ranks"
+            yield "efficiency: sequences per second per rank, relative to the run on the fewest ranks"
             cores = next(iter(self.results.values())).machine.get("cores")
             most = max(result.layout.world_size for result in self.results.values())
             on_cpu = any(result.device == "cpu" for result in self.results.values())

@@ -29,7 +29,7 @@ class BesideMegatronView(Page):
 
     beside: BesideMegatron
     verbose: bool = False
-    """True to name every argument of every list."""
+    """True to list every argument, not only the first few."""
 
     widest = 120
 
@@ -95,7 +95,7 @@ class BesideMegatronView(Page):
             yield "no effect", clean(f"{plural(len(run.no_effect), 'other argument')}{shown}")
 
     def _some(self, arguments: Sequence[str]) -> Sequence[str]:
-        """Returns all arguments if verbose or few, else the first and how many more there are."""
+        """Returns all arguments if verbose or few; otherwise the first few, and the number of the others."""
         if self.verbose or len(arguments) <= _SHOWN:
             return arguments
         return *arguments[:_SHOWN], f"and {len(arguments) - _SHOWN} more (-v)"

@@ -1,5 +1,5 @@
-"""The screens of `canzona calibrate`: progress, then each measured number with its spread and the number of
-the base profile."""
+"""The screens of `canzona calibrate`: progress, then each measured number with its spread, next to the base
+profile's number."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from canzona_cli.run.records import StageEvent
 from canzona_cli.run.words import MISSING, clean, milliseconds, plural, size
 
 _NAME, _BEFORE = 31, 9
-"""The width of the first column, the same in all tables, and the longest head of the last column; characters."""
+"""The width of the first column in all tables, and the most characters of the last column's head."""
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
     "fp32_tflops": ("fp32 products", "TFLOP/s"),
     "tf32_tflops": ("TF32 products", "TFLOP/s"),
@@ -48,7 +48,7 @@ class Progress(TrainView):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationView(Page):
-    """Tables of the measured numbers next to the base profile's, and warnings."""
+    """The tables of measured numbers next to the base profile's numbers, and the warnings."""
 
     calibration: Calibration
     config: RunConfig
@@ -98,8 +98,9 @@ class CalibrationView(Page):
         links = Links(cluster=replace(self.calibration.base, collectives=()))
         for m in rows:
             kind, ranks, bytes_ = str(m.key[0]), int(m.key[1]), int(m.key[2])
-            if bytes_ not in (8, 1 << 20) and bytes_ != max(int(o.key[2]) for o in rows if o.key[:2] == m.key[:2]):
-                continue  # of each collective only 8 B, 1 MiB and the largest; the profile has all sizes
+            largest = max(int(other.key[2]) for other in rows if other.key[:2] == m.key[:2])
+            if bytes_ not in (8, 1 << 20, largest):
+                continue  # the table shows three sizes of each collective; the profile has all
             before = milliseconds(_link_seconds(links, kind, ranks, bytes_))
             _add(table, f"{kind} among {ranks}, {size(bytes_)}", milliseconds(m.spread.median), m, before)
         return table
@@ -152,7 +153,7 @@ def _assumed(quantity: Quantity, base: ClusterConfig) -> str:
 
 
 def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | None:
-    """Returns the seconds of a collective by the cost model of links, from latency and bandwidth."""
+    """Returns the seconds that the links' latency and bandwidth predict for a collective."""
     group = Group(size=ranks, per_machine=ranks)
     if kind == "all_reduce":
         return links.all_reduce(bytes_, group).seconds

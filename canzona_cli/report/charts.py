@@ -60,12 +60,12 @@ class Bar:
     faint: bool = False
     """True for a prediction, drawn fainter than the measurement next to it (in pages only)."""
     limit: float | None = None
-    """The amount up to which the rest of the bar is drawn empty; None for no such rest."""
+    """The amount up to which the bar is continued as empty space; None for no empty space."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Picture):
-    """Bars below one another, with a legend."""
+    """A column of bars on one scale, with a legend."""
 
     rows: Sequence[Bar]
     scale: float
@@ -128,7 +128,7 @@ def phase_bar(label: str, phases: Mapping[str, float], seconds: float, *, faint:
 
 
 def step_bars(rows: Sequence[Bar]) -> Bars:
-    """Returns the bars on one scale, on which the longest has the full width."""
+    """Returns the bars on one scale; the longest bar has the full width."""
     return Bars(rows=rows, scale=max(sum(seconds for _, seconds in row.parts) for row in rows))
 
 
@@ -279,8 +279,8 @@ def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *,
 
 
 def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """Yields the intervals between start and end, cut off there, at the resolution of a screen: neighbours of
-    the same name are joined, and an interval too short to see is left out if it follows another closely."""
+    """Yields the intervals clipped to start and end, at the resolution of a screen: neighbours of the same name
+    are joined, and an interval too short to see is dropped if it closely follows another."""
     finest = (end_s - start_s) / _FINEST
     last: Interval | None = None
     for interval in sorted(intervals, key=lambda part: part.start_s):
@@ -305,7 +305,7 @@ _HEAT_STYLES: Final = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
 _MOST_ROWS: Final = 16
 _WIDEST_CELL: Final = 4
 _MOST_WRITTEN: Final = 16
-"""The most owners for which each cell of an HTML page shows its number."""
+"""The most owners for which each cell of an HTML page also shows its time as text."""
 _BETWEEN: Final = 2
 """The number of characters between two maps."""
 
@@ -316,7 +316,7 @@ class LoadMap:
 
     title: str
     loads: Sequence[float]
-    """The seconds of each cell `owner * hosts + host`."""
+    """The seconds of each cell; owner and host have index `owner * hosts + host`."""
 
     @property
     def balance(self) -> float | None:
@@ -407,7 +407,7 @@ def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
     owners or hosts fit, a character shows the largest load of several.
 
     Args:
-        loads: the seconds of each cell `owner * hosts + host`.
+        loads: the seconds of each cell; owner and host have index `owner * hosts + host`.
         hosts: the number of TP ranks.
     """
     owners = len(loads) // hosts

@@ -199,21 +199,20 @@ class AllVerified(Page):
     root: str
     each: tuple[Verified, ...]
     removed: tuple[str, ...] = ()
-    """The names of checkpoints that a running job removed during the verification, as it keeps only the
-    newest."""
+    """The names of the checkpoints that a running job removed during the verification: it keeps only the newest."""
 
     @property
     def problems(self) -> list[Problem]:
-        """The problems of all checkpoints; if several were verified, each fix names the last intact one
-        before it."""
+        """The problems of all checkpoints; if several were verified, each fix names the last intact checkpoint
+        before the damaged one."""
         problems: list[Problem] = []
         intact: str | None = None
         for verified in self.each:
             if not verified.problems:
                 intact = verified.checkpoint.name
-            fix = "no earlier one is intact"
+            fix = "no earlier checkpoint is intact"
             if intact is not None:
-                fix = f"resume from the last intact one before it: checkpoint.resume={intact}"
+                fix = f"resume from the last intact checkpoint before it: checkpoint.resume={intact}"
             problems += verified.problems if len(self.each) == 1 else (replace(p, fix=fix) for p in verified.problems)
         return problems
 
@@ -248,7 +247,8 @@ class AllVerified(Page):
                 yield wrapped(f"other files in the folder, which canzona ignores: {names}", "yellow", first="    ")
         if self.removed:
             yield wrapped(
-                f"removed during verification, as newer ones were saved: {', '.join(map(clean, self.removed))}", "dim"
+                f"removed during verification, because newer ones were saved: {', '.join(map(clean, self.removed))}",
+                "dim",
             )
 
 
@@ -287,7 +287,7 @@ class EvaluationView(Page):
         if evaluation.text_bytes is None:
             bits += " (the data's tokenizer is not known)"
         elif not evaluation.bytes_counted:
-            bits += " (from the corpus' mean bytes per token: its tokenizer does not give the bytes of each)"
+            bits += " (from the corpus's mean bytes per token: its tokenizer does not report each token's bytes)"
         times = f", read {evaluation.epochs:.2g} times" if evaluation.epochs > 1 else ""
         yield from labelled(
             (

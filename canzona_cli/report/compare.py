@@ -103,7 +103,7 @@ def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
 
 
 def setting_value(value: object) -> str:
-    """Returns a value as a user types it; a long list as its number of entries, and other long text cut off."""
+    """Returns a value as a user types it; a long list becomes its number of entries, other long text is cut off."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else value)
@@ -127,7 +127,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralView(Page):
-    """A table with a row for each run: the settings that differ, and the results; the best run stands out."""
+    """A table with a row for each run: the settings that differ, and the results; the best run is highlighted."""
 
     several: Several
 
@@ -136,14 +136,14 @@ class SeveralView(Page):
         names, best = run_names(several.runs), several.best
         shown = dict(list(several.settings.items())[:_MOST_SETTINGS])
         figures = [run_figures(run) for run in several.runs]
-        known = {name: column for name, column in COLUMNS.items() if any(each[name] is not None for each in figures)}
-        heads = [*shown, "status", "steps", *(head for head, _ in known.values())]
+        results = {name: column for name, column in COLUMNS.items() if any(each[name] is not None for each in figures)}
+        heads = [*shown, "status", "steps", *(head for head, _ in results.values())]
         rows = [
             [
                 *(setting_value(values[place]) for values in shown.values()),
                 clean(run.status),
                 f"{run.step:,}",
-                *(show(figures[place][name]) for name, (_, show) in known.items()),
+                *(show(figures[place][name]) for name, (_, show) in results.items()),
             ]
             for place, run in enumerate(several.runs)
         ]

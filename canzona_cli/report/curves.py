@@ -46,7 +46,7 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def bar(share: object, width: int) -> str:
-    """Returns a bar as long as `share` (0 to 1) of `width` characters, to an eighth of a character."""
+    """Returns a bar that fills the fraction `share` (0 to 1) of `width` characters, to the nearest eighth of one."""
     value = real(share)
     if value is None or width < 1:
         return ""
@@ -83,7 +83,7 @@ def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -
             grid[y // y_dots][x // x_dots] |= _BRAILLE[x % x_dots][y % y_dots]
     lines = []
     for row, cells in enumerate(grid):
-        # Every other row has a label, and so has the last.
+        # Every other row has a label, and so does the last.
         label = labels[row] if row % 2 == 0 or row == rows - 1 else ""
         drawn = "".join(chr(0x2800 + cell) if cell else " " for cell in cells)
         lines.append(f"{label:>{gutter - 2}} ┤{drawn}".rstrip())
@@ -319,8 +319,8 @@ def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
 
 
 def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Returns bounds (low, high) around positive values, 1, 2 or 5 times a power of ten, and the labelled
-    numbers."""
+    """Returns bounds (low, high) around positive values, each 1, 2 or 5 times a power of ten, and the numbers
+    that label the axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
     first = max((tick for tick in ticks if tick <= low), default=ticks[0])

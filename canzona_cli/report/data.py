@@ -25,7 +25,7 @@ _MOST_NAMES = 3
 def preparation_progress() -> Iterator[OnProgress]:
     """Shows the progress of a build on standard error, so that standard output has only the result.
 
-    Yields a function to call with each progress.
+    Yields a function to call with each progress report.
     """
     console = Console(stderr=True, highlight=False)
     columns = (
@@ -88,20 +88,22 @@ def print_prepared(built: Built) -> None:
     console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
 
 
-def _facts_of(made: Sidecar) -> Iterator[tuple[str, str]]:
+def _facts_of(sidecar: Sidecar) -> Iterator[tuple[str, str]]:
     """Yields (label, value) rows of what was prepared."""
-    text = f"{size(made.text_bytes)} of text ({made.text_bytes:,} bytes)"
-    yield "inputs", f"{plural(made.input_count, 'input')}, {text}"
-    documents = f"{made.documents:,}"
-    if made.sequences > made.documents:
-        documents += f" in {made.sequences:,} sequences (long documents are cut at line ends)"
+    text = f"{size(sidecar.text_bytes)} of text ({sidecar.text_bytes:,} bytes)"
+    yield "inputs", f"{plural(sidecar.input_count, 'input')}, {text}"
+    documents = f"{sidecar.documents:,}"
+    if sidecar.sequences > sidecar.documents:
+        documents += f" in {sidecar.sequences:,} sequences (long documents are cut at line ends)"
     yield "documents", documents
-    if made.dropped:
-        yield "dropped", _dropped(made)
-    per_token = made.text_bytes / made.tokens
-    tokens = f"{made.tokens:,} ({per_token:.2f} bytes per token), {made.dtype}, largest id {made.max_token_id:,}"
+    if sidecar.dropped:
+        yield "dropped", _dropped(sidecar)
+    per_token = sidecar.text_bytes / sidecar.tokens
+    tokens = (
+        f"{sidecar.tokens:,} ({per_token:.2f} bytes per token), {sidecar.dtype}, largest id {sidecar.max_token_id:,}"
+    )
     yield "tokens", tokens
-    yield "tokenizer", f"{clean(made.tokenizer)}, {made.vocab_size:,} ids, {made.eod} ends a document"
+    yield "tokenizer", f"{clean(sidecar.tokenizer)}, {sidecar.vocab_size:,} ids, {sidecar.eod} ends a document"
 
 
 def _print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
@@ -111,11 +113,11 @@ def _print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
 
 
 _BAR = 30
-"""The columns of the longest bar of the histogram."""
+"""The width of the histogram's longest bar, in characters."""
 
 
 _LINES = 3
-"""The most lines of a document that are shown, unless everything is asked for."""
+"""The most lines of a document that are shown without `--verbose`."""
 
 
 def print_data(shown: DataView, *, verbose: bool) -> None:
@@ -172,21 +174,21 @@ def _print_text(console: Console, title: str, text: str) -> None:
         console.print(Text(text), soft_wrap=True)
 
 
-def _dropped(made: Sidecar) -> str:
+def _dropped(sidecar: Sidecar) -> str:
     """Returns the dropped documents by reason, such as `3: 2 empty, 1 not JSON (a.jsonl:7)`."""
-    counts = ", ".join(f"{number:,} {clean(reason)}" for reason, number in made.dropped.items())
-    bad = sum(made.dropped.values()) - made.dropped.get("empty", 0) - made.dropped.get("binary file", 0)
-    named = ", ".join(f"{clean(line.path)}:{line.line}" for line in made.bad_lines[:_MOST_NAMES])
+    counts = ", ".join(f"{number:,} {clean(reason)}" for reason, number in sidecar.dropped.items())
+    bad = sum(sidecar.dropped.values()) - sidecar.dropped.get("empty", 0) - sidecar.dropped.get("binary file", 0)
+    named = ", ".join(f"{clean(line.path)}:{line.line}" for line in sidecar.bad_lines[:_MOST_NAMES])
     more = f" and {bad - _MOST_NAMES:,} more, listed in the .json" if bad > _MOST_NAMES else ""
-    return f"{sum(made.dropped.values()):,}: {counts}" + (f" ({named}{more})" if named else "")
+    return f"{sum(sidecar.dropped.values()):,}: {counts}" + (f" ({named}{more})" if named else "")
 
 
 def _notes(built: Built, command: str) -> Iterator[str]:
-    made = built.sidecar
-    if made.replaced:
-        yield f"{made.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"
+    sidecar = built.sidecar
+    if sidecar.replaced:
+        yield f"{sidecar.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"
     if built.already_there:
-        done = f"{built.already_there:,} of {made.input_count:,} inputs"
+        done = f"{built.already_there:,} of {sidecar.input_count:,} inputs"
         yield f"{done} were already prepared by an earlier, unfinished run"
     if built.skipped:
         names = ", ".join(clean(name) for name in built.skipped[:_MOST_NAMES])
@@ -194,7 +196,7 @@ def _notes(built: Built, command: str) -> Iterator[str]:
         yield f"{plural(len(built.skipped), 'file')} skipped because they are not text: {names}{more}"
     if built.vocabulary_sampled:
         yield "the vocabulary was trained on a 64 MiB sample, the same sample in every run"
-    if made.tokenizer_kind == "bpe" and built.asked_vocab_size and made.vocab_size < built.asked_vocab_size:
-        yield f"the text yields only {made.vocab_size:,} of the {built.asked_vocab_size:,} entries asked for"
+    if sidecar.tokenizer_kind == "bpe" and built.asked_vocab_size and sidecar.vocab_size < built.asked_vocab_size:
+        yield f"the text yields only {sidecar.vocab_size:,} of the {built.asked_vocab_size:,} entries asked for"
     if "train.eval_interval=0" in command:
         yield "too few documents to hold any out for validation; --document line makes more, shorter documents"

@@ -68,7 +68,7 @@ class Document:
         )
 
     def write(self, path: Path) -> None:
-        """Writes the page to `path`, and creates the folders above it.
+        """Writes the page to `path`, and creates missing parent folders.
 
         Raises:
             EnvironmentProblem: the file cannot be written.

@@ -33,7 +33,7 @@ def show_failure(error: Exception) -> int:
 class ErrorView(Page):
     """A headline, then for each problem `key = value`, the reason, and the fix after an arrow.
 
-    Consecutive problems with the same reason and fix share them.
+    Consecutive problems with the same reason and fix are listed together above that reason and fix.
     """
 
     error: CanzonaError
@@ -54,7 +54,7 @@ class ErrorView(Page):
 
 
 def _headline(error: CanzonaError) -> str:
-    """Returns the error's headline; that of bad usage if only arguments and options of a command are wrong."""
+    """Returns the error's headline, or `BadUsage`'s if only arguments and options of a command are wrong."""
     keys = [problem.key for problem in error.problems]
     typed = keys and all(key.startswith("--") or key.isupper() for key in keys)
     return BadUsage.headline if typed and isinstance(error, ConfigError) else error.headline

@@ -13,7 +13,7 @@ from canzona_cli.run.words import clean, count, duration, layout_code, layout_wo
 from canzona_cli.simulate.predict import Outlook
 
 if TYPE_CHECKING:
-    from canzona_cli.launch.view import Earlier  # it imports all records of a run, which plans do not need
+    from canzona_cli.launch.view import Earlier  # that module imports all records of a run; plans need none of them
 
 
 def rank_word(device: Device | None) -> str:
@@ -46,7 +46,7 @@ def batch_factors(layout: Layout) -> str:
 
 
 def optimizer_words(name: str, strategy: str) -> str:
-    """Returns `muon (canzona)`; only the name for AdamW, and where name and strategy are equal."""
+    """Returns optimizer and strategy as `muon (canzona)`; only the name for AdamW, or if the two are equal."""
     return clean(name) if name in ("adamw", strategy) else f"{clean(name)} ({clean(strategy)})"
 
 
@@ -80,38 +80,38 @@ def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
     return ", ".join(parts)
 
 
-def outlook_rows(config: RunConfig, ahead: Outlook) -> list[tuple[str, str]]:
+def outlook_rows(config: RunConfig, outlook: Outlook) -> list[tuple[str, str]]:
     """Returns (label, value) rows: the simulated speed and training time, and the size of checkpoints."""
     unit = rank_word(config.cluster.device)
-    number = ahead.checkpoints_kept
+    number = outlook.checkpoints_kept
     speed = (
-        f"{count(ahead.tokens_per_s)} tokens/s, {count(ahead.tokens_per_s_per_gpu)} per {unit}, "
-        f"MFU {100 * ahead.mfu:.1f}% (simulated)"
+        f"{count(outlook.tokens_per_s)} tokens/s, {count(outlook.tokens_per_s_per_gpu)} per {unit}, "
+        f"MFU {100 * outlook.mfu:.1f}% (simulated)"
     )
     steps = f"{config.train.steps:,} steps"
-    training = f"{duration(ahead.training_s)} for {steps}, without saves and validation{_cost(config, ahead)}"
+    training = f"{duration(outlook.training_s)} for {steps}, without saves and validation{_cost(config, outlook)}"
     unknown = f"{steps}; `canzona calibrate` measures this machine, to predict their time"
     return [
         *([("speed", speed), ("training", training)] if _describes_machine(config) else [("training", unknown)]),
         (
             "checkpoints",
-            f"{size(ahead.checkpoint_bytes)} each, {number} kept: {size(number * ahead.checkpoint_bytes)} on disk; "
-            f"saving needs about {size(ahead.host_bytes)} of host memory on each machine",
+            f"{size(outlook.checkpoint_bytes)} each, {number} kept: {size(number * outlook.checkpoint_bytes)} on disk; "
+            f"saving needs about {size(outlook.host_bytes)} of host memory on each machine",
         ),
     ]
 
 
-def _cost(config: RunConfig, ahead: Outlook) -> str:
+def _cost(config: RunConfig, outlook: Outlook) -> str:
     """Returns the GPU hours of a run and, if the profile has a price, their cost; nothing for CPU ranks."""
     if config.cluster.device != "cuda":
         return ""
     price = config.cluster.gpu_hour_price
-    cost = "" if price is None else f", a cost of {ahead.gpu_hours * price:,.0f} at {price:g} an hour"
-    return f": {ahead.gpu_hours:,.0f} GPU hours{cost}"
+    cost = "" if price is None else f", a cost of {outlook.gpu_hours * price:,.0f} at {price:g} an hour"
+    return f": {outlook.gpu_hours:,.0f} GPU hours{cost}"
 
 
 def _describes_machine(config: RunConfig) -> bool:
-    """Returns True if times that are simulated with the run's profile say something about its machine."""
+    """Returns True if times simulated with the run's profile describe the run's machine."""
     return describes_machine(config.cluster.device, calibrated=config.cluster.calibrated)
 
 
@@ -120,10 +120,10 @@ def describe_plan(obtained: Obtained, config: RunConfig) -> str:
 
     The time is left out if the run's profile does not describe its machine.
     """
-    reached = balance(obtained.plan)
-    words = f"{obtained.plan.name}: load balance {reached.grid:.2f} (lower bound {reached.lower_bound:.2f})"
+    loads = balance(obtained.plan)
+    words = f"{obtained.plan.name}: load balance {loads.grid:.2f} (lower bound {loads.lower_bound:.2f})"
     if _describes_machine(config):
-        words += f", {step_time(reached.slowest_s)} of updates on the busiest rank predicted"
+        words += f", {step_time(loads.slowest_s)} of updates on the busiest rank predicted"
     return words if obtained.path is None else f"{words}; from {clean(obtained.path)}"
 
 

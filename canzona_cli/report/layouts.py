@@ -85,7 +85,7 @@ class Overview(Page):
         yield table
         yield note(
             "GiB: of the fullest GPU; balance: update time of the slowest rank over the mean; bound: lower bound on "
-            "balance; step: optimizer step; vs lw: the optimizer step of layerwise over this one; vs AdamW: iteration "
+            "balance; step: optimizer step; vs lw: layerwise's optimizer step divided by this one; vs AdamW: iteration "
             "overhead over AdamW in this layout; -: layerwise or AdamW does not fit"
         )
         first = self.plans[0].config
@@ -152,7 +152,7 @@ class FastestLayouts(Page):
     without: Tried | None = None
     """The fastest layout if no headroom is left free (`cluster.headroom_gib`); None if it is not faster."""
     verbose: bool = False
-    """True to show the columns that do not fit in the terminal too, in a second table."""
+    """True to also show the columns that do not fit in the terminal, in a second table."""
 
     widest = 140
 
@@ -212,7 +212,7 @@ class FastestLayouts(Page):
         }
 
     def _headroom_cost(self, without: Tried) -> float:
-        """Returns by what share the headroom increases the time per sequence."""
+        """Returns the relative increase in time per sequence that the headroom costs."""
         return self.search.best[0].per_sequence_s / without.per_sequence_s - 1
 
     def _outlook(self, tried: Tried) -> Outlook:
@@ -235,19 +235,21 @@ class FastestLayouts(Page):
         )
 
     def _why(self) -> str:
-        """Explains by which parts of a step the fastest layout differs from the second fastest."""
+        """Explains which parts of a step make the fastest layout faster than the second fastest."""
         first, *others = self.search.best
         if not others:
             return f"{layout_code(first.layout)} is the only layout that is legal and fits."
         second = others[0]
         scale = first.layout.global_batch_size / second.layout.global_batch_size
-        apart = {
+        savings = {
             LABELS[field.name]: scale * getattr(second.spent, field.name) - getattr(first.spent, field.name)
             for field in fields(first.spent)
         }
-        named = sorted(apart.items(), key=lambda pair: -abs(pair[1]))
+        largest = sorted(savings.items(), key=lambda pair: -abs(pair[1]))[:3]
         least = _WORTH_NAMING / 10 * first.iteration_s
-        reasons = [f"{step_time(abs(by))} {_less_or_more(by)} on {name}" for name, by in named[:3] if abs(by) > least]
+        reasons = [
+            f"{step_time(abs(saved))} {_less_or_more(saved)} on {name}" for name, saved in largest if abs(saved) > least
+        ]
         spends = f" For one batch, the first spends {', '.join(reasons)}." if reasons else ""
         return (
             f"{layout_name(first.layout)} has the shortest simulated step per sequence; besides compute, it takes: "

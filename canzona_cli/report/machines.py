@@ -47,7 +47,7 @@ class ProfileList(Page):
             "GB/s in one direction"
         )
         yield note(
-            "calibrated: measured by `canzona calibrate`; `canzona clusters show NAME` lists where each number is from"
+            "calibrated: measured by `canzona calibrate`; `canzona clusters show NAME` lists each number's source"
         )
         yield from remarks(
             f"{profile.name} cannot be used: {problem.key} {problem.reason}; {problem.fix}"
@@ -86,8 +86,8 @@ class DiagnosisView(Page):
 
     diagnosis: Diagnosis
     verbose: bool = False
-    """True for a table with the meaning of every finding. Otherwise required packages share a line, and only what
-    needs a fix has its meaning."""
+    """True for a table that explains every finding. Otherwise required packages share a line, and only findings
+    that need a fix are explained."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         yield from [self._table()] if self.verbose else self._lines()

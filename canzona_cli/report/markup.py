@@ -17,7 +17,7 @@ _CLASSES = ("bold", "dim", "yellow", "red", "green")
 
 
 class Html(str):
-    """Markup that needs no escaping. Apart from the fixed texts of `page.*`, only this module makes it from
+    """The markup that needs no escaping. Apart from the fixed texts of `page.*`, only this module creates it from
     text, so that a run's name cannot inject markup into a page."""
 
     __slots__ = ()
@@ -153,5 +153,5 @@ def _cells(group: Columns, number: int) -> Iterable[Html]:
 
 
 def _first(place: int, group: Columns) -> str | None:
-    """Returns the class of the first column of a group of several columns, which has more space before it."""
+    """Returns the CSS class that adds space before a group of several columns; None for any other cell."""
     return "first" if place == 0 and len(group.heads) > 1 else None

@@ -110,7 +110,7 @@ def labelled(rows: Iterable[tuple[str, Text | str]], width: int = 14, *, indent:
 
 
 def note(text: str) -> Wrapped:
-    """Returns a faint remark, indented, as below a table."""
+    """Returns a faint, indented remark, such as the explanation below a table."""
     return wrapped(text, "dim", first="  ")
 
 

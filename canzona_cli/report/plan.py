@@ -24,7 +24,7 @@ from canzona_cli.simulate.compare import STRATEGIES, Comparison, Study, Variant
 from canzona_cli.simulate.step import StrategyResult
 
 _NO_GAP = 1e-6
-"""The relative gap to the lower bound below which a plan counts as optimal; it may be a rounding error."""
+"""The relative gap to the lower bound below which a plan counts as optimal: so small a gap may be rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class PlanView(Page):
     compare: Comparison | None = None
     """The comparison to show instead of the summary."""
     verbose: bool = False
-    """True for everything about the plan."""
+    """True to show everything about the plan."""
     assumptions: bool = False
     """True if the assumptions of the simulation are listed, not only counted."""
     corpus: PreparedCorpus | None = None
@@ -88,7 +88,7 @@ class PlanView(Page):
 
     def _main_rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows of the summary."""
-        study, reached, account = self.study, self.study.balance, self.study.memory
+        study, balance, account = self.study, self.study.balance, self.study.memory
         yield "batch", describe_batch(study.layout, study.config.train.seq_length)
         yield from [row for row in outlook_rows(study.config, study.outlook) if row[0] != "checkpoints"]
         free = max(account.capacity - account.total, 0)
@@ -96,12 +96,12 @@ class PlanView(Page):
         yield "matrices", self._matrices()
         yield (
             "load balance",
-            f"{reached.grid:.3f} (bound {reached.lower_bound:.3f}): {step_time(reached.slowest_s)} of updates on rank "
-            f"{reached.slowest.rank}, mean {step_time(reached.mean_s)}",
+            f"{balance.grid:.3f} (bound {balance.lower_bound:.3f}): {step_time(balance.slowest_s)} of updates on rank "
+            f"{balance.slowest.rank}, mean {step_time(balance.mean_s)}",
         )
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
-        study, moved = self.study, self.study.communication
+        study, communication = self.study, self.study.communication
         plan, mesh, settings = study.plan, study.plan.subject.layout, study.plan.subject.settings
         yield "batch", describe_batch(study.layout, study.config.train.seq_length)
         read = supply(study.config, study.layout, self.corpus)
@@ -122,20 +122,20 @@ class PlanView(Page):
         largest = max((sum(plan.matrices[i].elements for i in group.matrices) for group in plan.groups), default=0)
         yield (
             "buckets",
-            f"{len(plan.buckets)}, {100 * moved.padding_fraction:.1f}% padding; "
+            f"{len(plan.buckets)}, {100 * communication.padding_fraction:.1f}% padding; "
             f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping}), up to {count(largest)} elements each",
         )
         yield (
             "traffic",
-            f"per {self._unit} and step: {traffic(moved.dp_reduce_bytes)} of gradients reduced, "
-            f"{traffic(moved.dp_gather_bytes)} of weights gathered, {traffic(moved.tp_exchange_bytes)} "
-            "exchanged over TP",
+            f"per {self._unit} and step: {traffic(communication.dp_reduce_bytes)} of gradients reduced, "
+            f"{traffic(communication.dp_gather_bytes)} of weights gathered, "
+            f"{traffic(communication.tp_exchange_bytes)} exchanged over TP",
         )
-        if moved.reduced_by:
+        if communication.reduced_by:
             yield (
                 "collectives",
-                f"{moved.dp_reductions:,} for gradients ({_ways(moved.reduced_by)}), "
-                f"{moved.dp_gathers:,} for weights ({_ways(moved.gathered_by)})",
+                f"{communication.dp_reductions:,} for gradients ({_ways(communication.reduced_by)}), "
+                f"{communication.dp_gathers:,} for weights ({_ways(communication.gathered_by)})",
             )
         yield "optimizer", self._beside_others()
 
@@ -161,7 +161,7 @@ class PlanView(Page):
             with_exchanges = study.updates
             yield (
                 "exchanges",
-                f"updates take {step_time(with_exchanges.seconds)} with them; any assignment takes at least "
+                f"updates take {step_time(with_exchanges.seconds)} with exchanges; any assignment takes at least "
                 f"{step_time(with_exchanges.least)}, and this plan is {_above(with_exchanges.gap)}",
             )
         if study.refreshes is not None:
@@ -171,7 +171,7 @@ class PlanView(Page):
             yield (
                 "refreshes",
                 f"{spread} over {steps}: up to {step_time(most_s)} of updates in a step, mean "
-                f"{step_time(refreshes.mean_s)}; dearest step {step_time(mean_s + refreshes.excess_s)}, "
+                f"{step_time(refreshes.mean_s)}; longest step {step_time(mean_s + refreshes.excess_s)}, "
                 f"{refreshes.excess_s / mean_s:+.1%} over the mean",
             )
 
@@ -222,7 +222,7 @@ class PlanView(Page):
         return f"Plan {self.study.plan.hash if self.verbose else self.study.plan.name}, {where}."
 
     def _more(self) -> Iterator[str]:
-        """Yields the hints at the options that show more."""
+        """Yields hints about the options that show more."""
         number = len(self.study.assumptions)
         if self.verbose:
             yield f"Planning and simulation took {step_time(self.study.planning_s)}."
@@ -238,8 +238,8 @@ def _shared(kind: UpdateKind) -> str:
 
 
 def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
-    """Returns the number of buckets of each kind of collective, such as `60 buckets by ring, 5 by reduce`;
-    without a number if there is one kind."""
+    """Returns the number of buckets for each kind of collective, such as `60 buckets by ring, 5 by reduce`; no
+    number if there is only one kind."""
     if len(buckets) == 1:
         return f"by {next(iter(buckets))}"
     first, *others = buckets.items()
@@ -247,7 +247,7 @@ def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
 
 
 def _above(gap: float) -> str:
-    """Returns how far a plan is above its lower bound, in words."""
+    """Returns a plan's relative distance from its lower bound, in words."""
     if gap < _NO_GAP:
         return "optimal"
     return f"{100 * gap:.1f}% above it" if gap >= 0.0005 else "less than 0.1% above it"
@@ -261,7 +261,7 @@ def summary(study: Study, screen: Screen) -> Iterator[RenderableType]:
     misfits = "" if _all_fit(study) else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB"
     cluster = study.config.cluster
     measured = describes_machine(cluster.device, calibrated=cluster.calibrated)
-    where = "" if measured else " on a CPU that nobody measured"
+    where = "" if measured else " on an uncalibrated CPU"
     yield note(f"simulated in this layout{where}; optimizer: exposed time{misfits}")
 
 
@@ -304,7 +304,7 @@ def _times_as_long(ratio: float | None) -> str:
 
 def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table of the slowest rank's milliseconds by phase and strategy."""
-    yield headed("Phases", " of the slowest rank; without the totals, they add up")
+    yield headed("Phases", " of the slowest rank; all but the totals add up to the iteration")
     results = [study.strategies[name].result for name in STRATEGIES]
     shown = [phase for phase in LABELS if any(result.phases.get(phase) for result in results)]
     yield GroupedTable(
@@ -339,12 +339,12 @@ def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def _variant_cells(variant: Variant) -> tuple[str, ...]:
-    moved = variant.communication
+    communication = variant.communication
     return (
         f"{variant.balance.grid:.3f}",
         f"{variant.balance.lower_bound:.3f}",
-        f"{moved.dp_byte_balance:.2f}",
-        f"{100 * moved.padding_fraction:.1f}%",
+        f"{communication.dp_byte_balance:.2f}",
+        f"{100 * communication.padding_fraction:.1f}%",
         step_time(variant.result.optimizer_s),
         step_time(variant.result.iteration_s),
         f"{variant.memory_bytes / GIB:.1f}",
@@ -352,8 +352,8 @@ def _variant_cells(variant: Variant) -> tuple[str, ...]:
 
 
 _CUT = 1.6
-"""The largest scale of the bars, in iterations of the longest strategy except sc. Longer bars of sc are cut
-off."""
+"""The largest scale of the bars, as a multiple of the longest iteration of any strategy but sc. A longer bar of
+sc is cut off."""
 
 
 def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
@@ -378,7 +378,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields one bar: the memory of the fullest rank by its parts, and the free rest."""
+    """Yields one bar: the fullest rank's memory by part, and its free memory."""
     account, mesh = study.memory, study.plan.subject.layout
     unit = rank_word(study.config.cluster.device)
     free = max(account.capacity - account.total, 0)

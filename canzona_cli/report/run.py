@@ -41,7 +41,7 @@ from canzona_cli.run.words import (
 
 _MOST_WARNINGS = 5
 _MOST_LINES = 4
-"""The most lines of the first error that are shown, unless everything is asked for."""
+"""The most lines of the first error that are shown without `-v`."""
 _BRIEF = ("why", "planned", "step", "throughput", "model FLOPs", "peak memory")
 """The figures at the end of a run."""
 _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "diverged": "bold red"}
@@ -53,7 +53,7 @@ class RunView(Page):
 
     summary: RunSummary
     verbose: bool = False
-    """True to show the time of every phase, and a higher curve."""
+    """True to show the time of every phase, and a taller curve."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         summary = self.summary
@@ -128,10 +128,8 @@ class RunView(Page):
         if newest is not None and newest.expert_load is not None:
             yield "experts", experts_words(newest.expert_load, newest.balancing_loss)
         curves = {"loss": summary.losses, "validation": summary.validations}
-        for label, points in {
-            **curves,
-            **{f"  {clean(n)}": curve for n, curve in summary.set_validations.items()},
-        }.items():
+        sets = {f"  {clean(name)}": losses for name, losses in summary.set_validations.items()}
+        for label, points in (curves | sets).items():
             if not points:
                 continue
             (begin, first), (end, last) = points[0], points[-1]
@@ -151,7 +149,7 @@ class BreakdownView(Page):
 
     @property
     def _planned(self) -> Prediction | None:
-        """The planned step; None if there is none, or if it says nothing about this machine."""
+        """The planned step; None without a plan, or if its times do not describe this machine."""
         planned = self.breakdown.planned
         if planned is None or not describes_machine(self.breakdown.device, calibrated=planned.calibrated):
             return None
@@ -207,11 +205,11 @@ class BreakdownView(Page):
 
     @property
     def _comparable(self) -> bool:
-        """True if measured and planned times may be compared. False if the profile is of other hardware."""
+        """True if measured and planned times may be compared; False if the profile describes other hardware."""
         return self._planned is not None and not self._planned.mismatches
 
     def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:
-        """Returns the times of a phase or of the step by column; a planned time of 0 is shown as not planned."""
+        """Returns the times of a phase or of the step by column; a planned time of 0 is shown as missing."""
         return {
             **{name: milliseconds(getattr(times, f"{name}_s", None)) for name in ("min", "mean", "max")},
             "planned": milliseconds(planned or None),
@@ -270,8 +268,7 @@ class BreakdownView(Page):
 
     @property
     def _mfu(self) -> str:
-        """The share of the profile's peak, after a comma. Empty on a profile that nobody measured, whose peak says
-        nothing about this machine."""
+        """The MFU as text that begins with a comma; empty if the profile's peak does not describe this machine."""
         mfu = real(self.breakdown.mfu)
         if mfu is not None:
             if self.breakdown.planned is not None and self._planned is None:
@@ -283,7 +280,7 @@ class BreakdownView(Page):
 
 
 def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
-    """Returns (name, label, phase) in the order of the step; a phase that `LABELS` lacks is labelled by its
+    """Returns (name, label, phase) in the order of the step; a phase that is not in `LABELS` is labelled by its
     name."""
     known = [name for name in LABELS if name != "other"]
     names = [*known, *(name for name in breakdown.phases if name not in LABELS), "other"]

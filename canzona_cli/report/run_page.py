@@ -1,4 +1,4 @@
-"""The page of `canzona report --html`: a run, from those of its files that exist."""
+"""The page of `canzona report --html`: a run, as far as its files exist."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -104,7 +104,7 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
         ("gradient norm before clipping", "grad_norm", ".4g"),
         ("learning rate", "lr", ".3g"),
         ("balancing loss", "balancing_loss", ".4g"),
-        ("tokens of the busiest expert, of the mean", "expert_load", ".3g"),
+        ("tokens of the busiest expert, over the mean", "expert_load", ".3g"),
         ("tokens/s, all ranks", "tokens_per_s", ",.0f"),
     ):
         values = [(line.step, getattr(line, name)) for line in summary.metrics]
@@ -119,32 +119,38 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
 
 def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[RenderableType]:
     """Yields load maps of matrix updates, measured and planned, of the pipeline stage with the slowest rank."""
-    measured: dict[int, float] = {}
+    hosts = 1
+    measured: Mapping[int, Sequence[float]] = {}
+    planned: Mapping[int, Sequence[float]] = {}
     if breakdown is not None:
-        measured = {times.rank: times.phases.get("matrix_update", 0.0) for times in breakdown.ranks}
-    layout = None if breakdown is None else breakdown.layout
-    hosts, cells = (1, 0) if layout is None else (layout.tp, layout.tp * layout.owners)
-    stages = range(0 if layout is None else layout.pp)
-    complete = cells > 0 and len(measured) == len(stages) * cells and any(measured.values())
-    by_stage: dict[int, list[float]] = {}
-    if complete:
-        by_stage = {stage: [measured[stage * cells + cell] for cell in range(cells)] for stage in stages}
+        hosts, measured = breakdown.layout.tp, _measured_loads(breakdown)
     if plan is not None:
-        hosts, stages = plan.subject.layout.tp, range(plan.subject.layout.pp)
-    planned = {stage: plan.loads(stage) for stage in stages} if plan is not None else {}
-    known = by_stage or planned
-    slowest = max(known, key=lambda stage: max(known[stage]), default=None)
-    if slowest is None:
+        hosts = plan.subject.layout.tp
+        planned = {stage: plan.loads(stage) for stage in range(plan.subject.layout.pp)}
+    loads_by_stage = measured or planned
+    if not loads_by_stage:
         return
+    slowest = max(loads_by_stage, key=lambda stage: max(loads_by_stage[stage]))
     maps = [
         LoadMap(title=title, loads=loads[slowest])
-        for title, loads in (("measured", by_stage), ("planned", planned))
+        for title, loads in (("measured", measured), ("planned", planned))
         if loads
     ]
-    stage = f", pipeline stage {slowest}" if len(stages) > 1 else ""
-    lead = f", matrix update time of every rank in one step{stage}; colour: a rank's time over the mean"
+    stage = f", pipeline stage {slowest}" if len(loads_by_stage) > 1 else ""
+    lead = f", matrix update time of every rank in one step{stage}; colour: time relative to the mean"
     yield headed("Load map", lead)
     yield LoadMaps(maps=maps, hosts=hosts)
+
+
+def _measured_loads(breakdown: Breakdown) -> dict[int, list[float]]:
+    """Returns the seconds of matrix updates of the ranks of each pipeline stage; empty if ranks are missing, or if no
+    rank updated a matrix."""
+    layout = breakdown.layout
+    seconds = {times.rank: times.phases.get("matrix_update", 0.0) for times in breakdown.ranks}
+    cells = layout.tp * layout.owners
+    if len(seconds) != layout.pp * cells or not any(seconds.values()):
+        return {}
+    return {stage: [seconds[stage * cells + cell] for cell in range(cells)] for stage in range(layout.pp)}
 
 
 def _memory(
@@ -154,7 +160,7 @@ def _memory(
         return
     account = memory_of(config, layout, plan)
     parts = [(name, float(account.parts[name])) for name in MEMORY if account.parts.get(name)]
-    # Beside a much larger capacity, the parts would be too narrow to see.
+    # Next to a much larger capacity, the parts would be too narrow to see.
     limit = account.capacity if account.capacity <= 4 * account.total else None
     total = f"{size(account.total)} of {size(account.capacity)}"
     rows = [Bar(label="planned", parts=parts, value=total, limit=limit)]
@@ -165,7 +171,7 @@ def _memory(
     yield headed("Memory", f", of the fullest rank, which may use {account.capacity / GIB:.1f} GiB")
     yield Bars(rows=rows, scale=scale, inks=MEMORY, show=size, amounts=True)
     if peak is not None and breakdown is not None and breakdown.device == "cpu":
-        yield note("On CPU ranks, the measured peak is that of the process, with Python and torch.")
+        yield note("On CPU ranks, the measured peak is the whole process, including Python and torch.")
 
 
 def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None) -> Iterator[RenderableType]:

@@ -90,7 +90,7 @@ class Columns:
         return replace(self, heads=tuple(self.heads[place] for place in places), rows=tuple(rows))
 
     def joined(self, cells: Sequence[Cell]) -> Text:
-        """Joins the cells of a row, each right-aligned in its column, to a text as wide as the group.
+        """Joins the cells of a row, each right-aligned in its column, into a text as wide as the group.
 
         The padding is not left to rich, which strips the spaces of an empty last cell.
         """
@@ -126,8 +126,8 @@ class GroupedTable:
     styles: Sequence[str] = ()
     """The styles of the rows; empty for no styles."""
     needed: int | None = None
-    """The number of groups that are always shown; those after them only as far as they fit next to the others. None
-    shows all."""
+    """The number of groups that are always shown; later groups are shown only if they fit beside the others. None
+    shows all groups."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         gutter = max(len(self.head), *(_text(label).cell_len for label in self.labels))
@@ -137,7 +137,7 @@ class GroupedTable:
             yield self._table(groups)
 
     def _side_by_side(self, width: int) -> Iterator[Sequence[Columns]]:
-        """Yields the groups in order, each time as many as fit into `width`, at least one."""
+        """Yields the groups in order, as lists of as many groups as fit into `width`, but at least one."""
         taken: list[Columns] = []
         for number, group in enumerate(self.groups):
             if taken and sum(_GAP + other.width for other in (*taken, group)) > width:
@@ -179,7 +179,7 @@ def rows_table(
         rows: the label of each row, and a cell for each head.
         head: the head of the label column.
         bold: the number of the row shown in bold.
-        needed: the number of columns that are shown although they do not fit; None for all.
+        needed: the number of columns that are shown even if they do not fit; None for all.
     """
     labels, cells = zip(*rows, strict=True)
     styles = ["bold" if number == bold else "" for number in range(len(labels))]

@@ -205,7 +205,7 @@ class ConsoleView(TrainView, ABC):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Makes what only this kind of view has."""
+        """Creates the attributes that only this kind of view has."""
 
     def header(
         self,
@@ -352,7 +352,7 @@ class PlainView(ConsoleView):
     def stage(self, event: StageEvent) -> None:
         ended = self.state.add_stage(event)
         stage = self.state.stages[-1]
-        # Of stages that alternate, only the first is printed: steps and validations have lines of their own.
+        # When stages alternate, only the first is printed: steps and validations have lines of their own.
         if stage.name not in REPEATED_STAGES or ended is None or ended.name not in REPEATED_STAGES:
             detail = f": {clean(stage.detail)}" if stage.detail else ""
             self._print(f"{self._time()} {clean(stage.name)}{detail}")

@@ -144,7 +144,7 @@ class TrainState:
 
     @property
     def guarded(self) -> list[str]:
-        """Lines that count skipped steps and fallbacks so far; empty if there were none."""
+        """The lines that count skipped steps and fallbacks so far; empty if there were none."""
         return [] if self.last is None else guarded(self.last.skipped, self.last.fallbacks)
 
     @property
@@ -190,7 +190,7 @@ class TrainState:
 
     @property
     def idle(self) -> float:
-        """Seconds since the newest step."""
+        """The seconds since the newest step."""
         return 0.0 if self.updated is None else max(0.0, self.clock() - self.updated)
 
     @property

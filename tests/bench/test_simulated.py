@@ -173,7 +173,7 @@ def test_preconditioners_gain_most(optimizer: str) -> None:
     assert ratio > 5
     text = shown(SimulationView(simulation))
     assert f"{ratio:.1f}x" in text
-    assert "Megatron supports it for muon only" in text
+    assert "Megatron supports it only for muon" in text
     # On all ranks their state does not even fit.
     assert cell.ratio("sc") is None
 

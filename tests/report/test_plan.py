@@ -106,7 +106,7 @@ def test_times_on_a_cpu_that_nobody_measured_are_called_so(size: str, doubted: b
     console = Console(width=80)
     with console.capture() as captured:
         console.print(PlanView(study=study))
-    assert ("on a CPU that nobody measured" in captured.get()) == doubted
+    assert ("on an uncalibrated CPU" in captured.get()) == doubted
 
 
 def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:
