@@ -1,4 +1,4 @@
-"""Checks before the engine is built: all ranks have the same plan, the plan is for this model and these
+"""The checks before the engine is built: all ranks have the same plan, the plan is for this model and these
 ranks, and a user's own optimizer works."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,10 +67,10 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
     """
     if source is None:
         return make()
-    made: T | None = None
+    result: T | None = None
     problem: Problem | None = None
     try:
-        made = make()
+        result = make()
     except UnusableOptimizer as error:
         problem = Problem(
             key="optimizer.source",
@@ -80,8 +80,8 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
             "step() without arguments",
         )
     agree_on_problem(problem, OptimizerRefused)
-    assert made is not None
-    return made
+    assert result is not None
+    return result
 
 
 def agree_on_problem(problem: Problem | None, kind: type[CanzonaError]) -> None:
@@ -134,12 +134,12 @@ def _disagreement(plan: Plan | None, everyone: "list[_RankCheck]") -> list[Probl
     plans = gather(_Content(plan=plan.content()))
     first, second = Plan.from_content(plans[0].plan), Plan.from_content(plans[other].plan)
     difference = first_difference(first, second)
-    answer = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
+    description = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
     return [
         Problem(
             key="plan",
             value=f"{first.name} and {second.name}",
-            reason=f"ranks 0 and {other} have different plans; the first difference is {answer}",
+            reason=f"ranks 0 and {other} have different plans; the first difference is {description}",
             fix="use the same canzona version and the same run directory on every machine",
         )
     ]

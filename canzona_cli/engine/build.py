@@ -2,7 +2,7 @@
 rank."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib import import_module
 
 import torch
@@ -25,7 +25,7 @@ from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters, scratch_elements
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
-from canzona_cli.engine.redundant import RedundantOptimizer, counted, counts_dense
+from canzona_cli.engine.redundant import RedundantOptimizer, counts_dense, counts_update
 from canzona_cli.engine.shared import Sharing
 from canzona_cli.engine.wire import AllToAll, Aside, Fragments, MakeOptimizer, Messages, Wiring, by_key
 from canzona_cli.megatron.matrix_buffers import global_parameters, named_matrix_parameters, tag_matrices
@@ -68,7 +68,7 @@ def build_engine(
         chunks: the model's chunks, wrapped with the plan's buffers, or without sharding if there is no plan.
         plan: the plan of strategies canzona, paper and asc; None for sc, where every rank updates all
             matrices of its stage.
-        adamw: Megatron's settings with `optimizer="adam"`, and of clipping; None for those of `config`.
+        adamw: Megatron's settings for AdamW (`optimizer="adam"`) and clipping; None to derive them from `config`.
         overrides: see `build_adamw`.
         reads_weights: see `CanzonaOptimizer`.
 
@@ -78,28 +78,18 @@ def build_engine(
             `step()` alone.
     """
     shared = plan.assignment.shares if plan is not None else {}
-    # Several ranks take the same fallbacks for a shared matrix, and without a plan for every matrix. One of them
-    # counts: with a plan the rank in the matrix's cell.
     if plan is not None:
-        cells, parameters = plan.assignment.cells, named_matrix_parameters(chunks, plan, world)
-        order = _buffer_order(parameters)
-        mine = sorted(_updated_matrices(plan, world), key=order)
-        counts = [m for m in mine if m.index not in shared or cells[m.index].host == world.tp_rank]
+        part = _planned_part(chunks, plan, world)
     else:
-        everything = matrices_of(config.model, world.layout, config.engine.splitting)
-        stage = stage_matrices(everything, world.pp_rank)
-        mine = [matrix for matrix in stage if matrix.expert_rank in (None, world.expert_rank)]
-        counts = [matrix for matrix in mine if counted(matrix, world)]
-        named = dict(global_parameters(chunks))
-        parameters = {matrix.parameter: named[matrix.parameter] for matrix in mine}
-        tag_matrices(chunks, parameters)
+        part = _redundant_part(chunks, config, world)
+        tag_matrices(chunks, part.parameters)
     masters = _masters(
-        mine, lambda m: m.fragment_shape(world.layout.tp) if m.index in shared else m.shape, world.device
+        part.matrices, lambda m: m.fragment_shape(world.layout.tp) if m.index in shared else m.shape, world.device
     )
-    fallbacks = Fallbacks(counts, masters)
+    fallbacks = Fallbacks(part.counted, masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
-        fragments=Fragments(config.model, world.layout.tp, world.tp_rank, parameters),
+        fragments=Fragments(config.model, world.layout.tp, world.tp_rank, part.parameters),
         rank=world.tp_rank,
         tp_group=world.groups.tp if world.layout.tp > 1 else None,
         timer=timer,
@@ -113,10 +103,16 @@ def build_engine(
     updater: MasterOptimizer
     if plan is not None:
         groups = _micro_groups(plan, world)
-        hosting = _experts(config, mine, wiring), _sent(config, plan, groups, order, wiring)
-        updater = PlannedOptimizer(adamw, chunks, *hosting, _sharing(groups, shared, wiring), fallbacks)
+        updater = PlannedOptimizer(
+            adamw,
+            chunks,
+            _expert_hosting(config, part.matrices, wiring),
+            _group_hosting(config, plan, groups, _buffer_order(part.parameters), wiring),
+            _sharing(groups, shared, wiring),
+            fallbacks,
+        )
     else:
-        updater = RedundantOptimizer(adamw, chunks, world, mine, wiring, fallbacks)
+        updater = RedundantOptimizer(adamw, chunks, world, part.matrices, wiring, fallbacks)
     return CanzonaOptimizer(
         build_adamw(chunks, world, adamw, overrides),
         updater,
@@ -132,6 +128,41 @@ def build_engine(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _RankPart:
+    """The matrices of one rank."""
+
+    matrices: Sequence[Matrix]
+    """The matrices that this rank updates."""
+    counted: Sequence[Matrix]
+    """The matrices whose fallbacks this rank counts. Several ranks take the same fallback for a shared matrix and,
+    without a plan, for any matrix; one of them counts it."""
+    parameters: Mapping[str, torch.nn.Parameter]
+    """The parameters with matrices on this rank, by name, in the order of Megatron's buffers."""
+
+
+def _planned_part(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World) -> _RankPart:
+    """Returns the matrices that the plan gives this rank. The rank in a shared matrix's cell counts its fallbacks."""
+    parameters = named_matrix_parameters(chunks, plan, world)
+    matrices = sorted(_updated_matrices(plan, world), key=_buffer_order(parameters))
+    shared, cells = plan.assignment.shares, plan.assignment.cells
+    counts = [m for m in matrices if m.index not in shared or cells[m.index].host == world.tp_rank]
+    return _RankPart(matrices=matrices, counted=counts, parameters=parameters)
+
+
+def _redundant_part(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> _RankPart:
+    """Returns the matrices of this rank without a plan: all of its stage, and of experts those that it stores."""
+    everything = matrices_of(config.model, world.layout, config.engine.splitting)
+    stage = stage_matrices(everything, world.pp_rank)
+    matrices = [matrix for matrix in stage if matrix.expert_rank in (None, world.expert_rank)]
+    named = dict(global_parameters(chunks))
+    return _RankPart(
+        matrices=matrices,
+        counted=[matrix for matrix in matrices if counts_update(matrix, world)],
+        parameters={matrix.parameter: named[matrix.parameter] for matrix in matrices},
+    )
+
+
 def _updated_matrices(plan: Plan, world: World) -> list[Matrix]:
     """Returns the matrices for which this rank keeps an fp32 master and optimizer state: whole matrices that
     it hosts, and shared matrices of its owner, of which it keeps a fragment."""
@@ -144,8 +175,8 @@ def _updated_matrices(plan: Plan, world: World) -> list[Matrix]:
 
 
 def _buffer_order(parameters: Iterable[str]) -> Order:
-    """Returns a key that sorts this rank's matrices as Megatron's buffers have them, in the same order on all
-    TP ranks. Gradients and weights of equal matrices, such as experts, are then evenly spaced more often
+    """Returns a key that sorts this rank's matrices in the order of Megatron's buffers, which is the same on all TP
+    ranks. In this order, gradients and weights of equal matrices, such as experts, are more often evenly spaced
     (`optimizers.runs`).
 
     Args:
@@ -158,8 +189,7 @@ def _buffer_order(parameters: Iterable[str]) -> Order:
 def _masters(
     matrices: Sequence[Matrix], shape: Callable[[Matrix], tuple[int, int]], device: torch.device
 ) -> dict[int, torch.nn.Parameter]:
-    """Allocates the fp32 weights of matrices, those of one shape side by side in one tensor (count, rows,
-    columns)."""
+    """Allocates the fp32 weights of matrices. Weights of one shape are views of one tensor (count, rows, columns)."""
     masters: dict[int, torch.nn.Parameter] = {}
     for alike in by_key(matrices, shape):
         block = torch.empty(len(alike), *shape(alike[0]), dtype=torch.float32, device=device)
@@ -174,27 +204,30 @@ def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
     return [tuple(plan.matrices[index] for index in group.matrices) for group in groups]
 
 
-def _experts(config: RunConfig, mine: Sequence[Matrix], wiring: Wiring) -> Hosting:
-    """Allocates scratch and optimizers of the experts among the matrices that this rank updates, of which it
-    stores the whole, and fills the masters."""
-    experts = [matrix for matrix in mine if matrix.expert_rank is not None]
+def _expert_hosting(config: RunConfig, matrices: Sequence[Matrix], wiring: Wiring) -> Hosting:
+    """Allocates scratch and optimizers for the experts among this rank's matrices, and fills their masters. The rank
+    stores these experts whole, so nothing is sent."""
+    experts = [matrix for matrix in matrices if matrix.expert_rank is not None]
     alone = wiring.alone()
-    return _hosting(config, _in_scratch([experts], alone), dict.fromkeys((m.index for m in experts), 0), alone)
+    batches = _limited_by_scratch([experts], alone)
+    return _hosting(config, batches, dict.fromkeys((m.index for m in experts), 0), alone)
 
 
-def _sent(config: RunConfig, plan: Plan, groups: Sequence[Sequence[Matrix]], order: Order, wiring: Wiring) -> Hosting:
-    """Allocates messages, scratch and optimizers of the hosted matrices in this owner's micro-groups, each sorted
-    by `order`, and fills the masters. Collective over the TP ranks."""
+def _group_hosting(
+    config: RunConfig, plan: Plan, groups: Sequence[Sequence[Matrix]], order: Order, wiring: Wiring
+) -> Hosting:
+    """Allocates messages, scratch and optimizers for the hosted matrices of this owner's micro-groups, and fills their
+    masters. Matrices within a micro-group are sorted by `order`. Collective over the TP ranks."""
     hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
     if wiring.fragments.tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
-        groups = _in_scratch(groups, wiring)
+        groups = _limited_by_scratch(groups, wiring)
     shares = plan.assignment.shares
     batches = [sorted((m for m in group if m.index not in shares), key=order) for group in groups]
     return _hosting(config, batches, hosts, wiring)
 
 
-def _in_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> list[Sequence[Matrix]]:
-    """Divides groups into batches by the scratch that their gradients need."""
+def _limited_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> list[Sequence[Matrix]]:
+    """Divides groups into batches so that the scratch for a batch's gradients is bounded."""
     return [
         group[batch]
         for group in groups
@@ -287,7 +320,7 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
 
 
 def _class_of(chosen: OptimizerBase) -> Kind:
-    """Imports the optimizer's class, which its facts name."""
+    """Imports and returns the optimizer's class, whose name is one of the optimizer's facts."""
     update = known()[chosen.name].update
     assert update is not None, f"{chosen.name} does not update matrices"
     module, _, name = update.partition(":")
@@ -296,7 +329,7 @@ def _class_of(chosen: OptimizerBase) -> Kind:
 
 
 def _specific_settings(chosen: OptimizerBase) -> dict[str, object]:
-    """Returns the settings that not every optimizer has; its class takes them under the same names."""
+    """Returns the settings that are specific to this optimizer; its class has arguments of the same names."""
     names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
     return {name: getattr(chosen, name) for name in names}
 
@@ -308,7 +341,7 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
         shapes = {(matrix.rows, matrix.cols) for matrix in matrices}
         return kind(
             params,
-            chosen.lr,  # the schedule sets its own before the first step
+            chosen.lr,  # replaced by the schedule before the first step
             weight_decay=chosen.weight_decay,
             precision=config.train.precision,
             graph=update.graph,
@@ -334,7 +367,7 @@ def _preconditioned(
     def make(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(
             params,
-            chosen.lr,  # the schedule sets its own before the first step
+            chosen.lr,  # replaced by the schedule before the first step
             weight_decay=chosen.weight_decay,
             betas=(chosen.beta1, chosen.beta2),
             eps=chosen.eps,

@@ -58,9 +58,9 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
             on every rank (`RedundantOptimizer`).
         stats_group: the ranks over which every gradient element counts once: all ranks, or, if data-parallel
             ranks have equal gradients, the ranks of one model replica.
-        counts_adamw: False if other ranks of the group have copies of all of this rank's gradients of AdamW's
-            parameters, and count them.
-        non_finite: "stop" to raise, "skip" to leave the step out, if the norm is not finite.
+        counts_adamw: False if this rank's gradients of AdamW's parameters are copies of gradients that other ranks
+            of `stats_group` count.
+        non_finite: "stop" to raise an error if the norm is not finite, "skip" to skip the step.
         clip: the parameters whose gradients are clipped.
         reads_weights: True to copy the model's weights into the masters before the first step, because weights may
             be loaded after the optimizer is built.
@@ -84,13 +84,14 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         self._counts_adamw, self._reads_weights = counts_adamw, reads_weights
         self._sharded: ShardedState | None = None
         self.stored: Callable[[], Collection[str]] | None = None
-        """A function that returns the keys of the checkpoint that is being loaded; None if it has this optimizer's."""
+        """A function that returns the keys of the checkpoint being loaded; None if it has the keys that this optimizer
+        saves."""
         self.skipped = 0
         """The number of steps skipped so far for non-finite gradients, or for a norm above Megatron's
         `grad_norm_skip_threshold`, the same on every rank."""
         self.fallbacks = 0
-        """The number of updates, on all ranks, of the step before the last that were not finite or needed a
-        fallback."""
+        """The number of updates in the step before the last that were not finite or needed a fallback, over all
+        ranks."""
         self.captures = 0
         """The number of CUDA graphs that all ranks together had captured before the last step."""
 
@@ -164,8 +165,8 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         `captures`. Collective; the host waits for the device."""
         counted = self._adamw.get_grads_for_grad_norm() if self._counts_adamw else []
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
-        # If several ranks have equal copies of a gradient, one rank's copy counts. The others are
-        # added with factor 0, so that a copy that is not finite makes the norm not finite.
+        # If several ranks have equal copies of a gradient, one rank's copy counts. The others are added with factor
+        # 0: a copy that is not finite then makes the norm not finite.
         seen = {gradient.data_ptr() for gradient in counted}
         copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
         squares += 0.0 * self._squares([gradient for gradient in copies if gradient.data_ptr() not in seen])
@@ -185,7 +186,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         refuse_masters(state_dict)
         super().reload_model_params()
 
-    def sharded_state_dict(  # type: ignore[override]  # refused on the parts by themselves
+    def sharded_state_dict(  # type: ignore[override]  # `Refusals`, whose method never returns
         self,
         model_sharded_state_dict: Mapping[object, object],
         is_loading: bool = False,
@@ -195,11 +196,11 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         """Returns the state as entries of one of Megatron's checkpoints (`ShardedState`). Collective.
 
         Args:
-            is_loading: True if the result is to be loaded into, and then given to `load_state_dict`.
-            metadata: Megatron's, of the checkpoint; `distrib_optim_sharding_type` has to be fully_reshardable.
+            is_loading: True if a checkpoint will be read into the result, which is then given to `load_state_dict`.
+            metadata: Megatron's metadata of the checkpoint; `distrib_optim_sharding_type` must be fully_reshardable.
 
         Raises:
-            Unsupported: on all ranks together.
+            Unsupported: on all ranks together, if the state of any rank cannot be in such a checkpoint.
         """
         formats = (SHARDING, None) if is_loading else (SHARDING,)
         agree_on_problem(unsupported(self.matrices, metadata or {}, formats), Unsupported)
@@ -211,15 +212,15 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         return self._sharded.to_save(model_sharded_state_dict, metadata or {})
 
     def load_state_dict(self, state_dict: Mapping[object, object]) -> None:  # type: ignore[override]
-        """Takes over what was loaded into the last result of `sharded_state_dict`.
+        """Takes over the state that was read into the last result of `sharded_state_dict`.
 
         Raises:
-            Unsupported: `state_dict` was not loaded so, but is a whole one.
+            Unsupported: `state_dict` is anything else, such as a full state dict.
         """
         if self._sharded is not None and self._sharded.loaded(state_dict):
             self._reads_weights, self._sharded = not self._sharded.has_masters, None
         else:
-            super().load_state_dict(state_dict)  # refuses it by name
+            super().load_state_dict(state_dict)  # raises Unsupported
 
     def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
         return self._stats_group
@@ -230,8 +231,8 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
     def _culprits(self) -> list[Problem]:
-        """Returns the problem that names the parameters with non-finite gradients on any rank, the same on
-        every rank. Collective."""
+        """Returns a problem that names the parameters with non-finite gradients on any rank; every rank returns the
+        same problem. Collective."""
         gradients = (
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
         )

@@ -33,8 +33,8 @@ class HostedGroup:
 
     All views of buffers are made at set-up; a step only copies data and does not allocate memory. Equal
     matrices whose fragments are evenly spaced in memory, such as experts, are copied, checked and written as
-    one tensor. Assembling gradients and updating matrices run on the current stream. Packing messages and
-    writing the weights that arrive run on `wiring.aside`, which the caller joins.
+    one tensor. Gradients are assembled and matrices updated on the current stream. Messages are packed and
+    arriving weights written on the stream of `wiring.aside`, which the caller joins.
 
     Args:
         hosted: the matrices of the micro-group that this rank hosts, in the order of the routes.
@@ -91,8 +91,8 @@ class HostedGroup:
         self._bind_arriving_weights()
 
     def _bind_gradients(self, scratch: torch.Tensor) -> None:
-        """Chooses where each hosted matrix's gradient is assembled, and makes the copies: in `scratch`, where
-        equal matrices are side by side, or in Megatron's buffer if the whole gradient is already there."""
+        """Chooses where each hosted matrix's gradient is assembled, and prepares the copies. A gradient that is not
+        already whole in Megatron's buffer is assembled in `scratch`, next to those of equal matrices."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         grads: dict[int, torch.Tensor] = {}
         in_place: list[torch.Tensor] = []
@@ -132,7 +132,7 @@ class HostedGroup:
                 yield joined(masters[run]), joined(flags[run])
 
     def _bind_arriving_weights(self) -> None:
-        """Makes the writes of fragments whose matrices other ranks host, each with the place of the matrix's
+        """Prepares the writes of fragments of matrices that other ranks host, each with the place of the matrix's
         flag."""
         fragments, weights = self._wiring.fragments, self._weights
         arriving = weights.route.receive_flags
@@ -169,8 +169,7 @@ class HostedGroup:
         """Waits for the gradient fragments and assembles the hosted matrices' gradients, multiplied by
         `scale` (clipping)."""
         with self._wiring.timer.phase(self._moving):
-            # A rank that does not receive anything only has to wait before it packs the next message in this
-            # buffer.
+            # A rank that receives nothing only reuses the message buffer, so only the stream that packs messages waits.
             with nullcontext() if self._grad_unpack else self._wiring.aside.work():
                 self._finish(self._gradients)
             for copy in self._grad_unpack:
@@ -195,8 +194,7 @@ class HostedGroup:
             for master in self._masters:
                 master.grad = None
             for masters, flags in self._checked:
-                # A sum is finite only if all elements are; weights are far too small for their sum to
-                # overflow.
+                # A sum is finite only if all elements are. Weights are far too small for their sum to overflow.
                 torch.sum(masters, dim=(1, 2), out=flags)
 
     def send_weights(self) -> None:
@@ -237,12 +235,11 @@ class HostedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosting:
-    """The hosted matrices of one owner as micro-groups, or a rank's experts, with the memory for their update, on
-    one TP rank."""
+    """One TP rank's view of its owner's micro-groups, or of its own experts, with the memory to update them."""
 
     wiring: Wiring
     matrices: tuple[Matrix, ...]
-    """The matrices of all groups, in the groups' order, on whichever rank they are hosted."""
+    """The matrices of all groups, in the groups' order, whichever rank hosts them."""
     hosts: Mapping[int, int]
     """The TP rank that hosts each matrix, by matrix index."""
     groups: Sequence[HostedGroup]
@@ -295,8 +292,7 @@ def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
 def _local_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Write:
     """Returns the write of this rank's fragment of a new weight."""
     weight = fragments.weight(matrix)
-    # When the weight is written, its reduced gradient is not needed any more, so its memory holds the rounded
-    # weight.
+    # When the weight is written, the reduced gradient is no longer needed, so its memory can hold the rounded weight.
     same = weight.dtype is source.dtype
     room = weight if same else fragments.gradient(matrix).view(weight.dtype)[..., : weight.shape[-1]]
     return Write(target=weight, source=source, rounded=room)

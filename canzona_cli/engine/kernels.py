@@ -46,8 +46,8 @@ _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16",
 
 
 def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozenset[Call]]:
-    """Returns the shapes of the run's unbatched products with symmetric results, smallest first, and the
-    calls that are made of each. A shape includes the dtype that its form uses on `device`.
+    """Returns the shapes of the run's unbatched products with symmetric results, smallest first, and the calls
+    made with each shape. A shape includes the dtype that its form uses on `device`.
 
     Empty if the optimizer does not orthogonalise, is not canzona's, or does not run in bf16.
     """
@@ -87,19 +87,20 @@ def choose_kernels(
 
     Args:
         ladder: the loaders of kernels by name.
+        seconds: measures the time of an operation.
         begin: called with a description of each shape before kernels are tried on it.
     """
     shapes = product_shapes(config, device)
     if device.type != "cuda":
         return Kernels(choices=tuple(_on_cpu(shape) for shape in shapes))
     loaded, refused = _load(ladder)
-    tried = []
+    choices_here = []
     for shape, calls in shapes.items():
         begin(f"{shape[0]} x {shape[1]} in {_NAMES[shape[2]]}")
-        tried.append(_tried(shape, calls, device, loaded, refused, seconds))
+        choices_here.append(_try_kernels(shape, calls, device, loaded, refused, seconds))
     refusal = graphs.try_out(device) if algorithm(config).graph else ""
-    everyone = gather(Kernels(choices=tuple(tried), no_graphs=refusal))
-    choices = tuple(_agreed(of_shape) for of_shape in zip(*(rank.choices for rank in everyone), strict=True))
+    everyone = gather(Kernels(choices=tuple(choices_here), no_graphs=refusal))
+    choices = tuple(_merge(of_shape) for of_shape in zip(*(rank.choices for rank in everyone), strict=True))
     symmetric.use({shape: loaded[c.kernel] for shape, c in zip(shapes, choices, strict=True) if c.kernel != PLAIN})
     return Kernels(choices=choices, no_graphs=next((rank.no_graphs for rank in everyone if rank.no_graphs), ""))
 
@@ -122,7 +123,7 @@ def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel]
     return loaded, refused
 
 
-def _tried(
+def _try_kernels(
     shape: Shape,
     calls: Iterable[Call],
     device: torch.device,
@@ -130,7 +131,7 @@ def _tried(
     refused: Sequence[KernelTrial],
     seconds: Seconds,
 ) -> KernelChoice:
-    """Tries every kernel on one shape, on this rank alone."""
+    """Tries every kernel on one shape, on this rank alone; the result does not choose a kernel yet."""
     side, long, dtype = shape
     trials = list(refused)
     if side >= LEAST_SIDE:
@@ -140,9 +141,9 @@ def _tried(
     return KernelChoice(side=side, long=long, dtype=_NAMES[dtype], kernel=PLAIN, trials=tuple(trials))
 
 
-def _agreed(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
-    """Merges all ranks' trials of one shape and chooses its kernel. A kernel's time is that of the slowest
-    rank, and a kernel that one rank refuses is refused."""
+def _merge(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
+    """Merges all ranks' trials of one shape and chooses its kernel. The slowest rank's time counts, and a kernel
+    that any rank refuses is refused."""
     trials = {}
     for name in dict.fromkeys(trial.kernel for choice in of_each_rank for trial in choice.trials):
         of_ranks = [trial for choice in of_each_rank for trial in choice.trials if trial.kernel == name]
@@ -154,7 +155,7 @@ def _agreed(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
     if best != PLAIN and usable[best] > GAIN * usable[PLAIN]:
         best = PLAIN
     explained = (
-        KernelTrial(kernel=name, seconds=usable[name], refused=f"slower than {best}, or not enough faster")
+        KernelTrial(kernel=name, seconds=usable[name], refused=f"slower than {best}, or hardly faster")
         if name in usable and name != best
         else trial
         for name, trial in trials.items()
@@ -166,7 +167,7 @@ class _Case:
     """A product on which kernels are tried, with cuBLAS's result.
 
     Args:
-        a, b: (side, long) and (long, side).
+        a, b: the factors, (side, long) and (long, side).
         add, beta, alpha: as for a `Kernel`.
         in_place: True if `add` is the memory into which the result is written.
     """
@@ -181,14 +182,14 @@ class _Case:
         *,
         in_place: bool = False,
     ) -> None:
-        self._given = a, b
+        self._factors = a, b
         self._out, self._exact = (a.new_empty(a.size(0), a.size(0)) for _ in range(2))
         symmetric.plain(a, b, self._exact, add, beta, alpha)
         self._before = add if in_place and add is not None else torch.full_like(self._out, float("nan"))
         self._scalars = self._out if in_place else add, beta, alpha
 
     def run(self, kernel: Kernel) -> None:
-        a, b = self._given
+        a, b = self._factors
         kernel(a, b, self._out, *self._scalars)
 
     def wrong(self, kernel: Kernel) -> bool:
@@ -203,9 +204,9 @@ class _Case:
 
 
 def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterable[_Case]:
-    """Yields the products that Newton-Schulz computes of an A of this shape, with rows of norm about 1. The
-    Gram form, which uses fp16, adds every product to the matrix that it overwrites. The standard form does
-    not add anything to X X^T, and adds A to A A."""
+    """Yields the products of this shape that Newton-Schulz computes, on operands whose rows have a norm of about
+    1. The Gram form, which uses fp16, adds every product to the matrix that it overwrites. The standard form adds
+    nothing to X X^T, and A to A A."""
     side, long, dtype = shape
     in_place = dtype is torch.float16
     square = torch.randn(side, side, device=device).mul_(side**-0.5)

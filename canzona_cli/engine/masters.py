@@ -114,7 +114,7 @@ class Fallbacks:
 
 @dataclass(frozen=True, kw_only=True)
 class AllOptimizers:
-    """The optimizers of all groups seen as one, for code that reads a Megatron optimizer's `optimizer`."""
+    """The optimizers of all groups presented as one, for code that reads a Megatron optimizer's `optimizer`."""
 
     param_groups: list[dict[str, object]]
     state: Mapping[torch.Tensor, Mapping[str, object]]
@@ -155,16 +155,15 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
         `CanzonaOptimizer`'s `stats_group`, every element counts once."""
 
     def begin(self) -> None:
-        """Starts the part of the next update that needs reduced gradients but not their norm. Changes no
-        state."""
+        """Starts the part of the next update that needs reduced gradients but not their norm. No state changes."""
 
     def discard(self) -> None:
         """Waits for what `begin` started and discards it, because this step does not update the matrices."""
 
     @abstractmethod
     def step_with_ready_grads(self) -> bool:
-        """Updates this rank's matrices from reduced gradients. Always returns True; it is not called in a step
-        that is skipped."""
+        """Updates this rank's matrices from reduced gradients. Always returns True; a skipped step does not call
+        it."""
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:
@@ -257,7 +256,7 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
                 saved[matrix.name] = {
                     "master": master.detach(),
                     "state": dict(group.optimizer.state.get(master, {})),
-                    "group": _counted(group.optimizer),
+                    "group": _changed_values(group.optimizer),
                 }
         return saved
 
@@ -279,12 +278,12 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
                 group.optimizer.state[master] = {
                     key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
                 }
-                counted = saved.get("group", {})
-                assert isinstance(counted, Mapping)
-                group.optimizer.param_groups[0].update(counted)
+                changed = saved.get("group", {})
+                assert isinstance(changed, Mapping)
+                group.optimizer.param_groups[0].update(changed)
 
 
-def _counted(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+def _changed_values(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Returns the values of a parameter group that the optimizer itself has changed, such as counters.
     Learning rate and weight decay are excluded, because the schedule sets them, and so are values equal to
     the defaults."""

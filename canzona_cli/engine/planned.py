@@ -1,5 +1,5 @@
-"""The matrices' part of an optimizer step by a plan: this rank's experts, a pipeline over micro-groups, shared
-matrices, and the gathering of weights from their owners."""
+"""The part of an optimizer step that updates matrices by a plan: this rank's experts, a pipeline over micro-groups,
+shared matrices, and the gathering of weights from their owners."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class PlannedOptimizer(MasterOptimizer):
 
     Args:
         experts: the experts that this rank updates, if experts are divided among ranks. Nothing is sent for
-            them; the others' gradients, which have been sent, arrive while they are updated.
+            experts; the gradients of the first micro-groups arrive while experts are updated.
         hosting: the other hosted matrices of this rank's owner, in the order of its micro-groups.
         sharing: the shared matrices of this rank's owner; None if the owner does not have any.
         fallbacks: counts the fallbacks of this rank's optimizers.
@@ -110,16 +110,16 @@ class PlannedOptimizer(MasterOptimizer):
         self._begun = max(self._begun, end or 0)
 
     def _gather(self) -> None:
-        """Gathers the updated parameters from their owners. With `overlap_param_gather`, only the
-        buckets that the forward pass needs first are started (`owner_bucket_group.install` chains the
-        others), or with `align_param_gather` none; otherwise all matrix buckets are gathered now."""
+        """Gathers the updated parameters from their owners. With `overlap_param_gather` it only starts the buckets
+        that the forward pass needs first (`owner_bucket_group.install` chains the others), and none of them with
+        `align_param_gather`. Otherwise it gathers all matrix buckets now."""
         buckets = gathering_order(self._chunks)[: GATHERED_AHEAD if gathers_ahead(self._ddp_config) else 0]
         if not self._ddp_config.overlap_param_gather:
             buckets = matrix_groups(self._chunks)[::-1]
         for bucket in buckets:
             bucket.start_param_sync()
 
-    # --- what went wrong in an update ---
+    # --- failed updates ---
 
     def fallbacks(self) -> torch.Tensor:
         """Returns the number of failed updates of the matrices that this rank hosts: (1,), on the device.
@@ -148,8 +148,8 @@ class PlannedOptimizer(MasterOptimizer):
     def _restore(self, hosting: Hosting) -> None:
         """Restores the hosted matrices whose last update was not finite.
 
-        The TP ranks first agree on them, because a rank does not receive the flag of a matrix if it does not
-        receive a fragment.
+        The TP ranks first agree on these matrices, because a rank that receives no fragment of a matrix does not
+        receive its flag either.
         """
         if not hosting.matrices:
             return
@@ -158,8 +158,8 @@ class PlannedOptimizer(MasterOptimizer):
         finite[hosting.places] = torch.isfinite(hosting.finite).float()
         if wiring.tp_group is not None:
             torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN, group=wiring.tp_group)
-        each = zip(hosting.matrices, wiring.timer.read(finite), strict=True)
-        broken = [matrix for matrix, good in each if not good]
+        flags = wiring.timer.read(finite)
+        broken = [matrix for matrix, good in zip(hosting.matrices, flags, strict=True) if not good]
         if not broken:
             return
         gather_masters(wiring, hosting.hosts, sorted(broken, key=lambda matrix: matrix.index))
@@ -200,18 +200,18 @@ class PlannedOptimizer(MasterOptimizer):
     # --- set-up ---
 
     def _gradient_slices(self) -> list[torch.Tensor]:
-        """Returns views of the gradients that this rank owns. If TP ranks have equal copies of a matrix, only
-        those of TP rank 0 are included."""
+        """Returns views of the gradients that this rank owns. If TP ranks have equal copies of a matrix, only TP
+        rank 0 includes it."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         shared = self._sharing.hosted if self._sharing is not None else ()
         owned = (*self._hosting.matrices, *shared)
         slices: list[torch.Tensor] = []
-        copied = self._tp > 1 and any(matrix.replicated for matrix in owned)
-        if copied:
-            held = [matrix for matrix in owned if rank in matrix.holders(self._tp)]
-            slices += [fragments.gradient(matrix) for matrix in held if not matrix.replicated or rank == 0]
+        has_copies = self._tp > 1 and any(matrix.replicated for matrix in owned)
+        if has_copies:
+            stored = [matrix for matrix in owned if rank in matrix.holders(self._tp)]
+            slices += [fragments.gradient(matrix) for matrix in stored if not matrix.replicated or rank == 0]
         for group in matrix_groups(self._chunks):
-            if not copied or group.planned.expert_rank is not None:
+            if not has_copies or group.planned.expert_rank is not None:
                 data = group.buckets[0].grad_data
                 slices += [data[part.start : part.end] for part in group.owned]
         return slices
@@ -224,8 +224,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     @property
     def workspace_bytes(self) -> int:
-        beside = () if self._sharing is None else self._sharing.beside
-        return super().workspace_bytes + sum(workspace.nbytes for workspace in beside)
+        extra = () if self._sharing is None else self._sharing.extra_workspaces
+        return super().workspace_bytes + sum(workspace.nbytes for workspace in extra)
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:

@@ -43,7 +43,7 @@ class FragmentGather:
         """Returns True if a TP rank does not store all of the matrix, so that its fragments must be sent."""
         return self._tp > 1 and not matrix.replicated
 
-    def spared(self, matrix: Matrix) -> bool:
+    def needs_no_copy(self, matrix: Matrix) -> bool:
         """Returns True if an optimizer can use the reduced gradient in Megatron's buffer without a copy."""
         return not self.travels(matrix) and lies_whole(self.wiring, matrix)
 
@@ -86,7 +86,7 @@ class RedundantUpdate:
         self._master = wiring.masters[matrix.index]
         self.hosted, self.optimizer = (matrix,), wiring.make_optimizer((matrix,), [self._master])
         self._fragment = wiring.fragments.gradient(matrix) if _stores(wiring, matrix) else scratch[:0]
-        self._in_place = gathering.spared(matrix)
+        self._in_place = gathering.needs_no_copy(matrix)
         whole = self._fragment if self._in_place else scratch[: matrix.elements]
         self._gradient = whole.view(matrix.rows, matrix.cols)
 
@@ -116,13 +116,13 @@ class RedundantUpdate:
 class RedundantOptimizer(MasterOptimizer):
     """The optimizer that updates all matrices of this rank's stage, one after another.
 
-    Unlike strategy canzona, it does not restore a weight whose update was not finite; the loss of the next
-    step will show it.
+    Unlike strategy canzona, it does not restore a weight whose update was not finite; the next step's loss shows
+    such a failure.
 
     Args:
-        matrices: the matrices that this rank stores or has fragments of, in the same order on every rank, because
-            each is gathered collectively.
-        wiring: the wiring of this rank; its `masters` are those of all matrices.
+        matrices: the matrices of which this rank stores a fragment or the whole, in the same order on every rank,
+            because each is gathered collectively.
+        wiring: the wiring of this rank, with the masters of all these matrices.
         fallbacks: counts the fallbacks of this rank's optimizers.
     """
 
@@ -142,7 +142,7 @@ class RedundantOptimizer(MasterOptimizer):
             for of_experts in (False, True)
         )
         self._dense, self._experts = FragmentGather(wiring, dense), FragmentGather(wiring.alone(), experts)
-        copied = [matrix.elements for matrix in matrices if not self._gathering(matrix).spared(matrix)]
+        copied = [matrix.elements for matrix in matrices if not self._gathering(matrix).needs_no_copy(matrix)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
         self.reload_model_params()
         self.groups: list[RedundantUpdate] = [
@@ -162,8 +162,8 @@ class RedundantOptimizer(MasterOptimizer):
         ]
 
     def _counts_fragment(self, matrix: Matrix) -> bool:
-        travels = self._gathering(matrix).travels(matrix)  # then other TP ranks have other elements
-        return counts_dense(self._world) if travels else counted(matrix, self._world)
+        travels = self._gathering(matrix).travels(matrix)  # if so, each TP rank has different elements
+        return counts_dense(self._world) if travels else counts_update(matrix, self._world)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -178,7 +178,7 @@ class RedundantOptimizer(MasterOptimizer):
             group.publish()
 
     def fallbacks(self) -> torch.Tensor:
-        groups = [group for group in self.groups if counted(group.hosted[0], self._world)]
+        groups = [group for group in self.groups if counts_update(group.hosted[0], self._world)]
         return left_out(groups, self._device) + self._fallbacks.take()
 
     def repair(self) -> None:
@@ -207,9 +207,9 @@ def counts_dense(world: World) -> bool:
     return world.layout.ep == 1 or world.owner == 0
 
 
-def counted(matrix: Matrix, world: World) -> bool:
-    """Returns True if this rank counts its update of a matrix in sums over the stats group; other ranks
-    repeat the update and do not."""
+def counts_update(matrix: Matrix, world: World) -> bool:
+    """Returns True if this rank counts its update of a matrix in sums over the stats group. Other ranks repeat the
+    same update and do not count it."""
     if matrix.expert_rank is not None:
         return world.expert_owner == 0
     return world.tp_rank == 0 and counts_dense(world)

@@ -10,12 +10,12 @@ from canzona_cli.errors import Problem, Unsupported
 
 _ON_DEVICE: Final = "fp32 masters and optimizer state of matrices stay on the device that updates them"
 _IN_STEP: Final = "the norm is computed, and gradients are clipped, within step()"
-_SAVED: Final = "no rank has the state of all matrices, and Megatron's format torch has no place for the hosts'"
+_SAVED: Final = "no rank has the state of all matrices, and Megatron's format `torch` cannot store it by host"
 _WEIGHTS: Final = "use sharded_state_dict and load_state_dict (Megatron-LM: --ckpt-format torch_dist)"
 
 
 def refuse_masters(state_dict: object) -> None:
-    """Raises Unsupported if masters are to be copied from a loaded state instead of the model's weights."""
+    """Raises Unsupported if the caller wants masters to be copied from a loaded state instead of the weights."""
     if state_dict is not None:
         reason = "masters of matrices are copied from the weights"
         fix = "call it without state_dict (Megatron-LM: leave out --load-main-params-from-ckpt)"

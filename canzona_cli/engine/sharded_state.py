@@ -1,10 +1,10 @@
 """The engine's optimizer in Megatron's checkpoints (`megatron.core.dist_checkpointing`).
 
-The fp32 masters and the momentum of matrices have the keys and the layout that Megatron's layer-wise Muon
-gives them: those of their weights, under `optimizer.state.fp32_param` and `optimizer.state.momentum_buffer`.
-Every rank writes and reads the rows of what it updates, so a checkpoint depends neither on the plan nor on
-the number of ranks, and nothing is sent. Other state, such as SOAP's, has the names of matrices. The state of
-AdamW is in Megatron's format `fully_reshardable`.
+The fp32 masters and the momentum of matrices have the keys and the layout that Megatron's layer-wise Muon uses: the key
+and layout of the weight, after the prefix `optimizer.state.fp32_param` or `optimizer.state.momentum_buffer`. Every rank
+writes and reads only the rows that it updates, so nothing is sent, and a checkpoint depends neither on the plan nor on
+the number of ranks. Other state, such as SOAP's, is stored under the names of matrices. AdamW's state is in Megatron's
+format `fully_reshardable`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -41,13 +41,14 @@ from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 
 _LIKE_WEIGHTS: Final = {MUONS_MASTER: (MUONS_MASTER, ADAMWS_MASTER), MOMENTUM: (MOMENTUM, MOMENTS[0])}
-"""The fields of matrices that are laid out as weights, each with its names in checkpoints of Megatron's Muon
-and of its AdamW, whose first moment is a moving average of gradients as Muon's momentum is."""
+"""The fields of matrices that are laid out like weights, each with its name in checkpoints of Megatron's Muon, then in
+those of its AdamW. AdamW's first moment can serve as momentum: both are moving averages of gradients."""
 _ADAMW: Final = {ADAMWS_MASTER: (ADAMWS_MASTER, MUONS_MASTER), **{name: (name,) for name in MOMENTS}}
-"""AdamW's fields, each with its names in checkpoints of Megatron's sharded and of its other optimizers."""
+"""AdamW's fields, each with its name in checkpoints of Megatron's distributed optimizer, then in those of its other
+optimizers."""
 _ENTRIES: Final = "canzona"
-"""The key of what only canzona reads, in the dict of a checkpoint."""
-_WEIGHTS_ALONE: Final = "load weights alone: --no-load-optim"
+"""The key, in a checkpoint's dict, of the entries that only canzona reads."""
+_WEIGHTS_ALONE: Final = "load only the weights: --no-load-optim"
 
 type StateDict = Mapping[object, object]
 type Entry = ShardedTensor | ShardedTensorFactory
@@ -57,14 +58,14 @@ type Count = bool | int | float | str
 
 @dataclass(frozen=True, kw_only=True)
 class _Counts:
-    """The state of one rank's matrices other than tensors, by matrix."""
+    """The state of one rank's matrices that is not stored as tensors, such as counters, by matrix name."""
 
     matrices: Mapping[str, Mapping[str, Count]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Updated:
-    """A matrix, or a fragment of a shared one, that this rank updates."""
+    """A matrix, or a fragment of a shared matrix, that this rank updates."""
 
     matrix: Matrix
     master: torch.nn.Parameter
@@ -78,7 +79,7 @@ class _Updated:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The master and the state's tensors; zeros for those that do not exist yet."""
+        """The master and the state's tensors; zeros for tensors that do not exist yet."""
         state = self.optimizer.state.get(self.master, {})
         missing = {key: shape for key, shape in self.shapes.items() if shape is not None and key not in state}
         return {
@@ -93,15 +94,15 @@ class _Updated:
         return {key: value for key, value in state.items() if isinstance(value, bool | int | float | str)}
 
     def take(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Count]) -> None:
-        """Puts the state of a checkpoint in place of the optimizer's. Without the counts that the optimizer
-        needs the checkpoint is from before the matrix's first step."""
+        """Replaces the optimizer's state by a checkpoint's. If the counts that the optimizer needs are missing, the
+        checkpoint was saved before the matrix's first step, and nothing changes."""
         if all(shape is not None or key in counts for key, shape in self.shapes.items()):
             state = {key: tensor for key, tensor in tensors.items() if key != MUONS_MASTER}
             self.optimizer.state[self.master] = {**state, **counts}
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, Block | None, torch.Tensor]]:
-        """Yields the state's pieces: a name, the field, the place in the whole parameter, and the rows. State
-        that is not laid out as the weight is one piece without a place."""
+        """Yields the state's pieces as (name, field, place in the whole parameter, rows). State that is not laid out
+        like the weight is one piece without a place."""
         for field, tensor in tensors.items():
             places: Sequence[Block | None] = self.blocks if field in _LIKE_WEIGHTS else (None,)
             for number, block in enumerate(places):
@@ -111,21 +112,20 @@ class _Updated:
     def entries(
         self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], weight: Entry
     ) -> Iterator[tuple[str, ShardedTensor]]:
-        """Yields the entries of the state, by the names of its pieces.
+        """Yields each piece of the state as (name, entry in the checkpoint).
 
         Args:
-            names: the names of fields in the checkpoint.
-            weight: the entry of the parameter.
+            names: the name of each field in the checkpoint.
+            weight: the parameter's entry in the model's `sharded_state_dict`.
         """
-        while isinstance(weight, ShardedTensorFactory):  # gate and up
+        while isinstance(weight, ShardedTensorFactory):  # it builds the entries of gate and up
             weight = weight.build()[0]
         lead = weight.prepend_axis_num
         for name, field, block, piece in self.pieces(tensors):
             if block is None:
                 yield name, ShardedTensor.from_rank_offsets(_own_key(field, self.matrix), piece)
                 continue
-            # Megatron prepends the axis of layers only to pieces that all have one shape; here the piece has
-            # it.
+            # Megatron prepends the axis of layers only if all pieces have one shape, so each piece has that axis here.
             data = piece.view((1,) * lead + piece.shape)
             offset = (*weight.global_offset[:lead], block.unit_row, block.unit_col)
             key, shape = f"{STATE}{names[field]}.{weight.key}", tuple(data.shape)
@@ -138,12 +138,12 @@ def unsupported(
     """Returns why this rank's state cannot be saved in, or loaded from, a checkpoint; None if it can.
 
     Args:
-        metadata: Megatron's, of the checkpoint.
-        formats: the supported formats of AdamW's state; None for state that Megatron does not shard.
+        metadata: Megatron's metadata of the checkpoint.
+        formats: the supported formats of AdamW's state; None among them means state that Megatron does not shard.
     """
     sharding = metadata.get("distrib_optim_sharding_type")
     if sharding not in formats:
-        reason = "in this format (distrib_optim_sharding_type) AdamW's state belongs to a layout of ranks and buckets"
+        reason = "in this format (distrib_optim_sharding_type) AdamW's state depends on the layout of ranks and buckets"
         fix = f"save with {SHARDING} (Megatron-LM: --dist-ckpt-optim-fully-reshardable)"
         return Problem(key="sharded_state_dict", value=sharding, reason=reason, fix=fix)
     if isinstance(matrices, PlannedOptimizer) and all(
@@ -152,7 +152,7 @@ def unsupported(
     ):
         return None
     reason = "the shapes of the state of its matrices are not known"
-    fix = "save and load weights alone (Megatron-LM: --no-save-optim, --no-load-optim)"
+    fix = "save and load only the weights (Megatron-LM: --no-save-optim, --no-load-optim)"
     return Problem(key="sharded_state_dict", reason=reason, fix=fix)
 
 
@@ -161,7 +161,7 @@ class ShardedState:
 
     Args:
         adamw: Megatron's `DistributedOptimizer`.
-        stored: the keys of the checkpoint to load; None for those that `to_save` gives.
+        stored: the keys of the checkpoint to load; None if it has the keys that `to_save` writes.
     """
 
     def __init__(
@@ -178,12 +178,12 @@ class ShardedState:
             if isinstance(optimizer, MatrixOptimizer)
         ]
         self._targets: dict[str, dict[str, torch.Tensor]] = {}
-        """The tensors that are loaded of each matrix."""
+        """The tensors into which each matrix's state is loaded, by matrix name."""
         self.has_masters = True
         """False if the checkpoint to load is of fp32 training, where weights may be the only masters."""
 
     def to_save(self, model: StateDict, metadata: Mapping[str, object]) -> dict[object, object]:
-        """Returns the state as Megatron's layer-wise Muon beside AdamW would return it. Collective.
+        """Returns the state in the form that Megatron's layer-wise Muon with AdamW has. Collective.
 
         Args:
             model: the model's `sharded_state_dict`.
@@ -198,15 +198,16 @@ class ShardedState:
             counts |= rank.matrices
         adamw = self._adamw.sharded_state_dict(model, metadata=metadata)
         for group in adamw["optimizer"]["param_groups"]:
-            group["optimizer"] = "adam"  # as in Megatron's groups beside Muon's
+            group["optimizer"] = "adam"  # as Megatron marks AdamW's groups next to Muon's
         muon = {"param_groups": [muon_group(self._matrices.config)], "state": state}
         return {0: {"optimizer": muon, _ENTRIES: counts}, 1: adamw}
 
     def to_load(self, model: StateDict) -> dict[object, object]:
-        """Returns the entries that `loaded` needs. Masters and state are read where they are kept.
+        """Returns the entries into which a checkpoint is read before `loaded`. Masters and state of matrices are read
+        directly into this rank's tensors.
 
         Raises:
-            Unsupported: the checkpoint has other state.
+            Unsupported: the checkpoint was saved by another optimizer.
         """
         weights = self._weights(model)
         matrices: dict[str, ShardedTensor] = {}
@@ -233,8 +234,12 @@ class ShardedState:
 
     @torch.no_grad()
     def loaded(self, state: StateDict) -> bool:
-        """Takes over the result of `dist_checkpointing.load` for what `to_load` returned. Returns False for
-        any other state."""
+        """Takes over the state that `dist_checkpointing.load` read into the entries of `to_load`. Returns False for any
+        other state.
+
+        Raises:
+            Unsupported: the number of AdamW's steps is missing.
+        """
         entries = state.get(_ENTRIES)
         if not isinstance(entries, Mapping):
             return False
@@ -265,10 +270,12 @@ class ShardedState:
         return {named[number][0]: entry for number, entry in entries.items()}
 
     def _names(self, weight: str, fields: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-        """Returns the name in the checkpoint of each field of a parameter's state, without masters if it has none.
+        """Returns the name of each field of a parameter's state in the checkpoint; without the master if the
+        checkpoint has no masters.
 
         Args:
             weight: the key of the parameter.
+            fields: the possible names of each field.
         """
         names: dict[str, str] = {}
         for field, possible in fields.items():
@@ -284,7 +291,7 @@ class ShardedState:
 
     def _refuse_missing(self, key: str) -> None:
         if self._stored is not None and key not in self._stored:
-            reason = "the checkpoint does not have it: it is of another optimizer"
+            reason = "the checkpoint does not have this key: it was saved by another optimizer"
             raise Unsupported(Problem(key="load", value=key, reason=reason, fix=_WEIGHTS_ALONE))
 
 

@@ -27,7 +27,7 @@ class SharedMatrix:
         master: the rank's fragment, fp32, which `optimizer` updates.
         optimizer: the optimizer of all shared matrices of this rank.
         weight, reduced: views of the rank's fragment of the weight and of the reduced gradient.
-        scratch: fp32, flat, at least as long as the fragment; all shared matrices of the rank use it.
+        scratch: flat fp32 scratch, at least as long as the fragment, which all shared matrices of the rank use.
     """
 
     def __init__(
@@ -47,27 +47,31 @@ class SharedMatrix:
         else:
             self._gradient = scratch[: master.numel()].view(master.shape)
             self._gathered = Copy(self._gradient.view(reduced.shape), reduced)
-        self.left = False
-        """True if the update by `together` was not made and `alone` has to be called; the same on all ranks."""
+        self.needs_alone = False
+        """True if `together` did not update the fragment and `alone` has to; the same on all ranks."""
 
     @property
     def excluded(self) -> bool:
-        """True if the matrix is updated by `alone` in this step, after an untrusted update; the same on all
+        """True if `alone` updates the matrix in this step, because an earlier update was not trusted; the same on all
         ranks."""
         return self._optimizer.excluded(self.master)
 
     def together(self, scale: float, ranks: Together) -> Turns[None]:
-        """Updates the fragment in Gram form, or sets `left` if the matrix is `excluded` or the result cannot
+        """Updates the fragment in Gram form, or sets `needs_alone` if the matrix is `excluded` or the result cannot
         be trusted. Collective. Yields the collectives to wait for."""
         self._take_gradient(scale)
         if self._in_place and scale != 1.0:
             self._gradient.mul_(scale)
         whole = self.matrix.shape
-        self.left = self.excluded or not (yield from self._optimizer.together(self.master, whole=whole, ranks=ranks))
+        if self.excluded:
+            self.needs_alone = True
+        else:
+            trusted = yield from self._optimizer.together(self.master, whole=whole, ranks=ranks)
+            self.needs_alone = not trusted
         self.master.grad = None
 
     def alone(self, scale: float, group: torch.distributed.ProcessGroup | None) -> None:
-        """Updates the fragment in standard form if `together` has set `left`. Collective."""
+        """Updates the fragment in standard form, for a matrix with `needs_alone`. Collective."""
         self._take_gradient(scale)
         self._optimizer.alone(
             self.master,
@@ -126,8 +130,8 @@ class Sharing:
             SharedMatrix(matrix, master, optimizer, weight=weight, reduced=reduced, scratch=self._scratch)
             for matrix, master, (reduced, weight) in zip(matrices, masters, views, strict=True)
         ]
-        self.beside = [Workspace() for _ in range(LANES - 1)]
-        """The scratch of the matrices that are updated at the same time as one that uses the optimizer's."""
+        self.extra_workspaces = [Workspace() for _ in range(LANES - 1)]
+        """The scratch of interleaved matrices other than the one that uses the optimizer's own scratch."""
         self._lanes = [
             Together(
                 place=wiring.rank,
@@ -137,7 +141,7 @@ class Sharing:
                 gather=self._timed("all_gather_into_tensor"),
                 workspace=workspace,
             )
-            for workspace in (None, *self.beside)
+            for workspace in (None, *self.extra_workspaces)
         ]
 
     def _timed(self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]) -> Callable[..., Wait]:
@@ -184,27 +188,28 @@ class Sharing:
             if not last:
                 continue
             assert pending[place] is None, "the plan is for another optimizer: the update has more parts than planned"
-            if not shared.left:
+            if not shared.needs_alone:
                 with self._wiring.timer.phase("exchange"):
                     shared.publish()
 
     @torch.no_grad()
     def update_alone(self, scale: float) -> None:
-        """Updates the matrices whose `left` is set in standard form, one after another. Collective over the
-        TP ranks, all of which have the same matrices to update."""
-        left = [shared for shared in self.matrices if shared.left]
-        if not left:
+        """Updates the matrices with `needs_alone` in standard form, one after another. Collective over the TP ranks,
+        all of which have the same matrices to update."""
+        remaining = [shared for shared in self.matrices if shared.needs_alone]
+        if not remaining:
             return
         group, on_host = self._wiring.tp_group, self._wiring.device.type == "cpu"
         with self._wiring.timer.phase("matrix_update"):
-            for shared in left:
+            for shared in remaining:
                 shared.alone(scale, group)
             # As for a hosted matrix, the sum of the master is finite only if all elements are.
-            sums = torch.stack([shared.master.detach().sum() for shared in left])
+            sums = torch.stack([shared.master.detach().sum() for shared in remaining])
         with self._wiring.timer.phase("exchange"):
             torch.distributed.all_reduce(sums, group=group)
-            self._sums[torch.tensor([self._places[shared.matrix.index] for shared in left], device=sums.device)] = sums
-            writes = joined_writes([(place, shared.write()) for place, shared in enumerate(left)])
+            places = [self._places[shared.matrix.index] for shared in remaining]
+            self._sums[torch.tensor(places, device=sums.device)] = sums
+            writes = joined_writes([(place, shared.write()) for place, shared in enumerate(remaining)])
             write_finite(writes, sums, on_host=on_host)
 
     def fallbacks(self) -> torch.Tensor:

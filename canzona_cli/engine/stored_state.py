@@ -1,4 +1,5 @@
-"""The keys of optimizer state in Megatron's checkpoints, and its number of steps. Imports no Megatron."""
+"""The names of optimizer state in Megatron's checkpoints, and the number of steps saved there. This module does not
+import Megatron."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -8,15 +9,15 @@ import torch
 SHARDING: Final = "fully_reshardable"
 """The format of AdamW's state that does not depend on ranks (`metadata["distrib_optim_sharding_type"]`)."""
 STATE: Final = "optimizer.state."
-"""The beginning of the keys of masters and state; then come a field and the key of the weight."""
+"""The prefix of the keys of masters and state; a field and the key of the weight follow."""
 OURS: Final = "optimizer.canzona."
-"""The beginning of the keys of state that only canzona's optimizers have."""
+"""The prefix of the keys of state that only canzona's optimizers have."""
 MUONS_MASTER: Final = "fp32_param"
 ADAMWS_MASTER: Final = "param"
 
 
 def stored_step(common: object) -> float | None:
-    """Returns the largest count of steps of parameter groups and of parameters; None if there is no count.
+    """Returns the largest step count of any parameter group or parameter; None if there is no count.
 
     Args:
         common: the part of a checkpoint that all ranks read, or its optimizers alone.

@@ -168,7 +168,7 @@ or fragments)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """The parts that all classes that update matrices on one rank use."""
+    """The parts that are shared by all classes that update matrices on one rank."""
 
     fragments: Fragments
     rank: int
@@ -186,7 +186,7 @@ class Wiring:
     make_optimizer: MakeOptimizer
 
     def alone(self) -> "Wiring":
-        """Returns the wiring of matrices of which this rank stores the whole, so that nothing is communicated."""
+        """Returns the wiring for matrices that this rank stores whole, without communication."""
         return replace(self, fragments=self.fragments.uncut(), rank=0, tp_group=None)
 
 
@@ -232,28 +232,28 @@ class Writes:
 
 
 def joined_copies(copies: Sequence[Copy]) -> list[Copy]:
-    """Joins copies of tensors that are evenly spaced to copies of (count, *shape)."""
-    together: list[Copy] = []
+    """Joins copies of evenly spaced tensors into copies of (count, *shape)."""
+    merged: list[Copy] = []
     for alike in by_key(copies, lambda copy: (copy.target.shape, copy.target.dtype, copy.source.dtype)):
         targets, sources = [copy.target for copy in alike], [copy.source for copy in alike]
-        together += [Copy(joined(targets[run]), joined(sources[run])) for run in runs(targets, sources)]
-    return together
+        merged += [Copy(joined(targets[run]), joined(sources[run])) for run in runs(targets, sources)]
+    return merged
 
 
 def joined_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
-    """Joins writes of fragments that are evenly spaced, as their flags are.
+    """Joins writes whose fragments and flags are both evenly spaced.
 
     Args:
-        writes: each with the place of its flag.
+        writes: the place of each write's flag, and the write.
     """
-    together: list[Writes] = []
+    merged: list[Writes] = []
     for alike in by_key(writes, lambda write: (write[1].target.shape, write[1].target.dtype, write[1].source.dtype)):
         places = [place for place, _ in alike]
         targets, sources, rounded = ([getattr(write, name) for _, write in alike] for name in Write.__slots__)
         for run in runs(places, targets, sources, rounded):
             first, *others = places[run]
             step = others[0] - first if others else 1
-            together.append(
+            merged.append(
                 Writes(
                     flags=slice(first, (others[-1] if others else first) + 1, step),
                     target=joined(targets[run]),
@@ -261,7 +261,7 @@ def joined_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
                     rounded=joined(rounded[run]),
                 )
             )
-    return together
+    return merged
 
 
 def by_key[T](items: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
@@ -276,7 +276,7 @@ def write_finite(writes: Sequence[Writes], flags: torch.Tensor, *, on_host: bool
     """Makes the writes whose flag is finite; the targets of the other writes stay unchanged.
 
     Args:
-        flags: flat.
+        flags: (flags,), a number for each fragment.
         on_host: True if the flags are in host memory. Otherwise the device decides, and the host does not
             wait.
     """

@@ -124,7 +124,7 @@ def test_the_quickest_is_taken_and_one_that_is_not_there_passed_over(climbed: di
         assert kernel == "b"
         assert refused["b"] == ""
         assert refused["c"] == "ImportError: No module named 'quack'"
-        assert refused["a"] == refused["plain"] == "slower than b, or not enough faster"
+        assert refused["a"] == refused["plain"] == "slower than b, or hardly faster"
     [times] = {tuple((trial.kernel, trial.seconds) for trial in choice.trials) for choice in climbed["quickest"]}
     assert dict(times) == {"a": 3.0, "b": 1.0, "c": None, "plain": 2.0}
     for kernel, refused in _of(climbed["none is quicker"]):
