@@ -32,9 +32,9 @@ def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
     """Returns the eigenvectors of a positive semi-definite matrix (side, side) in the columns of a matrix,
     largest eigenvalue first, with signs such that the element of the largest magnitude is positive.
 
-    Eigenvectors whose eigenvalue is below rounding are arbitrary: any basis of the remaining space, which the
-    next rounding error changes completely. They are replaced by the complement that Householder reflections
-    make of the other eigenvectors, which changes only as much as those do.
+    Eigenvectors whose eigenvalue is below rounding are an arbitrary basis of the remaining space, and the next
+    rounding error changes them completely. They are replaced by the orthogonal complement of the other
+    eigenvectors that Householder reflections yield, which changes only as much as those eigenvectors do.
 
     Raises:
         LinAlgError: As for `eigh`.
@@ -62,31 +62,33 @@ def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         LinAlgError: The result is not finite.
     """
     basis, sizes = _qr(matrix)
-    known = sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True)
-    settled = known.all(-1)
-    finite, all_settled = torch.stack([basis.isfinite().all(), settled.all()]).tolist()
+    defined = sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True)
+    complete = defined.all(-1)
+    finite, all_complete = torch.stack([basis.isfinite().all(), complete.all()]).tolist()
     if not finite:
         raise LinAlgError("the result is not finite")
-    return basis if all_settled else torch.where(settled[..., None, None], basis, _filled(basis, known, previous))
+    if all_complete:
+        return basis
+    return torch.where(complete[..., None, None], basis, _replace_undefined(basis, defined, previous))
 
 
-def _filled(basis: torch.Tensor, known: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Replaces the columns that are not `known` by those of `previous`, made orthogonal to all others."""
+def _replace_undefined(basis: torch.Tensor, defined: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """Replaces the columns that are not `defined` (..., side) by those of `previous`, made orthogonal to all others."""
     # QR makes each column orthogonal to the columns before it, so columns with a defined direction come first.
-    order = known.to(torch.int8).argsort(descending=True, stable=True)[..., None, :].expand_as(basis)
-    mixed = torch.where(known[..., None, :], basis, previous.to(basis.dtype)).gather(-1, order)
+    order = defined.to(torch.int8).argsort(descending=True, stable=True)[..., None, :].expand_as(basis)
+    mixed = torch.where(defined[..., None, :], basis, previous.to(basis.dtype)).gather(-1, order)
     return torch.empty_like(basis).scatter_(-1, order, _qr(mixed)[0])
 
 
 def orthonormal_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Orthonormalises some columns of a matrix, as `orthonormal` does, once those before them are orthonormal.
+    """Orthonormalises a panel of columns, as `orthonormal` does, given that the columns before it are orthonormal.
     Columns without a defined direction become zero. The host does not wait for the device.
 
-    They are projected twice (block Gram-Schmidt; Giraud et al. 2005, doi:10.1007/s00211-005-0615-4), because
+    The panel is projected twice (block Gram-Schmidt; Giraud et al. 2005, doi:10.1007/s00211-005-0615-4), because
     after a single projection rounding errors of almost dependent columns are not orthogonal.
 
     Args:
-        panel: (side, width), of a matrix whose longest column is as long as 1.
+        panel: (side, width), part of a matrix whose longest column has norm 1.
         before: (side, columns before).
     """
     if before.dtype != panel.dtype:  # after a failure in fp32; a conversion that changes nothing leaks objects in torch
@@ -98,8 +100,8 @@ def orthonormal_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor
 
 
 def completed(panels: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Returns a basis whose columns `orthonormal_panel` has computed. A column without a defined direction is
-    replaced as by `orthonormal`. The host waits for the device once.
+    """Completes a basis whose columns `orthonormal_panel` has computed: columns without a defined direction are
+    replaced as in `orthonormal`. The host waits for the device once.
 
     Args:
         panels, previous: (side, side).
@@ -107,12 +109,12 @@ def completed(panels: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     Raises:
         LinAlgError: The result is not finite.
     """
-    # Zero, or not orthonormalised because the period was changed between two parts.
-    known = (panels.square().sum(0) - 1).abs() < 1e-2
-    finite, all_known = torch.stack([panels.isfinite().all(), known.all()]).tolist()
+    # Other columns are zero, or not orthonormalised because the period was changed between two parts.
+    defined = (panels.square().sum(0) - 1).abs() < 1e-2
+    finite, all_defined = torch.stack([panels.isfinite().all(), defined.all()]).tolist()
     if not finite:
         raise LinAlgError("the result is not finite")
-    return panels if all_known else _filled(panels, known, previous)
+    return panels if all_defined else _replace_undefined(panels, defined, previous)
 
 
 def _qr(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +136,7 @@ def with_fallback(
         compute: A function that raises LinAlgError if it fails.
         matrix: fp32.
         what: The name of the decomposition in reports.
-        report: A function that is called with a text if `compute` failed in fp32, or in both.
+        report: A function that is called with a text if `compute` failed in fp32, or in both precisions.
     """
     try:
         return compute(matrix)
@@ -179,7 +181,7 @@ _STEPS: Mapping[Order, tuple[tuple[float, float, float], ...]] = {
 programming (as Amsel et al. 2025, arXiv:2505.16932, do for the matrix sign) so that m^(1/order) q(m) is at
 most 1, and as close to 1 as possible for all m between the smallest value left by the earlier steps and 1.
 Eigenvalues of at least 1e-7 end within 0.035 of 1. The last step is the Taylor polynomial."""
-_LEFT = 0.05
+_LARGEST_DISTANCE = 0.05
 """The root mean square distance of the eigenvalues from 1 before the last step, above which the iteration has
 not converged."""
 
@@ -213,7 +215,7 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
 
     X converges to the root while M = X^order factor converges to the identity (Guo & Higham 2006,
     doi:10.1137/050643374; in Shampoo: Anil et al. 2020, arXiv:2002.09018). Polynomials of degree 2 that
-    increase small eigenvalues quickly need 7 or 8 steps where Newton's own need 20. Eigenvalues below fp32's
+    increase small eigenvalues quickly need 7 or 8 steps where Newton's needs 20. Eigenvalues below fp32's
     rounding are damped, so condition numbers stay below 1e7. The error is at most that of `eigh` in fp32. The
     host does not wait for the device.
 
@@ -240,8 +242,8 @@ def newton_start(factors: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch
     (count, 1, 1); the identity and 1 for a factor of zeros."""
     side = factors.size(-1)
     largest = _largest(factors)
-    # The order of factors matters, and none is transposed: so asymmetry from rounding stays small, whereas
-    # products with a transpose would amplify it.
+    # No step multiplies by a transpose, and the order of factors is fixed. Otherwise products would amplify the
+    # asymmetry that rounding causes.
     m = factors.clone()
     diagonal = m.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping(side, eps) * largest)
@@ -273,10 +275,10 @@ def newton_step(
 
 
 def newton_converged(m: torch.Tensor) -> torch.Tensor:
-    """Returns for each M before the last step (count, side, side) whether the iteration converges, (count,)."""
+    """Returns a bool (count,) for each M before the last step (count, side, side): True if the iteration converges."""
     side = m.size(-1)
-    left = (m - torch.eye(side, dtype=m.dtype, device=m.device)).square_().sum((-2, -1)).div_(side).sqrt_()
-    return left <= _LEFT
+    distance = (m - torch.eye(side, dtype=m.dtype, device=m.device)).square_().sum((-2, -1)).div_(side).sqrt_()
+    return distance <= _LARGEST_DISTANCE
 
 
 def _largest(factors: torch.Tensor) -> torch.Tensor:

@@ -114,8 +114,7 @@ class Work:
     eigh: tuple[int, ...] = ()
     """The sides of the squares with an eigendecomposition."""
     elementwise: float = 0.0
-    """The FLOPs of elementwise kernels. Counted for AdamW alone, because beside matrix products they are
-    negligible."""
+    """The FLOPs of elementwise kernels. Only AdamW counts them: next to matrix products they are negligible."""
     traffic: float = 0.0
     """The bytes that elementwise kernels and copies read and write."""
     launches: float = 0
@@ -136,8 +135,8 @@ class Work:
     @property
     def product_flops(self) -> float:
         """The FLOPs of all products; symmetric ones count in full."""
-        beside = self.iteration.product_flops if self.iteration else 0.0
-        return beside + sum(2.0 * count * m * k * n for count, m, k, n in self.products) + self._symmetric_flops
+        iteration = self.iteration.product_flops if self.iteration else 0.0
+        return iteration + sum(2.0 * count * m * k * n for count, m, k, n in self.products) + self._symmetric_flops
 
     @property
     def symmetric_flops(self) -> float:
@@ -154,10 +153,10 @@ class Rule:
 
     work: Callable[[Algorithm, int, int], tuple[Work, tuple[Work, ...]]]
     """A function that returns the work of every update of a (rows, cols) matrix, and the work that a refresh
-    adds: an entry for each step in which a part of it is computed, from the first step of a period on."""
+    adds: an entry for each step of a period, from the first to the last step that computes a part of the refresh."""
     fragment_bytes: int
-    """The memory traffic per element, in bytes and without writing the weight, of the part of an update that
-    works on a fragment alone: weight decay, weight and, with Newton-Schulz, momentum and scaling."""
+    """The bytes of memory traffic per element of the part of an update that needs only a fragment: weight decay,
+    weight and, with Newton-Schulz, momentum and scaling. The write of the model's weight is not included."""
     moments: int
     """The number of fp32 state tensors of the shape of the weight; Shampoo's Adam grafting adds one."""
     row_vectors: int = 0
@@ -173,10 +172,10 @@ class Rule:
     vectors: int = 0
     """The number of vectors of each side that has a factor."""
     begun_packed: int = 0
-    """The number of packed symmetric squares of each side that has a factor that store a refresh between its
+    """The number of packed symmetric squares, for each side that has a factor, that hold a refresh between its
     parts."""
     begun_squares: int = 0
-    """The number of other squares that do."""
+    """The number of other squares, for each such side, that hold a refresh between its parts."""
 
     @property
     def preconditioned(self) -> bool:

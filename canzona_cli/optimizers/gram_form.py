@@ -4,23 +4,24 @@ https://dao-lab.ai/blog/2026/gram-newton-schulz).
 
 Every step multiplies X from its short side by a polynomial of A = X X^T. If Q is the product of these
 polynomials so far, then X is Q X0 and A is Q A0 Q, so only squares (side, side) are needed. In the standard
-form every step sees the rounding errors of X; here no step sees the rounding errors of A. Therefore Q is
-applied to X and A is recomputed from X between `segments` of steps.
+form every step computes A from X, with all of X's rounding errors. Here rounding errors make A differ from
+X X^T, which no step notices. Therefore Q is applied to X, and A is computed again, after each of the
+`segments` of steps.
 
 Precision. Squares are stored as alpha I + R, where alpha is close to the mean of A's eigenvalues at the start
 of a segment, and R has the dtype of the products. Near convergence R is small, and so is its rounding error.
-Any alpha would do, so alpha is taken from a table (`ALPHAS`): the host knows every number that follows from
-each alpha, and a GPU looks up a row of the table instead of computing it in some sixty launches on single
-numbers. At the start X has norm 1, so the mean is known exactly. Where a step's polynomial P is a factor of a
-product, it is stored including its diagonal, which is rounded. That makes it a different polynomial, which is
-just as good as long as Q and A are multiplied by the same P. So the terms that Q and A get from P's diagonal
-are computed from the rounded diagonal.
+Any alpha gives the same result, so alpha is taken from a table (`ALPHAS`). The host computes the numbers that
+follow from each alpha once, and a GPU looks them up instead of computing them in some sixty launches on
+single numbers. At the start X has norm 1, so the mean is known exactly. Where a step's polynomial P is a
+factor of a product, it is stored including its diagonal, which is rounded. This makes P a different
+polynomial, which does no harm as long as Q and A are multiplied by the same P. So the terms that Q and A get
+from P's diagonal are computed from the rounded diagonal.
 
 Range. Where fp16 is as fast as bf16, it replaces bf16 here (`products_type`), because it has three more bits
 of precision. Its normal numbers are 6e-5 to 65504. The elements of a Gaussian 5120 x 25600 matrix of norm 1
-are about 9e-5, and the off-diagonal elements of its Gram matrix about 1e-6, which is too small. So X is given
-as t X with t = 2^k (`starting_norm`), and the first step maps t X to what its polynomial makes of X
-(`undoing`). No other part of the iteration depends on t. No element of a symmetric matrix exceeds its largest
+are about 9e-5, and the off-diagonal elements of its Gram matrix about 1e-6, which is too small. So the caller
+passes t X with t = 2^k (`starting_norm`), and the first step's coefficients are scaled to give the same result
+as for X (`undoing`). No other part of the iteration depends on t. No element of a symmetric matrix exceeds its largest
 eigenvalue, so R is at most t^2 = 4096 in the first step, and the products made of it are at most 8.3 t,
 because their factors are t to t^5 times smaller. Because t^2 is at most the short side, the mean of the
 eigenvalues is at most 1, as in every other segment. After the first step the numbers are larger by its slope
@@ -28,8 +29,8 @@ squared, 12 to 67: the off-diagonal elements of that Gram matrix are about 2e-5.
 adds no more than about 1e-4 to the result.
 
 Error. With u the unit roundoff, relative and elementwise, take roundings to be independent with variance u^2
-/ 3 (Higham, Mary 2019, doi:10.1137/18M1226312). Two of them are amplified in a segment of k steps. Relative
-to the root mean square of the m singular values they contribute:
+/ 3 (Higham, Mary 2019, doi:10.1137/18M1226312). In a segment of k steps two of them are amplified. Relative
+to the root mean square of the m singular values, they contribute:
 
 - The rounding of the Gram matrix. An error E with |E|_F^2 = u^2 / 3 |R|_F^2 has become Q E Q by the last step,
   where Q is the product of the first k - 1 polynomials, and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The last
@@ -67,6 +68,7 @@ largest is that of 16 x 16 matrices."""
 LARGEST_NORM = 2.0**6
 """The largest starting norm in fp16; its square is well inside fp16's range."""
 LOWEST, PER_OCTAVE = -24, 8
+"""The exponent of the smallest power of two among the values of alpha, and the number of values per power of two."""
 ALPHAS = tuple(2.0 ** (LOWEST + i // PER_OCTAVE) * (1 + (i % PER_OCTAVE + 0.5) / PER_OCTAVE) for i in range(192))
 """The values of alpha, from 2^-24 to 1, spaced so that any number in between is at most 6% away. All are
 exact in bf16, so subtracting alpha from R's diagonal adds no error. A mean above 1 comes from a matrix that
@@ -92,7 +94,7 @@ def starting_norm(side: int, dtype: torch.dtype) -> float:
 
 
 def undoing(norm: float, steps: Sequence[Step]) -> Sequence[Step]:
-    """Returns steps that map `norm` X to the same result to which `steps` map X."""
+    """Returns steps that map `norm` X to the result that `steps` give for X."""
     (a, b, c), *others = steps
     return ((a / norm, b / norm**3, c / norm**5), *others)
 
@@ -118,14 +120,14 @@ def gram_newton_schulz(
     twin = workspace.like("ns_twin", x)
     side = min(x.shape[-2:])
     norm = starting_norm(side, x.dtype)
-    of_norm = undoing(norm, steps)
+    scaled_steps = undoing(norm, steps)
     mean: Number = norm * norm / side
     error: Number = 0.0
     done = 0
     for count in segments(len(steps)):
         done += count
         out = twin if into is None or done < len(steps) else into
-        error = _segment(x, of_norm[done - count : done], out, workspace, mean, error)
+        error = _segment(x, scaled_steps[done - count : done], out, workspace, mean, error)
         x, twin = out, x
         mean = mean_square(x)
     trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(mean <= most(steps) ** 2)
@@ -168,10 +170,10 @@ def _segment(
     wide = x.size(-2) <= x.size(-1)
     side = min(x.shape[-2:])
     r = workspace.get("ns_gram", (*x.shape[:-2], side, side), x.dtype, x.device)
-    known = follows(steps, mean)
-    centred_gram(x if wide else x.mT, known[0], r)
+    numbers = alpha_numbers(steps, mean)
+    centred_gram(x if wide else x.mT, numbers[0], r)
     spread = norm_of_rows(r) if len(steps) > 1 else 0.0
-    applied = polynomial(r, steps, known, workspace)
+    applied = polynomial(r, steps, numbers, workspace)
     error_after = applied.error(error, mean, spread)
     applied.apply(x, out, wide=wide)
     return error_after
@@ -185,8 +187,8 @@ def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Polynomial:
-    """The product gamma I + q of some steps' polynomials; multiplying X by it from the short side makes these
-    steps. Valid until its workspace is used again."""
+    """The product gamma I + q of the polynomials of some steps. Multiplying X by it from the short side is the same as
+    making these steps. Valid until its workspace is used again."""
 
     q: torch.Tensor
     """The product without gamma I: (..., side, side), in a workspace."""
@@ -243,20 +245,20 @@ class Polynomial:
             _product(*_sides(x, self.q, wide=wide), out)
 
 
-def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], workspace: Workspace) -> Polynomial:
+def polynomial(r: torch.Tensor, steps: Sequence[Step], numbers: Sequence[Number], workspace: Workspace) -> Polynomial:
     """Multiplies out the polynomials of `steps` on a Gram matrix alpha I + `r`.
 
     Args:
         r: (..., side, side), overwritten.
-        known: The numbers that follow from alpha (`follows`).
+        numbers: The numbers that follow from alpha (`alpha_numbers`).
     """
     s, q, m = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all", "ns_half"))
     before: Number = 0.0
     p = q
     for place, (_, _, c) in enumerate(steps):
         # A is alpha I + r; this step's polynomial of A is P = value I + p; the product of the earlier
-        # polynomials is turned I + q.
-        alpha, factor, value, turned, both = known[5 * place : 5 * place + 5]
+        # polynomials is gamma I + q.
+        alpha, factor, value, gamma, value_alpha = numbers[5 * place : 5 * place + 5]
         last = place + 1 == len(steps)
         p = s if place else q
         symmetric.product(r, r, p, add=torch.mul(r, factor, out=p), alpha=c)
@@ -265,16 +267,16 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], known: Sequence[Number], 
         diagonal = add_diagonal(p, value)
         if place:
             if last:
-                before = norm_of_rows(q, turned)
-            symmetric.product(p, q, m, add=times(p, diagonal, turned, m))
+                before = norm_of_rows(q, gamma)
+            symmetric.product(p, q, m, add=times(p, diagonal, gamma, m))
             q, m = m, q
         if not last:
             symmetric.product(p, r, m, add=times(p, diagonal, alpha, m))
-            symmetric.product(p, m, r, add=times(p, diagonal, both, r))
+            symmetric.product(p, m, r, add=times(p, diagonal, value_alpha, r))
         if not place:
             q.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
-    known_p = known[-4] if len(steps) == 1 else None
-    return Polynomial(q=q, gamma=known[-1], before=before, slope=steps[-1][1], last=(p, known_p, r, known[-6]))
+    last_value = numbers[-4] if len(steps) == 1 else None
+    return Polynomial(q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last=(p, last_value, r, numbers[-6]))
 
 
 def add_diagonal(p: torch.Tensor, value: Number) -> torch.Tensor:
@@ -294,12 +296,11 @@ def times(p: torch.Tensor, diagonal: torch.Tensor, factor: Number, out: torch.Te
     return out
 
 
-def follows(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
+def alpha_numbers(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
     """Returns `_numbers` for the alpha closest to `mean`; the first number is that alpha."""
     if not isinstance(mean, torch.Tensor):
         return _numbers(tuple(steps), ALPHAS[nearest(mean)])
-    # The exponent and the first bits of the mantissa are the index; clamped, because NaN must give a valid
-    # one too.
+    # The exponent and the first bits of the mantissa are the index; clamped, because NaN must also give a valid index.
     places = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
     rows = _table(tuple(steps), mean.device).index_select(0, places.view(-1))
     return rows.view(*mean.shape, -1).unbind(-1)

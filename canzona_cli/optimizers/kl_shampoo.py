@@ -19,7 +19,7 @@ class KLShampoo(KroneckerOptimizer):
     Shampoo's factors each ignore the other.
 
         L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows          decay shampoo_beta
-        l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise                eigenvalues, in the basis there is
+        l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise                eigenvalues, in the current basis
         every precondition_frequency steps:  Q_L, Q_R = QR(L Q_L), QR(R Q_R)         towards their eigenvectors
         D = Q_L ((Q_L^T M Q_R) / sqrt(l r^T)) Q_R^T,  M = average of G               decay beta1
         W = (1 - lr weight_decay) W - lr D
@@ -61,7 +61,7 @@ class KLShampoo(KroneckerOptimizer):
     def _whitened(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         state, sides = self.state[p], self._sides(p)
         size = torch.linalg.vector_norm(grad) / grad.numel() ** 0.5
-        for side in sides:  # eigenvalues are 0 until the first gradient that is not 0, whose size they start from
+        for side in sides:  # eigenvalues are 0 at first, and start from the size of the first gradient that is not 0
             values = state[f"eigenvalues_{side}"]
             torch.where(values.amax() > 0, values, size ** (2 / len(sides)), out=values)
         roots = {side: self._inverse_root(p, side) for side in sides}
@@ -80,15 +80,15 @@ class KLShampoo(KroneckerOptimizer):
         return {"L": right.mul_(roots["R"]), "R": left.mul_(roots["L"].unsqueeze(1)).mT}
 
     def _follow(self, p: torch.Tensor, turned: torch.Tensor, roots: Mapping[Side, torch.Tensor]) -> None:
-        """Averages the squares of the gradient in the current basis, `turned`, into the eigenvalues; not at
-        the first step, which has no basis yet."""
+        """Averages the squares of `turned`, the gradient in the current basis, into the eigenvalues. Does nothing at
+        the first step, when there is no basis yet."""
         if self.state[p]["step"] == 1:
             return
         square = torch.square(turned, out=self.workspace.like("turned", p))
         for side in roots:
             across, other = (square, roots.get("R")) if side == "L" else (square.mT, roots.get("L"))
-            seen = across.mean(1) if other is None else (across @ other.square()).div_(across.size(1))
-            self.state[p][f"eigenvalues_{side}"].lerp_(seen, 1 - self.shampoo_beta)
+            estimate = across.mean(1) if other is None else (across @ other.square()).div_(across.size(1))
+            self.state[p][f"eigenvalues_{side}"].lerp_(estimate, 1 - self.shampoo_beta)
 
     def _inverse_root(self, p: torch.Tensor, side: Side) -> torch.Tensor:
         values: torch.Tensor = self.state[p][f"eigenvalues_{side}"]

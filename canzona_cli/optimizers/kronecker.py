@@ -52,8 +52,8 @@ class KroneckerOptimizer(MatrixOptimizer):
     symmetric: tuple[str, ...] = ("",)
     """The prefixes (before L and R) of the names of packed symmetric squares in the state."""
     squares = "Q_"
-    """The prefix of the names of the squares that refreshes compute. With `next_` before it, it names what the state
-    keeps of the next squares between the parts of a spread refresh."""
+    """The prefix of the names of the squares that refreshes compute. With `next_` before it, these names hold the next
+    squares between the parts of a spread refresh."""
 
     def __init__(
         self,
@@ -85,16 +85,16 @@ class KroneckerOptimizer(MatrixOptimizer):
                 would rotate the first moment into those directions.
             max_preconditioner_dim: A side longer than this is not preconditioned and does not have a factor,
                 which would take side^2 / 2 elements and O(side^3) operations per refresh.
-            spread: Compute refreshes, from the third on, in parts, one in each step of a period: from the
-                factors of the period's first step, for use from its last step on (Anil et al. 2020,
-                arXiv:2002.09018, use roots as late). So no step is much longer than others.
+            spread: Compute refreshes, from the third on, in parts, one in each step of a period, so that no step
+                is much longer than others. A refresh is computed from the factors of the period's first step
+                and used from its last step on (Anil et al. 2020, arXiv:2002.09018, use roots just as late).
             on_fallback: Called when a decomposition failed, or when an update was bounded (`LONGEST`).
             precision: The precision of products in a step ("tf32": on TF32 units where a GPU has them).
                 Refreshes are always fp32.
             workspace: Scratch shared with other optimizers; None: its own.
 
         Raises:
-            ValueError: A setting is out of range, or the number of offsets is not the number of parameters.
+            ValueError: A setting is out of range, or a parameter is not a contiguous 2-D fp32 tensor.
         """
         for name, beta in (("betas[0]", betas[0]), ("betas[1]", betas[1]), ("shampoo_beta", shampoo_beta)):
             if not 0 <= beta < 1:
@@ -138,9 +138,9 @@ class KroneckerOptimizer(MatrixOptimizer):
         """Computes one of the parts, numbered from 0, in which a side of `p` is refreshed. Between parts, the
         state keeps what has been computed. Returns True if the side has been refreshed."""
 
-    def _unbegun(self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]) -> dict[str, torch.Tensor]:
-        """Returns what the state keeps between parts, as it is before the first part. A refresh that goes on from
-        there does not change the squares in use, as after a resume from a checkpoint without it."""
+    def _before_first_part(self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]) -> dict[str, torch.Tensor]:
+        """Returns the state between the parts of a refresh, as it is before the first part: copies of the squares in
+        use. A checkpoint may lack this state; a refresh that continues from it leaves the squares unchanged."""
         names = [f"{self.squares}{side}" for side in self._sides(p)]
         return {f"next_{key}": square.clone() for key in names if isinstance(square := state.get(key), torch.Tensor)}
 
@@ -158,18 +158,18 @@ class KroneckerOptimizer(MatrixOptimizer):
         return {"step": None, **packed}
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Packs symmetric squares that older versions stored in full, and adds or leaves out what a refresh
-        stores between its parts."""
+        """Packs symmetric squares that older versions stored in full, and adds or drops the state between the parts
+        of a refresh."""
         shapes, tensors = self.state_shapes(p), dict(state)
         for name in self.symmetric:
             for side, length in self._lengths(p):
                 key = f"{name}{side}"
                 if key in tensors and tensors[key].shape == (length, length):
                     tensors[key] = pack(tensors[key], tensors[key].new_empty(shapes[key] or ()))
-        unbegun = self._unbegun(p, tensors)
+        between = self._before_first_part(p, tensors)
         if self.spread:
-            return {**unbegun, **tensors}
-        return {key: tensor for key, tensor in tensors.items() if key not in unbegun}
+            return {**between, **tensors}
+        return {key: tensor for key, tensor in tensors.items() if key not in between}
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         self._report_pending()
@@ -187,7 +187,7 @@ class KroneckerOptimizer(MatrixOptimizer):
             for p in due:
                 self._refreshed(p)
             for p in matrices:
-                self._continue(p)
+                self._continue_refresh(p)
         with products(self.precision):
             for p in matrices:
                 self._update(p, self._gradient(p), group)
@@ -200,22 +200,22 @@ class KroneckerOptimizer(MatrixOptimizer):
             for side, length in self._lengths(p):
                 state[side] = p.new_zeros(packed_elements(length))
             self._start(p, state)
-            state.update(self._unbegun(p, state) if self.spread else {})
+            state.update(self._before_first_part(p, state) if self.spread else {})
         done: int = state["step"]
         state["step"] = done + 1
-        # This weight makes the average a bias-corrected one at every step (as in emerging-optimizers' SOAP).
+        # With this weight the average is bias-corrected at every step (as in emerging-optimizers' SOAP).
         weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (done + 1))
-        seen = self._factor_inputs(p, self._gradient(p))
+        inputs = self._factor_inputs(p, self._gradient(p))
         for side, length in self._lengths(p):
-            average_gram(state[side], seen[side], weight, self._square(p, 1, length)[0])
+            average_gram(state[side], inputs[side], weight, self._square(p, 1, length)[0])
 
     def _is_due(self, p: torch.Tensor) -> bool:
         """Returns True if `p` is refreshed as a whole in this step."""
         done, period = self.state[p]["step"] - 1, self.precondition_frequency
         return done in (0, period) if self.spread else done % period == 0
 
-    def _continue(self, p: torch.Tensor) -> None:
-        """Computes the part of this step of a refresh of `p`, if it is spread."""
+    def _continue_refresh(self, p: torch.Tensor) -> None:
+        """Computes this step's part of the refresh of `p` if refreshes are spread."""
         done, period = self.state[p]["step"] - 1, self.precondition_frequency
         if not self.spread or done < 2 * period:
             return
@@ -314,7 +314,7 @@ class KroneckerOptimizer(MatrixOptimizer):
             compute = partial(orthonormal_panel, before=following[:, :low])
             columns = with_fallback(compute, following[:, low:high], what, report)
             if columns is None:
-                following.copy_(basis)  # which the other parts will not change
+                following.copy_(basis)  # already orthonormal, so later parts do not change it
             else:
                 following[:, low:high] = columns
         if part < period - 1:
@@ -330,7 +330,7 @@ class KroneckerOptimizer(MatrixOptimizer):
             if new is not None:
                 self.state[p][f"Q_{side}"].copy_(new)
 
-    def _bounded(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
+    def _report_bound(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
         """Reports `words`, formatted with `size`, if `size` exceeds the limit. On a GPU the report follows
         with the next update, when the host has waited for the device anyway; this call does not wait."""
         self._pending_reports.append((p, size.to("cpu", non_blocking=True), limit, words))

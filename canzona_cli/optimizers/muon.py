@@ -73,8 +73,8 @@ class Muon(MatrixOptimizer):
     bitwise unchanged. Where D is zero, only weight decay applies. Other implementations divide by max(|D|,
     1e-7), so their update shrinks when clipping by the global norm makes |D| smaller than that.
 
-    State of a matrix: `momentum_buffer`, M (rows, cols) in fp32; `distrusted`, after an update in Gram form
-    that could not be trusted: how many of its next updates are in standard form.
+    State of a matrix: `momentum_buffer`, M (rows, cols) in fp32; after an update in Gram form that could not be
+    trusted also `distrusted`, the number of its next updates that are in standard form.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class Muon(MatrixOptimizer):
         muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
     def _graph_key(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
-        """Returns everything that may change, apart from `_rates`, and that a captured update of these
-        matrices depends on. If it differs from the previous step's, the update must not be replayed."""
+        """Returns everything apart from `_rates` that a captured update of these matrices depends on and that may
+        change. If it differs from the previous step's, the update must not be replayed."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
@@ -206,7 +206,7 @@ class Muon(MatrixOptimizer):
         x = self.workspace.get("muon_x", p.shape, self._type(p), p.device)
         run = Run.one(p)
         norm = self._direction(run, group["momentum"], x, side=min(p.shape))
-        x = self._orthogonalised(x, [p], [norm], group)
+        x = self._orthogonalise(x, [p], [norm], group)
         self._apply(run, x, group, self._trusted.get(p) if self._form(p) == "gram" else None)
 
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
@@ -220,7 +220,7 @@ class Muon(MatrixOptimizer):
             self._direction(run, group["momentum"], direction, side=min(first.shape))
             for run, direction in zip(of_stack, _parts(x, of_stack), strict=True)
         ]
-        x = self._orthogonalised(x, matrices, norms, group)
+        x = self._orthogonalise(x, matrices, norms, group)
         for run, direction in zip(of_stack, _parts(x, of_stack), strict=True):
             self._apply(run, direction, group)
 
@@ -241,7 +241,7 @@ class Muon(MatrixOptimizer):
         Args:
             out: Receives D, in the shape of `run.weights`.
             side: The shorter side of a whole matrix.
-            again: The momentum already contains this step's gradient.
+            again: True if the momentum already contains this step's gradient.
 
         Returns:
             The Frobenius norms of D before scaling.
@@ -257,7 +257,7 @@ class Muon(MatrixOptimizer):
             return muon_cpu.direction(average, run.gradients, out, blend, self.workspace)
         return muon_cuda.direction(average, run.gradients, out, blend, self.workspace)
 
-    def _orthogonalised(
+    def _orthogonalise(
         self,
         x: torch.Tensor,
         matrices: list[torch.Tensor],
@@ -274,17 +274,32 @@ class Muon(MatrixOptimizer):
         """
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
-        if not by_blocks(matrices[0]):
-            wider = x.dtype is torch.float16 and x.ndim == 2
-            # The unscaled direction is not needed any more, so its buffer takes the result.
-            into = self.workspace.like("muon_direction", matrices[0]) if wider else None
-            result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
-            trusted |= torch.cat([torch.as_tensor(norm).view(-1) for norm in norms]).view_as(trusted) == 0
-            self._record_trust(matrices, trusted)
-            if x.ndim == 2 and result.dtype is torch.float32:
-                return result  # `_move` leaves an untrusted one out
-            # Filled rather than multiplied by 0, because an untrusted result may be NaN.
-            return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
+        if by_blocks(matrices[0]):
+            return self._gram_form_on_cpu(x, matrices, norms, group)
+        return self._gram_form_on_cuda(x, matrices, norms)
+
+    def _gram_form_on_cuda(self, x: torch.Tensor, matrices: list[torch.Tensor], norms: Sequence[Norms]) -> torch.Tensor:
+        """Orthogonalises `x` in Gram form, and records which updates are trusted; an untrusted one becomes 0, or is
+        left to `_move` to skip."""
+        wider = x.dtype is torch.float16 and x.ndim == 2
+        # The unscaled direction is no longer needed, so its buffer takes the result.
+        into = self.workspace.like("muon_direction", matrices[0]) if wider else None
+        result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
+        trusted |= torch.cat([torch.as_tensor(norm).view(-1) for norm in norms]).view_as(trusted) == 0
+        self._record_trust(matrices, trusted)
+        if x.ndim == 2 and result.dtype is torch.float32:
+            return result  # `_move` skips it if it is untrusted
+        # Filled rather than multiplied by 0, because an untrusted result may be NaN.
+        return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
+
+    def _gram_form_on_cpu(
+        self,
+        x: torch.Tensor,
+        matrices: list[torch.Tensor],
+        norms: Sequence[Norms],
+        group: Mapping[str, float],
+    ) -> torch.Tensor:
+        """Orthogonalises `x` in Gram form, and repeats untrusted updates in standard form."""
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
         updates = result.view(-1, *x.shape[-2:])
         each = torch.cat([torch.as_tensor(norm, dtype=torch.float64).view(-1) for norm in norms]).tolist()
@@ -323,11 +338,11 @@ class Muon(MatrixOptimizer):
         Returns:
             The matrices whose last update was left out.
         """
-        left = [p for p, good in self._trusted.items() if not bool(good)]
-        for p in left:
+        left_out = [p for p, good in self._trusted.items() if not bool(good)]
+        for p in left_out:
             distrust(self.state[p])
             self._trusted[p].fill_(True)
-        return left
+        return left_out
 
     @property
     def captures(self) -> int:
@@ -390,8 +405,8 @@ class Muon(MatrixOptimizer):
     def _joined_state(self, run: Run, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a part of a run's state as one tensor: `shape` of one matrix, (count, *shape) of several.
 
-        State that is missing starts at zero. State that does not lie as a run does, for example because it is
-        a checkpoint's, is first copied to memory where it does.
+        State that is missing starts at zero. State that is not evenly spaced in memory, for example because a
+        checkpoint was loaded, is first copied to memory where it is.
         """
         states: list[torch.Tensor | None] = [self.state[p].get(key) for p in run.matrices]
         present = [state for state in states if state is not None]
@@ -432,6 +447,6 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 def by_blocks(matrix: torch.Tensor) -> bool:
-    """Returns True if elementwise passes over the matrix run over blocks of rows (`muon_cpu`). Then the host
-    also reads norms; on other devices nothing waits for the device."""
+    """Returns True if elementwise passes over the matrix run over blocks of rows (`muon_cpu`), as on CPUs. Then norms
+    are read on the host; on other devices the host does not wait."""
     return matrix.device.type == "cpu"

@@ -24,11 +24,11 @@ def direction(
         average: The momentum, (rows, cols) of one matrix or (count, rows, cols) of a run, updated in place:
             average += blend.weight (grad - average).
         grad: The gradient, of the same shape.
-        out: Receives them, in the same shape and any dtype.
+        out: Receives the matrices to orthogonalise, in the same shape and any dtype.
         workspace: Scratch for Nesterov's direction and for a block.
 
     Returns:
-        The Frobenius norm of the direction before scaling, or a list of each matrix's.
+        The Frobenius norm of the direction before scaling; for a run, a list with the norm of each matrix.
     """
     if average.ndim == 2:
         return _direction(average, grad, out, blend, workspace)
@@ -73,8 +73,8 @@ def _scale(target: torch.Tensor, before: float, norm: float, out: torch.Tensor, 
 
 
 def _scale_each(targets: torch.Tensor, out: torch.Tensor, norm: float, workspace: Workspace) -> list[float]:
-    """Writes each of several small matrices (count, rows, cols) into `out` with another norm, and returns the
-    norms that they had."""
+    """Writes each of several small matrices (count, rows, cols) into `out` with another norm, and returns their
+    norms before that."""
     norms: list[float] = torch.linalg.vector_norm(targets, dim=(1, 2)).tolist()
     if all(SAFE_NORMS[0] < before < SAFE_NORMS[1] for before in norms):
         inverses = targets.new_tensor([norm / before for before in norms]).view(-1, 1, 1)
@@ -125,5 +125,5 @@ def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _stacks(run: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cuts a run (count, rows, cols) into stacks of matrices that fit in a block together, or single ones."""
+    """Cuts a run (count, rows, cols) into stacks of matrices that fit in a block together, or single matrices."""
     return run.split(max(1, BLOCK // run[0].numel()))  # type: ignore[no-untyped-call,no-any-return]

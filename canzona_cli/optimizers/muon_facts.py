@@ -13,8 +13,9 @@ ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 STANDARD_ONLY: frozenset[CoefficientSet] = frozenset({"cans"})
 """The sets of coefficients that cannot be used in Gram form (`gram_form` says why)."""
 MUON_AROUND = 14
-"""The number of Muon's kernels outside its iteration, for each matrix. In a stack, evenly spaced matrices share them
-(`optimizers.runs`), but plans do not know where gradients lie, so it counts for each of them there too."""
+"""The number of Muon's kernels outside its iteration, for each matrix. In a stack, evenly spaced matrices share these
+kernels (`optimizers.runs`), but plans count them for every matrix, because they do not know which gradients are evenly
+spaced."""
 SAMPLES = 32
 """The maximum number of evenly spaced rows from which the Gram form estimates a norm or a mean."""
 BLOCK = 128 * 1024
@@ -39,7 +40,7 @@ class Blend:
 
 @dataclass(frozen=True, kw_only=True)
 class NewtonSchulzConfig(OptimizerBase):
-    """Settings of optimizers that orthogonalise their update."""
+    """The settings of optimizers that orthogonalise their update."""
 
     PLAUSIBLE_LR: ClassVar[float] = 0.5
     ns_steps: Annotated[int, Range(at_least=1, at_most=100), "Newton-Schulz iterations.", CURVE | PLAN] = 5
@@ -60,7 +61,7 @@ class NewtonSchulzConfig(OptimizerBase):
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumConfig(NewtonSchulzConfig):
-    """Settings of Muon and NorMuon."""
+    """The settings of Muon and NorMuon."""
 
     momentum: Annotated[Share, "Decay of the momentum.", CURVE] = 0.95
     nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
@@ -111,12 +112,12 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     and weight remain two passes, and leaving out untrusted updates takes 2 w.
     """
     iteration, w = iteration_work(a, rows, cols), product_bytes(a)
-    traffic = iteration.traffic + (40 + 2 * w + _moved(a)) * rows * cols
+    traffic = iteration.traffic + (40 + 2 * w + _move_bytes(a)) * rows * cols
     launches = iteration.launches + MUON_AROUND + (2 if _in_one_pass(a) else 0)
     return replace(iteration, traffic=traffic, launches=launches), ()
 
 
-def _moved(a: Algorithm) -> int:
+def _move_bytes(a: Algorithm) -> int:
     """Returns the bytes per element of Muon's passes for weight decay, weight and, in a stack, untrusted
     updates."""
     w = product_bytes(a)
@@ -129,14 +130,14 @@ def _in_one_pass(a: Algorithm) -> bool:
 
 
 def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts NorMuon's work: that of Muon, and per element w bytes for the norms of rows and w + 4 for their
-    scaling (4 and 8 if the iteration's result is fp32). Decay and weight then take 20 bytes, or 12 in one
-    pass."""
+    """Counts NorMuon's work: Muon's, and per element w bytes (see `_muon`) for the norms of rows and w + 4 for
+    their scaling, or 4 and 8 if the iteration's result is fp32. Decay and weight then take 20 bytes, or 12 in
+    one pass."""
     muon, none = _muon(a, rows, cols)
     w = product_bytes(a)
     left_out = 2 * w if a.form == "gram" and a.stack is True else 0
     scaled = 12 if _in_one_pass(a) else 2 * w + 4
-    traffic = muon.traffic + (scaled + (12 if a.form == "gram" else 20) + left_out - _moved(a)) * rows * cols
+    traffic = muon.traffic + (scaled + (12 if a.form == "gram" else 20) + left_out - _move_bytes(a)) * rows * cols
     return replace(muon, traffic=traffic, launches=muon.launches + 8), none
 
 

@@ -28,7 +28,7 @@ class NorMuon(Muon):
     class does, so Muon's learning rates carry over. emerging-optimizers normalises columns where the matrix
     has more columns than rows.
 
-    State of a matrix: that of Muon, and `row_square`, v (rows,).
+    State of a matrix: Muon's, and `row_square`, v (rows,).
     """
 
     def __init__(self, params: ParamsT, lr: float, *, row_beta: float = 0.95, **settings: Unpack[MuonSettings]) -> None:
@@ -52,7 +52,7 @@ class NorMuon(Muon):
     ) -> None:
         rows, cols = run.weights.shape[-2:]
         square = self._joined_state(run, "row_square", (rows,))
-        sizes = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)  # (rows,) or (count, rows), as are the others
+        sizes = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)  # (rows,) or (count, rows), like all below
         mean = sizes.square().div_(cols)
         if (flags := self._flags(run)) is not None:  # an update that is left out does not change v
             mean = torch.where(flags, mean, square)
@@ -62,7 +62,7 @@ class NorMuon(Muon):
         new = torch.linalg.vector_norm(sizes * factors, dim=-1, keepdim=True)
         new.clamp_min_(torch.finfo(torch.float32).tiny)
         factors.mul_(torch.linalg.vector_norm(sizes, dim=-1, keepdim=True) / new)
-        # The unscaled direction is not needed any more, so its buffer is reused.
+        # The unscaled direction is no longer needed, so its buffer is reused.
         update = torch.mul(x, factors.unsqueeze(-1), out=self.workspace.like("muon_direction", run.weights))
         super()._apply(run, update, group, trusted)
 

@@ -1,8 +1,7 @@
-"""Runs of equal tensors that are evenly spaced in one memory, so that one operation on one view serves all of
-them.
+"""Runs of equal tensors that are evenly spaced in memory, so that one operation on one view serves all of them.
 
-The weights of a layer's experts are such a run, and so are their gradients in Megatron's buffer: gate and up
-alternate there, and the view of one of them has the other between its matrices.
+The weights of a layer's experts are such a run, and so are their gradients in Megatron's buffer. Gate and up
+alternate there, so a view of all gates skips the ups between them.
 """
 
 from collections.abc import Iterator, Sequence

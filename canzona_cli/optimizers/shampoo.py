@@ -137,9 +137,9 @@ class Shampoo(KroneckerOptimizer):
         pack((x if scale is None else x * scale)[0], self.state[p][f"next_root_{side}"])
         pack(m[0], self.state[p][f"residual_{side}"])
 
-    def _unbegun(self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]) -> dict[str, torch.Tensor]:
+    def _before_first_part(self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]) -> dict[str, torch.Tensor]:
         """Returns X (`next_root`) and M (`residual`, the identity) of a Newton iteration that has converged."""
-        roots = super()._unbegun(p, state)
+        roots = super()._before_first_part(p, state)
         sides = [(side, length) for side, length in self._lengths(p) if f"next_root_{side}" in roots]
         return {**roots, **{f"residual_{side}": _identity(p, length) for side, length in sides}}
 
@@ -174,12 +174,12 @@ class Shampoo(KroneckerOptimizer):
         """Scales the update down if it is longer than `LONGEST` sqrt(min(rows, cols)), and reports that.
 
         If the roots include all gradients that the momentum averages, no singular value of the update exceeds
-        the bound of Adam's update (Cauchy-Schwarz). With older roots, it can be a thousand times as large in
-        directions that the roots have not seen.
+        the bound of Adam's update (Cauchy-Schwarz). With older roots, a singular value can be a thousand times as
+        large, in directions that the roots do not include.
         """
         excess = torch.linalg.vector_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
         direction.div_(excess.clamp_min(1))
-        self._bounded(
+        self._report_bound(
             p, excess, 1.0, "with outdated roots its update would be {:.3g} times the longest allowed; bounded"
         )
 

@@ -112,11 +112,11 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
         if a.roots == "eigh":
             eigh = Work(products=((1, side, side, side),), eigh=(side,), traffic=40 * side * side, launches=20)
             return eigh if part == 0 else Work()
-        made = [c for n, c in enumerate(counts) if newton_part(n, len(counts), parts_of(a)) == part]
+        products = [count for n, count in enumerate(counts) if newton_part(n, len(counts), parts_of(a)) == part]
         # Between parts both squares are packed and unpacked.
-        share, stored = len(made) / len(counts), a.spread and len(made) > 0
+        share, stored = len(products) / len(counts), a.spread and len(products) > 0
         return Work(
-            products=((sum(made), side, side, side),) if made else (),
+            products=((sum(products), side, side, side),) if products else (),
             traffic=(100 * share + 48 * stored) * side * side,
             launches=110 * share + 24 * stored,
         )
@@ -186,8 +186,8 @@ def _total(works: Sequence[Work]) -> Work:
 
 
 def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts SOAP-Muon's work: that of SOAP and of Newton-Schulz; per element norm 4, division 4 + w, the
-    copy back w + 4 and scaling 8 bytes."""
+    """Counts SOAP-Muon's work: SOAP's and that of Newton-Schulz, and per element 4 bytes for the norm, 4 + w
+    for the division, w + 4 for the copy back and 8 for scaling, where w is the width of the products' dtype."""
     step, parts = _soap(a, rows, cols)
     traffic = step.traffic + (20 + 2 * product_bytes(a)) * rows * cols
     return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), parts
@@ -221,7 +221,7 @@ def newton_part(number: int, steps: int, parts: int) -> int:
 
 
 def panel(side: int, part: int, parts: int) -> tuple[int, int]:
-    """Returns the first column, and the end, of those that a part of a spread refresh orthonormalises."""
+    """Returns the range (first, end) of the columns that a part of a spread refresh orthonormalises."""
     return side * part // parts, side * (part + 1) // parts
 
 
@@ -239,7 +239,7 @@ def _sided(rows: int, cols: int, sides: tuple[int, ...], applied: int) -> Iterat
 
 
 def packed_elements(side: int) -> int:
-    """Returns the number of elements that are stored of a symmetric (side, side) matrix."""
+    """Returns the number of elements that are stored for a symmetric (side, side) matrix."""
     return side * (side + 1) // 2
 
 

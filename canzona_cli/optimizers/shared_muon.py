@@ -14,7 +14,7 @@ from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
 
 
 class SharedMuon(muon.Muon):
-    """Muon whose parameters may also be fragments of matrices in Gram form.
+    """A Muon whose parameters may also be fragments of matrices, which it updates in Gram form.
 
     `step` updates whole matrices; `together` and `alone` update a fragment. The direction of a fragment needs
     only the fragment, but its norm and Gram matrix are sums over all fragments. With these sums the result is
@@ -93,7 +93,7 @@ class SharedMuon(muon.Muon):
             if gram.dtype is torch.float32:
                 total(gram)
                 return
-            # A half at a time, in a square that only the Gram form uses, so that a doubt needs no more memory.
+            # One half at a time, in a square that only the Gram form uses, so that no more memory is needed.
             for half in gram.chunk(2):
                 exact = self.workspace.like("ns_all", gram).view(-1).view(torch.float32).view(half.shape).copy_(half)
                 total(exact)

@@ -21,10 +21,10 @@ from .gram_form import (
     Number,
     Polynomial,
     Step,
+    alpha_numbers,
     apply,
     blend,
     centred_gram,
-    follows,
     mean_square,
     most,
     norm_of_rows,
@@ -117,17 +117,17 @@ def gram_by_rows(
         of_segment = undoing(norm, steps)[done : done + count]
         done += count
         r = workspace.get("ns_gram", (side, side), x.dtype, x.device)
-        alpha = follows(of_segment[:1], mean_square(x, wide=wide))[0]
+        alpha = alpha_numbers(of_segment[:1], mean_square(x, wide=wide))[0]
         centred_gram(x if wide else x.mT, alpha, r)
         sums = torch.cat([_as_tensor(alpha, x), _as_tensor(norm_of_rows(r), x).square()])
         parts = workspace.get("ns_half", (ranks.count, side // ranks.count, side), x.dtype, x.device)
         yield ranks.total(sums), ranks.swap(parts, r)
         mean = _number(sums[0]) if number else norm * norm / side
-        known = follows(of_segment, mean)
-        _add_up(r[rows], parts, rows.start, sums[0] - _as_tensor(known[0], x))
+        numbers = alpha_numbers(of_segment, mean)
+        _add_up(r[rows], parts, rows.start, sums[0] - _as_tensor(numbers[0], x))
         yield (ranks.gather(r, r[rows]),)
         rounded = _number((sums[1] + _as_tensor(norm_of_rows(r), x).square()).sqrt())
-        polynomial = yield from _polynomial(r, of_segment, known, ranks, workspace, twin)
+        polynomial = yield from _polynomial(r, of_segment, numbers, ranks, workspace, twin)
         apply(x, polynomial.q, polynomial.gamma, twin, wide=wide)
         error = polynomial.error(error, mean, rounded)
         left = _as_tensor(polynomial.left_of(rows), x)
@@ -151,7 +151,7 @@ def _add_up(rows: torch.Tensor, parts: torch.Tensor, first: int, more: torch.Ten
 def _polynomial(
     r: torch.Tensor,
     steps: Sequence[Step],
-    known: Sequence[Number],
+    numbers: Sequence[Number],
     ranks: Together,
     workspace: Workspace,
     free: torch.Tensor,
@@ -166,16 +166,16 @@ def _polynomial(
     rows = ranks.rows(r.size(0))
     s, q = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all"))
     half = workspace.get("ns_half", r[rows].shape, r.dtype, r.device)
-    beside = free.view(-1)[: half.numel()].view_as(half)
+    own_rows = free.view(-1)[: half.numel()].view_as(half)
     before: Number = 0.0
     p = q
     late: tuple[Wait, ...] = ()
     for place, (_, _, c) in enumerate(steps):
-        alpha, factor, value, turned, both = known[5 * place : 5 * place + 5]
+        alpha, factor, value, gamma, value_alpha = numbers[5 * place : 5 * place + 5]
         last = place + 1 == len(steps)
         p = s if place else q
         # Not a view of p, because these rows are still read while the gathered p is being received.
-        mine = p[rows] if last else beside
+        mine = p[rows] if last else own_rows
         _multiply(r[rows], r, torch.mul(r[rows], factor, out=mine), c)
         if len(steps) == 1:
             yield (ranks.gather(p, mine),)
@@ -186,16 +186,16 @@ def _polynomial(
             _multiply(mine, r, blend(half, mine, alpha, r[rows], value))
             yield gathered
             # The reverse order of `gram_form.polynomial`, because p has already been gathered.
-            _multiply(half, p, blend(r[rows], half, value, mine, both))
+            _multiply(half, p, blend(r[rows], half, value, mine, value_alpha))
             gathered = (ranks.gather(r, r[rows]),)
             yield () if place else gathered
         if place:
             if last:
-                before = norm_of_rows(q, turned)
-            _multiply(mine, q, blend(half, q[rows], value, mine, turned))
+                before = norm_of_rows(q, gamma)
+            _multiply(mine, q, blend(half, q[rows], value, mine, gamma))
             late = (ranks.gather(q, half),)
             yield late if last else gathered
-    return Polynomial(q=q, gamma=known[-1], before=before, slope=steps[-1][1], last=(p, known[-4], r, known[-6]))
+    return Polynomial(q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last=(p, numbers[-4], r, numbers[-6]))
 
 
 def _multiply(rows: torch.Tensor, whole: torch.Tensor, out: torch.Tensor, alpha: float = 1.0) -> None:

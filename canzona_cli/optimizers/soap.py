@@ -90,7 +90,8 @@ class SOAP(KroneckerOptimizer):
         basis.copy_(new)
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        """Begins by putting the columns of the basis in use, and the moments, into the new order."""
+        """Computes a part of a refresh. The first part also puts the columns of the basis in use, and the moments,
+        into the new order."""
         state = self.state[p]
         if part == 0:
             basis, following = state[f"Q_{side}"], state[f"next_Q_{side}"]
@@ -122,7 +123,7 @@ class SOAP(KroneckerOptimizer):
         least = torch.square(state["exp_avg"], out=self.workspace.like("adam", p))
         least.mul_((1 - beta2**done) / ((1 - beta1**done) * LONGEST) ** 2 * (size > LONGEST))
         torch.maximum(state["exp_avg_sq"], least, out=state["exp_avg_sq"])
-        self._bounded(p, size, LONGEST, "in its new bases its update would be {:.3g} learning rates long; bounded")
+        self._report_bound(p, size, LONGEST, "in its new bases its update would be {:.3g} learning rates long; bounded")
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state = self.state[p]
@@ -138,7 +139,7 @@ class SOAP(KroneckerOptimizer):
         return self._sandwich(p, "Q_", self._adam(p, step), transpose="R")
 
     def _adam(self, p: torch.Tensor, steps: int) -> torch.Tensor:
-        """Returns Adam's update in the eigenbasis, from moments of `steps` gradients. In scratch."""
+        """Returns Adam's update in the eigenbasis, in scratch, from moments of `steps` gradients."""
         state = self.state[p]
         beta1, beta2 = self.betas
         root = torch.div(state["exp_avg_sq"], 1 - beta2**steps, out=self.workspace.like("adam", p)).sqrt_()

@@ -185,12 +185,16 @@ def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatc
         seen.add((a.dtype, b.dtype, out.dtype))
         plain(a, b, out, *scalars)
 
-    choice = kernels._tried((24, 40, torch.float16), ["wide"], torch.device("cpu"), {"a": kernel}, [], lambda run: 1.0)
+    choice = kernels._try_kernels(
+        (24, 40, torch.float16), ["wide"], torch.device("cpu"), {"a": kernel}, [], lambda run: 1.0
+    )
     assert (choice.side, choice.long, choice.dtype) == (24, 40, "fp16")
     assert seen == {(torch.float16,) * 3}
     [trial, _] = choice.trials
     assert trial.refused == ""
-    rough = kernels._tried((24, 40, torch.float16), ["wide"], torch.device("cpu"), {"a": _to_bf16}, [], lambda run: 1.0)
+    rough = kernels._try_kernels(
+        (24, 40, torch.float16), ["wide"], torch.device("cpu"), {"a": _to_bf16}, [], lambda run: 1.0
+    )
     assert rough.trials[0].refused == "its results differ from cuBLAS's", "rounded to bf16"
 
 

@@ -14,7 +14,7 @@ from canzona_cli.optimizers import Muon, NorMuon, Workspace, gram_form, muon, mu
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.gram_form import (
     LARGEST_NORM,
-    follows,
+    alpha_numbers,
     gram_newton_schulz,
     polynomial,
     products_type,
@@ -150,7 +150,7 @@ def test_nothing_is_above_a_fifteenth_of_fp16s_range(steps: int) -> None:
     norm, values = LARGEST_NORM, torch.linspace(0, 1, 65)
     for ns in SETS:
         some = undoing(norm, coefficients(ns, steps))[: segments(steps)[0]]
-        known = follows(some, 1.0)
+        known = alpha_numbers(some, 1.0)
         alpha = known[0]
         assert isinstance(alpha, float)
         r = torch.diag(values * norm**2 - alpha)
