@@ -1,7 +1,6 @@
-"""Cards: the recorded losses of a recipe, so that a run can say whether it went as well.
+"""Cards: the recorded losses of a recipe, with which a later run of the recipe is compared.
 
-A card is `recipes/cards/RECIPE.yaml`. No training was recorded of a recipe without a card: all that is known
-about it is its plan.
+A card is `recipes/cards/RECIPE.yaml`. No training run is recorded for a recipe without a card; only its plan is known.
 """
 
 import shlex
@@ -44,8 +43,8 @@ class Card:
     """The largest difference from the card that a sound run has. It is chosen from reruns on other layouts and
     with other products of matrices (`recipes/README.md`)."""
     again: Literal["tests", "person"] = "tests"
-    """The ones who train the recipe again: the tests (`make test-sweep`, up to the first validation), or a
-    person, if that takes longer than a test may."""
+    """The way in which the recipe is trained again: by the tests (`make test-sweep`, up to the first validation), or
+    by a person if that takes longer than a test may."""
 
     @property
     def words(self) -> str:
@@ -83,15 +82,15 @@ class Verdict:
 
 
 def judge(card: Card, run: RunSummary, corpus: PreparedCorpus | None) -> Verdict | None:
-    """Compares the last loss of a run that the card has too, preferably a validation's.
+    """Compares a run with the card at the last step for which both have a loss, preferably a validation loss.
 
     Returns:
         The verdict; None if the card has no loss at any step of the run.
     """
     recorded: dict[Kind, Mapping[int, float]] = {"validation": card.validation, "loss": card.loss}
-    reached = {"validation": run.validations, "loss": run.losses}
+    measured = {"validation": run.validations, "loss": run.losses}
     for kind, losses in recorded.items():
-        pairs = [(step, loss, losses[step]) for step, loss in reached[kind] if loss is not None and step in losses]
+        pairs = [(step, loss, losses[step]) for step, loss in measured[kind] if loss is not None and step in losses]
         if not pairs:
             continue
         step, loss, expected = max(pairs)

@@ -1,5 +1,5 @@
-"""The launcher's side of `canzona eval`: checks checkpoint, documents and layout, and starts the ranks.
-Imports no torch."""
+"""The launcher's side of `canzona eval`: checks checkpoint, documents and layout, and starts the ranks. This module
+does not import torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ _REPLACED_SETTINGS = (
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
     *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
 )
-"""Settings that replace those of the saved run. An evaluation needs no optimizer, and a custom optimizer
+"""The settings that replace those of the saved run. An evaluation needs no optimizer, and a custom optimizer
 would be code that nobody asked to run. `train.recompute=full` only tells the memory estimate that no
 activations are kept."""
 

@@ -33,7 +33,7 @@ _SECONDARY = re.compile(
     r"|remote process exited|ncclremoteerror|peer .*(gone|died|closed)|failed to (recv|send)|end of file",
     re.IGNORECASE,
 )
-"""Error messages of a rank that has lost another rank. They are consequences of a failure, not its cause."""
+"""The error messages of a rank that has lost another rank. They are consequences of a failure, not its cause."""
 _SECONDARY_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError")
 _FAILS_AGAIN = (ExitCode.CONFIG, ExitCode.MEMORY, ExitCode.CHECKPOINT)
 """The exit codes of runs that would fail again if they were started unchanged."""

@@ -1,4 +1,5 @@
-"""Checks that this machine has what a run needs, before anything is written or started. Imports no torch."""
+"""Checks that this machine has what a run needs, before anything is written or started. This module does not import
+torch."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ def check_machine(config: RunConfig, layout: Layout, *, training: bool = True) -
 
 
 def is_elsewhere(config: RunConfig) -> bool:
-    """True if the run needs GPUs and none is visible here: this machine can only plan it."""
+    """Returns True if the run needs GPUs and none is visible here: this machine can only plan it."""
     return config.cluster.device == "cuda" and not visible_gpus()
 
 

@@ -1,5 +1,5 @@
-"""Chooses the checkpoint that a launch resumes from, and moves the files of earlier launches away. Imports no
-torch.
+"""Chooses the checkpoint that a launch resumes from, and moves the files of earlier launches away. This module does
+not import torch.
 
 The checkpoint is chosen before anything is moved, written or started. Only the headers of big files are read
 here: the workers hash these files together, once, before they open any.
@@ -148,7 +148,7 @@ def _from_weights(config: RunConfig) -> Resumption:
 def _from_weights_of(
     config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, of_this_run: bool = False
 ) -> Resumption:
-    """Returns the start from a checkpoint's weights alone; the two models must have the same shapes."""
+    """Returns the start from only the weights of a checkpoint; the two models must have the same shapes."""
     source = str(checkpoint)
     refuse([*family_problems(saved.model, config.model, source), *shape_problems(saved, config, source)])
     return _first_step(

@@ -57,9 +57,9 @@ class Supervision:
     machines: InitVar[Machines | None] = None
     """The link to the launchers of the other machines; None for a run on one machine."""
     grace_s: float = STOP_GRACE_S
-    """Seconds between the first request to stop, or the last progress of a save, and killing the workers."""
+    """The seconds between the first request to stop, or the last progress of a save, and killing the workers."""
     hang_timeout_s: float | None = None
-    """Seconds without progress on any rank after which the run has failed; None: never."""
+    """The seconds without progress on any rank after which the run has failed; None for no limit."""
     requests: Requests = field(default_factory=Requests)
     """The requests to stop that this process has received by signals."""
     say: Callable[[str], None] = lambda _: None
