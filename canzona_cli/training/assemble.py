@@ -49,7 +49,7 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
 
     Args:
         plan: the plan that strategies canzona, paper and asc execute; None for the others.
-        timed: time the phases of the breakdown in each step.
+        timed: True to time the phases of the breakdown in each step.
 
     Raises:
         EnvironmentProblem: megatron-core is not as canzona expects.

@@ -27,8 +27,8 @@ class Routing:
     def of(cls, sums: Sequence[float], model: ModelConfig, layout: Layout) -> "Routing":
         """Makes the record from the sums of all ranks' `RoutingMeter.take`, flattened.
 
-        Every rank's balancing losses are parts: of the sequences of its data-parallel rank, or of the global
-        batch.
+        With `balancing_loss=sequence`, each data-parallel rank contributes a loss for its own sequences, so the
+        sum is divided by their number. Otherwise the ranks contribute parts of one loss for the global batch.
         """
         width = 1 + model.num_experts
         layers = [sums[start : start + width] for start in range(0, len(sums), width)]
