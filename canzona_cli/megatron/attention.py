@@ -152,8 +152,8 @@ class _Blocks(torch.autograd.Function):
         keys, values = _stacked(key), _stacked(value)
         context = torch.empty_like(query)
         for first, last, end in _blocks(query, key):
-            shares = _shares(_queries(query[first:last], keys), keys[:, :end], last - first, scale)
-            context[first:last] = _unstacked(torch.bmm(shares, values[:, :end]), query[first:last])
+            weights = _weights(_queries(query[first:last], keys), keys[:, :end], last - first, scale)
+            context[first:last] = _unstacked(torch.bmm(weights, values[:, :end]), query[first:last])
         return context
 
     @staticmethod
@@ -164,10 +164,10 @@ class _Blocks(torch.autograd.Function):
         grad_query, grad_keys, grad_values = torch.empty_like(query), torch.zeros_like(keys), torch.zeros_like(values)
         for first, last, end in _blocks(query, key):
             queries, grads = _queries(query[first:last], keys), _queries(grad[first:last], keys)
-            shares = _shares(queries, keys[:, :end], last - first, scale)
-            grad_values[:, :end].baddbmm_(shares.mT, grads)
-            grad_shares = torch.bmm(grads, values[:, :end].mT)
-            grad_scores = torch.ops.aten._softmax_backward_data(grad_shares, shares, -1, shares.dtype)
+            weights = _weights(queries, keys[:, :end], last - first, scale)
+            grad_values[:, :end].baddbmm_(weights.mT, grads)
+            grad_weights = torch.bmm(grads, values[:, :end].mT)
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
             partial = torch.bmm(grad_scores, keys[:, :end]).mul_(scale)
             grad_query[first:last] = _unstacked(partial, query[first:last])
             grad_keys[:, :end].baddbmm_(grad_scores.mT, queries, alpha=scale)
@@ -182,7 +182,7 @@ def _blocks(query: torch.Tensor, key: torch.Tensor) -> list[tuple[int, int, int]
     return [(first, last, last + len(key) - count) for first, last in zip(range(0, count, size), ends, strict=True)]
 
 
-def _shares(queries: torch.Tensor, keys: torch.Tensor, block: int, scale: float) -> torch.Tensor:
+def _weights(queries: torch.Tensor, keys: torch.Tensor, block: int, scale: float) -> torch.Tensor:
     """Returns the attention weights of a block of queries: `[batch * groups, heads of a group * block,
     keys]`."""
     unseen = torch.full((block, keys.size(1)), float("-inf"), dtype=keys.dtype).triu(keys.size(1) - block + 1)

@@ -38,7 +38,7 @@ class GroupedExperts(torch.nn.Module):
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Applies to each token its expert, and weights the result by the router's probability.
+        """Applies each token's expert to it, and weights the result by the router's probability.
 
         Args:
             tokens: `[tokens, hidden]`, sorted by expert.
@@ -61,7 +61,7 @@ class GroupedLinear(torch.nn.Module):
 
     def __init__(self, experts: int, inputs: int, outputs: int, config: TransformerConfig, *, cut: int) -> None:
         super().__init__()
-        # Megatron keeps these gradients apart from the others' where other ranks hold copies of them.
+        # Megatron keeps the gradients of experts apart if other ranks have copies of experts than of dense weights.
         apart = (
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
@@ -119,7 +119,7 @@ class RoutingMeter:
 
 
 def leave_routers_to_adamw(model: torch.nn.Module) -> None:
-    """Marks the routers' weights so that Megatron's own optimizers, too, do not treat them as matrices."""
+    """Marks the routers' weights so that Megatron's own optimizers do not treat them as matrices either."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.weight.is_embedding_or_output_parameter = True

@@ -44,9 +44,8 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 
 
 _INTERLEAVED: dict[str, Phase] = {"forward-backward": "pipeline"}
-"""The additional timer of an interleaved schedule, in which Megatron waits for pipeline transfers outside of
-its other
-timers: the time of all passes that does not belong to another phase counts as `pipeline`."""
+"""The additional timer of an interleaved schedule, in which Megatron waits for pipeline transfers outside of its
+other timers: the time of all passes that does not belong to another phase counts as `pipeline`."""
 
 
 def attach(
@@ -175,7 +174,7 @@ def _time_dispatch(timer: PhaseTimer, world: World) -> None:
     def timed(original: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(original)
         def collective(*args: object, **kwargs: object) -> object:
-            # DeepEP's functions have the group among others, and serve nothing else.
+            # DeepEP's functions get the group as a positional argument, and are used only to send tokens.
             group = kwargs.get("group", world.groups.ep)
             if timer.current not in ("forward", "backward") or all(group is not tokens for tokens in groups):
                 return original(*args, **kwargs)

@@ -117,8 +117,8 @@ def full_param_layout(
     for key, (params, indices) in group_params_for_buffers(trainable, ddp_config.grad_reduce_in_fp32).items():
         if key.is_managed_by_layer_wise_optimizer:
             buckets = stage_buckets(plan, world.pp_rank, world.expert_rank, chunk)
-            apart = tuple(each for each in buckets if (each.expert_rank is not None) == key.is_expert_parallel)
-            layouts[key] = _matrix_layout(params, indices, names, plan, apart)
+            of_kind = tuple(each for each in buckets if (each.expert_rank is not None) == key.is_expert_parallel)
+            layouts[key] = _matrix_layout(params, indices, names, plan, of_kind)
         else:
             layouts[key] = DistributedOptimizer._compute_per_buffer_param_layout(
                 params, bucket_size, shards, ddp_config, indices
@@ -130,7 +130,8 @@ def placements(plan: Plan, stage: int, expert_rank: int = 0) -> tuple[Mapping[st
     """Returns, for each of `stage_buckets`, the (start, end) of each parameter within the bucket, by name.
 
     Raises:
-        PlanMismatch: as `_placed`.
+        PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to their
+            owner.
     """
     return _placements(plan, stage_buckets(plan, stage, expert_rank))
 

@@ -309,8 +309,8 @@ class _Normalised(torch.autograd.Function):
         rows = products.view(-1, width)
         along = torch.mv(rows, weight.float()).div_(width).view_as(scale)
         grad_weight = rows.sum(0).to(weight.dtype)
-        # Written over the products. The component along the normalised vector is removed, because changing
-        # the length of the input does not change the result.
+        # The gradient overwrites the products. Its component along the normalised vector is removed, because
+        # changing the length of the input does not change the result.
         gradient = torch.mul(wide, weight.float(), out=products).addcmul_(unit, along, value=-1).mul_(scale)
         return gradient.to(hidden.dtype), grad_weight, None
 

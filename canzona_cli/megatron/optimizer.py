@@ -80,8 +80,8 @@ def wrap_planned(
 ) -> list[DistributedDataParallel]:
     """Wraps model chunks with the plan's buckets.
 
-    `disable_bucketing` is left off: Megatron would make one group of all buckets of a chunk, and AdamW's parameters
-    could not travel apart from matrices.
+    `disable_bucketing` stays off: with it, Megatron would make one group of all buckets of a chunk, and AdamW's
+    parameters could not be communicated apart from matrices.
 
     Raises:
         PlanMismatch: the plan is for another model or layout.
@@ -283,7 +283,7 @@ def build_adamw(
 def _chosen_optimizers(overrides: Overrides) -> Iterator[Problem]:
     for key, override in overrides.items():
         if "optimizer" in override:
-            reason = f"an override of {key} chooses it, but matrices have canzona's and all others AdamW"
+            reason = f"an override of {key} chooses it, but canzona updates the matrices, and AdamW everything else"
             yield Problem(
                 key="config_overrides", value=override["optimizer"], reason=reason, fix="leave optimizer out of it"
             )
@@ -294,7 +294,7 @@ def _overridden_matrices(
 ) -> Iterator[Problem]:
     """Yields a problem for each parameter group of matrices with settings of its own. The groups are the same on
     all ranks."""
-    usual = {**_usual(megatron_config), "optimizer": _MATRICES}
+    usual = {**_group_settings(megatron_config), "optimizer": _MATRICES}
     for group in groups:
         others = {key: value for key, value in group.items() if key not in ("params", "is_expert_parallel")}
         if others.get("optimizer") != _MATRICES or others == usual:
@@ -307,7 +307,7 @@ def _overridden_matrices(
         )
 
 
-def _usual(config: MegatronOptimizerConfig) -> dict[str, object]:
+def _group_settings(config: MegatronOptimizerConfig) -> dict[str, object]:
     """Returns Megatron's settings of a parameter group without overrides."""
     return {
         "default_config": True,
@@ -325,14 +325,14 @@ def muon_group(config: MegatronOptimizerConfig) -> dict[str, object]:
     params = [torch.nn.Parameter(torch.empty(1, 1))]
     muon = TensorParallelMuon(params, lr=config.lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
     settings = {key: value for key, value in muon.param_groups[0].items() if key != "params"}
-    return {**_usual(config), "is_expert_parallel": False, **settings}
+    return {**_group_settings(config), "is_expert_parallel": False, **settings}
 
 
 def megatron_muon(
     params: list[torch.nn.Parameter], settings: MuonConfig, precision: Precision
 ) -> torch.optim.Optimizer:
     """Makes Megatron's Muon for whole fp32 masters, as strategies sc and layerwise use it."""
-    made: torch.optim.Optimizer = TensorParallelMuon(
+    muon: torch.optim.Optimizer = TensorParallelMuon(
         params,
         lr=settings.lr,
         momentum=settings.momentum,
@@ -345,7 +345,7 @@ def megatron_muon(
         extra_scale_factor=settings.scale_factor,
         tp_mode="duplicated",
     )
-    return made
+    return muon
 
 
 def megatron_adam(params: list[torch.nn.Parameter], settings: OptimizerBase) -> torch.optim.Optimizer:

@@ -120,9 +120,9 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         following = self.next_param_gather_bucket_group
-        # Within a layer, parameters are registered in a different order (proj, qkv) than they are needed
-        # (qkv, proj). So where a layer is in two buckets, the next bucket may already have been dispatched.
-        # This is harmless, so Megatron's warning is avoided.
+        # Within a layer, parameters are registered in another order (proj, qkv) than the one in which they are
+        # needed (qkv, proj). So if a layer is in two buckets, the next bucket may already have been dispatched.
+        # That is harmless, so Megatron's warning is avoided.
         early = following is not None and following.param_gather_dispatched
         super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or early)
 

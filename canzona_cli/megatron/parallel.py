@@ -36,11 +36,11 @@ class World:
     layout: Layout
     groups: ProcessGroupCollection
     owners: ProcessGroup
-    """The ranks of `groups.dp_cp`, in a group that only the buckets of matrices use
-    (`planner.reduction.adamw_apart`); the same group where they do not have one of their own."""
+    """The ranks of `groups.dp_cp`, in a separate group that only the buckets of matrices use
+    (`planner.reduction.adamw_apart`); `groups.dp_cp` itself if no separate group is needed."""
     expert_owners: ProcessGroup
-    """The ranks of `groups.expt_dp`, which have the same experts, likewise in a group of their own. The same
-    group as `owners` if experts are not divided among ranks."""
+    """The ranks of `groups.expt_dp`, which have the same experts, likewise in a separate group. The same group as
+    `owners` if experts are not divided among ranks."""
 
     @property
     def dp_rank(self) -> int:
@@ -166,9 +166,9 @@ def twin(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
     if group.size() == 1:
         return group
     ranks = torch.distributed.get_process_group_ranks(group)
-    made = torch.distributed.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="OWNERS")
-    assert isinstance(made, ProcessGroup)
-    return made
+    second = torch.distributed.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="OWNERS")
+    assert isinstance(second, ProcessGroup)
+    return second
 
 
 class _Meeting(TypedDict, total=False):

@@ -84,10 +84,10 @@ def _loop_problems(args: Namespace) -> Iterator[Problem]:
     do."""
     yield from problems(args, LOOP)
     if not args.use_layer_wise_distributed_optimizer:
-        reason = "without it the loop expects an optimizer that every rank has all of"
+        reason = "without it the loop expects every rank to have the complete optimizer"
         fix = "add --use-distributed-optimizer"
         yield Problem(key="use_distributed_optimizer", value=False, reason=reason, fix=fix)
     loads = args.load is not None and not (args.no_load_optim or args.finetune)
     if args.ckpt_format != "torch_dist" and (args.save is not None or loads):
-        reason = "it has no place for the optimizer state of matrices that hosts update"
+        reason = "it cannot store the optimizer state of matrices that hosts update"
         yield Problem(key="ckpt_format", value=args.ckpt_format, reason=reason, fix="use --ckpt-format torch_dist")

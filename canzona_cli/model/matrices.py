@@ -144,7 +144,7 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
     makes them.
 
     Args:
-        splitting: the matrices of a parameter.
+        splitting: the way in which a parameter is divided into matrices.
             fused: each parameter is one matrix.
             qkv: q, k and v are matrices, fc1 is one, as in Megatron's Muon.
             split: q, k, v, gate and up are matrices. q, k and v share a unit, because a TP rank's fragment of
@@ -190,7 +190,7 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
         for _ in range(block.layers):
             stage, chunk = places[layer]
             for matrix in block.matrices:
-                dealt = matrix.slices > 0 and layout.tp > 1
+                per_head = matrix.slices > 0 and layout.tp > 1
                 whole = _whole(matrix, layout)
                 matrices.append(
                     Matrix(
@@ -202,10 +202,10 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
                         chunk=chunk,
                         rows=matrix.rows,
                         cols=matrix.cols,
-                        shard_dim=None if dealt or whole else matrix.shard_dim,
+                        shard_dim=None if per_head or whole else matrix.shard_dim,
                         parameter=f"decoder.layers.{layer}.{matrix.parameter}",
                         unit=unit + matrix.unit,
-                        home=matrix.slice * layout.tp // matrix.slices if dealt else None,
+                        home=matrix.slice * layout.tp // matrix.slices if per_head else None,
                         expert_rank=(matrix.expert or 0) * layout.ep // experts if whole else None,
                     )
                 )
@@ -284,8 +284,8 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
 def layer_on_rank(
     model: ModelConfig, splitting: Splitting, ep: int
 ) -> tuple[Sequence[LayerMatrix], Sequence[LayerMatrix]]:
-    """Lists the matrices of one layer that a rank stores: those that tensor parallelism cuts, and whole ones
-    of experts that expert parallelism divides among ranks."""
+    """Lists the matrices of one layer that a rank stores: those that tensor parallelism cuts, and whole matrices of
+    the experts that expert parallelism gives the rank."""
     layer = layer_matrices(model, splitting)
     if ep == 1:
         return layer, ()
@@ -295,7 +295,7 @@ def layer_on_rank(
 
 
 def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
-    """Yields (number, name) of what tensor parallelism divides evenly: rows, columns, or heads."""
+    """Yields (number, name) of the rows, columns or heads that tensor parallelism must divide evenly."""
     for matrix in matrices:
         if matrix.slices:
             yield matrix.slices, f"heads of {matrix.kind}"

@@ -74,8 +74,8 @@ class ModelShapes:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of everything that planning depends on, which is all but the name. A user's matrices belong
-        to no expert."""
+        """The SHA-256 of everything that planning depends on: all fields but the name. `expert` is left out, because a
+        user's matrices do not belong to experts."""
         content = asdict(
             replace(self, name=""),
             dict_factory=lambda pairs: {name: value for name, value in pairs if name != "expert"},

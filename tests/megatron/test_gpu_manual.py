@@ -32,7 +32,7 @@ def _asks_for_the_device(path: Path) -> bool:
     return False
 
 
-CODE = _rows("| code | only with CUDA | on a stand-in in |")
+CODE = _rows("| code | code that runs only with CUDA | tested on a stand-in in |")
 
 
 def test_every_module_that_asks_for_the_device_is_listed_once() -> None:
@@ -53,7 +53,7 @@ def test_tests_that_stand_in_are_there_and_are_not_all_swept() -> None:
 
 
 def _named_as_never_executed() -> list[str]:
-    return [name for cells in _rows("| executed by no test | why |") for name in _names(cells[0])]
+    return [name for cells in _rows("| code that no test executes | why |") for name in _names(cells[0])]
 
 
 def test_code_that_nothing_executes_is_there() -> None:
