@@ -58,7 +58,7 @@ class Prediction:
     calibrated: bool
     """True for a profile that `canzona calibrate` measured."""
     mismatches: tuple[str, ...] = ()
-    """Reasons why a calibrated profile may not hold on this machine."""
+    """The reasons why a calibrated profile may not hold on this machine."""
     cores: int | None = None
     """The CPU cores that the ranks of one machine share; None if each rank has its own device."""
     iteration_s: float
@@ -87,7 +87,7 @@ CALIBRATE = "`canzona calibrate` measures this machine, to compare the step with
 def describes_machine(device: Device | None, *, calibrated: bool) -> bool:
     """Returns True if the times that a profile predicts say something about the machine of a run.
 
-    Those of a CPU profile that nobody measured do not, so no report shows them beside measured times.
+    An uncalibrated CPU profile describes no machine, so no report shows its times beside measured ones.
     """
     return calibrated or device == "cuda"
 
@@ -106,11 +106,11 @@ def load_prediction(run_dir: Path) -> Prediction | None:
 
 
 NEGLIGIBLE = 0.05
-"""The share of the step up to which a phase may differ from its prediction in a step that is as planned."""
+"""The largest difference between a phase and its prediction, as a share of the step, that counts as planned."""
 _APART = 1.25
-"""The factor between a rank's time and the mean above which the rank is named."""
+"""The factor between a rank's time and the mean above which a report names the rank."""
 _WAITS = (*COMMUNICATION, "norm_clip", "pipeline", "dispatch")
-"""Phases in which ranks wait for the last rank to arrive, which itself waits least."""
+"""The phases in which ranks wait for the last rank to arrive. That rank has the shortest phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,23 +134,24 @@ def why(
         predicted: mean seconds over ranks by phase; a missing phase counts as 0.
         ranks: each rank's seconds by phase, in rank order; without these no rank is named.
     """
-    took = {name: measured[name].mean_s if name in measured else 0.0 for name in IN_STEP}
+    means = {name: measured[name].mean_s if name in measured else 0.0 for name in IN_STEP}
     planned = {name: predicted.get(name, 0.0) for name in IN_STEP}
-    step = sum(took.values())
+    step = sum(means.values())
     if step <= 0:
         return None
-    worst = max(IN_STEP, key=lambda name: abs(took[name] - planned[name]))
-    if abs(took[worst] - planned[worst]) <= NEGLIGIBLE * step:
+    worst = max(IN_STEP, key=lambda name: abs(means[name] - planned[name]))
+    measured_s, predicted_s = means[worst], planned[worst]
+    if abs(measured_s - predicted_s) <= NEGLIGIBLE * step:
         text = f"as planned: no phase differs by more than {100 * NEGLIGIBLE:.0f}% of the step"
     else:
-        factor = f" ({took[worst] / planned[worst]:.2g} times)" if planned[worst] > 0 else ""
-        text = f"{PHASES[worst].subject} took {milliseconds(took[worst])} ms, planned {milliseconds(planned[worst])} ms"
+        factor = f" ({measured_s / predicted_s:.2g} times)" if predicted_s > 0 else ""
+        text = f"{PHASES[worst].subject} took {milliseconds(measured_s)} ms, planned {milliseconds(predicted_s)} ms"
         text += factor + _outlier(worst, [rank.get(worst, 0.0) for rank in ranks])
-    return Why(phase=worst, measured_s=took[worst], predicted_s=planned[worst], text=text)
+    return Why(phase=worst, measured_s=measured_s, predicted_s=predicted_s, text=text)
 
 
 def _outlier(phase: str, seconds: Sequence[float]) -> str:
-    """Describes the rank whose time in a phase stands out; empty if none does."""
+    """Describes the rank whose seconds in a phase stand out; returns an empty text if none do."""
     mean = sum(seconds) / len(seconds) if seconds else 0.0
     if mean <= 0:
         return ""
@@ -251,8 +252,8 @@ class Breakdown(MeasuredBreakdown):
         return why(measured, self.planned.phases, ranks)
 
     def as_json(self) -> dict[str, object]:
-        """Returns the content of breakdown.json, the prediction, and why they differ. New keys do not raise
-        `version`."""
+        """Returns the content of breakdown.json, the prediction, and an explanation of their difference. New keys do
+        not raise `version`."""
         planned, why = self.planned, self.why
         return {
             **plain(replace(self, planned=None)),
@@ -261,7 +262,7 @@ class Breakdown(MeasuredBreakdown):
         }
 
     def _errors(self, planned: Prediction) -> dict[str, float | None]:
-        """Returns the relative error of the prediction, by phase and of the step."""
+        """Returns the relative errors of the prediction: of each measured phase, and of the `step`."""
         errors = {
             name: relative_error(planned.phases.get(name), phase.mean_s)
             for name, phase in self.phases.items()

@@ -16,10 +16,10 @@ from canzona_cli.run.words import real
 
 VERSION = 1
 _NO_DIFFERENCE = ("run.dir", "run.root")
-"""Settings that differ between any two runs, and are left out."""
+"""The settings that differ between any two runs. Comparisons leave them out."""
 
 FIGURES = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "load_balance", "peak_memory_bytes")
-"""The numbers of a breakdown that are compared besides its phases. `load_balance` is that of matrix updates."""
+"""The numbers of a breakdown that are compared besides its phases. `load_balance` is the balance of matrix updates."""
 
 Pair = tuple[float | None, float | None]
 
@@ -39,14 +39,14 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """The comparison of two runs. The first value of each pair is that of run A."""
+    """The comparison of two runs. The first value of each pair belongs to run A."""
 
     a: RunSummary
     b: RunSummary
     plans: tuple[str | None, str | None]
     """The hashes of the executed plans; None for a strategy that executes none."""
     settings: Mapping[str, tuple[object, object]]
-    """Resolved settings that differ, by key; None if a run has no such setting."""
+    """The resolved settings that differ, by key; None if a run has no such setting."""
     first: Loss | None
     """The losses at the first step that both logged."""
     last: Loss | None
@@ -65,7 +65,7 @@ class Compared:
 
     @property
     def figures(self) -> Mapping[str, Pair]:
-        """Throughput, MFU, load balance, memory."""
+        """The values of `FIGURES` in both runs."""
         a, b = _figures(self.a.breakdown), _figures(self.b.breakdown)
         return {name: (a.get(name), b.get(name)) for name in FIGURES}
 
@@ -173,7 +173,8 @@ def compared(several: Several) -> Compared:
 
 
 def run_figures(run: RunSummary) -> Mapping[str, float | None]:
-    """Returns last and best losses, seconds of a step, throughput, MFU, load balance and memory of a run."""
+    """Returns a run's last training loss, best validation loss and mean seconds of a step, and the values of
+    `FIGURES`."""
     return {
         "loss": run.losses[-1][1] if run.losses else None,
         "best_validation": run.best_validation,
@@ -188,7 +189,7 @@ def _plan_hash(run_dir: Path) -> str | None:
 
 
 def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object, ...]]:
-    """Returns the settings that are not equal in all configurations; none if a configuration could not be
+    """Returns the settings that are not equal in all configurations; an empty dict if a configuration could not be
     read."""
     flat = [dict(leaves(asdict(config))) for config in configs if config is not None]
     if len(flat) < len(configs):

@@ -13,8 +13,8 @@ from canzona_cli.run.words import clean, count
 
 MOST_EPOCHS: Final = 4
 """The number of epochs up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al.
-2023, arXiv 2305.16264, sec. 6). Beyond that, further epochs are worth less and less, and the training loss
-says less and less about other text."""
+2023, arXiv 2305.16264, sec. 6). Each epoch beyond it teaches less than the one before, and the training loss
+becomes a poor estimate of the loss on other text."""
 _STDLIB_TOKENS: Final = {"byte": 11_300_000}
 """The training tokens in the sources of Python's standard library (11.5 MB in 3.12), by tokenizer."""
 _STDLIB_WORDS: Final = 2_900_000
@@ -88,17 +88,17 @@ class Supply:
 
     needed: int
     """The number of tokens that the run reads in all its steps."""
-    there: int
+    available: int
     """The number of tokens to train on, without held-out tokens."""
     about: bool = False
-    """True if `there` is an estimate, because the built-in corpus has not been prepared yet."""
+    """True if `available` is an estimate, because the built-in corpus has not been prepared yet."""
     sets: Mapping[str, "Supply"] = field(default_factory=dict)
     """The supply of each set of a blend, by name."""
 
     @property
     def epochs(self) -> float:
         """The number of times the run reads its data, or the set of a blend that it reads most often."""
-        return max((each.epochs for each in self.sets.values()), default=self.needed / max(1, self.there))
+        return max((each.epochs for each in self.sets.values()), default=self.needed / max(1, self.available))
 
     @property
     def too_often(self) -> bool:
@@ -117,11 +117,11 @@ class Supply:
     def words(self) -> str:
         """The epochs and tokens as text: `0.043 (492 k tokens needed, 11.3 M available)`."""
         about = "about " if self.about else ""
-        return f"{self.times} ({count(self.needed)} tokens needed, {about}{count(self.there)} available)"
+        return f"{self.times} ({count(self.needed)} tokens needed, {about}{count(self.available)} available)"
 
 
 def tokens_wanted(config: RunConfig, layout: Layout, *, steps: int | None = None) -> int:
-    """Returns the number of tokens that a run reads in all its steps, or in `steps`."""
+    """Returns the number of tokens that a run reads in all its steps, or in its first `steps`."""
     return (config.train.steps if steps is None else steps) * layout.global_batch_size * config.train.seq_length
 
 
@@ -136,28 +136,30 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
     """
     needed = tokens_wanted(config, layout)
     if corpus is not None:
-        sets = {part.name: Supply(needed=round(needed * part.share), there=part.train_tokens) for part in corpus.sets}
-        return Supply(needed=needed, there=corpus.train_tokens, sets=sets if len(sets) > 1 else {})
+        sets = {
+            part.name: Supply(needed=round(needed * part.share), available=part.train_tokens) for part in corpus.sets
+        }
+        return Supply(needed=needed, available=corpus.train_tokens, sets=sets if len(sets) > 1 else {})
     if config.data.source == "stdlib":
-        there = _STDLIB_TOKENS.get(config.data.tokenizer, _STDLIB_WORDS)
-        return Supply(needed=needed, there=there, about=True)
+        available = _STDLIB_TOKENS.get(config.data.tokenizer, _STDLIB_WORDS)
+        return Supply(needed=needed, available=available, about=True)
     return None
 
 
 def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None) -> Iterator[str]:
     """Yields warnings about data that is read too often, and about an embedding with mostly unused rows."""
-    read, demonstration = supply(config, layout, corpus), config.data.source == "stdlib"
-    if read is not None and read.too_often and demonstration:
+    tokens, demonstration = supply(config, layout, corpus), config.data.source == "stdlib"
+    if tokens is not None and tokens.too_often and demonstration:
         yield (
-            f"THIS IS A TRIAL RUN. {clean(config.name)} needs {count(read.needed)} tokens, but the demonstration "
-            f"corpus (Python's own sources) has about {count(read.there)}: {read.times} epochs, so the model will "
-            "memorize it. For a real run: canzona data prepare FILES --output data/corpus --tokenizer tokenizer.json, "
-            "then data=prepared data.path=data/corpus"
+            f"THIS IS A TRIAL RUN. {clean(config.name)} needs {count(tokens.needed)} tokens, but the demonstration "
+            f"corpus (Python's own sources) has about {count(tokens.available)}: {tokens.times} epochs, so the model "
+            "will memorize it. For a real run: canzona data prepare FILES --output data/corpus --tokenizer "
+            "tokenizer.json, then data=prepared data.path=data/corpus"
         )
-    elif read is not None and read.too_often:
-        fewer = int(config.train.steps * MOST_EPOCHS / read.epochs)
+    elif tokens is not None and tokens.too_often:
+        fewer = int(config.train.steps * MOST_EPOCHS / tokens.epochs)
         yield (
-            f"the data is read {read.times} times: {count(read.needed)} tokens needed, {count(read.there)} "
+            f"the data is read {tokens.times} times: {count(tokens.needed)} tokens needed, {count(tokens.available)} "
             f"available. Beyond {MOST_EPOCHS} epochs repeated text teaches less and less: prepare more data, or "
             f"train.steps={max(1, fewer)}"
         )

@@ -58,7 +58,7 @@ class RunFiles:
         self.trace = root / "trace.json"
         """All measured and predicted timelines, as a Chrome trace."""
         self.profile = root / "profile"
-        """Traces of torch's profiler."""
+        """The traces of torch's profiler."""
         self.result = root / "result.json"
         self.ranks = root / "ranks"
         self.trackers = root / "trackers"
@@ -66,8 +66,8 @@ class RunFiles:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.huggingface = root / "huggingface"
-        """Settings and tokenizer of the Hugging Face folder that the initial weights are from; absent for
-        other weights."""
+        """The settings and tokenizer of the Hugging Face folder that the initial weights are from; absent for other
+        weights."""
         self.attempts = root / "attempts"
         """The files of earlier launches in this directory: attempts/1 and so on."""
         self.stop = root / "stop"
@@ -216,7 +216,7 @@ def append_json_line(path: Path, value: Mapping[str, object]) -> None:
 
 
 def try_append_json_line(path: Path, value: Mapping[str, object]) -> OSError | None:
-    """Appends a line that is not worth ending a run for; returns the error if that fails, else None."""
+    """Appends a line whose loss must not end a run; returns the error if it cannot be written, else None."""
     try:
         append_json_line(path, value)
     except OSError as error:

@@ -2,9 +2,9 @@
 without system calls.
 
 The launcher creates a file for each rank in a local folder (in memory, if possible) and maps it. Each rank
-maps its file and unlinks it at once, so that nothing is left behind, whichever process is killed. Times are
-those of the machine's monotonic clock, which all processes share. Standard library only: ranks write before
-their slow imports.
+maps its file and unlinks it at once, so that nothing is left behind, whichever process is killed. Times are read
+from the machine's monotonic clock, which all processes share. This module imports only the standard library,
+because ranks write before their slow imports.
 """
 
 import mmap
@@ -30,7 +30,7 @@ BEAT_S: Final = 0.5
 STACKS_SIGNAL: Final = signal.SIGQUIT
 """The signal that makes a worker write the Python stacks of all threads to its log. The worker continues."""
 PATIENCE: Final = 3
-"""The factor on `run.hang_timeout_s` for everything but the steps after the first."""
+"""The factor by which `run.hang_timeout_s` is longer for the first step and everything outside of steps."""
 Stage = Literal["start workers", "build model", "build data", "load", "train", "validate", "save", "finish"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 """The stages that a rank goes through, as named in events.jsonl."""
@@ -48,7 +48,7 @@ class Sign:
     pid: int
     """The process id of the rank; 0 before its start."""
     step: int
-    """The current step, from 1; 0 before training."""
+    """The current step, counted from 1; 0 before training."""
     steps: int
     """The number of steps that this process has begun; fewer than `step` in a resumed run."""
     where: str
@@ -80,7 +80,7 @@ class Heart:
         self.phase("other")
 
     def step(self, number: int) -> None:
-        """Enters a step, from 1."""
+        """Enters a step; the first has number 1."""
         self._numbers[_STEP] = number
         self._numbers[_STEPS] += 1
         self.progress()

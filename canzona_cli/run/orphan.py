@@ -2,8 +2,7 @@
 dies.
 
 `python orphan.py LAUNCHER_PID COMMAND...` asks the kernel for this and then becomes COMMAND; workers call
-`die_with_parent()` first. Standard library only: this file also runs by its path, before anything can be
-imported.
+`die_with_parent()` first. This file imports only the standard library, because it also runs as a script.
 """
 
 import ctypes
@@ -44,7 +43,7 @@ def _ask_kernel(parent: int) -> None:
 
 
 def _watch(agent: int, launcher: int) -> None:
-    """Checks every second whether agent and launcher are alive, and exits if not. For systems without prctl
+    """Checks every second whether agent and launcher are alive, and exits if not. Used on systems without prctl
     (macOS)."""
     while os.getppid() == agent:
         try:

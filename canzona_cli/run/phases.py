@@ -1,7 +1,7 @@
 """Names the phases of a training step and the strategies, with the labels, colours and order in which they
 are shown.
 
-Standard library only: ranks import this before anything slow.
+This module imports only the standard library, because ranks import it before anything slow.
 """
 
 from collections.abc import Mapping
@@ -105,8 +105,8 @@ STREAMS: Final[Mapping[Stream, str]] = MappingProxyType(
 STRATEGIES: Final[tuple["Strategy | Literal['adamw']", ...]] = (
     "canzona", "paper", "asc", "layerwise", "sc", "adamw",
 )  # fmt: skip
-"""The strategies in the order in which they run and are shown: canzona first, then those it is compared with,
-AdamW last."""
+"""The strategies in the order in which they run and are shown: canzona, the strategies it is compared with,
+AdamW."""
 
 
 class Interval(NamedTuple):

@@ -57,7 +57,7 @@ class RankResult:
     exit_code: int | None = None
     step: int = 0
     loss: float | None = None
-    """The loss of that step; None if it is not finite, or before the first step."""
+    """The training loss of `step`; None if it is not finite, or before the first step."""
     checkpoint: str | None = None
     """The name of the checkpoint that was saved at the end of the run."""
     lost: Mapping[str, int] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class StepMetrics:
     """The mean balancing loss of the layers, before its weight; 1 if tokens are spread evenly over experts. None
     for a dense model."""
     expert_load: float | None = None
-    """The tokens of the busiest expert over those of the mean expert, in the most uneven layer."""
+    """The tokens of the busiest expert over the mean of all experts, in the most uneven layer."""
     captures: int = 0
     """The number of CUDA graphs of updates that all ranks have captured in this launch, up to the previous
     step."""
@@ -221,9 +221,9 @@ class Incident:
     event: str
     detail: str = ""
     level: Level | None = None
-    """The level at which `detail` is shown to a person who watches the run; None does not show it."""
+    """The level at which `detail` is shown to a person who watches the run; None if it is not shown."""
     facts: Mapping[str, float | str | None] = field(default_factory=dict)
-    """Numbers and names for programs. In the file, these are fields of the line itself."""
+    """The numbers and names for programs. In the file, they are fields of the line itself."""
 
     def line(self) -> dict[str, object]:
         """Returns the JSON object of the line in the file."""
@@ -251,10 +251,9 @@ def event_of(line: Mapping[str, object]) -> Event | None:
 
 
 def describe(event: Event) -> Note | None:
-    """Returns the line of text for an event; None for an event that is not shown here. Stages are shown
-    separately.
+    """Returns a line of text for a checkpoint or an incident; None for stages, which are shown separately.
 
-    The text of an incident is its `detail`, which is shown if the incident has a level.
+    The text of an incident is its `detail`; incidents without a level are not shown.
     """
     if isinstance(event, CheckpointEvent):
         facts = f"{size(event.bytes)} in {step_time(event.seconds)}"
@@ -265,7 +264,8 @@ def describe(event: Event) -> Note | None:
 
 
 Documents = Literal["held-out", "all"]
-"""The documents of a corpus that an evaluation reads: those that a run with these settings holds out, or all."""
+"""The documents of a corpus that an evaluation reads: the documents that a run with these settings holds out, or
+all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,9 +284,9 @@ class Evaluation:
     batches: int
     """The number of global batches."""
     tokens: int
-    """The number of predicted tokens. If `epochs` is above 1, some are counted several times."""
+    """The number of predicted tokens. If `epochs` is above 1, some tokens are counted several times."""
     epochs: float
-    """The number of times the documents were read."""
+    """The number of times that the documents were read."""
     text_bytes: float | None
     """The bytes of the text that the tokens encode; None if the tokenizer is unknown."""
     bytes_counted: bool
@@ -350,7 +350,7 @@ class KernelTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelChoice:
-    """The kernel that multiplies (side, long) by (long, side)."""
+    """The kernel for products of (side, long) and (long, side) matrices."""
 
     side: int
     long: int
@@ -369,8 +369,8 @@ class Kernels:
 
     choices: tuple[KernelChoice, ...] = ()
     no_graphs: str = ""
-    """The reason why a rank does not replay its updates as CUDA graphs; empty if it can, or if graphs are not
-    requested."""
+    """The reason why a rank does not replay its updates as CUDA graphs; empty if all ranks can, or if graphs are
+    not requested."""
 
 
 @dataclass(frozen=True, kw_only=True)

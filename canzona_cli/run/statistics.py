@@ -1,4 +1,4 @@
-"""Computes quartiles, speed-ups and means over ranks. Imports no torch."""
+"""Computes quartiles, speed-ups and means over ranks, with the standard library only."""
 
 import statistics
 from collections.abc import Mapping, Sequence

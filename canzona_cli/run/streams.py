@@ -1,8 +1,8 @@
-"""Makes standard output and error of the command and its ranks never raise.
+"""Replaces standard output and standard error by streams that never raise.
 
-A closed terminal, a pipe without a reader or a full disk makes printing fail at any line, in canzona's code
-and in libraries. The streams here drop what cannot be written, and the command continues to its end. Only
-then is the loss reported, and not at all for a training run (`unattended`).
+A closed terminal, a pipe without a reader or a full disk can make any print fail, in canzona's code and in
+libraries. These streams drop the text that cannot be written, and the command continues. It reports the loss at
+its end, except for a training run (`unattended`).
 """
 
 import errno
@@ -45,8 +45,8 @@ class _Stream(io.FileIO):
         return len(text)
 
     def _has_room(self) -> bool:
-        """Waits until the reader takes data, at most `patience_s`; returns True if it does. After that, waits
-        no more until it has read."""
+        """Waits at most `patience_s` until the reader takes data; returns True if it does. After a wait in vain, does
+        not wait again until the reader has taken data."""
         wait_s = 0.0 if self._stuck and self.patience_s is not None else self.patience_s
         self._stuck = not select.select([], [self], [], wait_s)[1]
         return not self._stuck
@@ -69,8 +69,10 @@ def unattended() -> None:
 
 
 def unheard() -> OSError | None:
-    """Flushes both streams; returns the error at which output was first lost. None if nothing was lost, the
-    reader has exited, or this is a training run."""
+    """Flushes standard output and error; returns the error at which output was first lost.
+
+    Returns None if nothing was lost, the reader has exited, or this is a training run.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     lost = _Stream.lost
@@ -93,6 +95,6 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
     # With UTF, file names that are not valid text are shown with escapes. Other encodings show `?` for
     # characters that they lack.
     errors = "backslashreplace" if encoding.lower().startswith("utf") else "replace"
-    # Unbuffered if asked for, so that a rank's output is written before the rank may die.
+    # An unbuffered stream stays unbuffered, so that a rank's output is written before the rank may die.
     buffer = raw if at_once else io.BufferedWriter(raw)
     return io.TextIOWrapper(buffer, encoding, errors, line_buffering=by_line, write_through=at_once)

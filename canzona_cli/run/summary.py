@@ -45,7 +45,7 @@ class Goodput:
     redone_s: float
     """The time in steps that were lost because a later launch resumed from an earlier checkpoint."""
     between_s: float
-    """The time between launches, when the run was not started again yet or waited in a queue."""
+    """The time between launches, when the run waited in a queue or to be started again."""
 
     @property
     def share(self) -> float:
@@ -67,14 +67,14 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     Args:
         events: the events of every launch in the directory.
     """
-    lasting, redone = _onward(read_lines(files.metrics, StepMetrics)[0]), []
+    lasting, redone = _with_rising_times(read_lines(files.metrics, StepMetrics)[0]), []
     records: list[Record] = [*lasting, *events]
     for folder in _launches(files):
-        lost = _onward(read_lines(folder.metrics, StepMetrics)[0])
+        lost = _with_rising_times(read_lines(folder.metrics, StepMetrics)[0])
         redone.append(_seconds(lost))
         records += lost
     for folder in (files, *_launches(files)):
-        records += _onward(read_lines(folder.validation, ValidationLoss)[0])
+        records += _with_rising_times(read_lines(folder.validation, ValidationLoss)[0])
     moments = [record.time for record in records if record.time is not None]
     launched_s = time_in_launches(records)
     wall_s = max(moments, default=0.0) - min(moments, default=0.0)
@@ -86,9 +86,9 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     return Goodput(wall_s=wall_s, kept_s=kept_s, redone_s=redone_s, between_s=max(0.0, wall_s - launched_s))
 
 
-def _onward[R: (StepMetrics, ValidationLoss, Event)](lines: Sequence[R]) -> list[R]:
-    """Corrects the times of a file's lines where the clock was set back: such a line and those after it get
-    later times, so that no line is earlier than the one before it."""
+def _with_rising_times[R: (StepMetrics, ValidationLoss, Event)](lines: Sequence[R]) -> list[R]:
+    """Corrects the times of a file's lines after the clock was set back: that line and all later ones are shifted,
+    so that no line is earlier than the one before it."""
     corrected: list[R] = []
     newest, set_back_s = -math.inf, 0.0
     for line in lines:
@@ -125,8 +125,10 @@ def earlier_events(files: RunFiles) -> list[Event]:
 
 def events_of(files: RunFiles) -> list[Event]:
     """Reads events.jsonl: the events of the newest launch, and earlier ones up to the checkpoint it resumed
-    from. Times go on where the clock was set back."""
-    return _onward([event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None])
+    from. Times are corrected where the clock was set back."""
+    return _with_rising_times(
+        [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
+    )
 
 
 def _launches(files: RunFiles) -> list[RunFiles]:
@@ -139,7 +141,7 @@ def _launches(files: RunFiles) -> list[RunFiles]:
 
 
 def _seconds(lines: Sequence[StepMetrics]) -> float:
-    """Adds up the seconds of the steps that these lines stand for. A line has the step time for all steps
+    """Adds up the seconds of the steps that these lines stand for. The step time in a line holds for all steps
     since the line before it."""
     gaps = [line.step - before.step for before, line in pairwise(lines)]
     steps = [min(gaps, default=1), *gaps][: len(lines)]
@@ -192,7 +194,7 @@ class RunSummary:
     warnings: tuple[str, ...] = field(default=())
     """The warnings in events.jsonl: slow ranks, loss spikes, failed saves."""
     notes: tuple[str, ...] = field(default=())
-    """Notes on files that are missing or damaged, and why."""
+    """The notes on files that are missing or damaged."""
 
     @property
     def name(self) -> str | None:
@@ -238,7 +240,7 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def load_summary(run_dir: Path) -> RunSummary:
-    """Reads all that a run left, finished or not.
+    """Reads everything that a run has left so far.
 
     Raises:
         ConfigError: there is no such directory, or it has no files of a run; the problem's key is `RUN_DIR`.
@@ -283,7 +285,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         },
         skipped=max((line.skipped for line in metrics), default=0),
         fallbacks=max((line.fallbacks for line in metrics), default=0),
-        elapsed_s=time_in_launches((*_onward(metrics), *_onward(validation), *events)),
+        elapsed_s=time_in_launches((*_with_rising_times(metrics), *_with_rising_times(validation), *events)),
         errors=_errors(files),
         breakdown=breakdown,
         config=config,
@@ -356,5 +358,5 @@ def suggest(run_dir: Path) -> str:
     """Returns a fix that names the newest run nearby, if there is one."""
     for root in (run_dir, run_dir.parent, Path("runs")):
         if (newest := newest_run(root)) is not None:
-            return f"the newest run near there is {newest}"
+            return f"the newest run nearby is {newest}"
     return "give the run directory that `canzona train` printed"

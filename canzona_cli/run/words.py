@@ -1,4 +1,4 @@
-"""Formats numbers, durations, sizes, plurals and untrusted text for a person. Standard library only."""
+"""Formats numbers, durations, sizes, plurals and untrusted text for a person, with the standard library only."""
 
 import json
 import math
@@ -48,8 +48,11 @@ def real(value: object) -> float | None:
 
 
 def experts_words(load: float, balancing_loss: float | None) -> str:
-    """Returns how evenly tokens are spread over experts: the busiest expert's tokens over the mean expert's, and
-    the balancing loss."""
+    """Describes how evenly tokens are spread over experts.
+
+    Args:
+        load: the tokens of the busiest expert over the mean of all experts.
+    """
     loss = "" if balancing_loss is None else f", balancing loss {balancing_loss:.3f}"
     return f"busiest expert {load:.2f} x mean{loss}"
 

@@ -59,7 +59,7 @@ def test_the_built_in_corpus_is_made_once_then_found(tmp_path: Path) -> None:
     guess, fact = supply(run, layout), supply(run, layout, first)
     assert guess is not None
     assert fact is not None
-    assert guess.there == pytest.approx(fact.there, rel=0.25)
+    assert guess.available == pytest.approx(fact.available, rel=0.25)
     assert told
     assert all(0 <= share <= 1 for _, share in told)
     assert ensure_corpus(config(tmp_path)) == first
