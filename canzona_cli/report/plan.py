@@ -329,8 +329,8 @@ def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     names = [variant.name + " *" * (variant.name in planned) for variant in study.variants]
     yield rows_table(heads, zip(names, map(_variant_cells, study.variants), strict=True))
     alphas = (
-        "; alpha: even update times alone (1, the default: transfers mostly overlap with computation) to even bytes"
-        " alone (0)"
+        "; alpha: from even update times only (1, the default, because transfers mostly overlap with computation) to "
+        "even bytes only (0)"
     ) * names[0].startswith("alpha")
     yield note(
         f"*: this plan; balance: update time of the slowest rank over the mean; bytes: peak over mean bytes per owner"

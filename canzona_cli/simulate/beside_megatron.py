@@ -1,7 +1,7 @@
-"""The cost of a Megatron-LM run's optimizer, next to that of canzona's engine in the same training loop.
+"""The costs of Megatron's optimizers and of canzona's engine in the same Megatron-LM run.
 
-All costs are of Megatron's own loop, in which canzona's engine runs too (`canzona_cli.library`), so that only the
-optimizers differ.
+All costs are for Megatron's own training loop, in which canzona's engine runs too (`canzona_cli.library`), so that
+only the optimizers differ.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Cost:
     """The bytes on the fullest rank."""
     fits: bool
     padding: float | None = None
-    """The elements of padding for each other element in the matrices' buffers; None without such buffers."""
+    """The padding in the matrices' buffers, in elements per element of a matrix; None without such buffers."""
 
     @property
     def balance(self) -> float | None:
@@ -62,7 +62,7 @@ class BesideMegatron:
     adamw: Cost
     """Megatron's AdamW with the distributed optimizer."""
     muon: Cost
-    """Megatron's Muon as the run has it; layer-wise Muon if the run has AdamW."""
+    """Megatron's Muon with the run's settings; layer-wise Muon if the run has AdamW."""
     canzona: Cost
     command: tuple[str, ...]
     """The overrides that give the run in canzona's own loop."""
@@ -77,7 +77,7 @@ class BesideMegatron:
         return tuple(name for name, acts in acting.items() if acts)
 
     def overhead(self, cost: Cost) -> float | None:
-        """Returns by how much of AdamW's iteration this one is longer: 0.05 for 5%; None unless both fit into
+        """Returns how much longer an optimizer's iteration is than AdamW's (0.05 for 5%); None unless both fit into
         memory."""
         if not (cost.fits and self.adamw.fits):
             return None
@@ -158,8 +158,7 @@ def _muon(run: MegatronRun, config: RunConfig, layout: Layout) -> Cost:
 
 
 def _fragment(matrix: Matrix, tp: int) -> Matrix:
-    """Returns the fragment of a matrix as a matrix of its own, because `blockwise` orthogonalises
-    fragments."""
+    """Returns a TP rank's fragment of a matrix as a matrix, because `blockwise` orthogonalises fragments."""
     rows, cols = matrix.fragment_shape(tp)
     return replace(matrix, rows=rows, cols=cols, shard_dim=None)
 

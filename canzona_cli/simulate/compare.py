@@ -1,5 +1,5 @@
-"""A plan next to its alternatives: every strategy on the same layout, and the same run planned with other
-settings.
+"""The comparison of a plan with its alternatives: every strategy in the same layout, and the same run planned with
+other settings.
 
 A `Study` has everything that `canzona plan` prints about a plan; the reports only format it.
 """
@@ -54,8 +54,8 @@ class Compared:
     overhead."""
     fits: bool
     loads: tuple[float, ...] | None
-    """The seconds of matrix updates on each cell of the stage that is slowest in the plan; None for
-    strategies without owners."""
+    """The seconds of matrix updates, by cell, in the slowest stage of the plan; None for strategies without
+    owners."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A plan with its load balance, communication, memory and simulated times, and the same of its
-    alternatives."""
+    """A plan and its alternatives, with load balance, communication, memory and simulated times."""
 
     config: RunConfig
     layout: Layout
@@ -220,10 +219,8 @@ class Study:
 
 
 def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
-    """Returns `config` with the name of the user's shapes and a model of similar size.
-
-    That model stands for the shapes in the estimates of memory, forward and backward.
-    """
+    """Returns `config` with the name of the user's shapes and a model of similar size, from which memory, forward and
+    backward are estimated."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", shapes.name).strip("-._") or "shapes"
     return replace(config, name=name, model=shapes.stand_in(config.model))
 
@@ -297,8 +294,8 @@ def _compared(
 
 
 def _layerwise_loads(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> list[float]:
-    """Returns the update seconds of each cell of a stage under layerwise: every TP rank repeats its owner's
-    updates, except those of experts that are divided among ranks."""
+    """Returns the update seconds of each cell of a stage under layerwise: every TP rank of an owner repeats all its
+    updates, except for experts that are divided among ranks."""
     assignment, _ = layerwise(plan.matrices, layout, bucket_elements(config, layout))
     placed = (
         (cell, cost, matrix.expert_rank is None)
@@ -345,36 +342,35 @@ def assumptions() -> tuple[str, ...]:
         "with; everything else that overlaps runs at full speed.",
         "Simultaneous transfers on one rank's link share it evenly; the inter-node network has full bisection "
         "bandwidth.",
-        "On GPUs, strategies with a plan have a communicator each for AdamW's buckets and for those of matrices, and "
-        "every strategy has one for experts that are divided among ranks, so that one of each may be in flight.",
-        "Where a bucket's gradients are sent all-to-all, each owner sums the copies before the next bucket is sent.",
+        "On GPUs, strategies with a plan have one communicator for AdamW's buckets and one for buckets of matrices. "
+        "Every strategy has one for experts that are divided among ranks. Each may have one transfer in flight.",
+        "If a bucket's gradients are sent all-to-all, each owner sums the copies before the next bucket is sent.",
         "Rings and per-owner chains send each byte once through every rank. Filling a chain costs a latency and the "
         "time of a 512 KiB chunk per channel on each rank, and overlaps with the previous chain if its owner is the "
         "same rank or a later one. An all-to-all takes as long as its busiest sender or receiver.",
-        "Tensor-parallel collectives of forward and backward are not overlapped. With cluster.tp_overlap all but one "
-        "piece of each is overlapped with its matrix product, as far as the product is long enough.",
-        "Tokens are spread evenly over experts. They travel to experts on other ranks by parallel.dispatcher, which "
+        "Tensor-parallel collectives of forward and backward are not overlapped. With cluster.tp_overlap, each is cut "
+        "into TP pieces, and all but one overlap with its matrix product, as far as the product is long enough.",
+        "Tokens are spread evenly over experts. parallel.dispatcher sends them to experts on other ranks, which "
         "overlaps with nothing unless cluster.dispatch_overlap is set. The GPU waits for an expert layer's small "
         "kernels, which the host launches one by one.",
         "Gradients are reduced bucket by bucket, overlapped with the last micro-batch's backward. AdamW and layerwise "
-        "gather parameters one bucket before the next forward needs them, or one model chunk before on stages with "
-        "several, as in Megatron-LM 0.19 (for strategies with a plan, see below).",
-        "The pipeline schedule is 1F1B, interleaved where a stage has several model chunks. A transfer between stages "
+        "gather parameters one bucket before the next forward needs them, as in Megatron-LM 0.19; on stages with "
+        "several model chunks, one model chunk before (for strategies with a plan, see below).",
+        "The pipeline schedule is 1F1B, interleaved if a stage has several model chunks. A transfer between stages "
         "starts once the receiver has posted its receive, one pass early, and the sender waits until it has arrived. "
-        "Backward transfers of interleaved schedules are not waited for while both directions alternate.",
+        "In interleaved schedules, the sender of a backward transfer does not wait while both directions alternate.",
         "Gradients of an owner's first two micro-groups are sent before the gradient norm is known, unless the groups "
         "have shared matrices.",
-        "Strategies with a plan update AdamW's parameters before the matrices, and gather those of a stage's first "
-        f"model chunk while matrices are updated. The other buckets are gathered {GATHERED_AHEAD} at a time, the "
-        "first of them after the last update, while gradients are set to zero for the next step.",
+        "Strategies with a plan update AdamW's parameters before the matrices. AdamW's parameters in a stage's first "
+        f"model chunk are gathered while matrices are updated. The other buckets are gathered {GATHERED_AHEAD} at a "
+        "time, the first of them after the last update, while gradients are set to zero for the next step.",
         "Matrices are split the same way in every strategy. layerwise and sc repeat updates on every "
         "tensor-parallel rank after a blocking gather in fp32. Megatron's strategies orthogonalise in standard form "
         "with full products; strategies with a plan follow optimizer.form and cluster.symmetric_factor. Use "
         "optimizer.form=standard to compare the same arithmetic.",
-        "Two micro-groups are in flight; gradients are sent in engine.exchange_dtype, weights in the model's dtype. Of "
-        "shared matrices only square products are sent, in the model's dtype.",
-        "With Shampoo and SOAP, update times are scaled to the mean, over a refresh period, of the slowest rank's time "
-        "in each step.",
+        "Two micro-groups are in flight; gradients are sent in engine.exchange_dtype, weights in the model's dtype. "
+        "Shared matrices stay where they are: only square products are sent, in the model's dtype.",
+        "With Shampoo and SOAP, an update takes the slowest rank's time in a step, averaged over a refresh period.",
         "Gradients are clipped in every step.",
         "Memory includes the scratch buffers that optimizers keep. Buffers of communicators are part of the profile's "
         "reserved_gib, 0.25 GiB for each communicator that sends data.",

@@ -1,4 +1,4 @@
-"""The estimate of a step without a plan and without a simulation, by which a search orders layouts."""
+"""An estimate of a step's seconds without a plan or a simulation, by which a search orders layouts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,23 +24,23 @@ from canzona_cli.simulate.update import UpdateModel
 
 
 def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
-    """Estimates the seconds of a step in a layout without planning or simulating it; hardly ever more than
-    the simulation says."""
+    """Estimates the seconds of a step in a layout without planning or simulating it. The estimate rarely exceeds the
+    simulated seconds."""
     execution = config.execution
     times, hop_s = passes(config, layout), hop(config, layout).seconds
     stages = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
-    passed = layout.num_microbatches * max(stages) + (sum(stages) - max(stages)) / layout.vpp
-    exposed = _exposed(config, layout, times[0])
+    passes_s = layout.num_microbatches * max(stages) + (sum(stages) - max(stages)) / layout.vpp
+    exposed_s = _exposed(config, layout, times[0])
     weights = stage_weights(config, layout, 0)
     if execution.everywhere:
         others, everything = weights.others, weights.matrices + weights.others
     else:
         others, everything = (weights.share(layout, matrices=matrices) for matrices in (False, True))
-    clipped = NormClip.of(config, layout).seconds(everything, others)
+    clip_s = NormClip.of(config, layout).seconds(everything, others)
     factor = step_factor(config.cluster, "adamw_update", implementation(config))
     adamw = everything if execution is Execution.ADAMW else others
-    updated = factor * adamw_seconds(adamw, config.cluster) + _updates(config, layout)
-    return passed + exposed + after_reduction(config, layout, 0) + clipped + updated
+    updates_s = factor * adamw_seconds(adamw, config.cluster) + _updates(config, layout)
+    return passes_s + exposed_s + after_reduction(config, layout, 0) + clip_s + updates_s
 
 
 def _exposed(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:
@@ -67,60 +67,59 @@ def _exposed(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, 
 def _exposed_with_experts(
     config: RunConfig, layout: Layout, traffic: "_Traffic", passes_s: tuple[float, float]
 ) -> float:
-    """Estimates `_exposed` of a model with experts, whose gradients take about as long to reduce as a
-    backward pass, for the best size of buckets.
+    """Estimates the seconds that data-parallel traffic adds to a step of a model with experts, at the best bucket size.
 
-    With n buckets, which fill evenly during the passes, the i-th is ready after i / n of the backward pass,
-    and the i-th is needed after (i - 1) / n of the forward pass. Passes slow down under traffic: tokens
-    travel over the same link, and collectives take a share of the GPU.
+    The gradients of such a model take about as long to reduce as a backward pass. Of n buckets, which fill evenly
+    during the passes, the i-th is ready after i / n of the backward pass and needed after (i - 1) / n of the forward
+    pass. Traffic slows passes down: tokens travel over the same link, and collectives take a share of the GPU.
     """
     # Other micro-batches pass between the passes of the last one through two model chunks.
     turns = (layout.vpp - 1) * layout.pp + 1
     travel_s, units = _travel_s(config, layout), units_taken(config, layout)
 
-    def waited(seconds: float, latency_s: float, pass_s: float, buckets: float, stages: int) -> float:
-        """Returns the seconds that traffic of `seconds` adds to a step, if it slows one micro-batch down on
-        `stages` stages in turn. Weights are gathered under the first micro-batch's passes, and gradients are
-        reduced after the last one's."""
+    def added_s(seconds: float, latency_s: float, pass_s: float, buckets: float, stages: int) -> float:
+        """Returns the seconds that traffic of `seconds` adds to a step if it slows one micro-batch down on `stages`
+        stages in turn. Gathering overlaps with the first micro-batch's passes, reduction with the last one's."""
         seconds += (buckets - 1) * latency_s
-        under = min(1.0, seconds / layout.vpp / pass_s)
-        passes = max(min(turns, seconds / pass_s), stages * layout.vpp * under)
+        overlapped = min(1.0, seconds / layout.vpp / pass_s)
+        passes = max(min(turns, seconds / pass_s), stages * layout.vpp * overlapped)
         shared_s, taken_s = passes * travel_s, passes * units * (pass_s - travel_s)
         left_s = seconds + shared_s - (1 - 1 / buckets) * (turns * pass_s + shared_s + taken_s)
         return shared_s + taken_s + max(seconds / buckets, left_s, seconds / layout.vpp - pass_s)
 
-    def both(limit: int) -> float:
+    def exposed_s(limit: int) -> float:
         buckets = layout.vpp * max(1.0, traffic.elements / layout.vpp / limit)
-        reduced = waited(traffic.reduced_s, traffic.reduce_latency_s, passes_s[1], buckets, 1)
+        reduction_s = added_s(traffic.reduced_s, traffic.reduce_latency_s, passes_s[1], buckets, 1)
         if not config.parallel.overlap_param_gather:
-            return reduced + traffic.gathered_s
-        return reduced + waited(traffic.gathered_s, traffic.gather_latency_s, passes_s[0], buckets, layout.pp)
+            return reduction_s + traffic.gathered_s
+        return reduction_s + added_s(traffic.gathered_s, traffic.gather_latency_s, passes_s[0], buckets, layout.pp)
 
-    return min(map(both, _limits(config, layout)))
+    return min(map(exposed_s, _limits(config, layout)))
 
 
 def _limits(config: RunConfig, layout: Layout) -> tuple[int, ...]:
-    """Returns the elements at which buckets may be closed."""
+    """Returns the bucket sizes to try, in elements."""
     default = bucket_elements(config, layout) or 1
     free = config.parallel.bucket_elements is None and config.cluster.device == "cuda"
     return bucket_limits(default) if free and config.execution is Execution.PLANNED else (default,)
 
 
 def _travel_s(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds for which a micro-batch, on its way through one model chunk of the first stage and
-    on to the next stage, uses the same link as data-parallel traffic: the mean over the stage's chunks."""
-    link, moved = Groups.of(layout, config.cluster).experts.link, [(1.0, hop(config, layout))]
+    """Returns the seconds for which one pass of a micro-batch through a model chunk of the first stage, and its
+    transfer to the next stage, use the link of data-parallel traffic: the mean over the stage's chunks."""
+    link, transfers = Groups.of(layout, config.cluster).experts.link, [(1.0, hop(config, layout))]
     if layout.ep > 1:
         layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp
-        moved.append((2 * layers, dispatch(config, layout)))
-    return sum(count * transfer.link_s for count, transfer in moved if transfer.link == link)
+        transfers.append((2 * layers, dispatch(config, layout)))
+    return sum(count * transfer.link_s for count, transfer in transfers if transfer.link == link)
 
 
 class _Traffic(NamedTuple):
     """The seconds of stage 0's data-parallel traffic."""
 
     elements: int
-    """The elements that are cut into buckets: of experts if they are divided among ranks, otherwise of matrices."""
+    """The elements that are cut into buckets: elements of experts if these are divided among ranks, otherwise elements
+    of matrices."""
     reduced_s: float
     reduce_latency_s: float
     """The latency of the reduction of a bucket of experts; 0 if experts are not divided."""
@@ -146,7 +145,8 @@ def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
         gathering = 0.0
     if weights.experts:
         # Experts have a communicator of their own, whose transfers hide the latency of the others'.
-        reductions[0], gatherings[0] = (replace(moved[0], latency_s=0.0) for moved in (reductions, gatherings))
+        reductions[0] = replace(reductions[0], latency_s=0.0)
+        gatherings[0] = replace(gatherings[0], latency_s=0.0)
     return _Traffic(
         weights.experts or weights.matrices,
         reducing * sum(transfer.seconds for transfer in reductions),
@@ -181,14 +181,16 @@ class _Layer(NamedTuple):
     """The seconds of one layer's matrix updates."""
 
     duplicated_s: float
-    """The seconds on a rank that gathers and updates every matrix but those of `experts_s`; 0 for strategies
+    """The seconds on a rank that gathers and updates every matrix except the experts of `experts_s`; 0 for strategies
     with a plan."""
     experts_s: float
-    """The seconds of all experts if they are divided among ranks; otherwise, and with a plan, 0."""
+    """The seconds of all experts if they are divided among ranks; 0 otherwise, and for strategies with a plan."""
     planned_s: float
-    """The sum over all ranks of a TP group under a plan, with the packing of hosted matrices; 0 otherwise."""
+    """The seconds under a plan, including the packing of hosted matrices, added up over the ranks of a TP group; 0 for
+    strategies without a plan."""
     pieces: tuple[float, ...]
-    """The seconds of each matrix under a plan, on its host or on one rank that shares it."""
+    """The seconds of each matrix under a plan, on its host or on one rank that shares the matrix; empty for strategies
+    without a plan."""
 
 
 @lru_cache(maxsize=64)

@@ -1,11 +1,11 @@
 """One iteration up to reduced gradients on a timeline: forward, backward, and the data-parallel traffic that
 overlaps with them.
 
-One rank stands for each pipeline stage. The first forward pass waits for gathered parameters module by
-module, and the last backward pass starts gradient reductions module by module. Micro-batches in between are
-not interrupted. With several model chunks on a rank, this holds for each of them.
+One rank stands for each pipeline stage. In each of its model chunks, the first forward pass waits for gathered
+parameters module by module, and the last backward pass starts gradient reductions module by module. The passes in
+between are not interrupted.
 
-A chunk is a bucket (`planner.chunks.Chunk`), in contrast to a model chunk.
+A chunk is a bucket with its transfers (`planner.chunks.Chunk`); a part of the model is always called a model chunk.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ _PHASES = ("data", "forward", "backward", "pipeline", "dispatch", "grad_reduce",
 
 
 _Message = tuple[Direction, int, int]
-"""(direction, number of the sending part of the model, micro-batch); parts are numbered over the model, one
-for each model chunk of each stage."""
+"""(direction, number of the sending model chunk, micro-batch); model chunks are numbered from the first layer of the
+model to the last."""
 
 
 class _Pass(NamedTuple):
@@ -57,15 +57,14 @@ class StageWork:
     early: Sequence[int] = ()
     """The chunks whose gathering the previous step has started, in this order."""
     chain: Sequence[int] | None = None
-    """The order in which gatherings start each other: once the forward has waited for a chunk, the gathering
-    of the chunk `ahead` places later starts. None for all chunks in reverse order."""
+    """The order of gatherings: once the forward has waited for a chunk, the gathering of the chunk `ahead` places later
+    starts. None stands for all chunks in reverse order."""
     aligned: bool = False
-    """True if gatherings start by model chunks instead (Megatron-LM's `align_param_gather`): those of the
-    first two before the first pass, those of each later model chunk when the first stage starts the model
-    chunk before."""
-    meets: bool = False
-    """True if the stage sums the gradients of a tied embedding with the other stage that has a copy, so that
-    both wait for the later one."""
+    """True if all gatherings of a model chunk start together (Megatron-LM's `align_param_gather`): the first two model
+    chunks before the first pass, each later one when the first stage starts the model chunk before it."""
+    shares_embedding: bool = False
+    """True if the stage has one of the two copies of a tied embedding. The two stages sum its gradients, so both wait
+    for the later stage."""
 
 
 class IterationTimeline:
@@ -97,7 +96,7 @@ class IterationTimeline:
         self._gathered: list[dict[int, int]] = [{} for _ in stages]
         """The task that gathers each chunk whose gathering has started, by stage."""
         self._reducing: list[list[int]] = [[] for _ in stages]
-        """The tasks that end the reductions of chunks, by stage."""
+        """The last task of each chunk's reduction, by stage."""
         for stage, work in enumerate(stages):
             self._compute_task(stage, "other", work.begin_s)
             for number in work.early:
@@ -109,9 +108,9 @@ class IterationTimeline:
         """The task that sends each message."""
         self._posted: dict[_Message, int] = {}
         """The task after which the receiver of each message has posted its receive."""
-        self._leaving: list[int | None] = [None] * len(stages)
-        """The task that sends a message the rank has not waited for, by stage. It waits for it when it sends the
-        next such message, and after its last pass."""
+        self._unawaited: list[int | None] = [None] * len(stages)
+        """The task, by stage, that sends a message for which the rank has not waited yet. The rank waits when it sends
+        the next such message, and after its last pass."""
         self._build()
         slowed_by: dict[Hashable, list[Hashable]] = {
             ("compute", stage): [(stream, stage) for stream in STREAMS] for stage in range(layout.pp)
@@ -123,40 +122,44 @@ class IterationTimeline:
             held_by = None if when.held_by is None else self._timeline.tasks[when.held_by].phase
             self._streams.setdefault(task.stream, []).append((task.phase, when, held_by))
         reduced = [self._reduced(stage, ran) for stage in range(layout.pp)]
-        met = max((end for end, work in zip(reduced, stages, strict=True) if work.meets), default=0.0)
+        later_s = max((end for end, work in zip(reduced, stages, strict=True) if work.shares_embedding), default=0.0)
         self.reduced_s = [
-            (max(end, met) if work.meets else end) + work.tail_s for end, work in zip(reduced, stages, strict=True)
+            (max(end, later_s) if work.shares_embedding else end) + work.tail_s
+            for end, work in zip(reduced, stages, strict=True)
         ]
         """The time at which a stage's gradients are reduced, by stage."""
 
     def phases(self, stage: int) -> dict[str, float]:
         """Returns the seconds of each phase on the stage's rank up to reduced gradients.
 
-        A wait counts to the phase that ended it; the `_total`s include what overlaps with computation.
+        A wait belongs to the phase of the task that ended it; the `_total`s include transfers that overlap with
+        computation.
         """
         seconds = dict.fromkeys(_PHASES, 0.0)
-        moved = {"grad_reduce": 0.0, "param_gather": 0.0}
+        totals = {"grad_reduce": 0.0, "param_gather": 0.0}
         for _, phase, start, end in self._compute(stage):
             seconds[phase] += end - start
-        for phase, start, end in self._moved(stage):
-            moved[phase] += end - start
+        for phase, start, end in self._transfers(stage):
+            totals[phase] += end - start
         seconds |= self._dispatch(stage, seconds)
         seconds["grad_reduce"] += self.reduced_s[stage] - self._computed[stage]
-        seconds["grad_reduce_total"] = max(seconds["grad_reduce"], moved["grad_reduce"] + self._stages[stage].tail_s)
-        seconds["param_gather_total"] = moved["param_gather"]
+        seconds["grad_reduce_total"] = max(seconds["grad_reduce"], totals["grad_reduce"] + self._stages[stage].tail_s)
+        seconds["param_gather_total"] = totals["param_gather"]
         return seconds
 
     def _dispatch(self, stage: int, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Returns the seconds of forward, backward and dispatch, with the travel of tokens to experts taken out of
-        the first two; empty if no tokens travel."""
-        travels = [module.moves for module in self._stages[stage].time.modules if module.dispatched]
-        if not travels:
+        """Moves the seconds in which tokens travel to experts from forward and backward to dispatch; returns these
+        three phases, or an empty dict if no tokens travel."""
+        dispatches = [module.moves for module in self._stages[stage].time.modules if module.dispatched]
+        if not dispatches:
             return {}
-        there, back = (self._layout.num_microbatches * sum(moves[way].seconds for moves in travels) for way in (0, 1))
+        micro_batches = self._layout.num_microbatches
+        forward_s = micro_batches * sum(moves[0].seconds for moves in dispatches)
+        backward_s = micro_batches * sum(moves[1].seconds for moves in dispatches)
         return {
-            "forward": seconds["forward"] - there,
-            "backward": seconds["backward"] - back,
-            "dispatch": there + back,
+            "forward": seconds["forward"] - forward_s,
+            "backward": seconds["backward"] - backward_s,
+            "dispatch": forward_s + backward_s,
         }
 
     def segments(self, stage: int) -> Iterator[tuple[Literal["compute", "data"], str, float, float]]:
@@ -164,7 +167,7 @@ class IterationTimeline:
         for waiting, phase, start, end in self._compute(stage):
             if not waiting:
                 yield "compute", phase, start, end
-        for phase, start, end in self._moved(stage):
+        for phase, start, end in self._transfers(stage):
             yield "data", phase, start, end
 
     def _build(self) -> None:
@@ -182,9 +185,9 @@ class IterationTimeline:
                     self._pass(stage, steps[number], of_stage.get((number, False), ()))
                     self._post_receives(stage, of_stage.get((number, True), ()))
                     done[stage] += 1
-        for stage, leaving in enumerate(self._leaving):
-            if leaving is not None:
-                self._compute_task(stage, "pipeline", after=[leaving])
+        for stage, send in enumerate(self._unawaited):
+            if send is not None:
+                self._compute_task(stage, "pipeline", after=[send])
 
     def _arrived(self, stage: int, step: _Pass) -> bool:
         source = self._source(stage, step)
@@ -201,7 +204,8 @@ class IterationTimeline:
                     self._timeline.also_after(self._sent[message], self._last[stage])
 
     def _source(self, stage: int, step: _Pass) -> int | None:
-        """Returns the part of the model whose output a pass starts from; None at the ends of the model."""
+        """Returns the number, over the model, of the model chunk whose output a pass needs; None at the ends of the
+        model."""
         part = step.chunk * self._layout.pp + stage + (-1 if step.direction == "forward" else 1)
         return part if 0 <= part < self._layout.pp * self._layout.vpp else None
 
@@ -248,15 +252,15 @@ class IterationTimeline:
             self._sent[message] = send
             awaited: int | None = send
             if not step.waits:
-                awaited, self._leaving[stage] = self._leaving[stage], send
+                awaited, self._unawaited[stage] = self._unawaited[stage], send
             if awaited is not None:
                 self._compute_task(stage, "pipeline", after=[awaited])
 
     def _first_forward(self, stage: int, model_chunk: int) -> None:
         """Adds the first forward pass module by module, with gatherings chained as in Megatron.
 
-        A module starts the gatherings of its buckets that have not started, and waits for all of its buckets.
-        After each of them, the gathering of a later bucket starts (`StageWork.chain`).
+        A module starts gathering those of its buckets that nothing has started yet, and waits for all its buckets.
+        After each bucket, the gathering of a later one starts (`StageWork.chain`).
         """
         work = self._stages[stage]
         time, chunks = work.time, work.chunks
@@ -289,7 +293,7 @@ class IterationTimeline:
 
     def _last_backward(self, stage: int, model_chunk: int) -> None:
         """Adds the last backward pass module by module; a bucket's reduction starts after the module that
-        completes the bucket, or at the end of the backward where reductions do not overlap."""
+        completes the bucket, or at the end of the backward if reductions do not overlap."""
         time = self._stages[stage].time
         ready: dict[int, list[Chunk]] = {}
         for chunk in self._stages[stage].chunks:
@@ -348,9 +352,9 @@ class IterationTimeline:
         """Returns the end of the stage's last reduction, or of its backward if that is later."""
         return max([self._computed[stage], *(ran[number].end for number in self._reducing[stage])])
 
-    def _moved(self, stage: int) -> Iterator[tuple[str, float, float]]:
-        """Yields (phase, start, end) of the stage's data-parallel transfers, each from the end of the one before:
-        time in which several streams transfer counts once."""
+    def _transfers(self, stage: int) -> Iterator[tuple[str, float, float]]:
+        """Yields (phase, start, end) of the stage's data-parallel transfers. A transfer starts no earlier than the one
+        before ends, so that time in which several streams transfer counts once."""
         transfers = [entry for stream in STREAMS for entry in self._streams.get((stream, stage), ())]
         reached = 0.0
         for phase, ran, _ in sorted(transfers, key=lambda entry: entry[1].start):
@@ -358,10 +362,8 @@ class IterationTimeline:
             yield phase, start, reached
 
     def _compute(self, stage: int) -> Iterator[tuple[bool, str, float, float]]:
-        """Yields (True for a wait, phase, start, end) of the compute stream, without gaps.
-
-        The phase of a wait is that of the task which ended it.
-        """
+        """Yields (True for a wait, phase, start, end) of the compute stream, without gaps. A wait has the phase of the
+        task that ended it."""
         for phase, ran, held_by in self._streams["compute", stage]:
             if held_by is not None:
                 yield True, held_by, ran.ready, ran.start
@@ -369,12 +371,12 @@ class IterationTimeline:
 
 
 def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
-    """Lists the passes for whose input the rank posts a receive, by the pass after which it does so.
+    """Lists the passes for whose input the rank posts a receive, by the earlier pass after which it posts it.
 
-    Keys are (number of the earlier pass, True if the receive also follows its send). A receive is posted one
-    pass early. One call of Megatron's sends to a neighbour and receives from the same neighbour; with several
-    model chunks (`together`) it receives from the other neighbour, next to the send of the previous pass of
-    the same direction.
+    Keys are (number of the earlier pass, True if the receive also follows the send of that pass). A receive is
+    posted one pass early. A single call in Megatron sends to a neighbour and receives from the same neighbour. With
+    several model chunks (`together`), the call receives from the other neighbour, together with the send of the
+    previous pass in the same direction.
     """
     passes: dict[tuple[int, bool], list[_Pass]] = {}
     last: dict[Direction, int] = {}
@@ -401,7 +403,7 @@ def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
         for chunk in range(vpp)
         for micro in range(first, min(first + pp, count))
     ]
-    # Stage n starts a gathering n passes earlier in its order than stage 0, so that all stages start at about
+    # Stage n starts a gathering n passes earlier in its schedule than stage 0, so that all stages start it at about
     # the same time.
     gathers = [chunk + 1 if 0 < chunk < vpp - 1 and micro == 0 else None for chunk, micro in turns[stage:]]
     forwards = [

@@ -1,4 +1,4 @@
-"""The prediction of a run's step; the entry point of the simulator for a resolved run."""
+"""Predicts a run's step: the entry point of the simulator for a resolved run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -98,15 +98,15 @@ def layerwise(
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
     """Returns the owners and buckets of `LayerWiseDistributedOptimizer` in megatron-core 0.19.
 
-    Parameters are packed undivided into equal padded shards by elements (`lay_out`), experts that are divided
-    among ranks in buffers of their own. Other matrices have host 0, without a meaning: every TP rank of an
-    owner updates its matrices.
+    Whole parameters are packed into padded shards of equal numbers of elements (`lay_out`); experts that are divided
+    among ranks have separate buffers. The host of all other matrices is 0 and has no meaning: every TP rank of an
+    owner updates all its matrices.
 
     Args:
         bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
     cells = [Cell(owner=0, host=0)] * len(matrices)
-    made: list[Bucket] = []
+    buckets: list[Bucket] = []
     numbers = Counter[int]()
     for pool in pools(matrices):
         everything, shards = pool_parameters(matrices, pool, layout.tp), layout.reducers(pool.expert_rank)
@@ -114,20 +114,20 @@ def layerwise(
             parameters = [parameter for parameter in everything if parameter.chunk == chunk]
             sizes = [parameter.elements for parameter in parameters]
             for bucket in lay_out(sizes, shards, bucket_elements if pool.stage == 0 else None):
-                held = [[parameters[number] for number in shard] for shard in bucket.shards]
-                for owner, of_owner in enumerate(held):
+                shares = [[parameters[number] for number in shard] for shard in bucket.shards]
+                for owner, of_owner in enumerate(shares):
                     cell = pool.cell(owner, layout)
                     for matrix in (matrix for parameter in of_owner for matrix in parameter.matrices):
                         cells[matrix] = cell
-                made.append(even_bucket(held, pool, numbers[pool.stage]))
+                buckets.append(even_bucket(shares, pool, numbers[pool.stage]))
                 numbers[pool.stage] += 1
-    return Assignment(cells=tuple(cells)), tuple(made)
+    return Assignment(cells=tuple(cells)), tuple(buckets)
 
 
 def with_cores(config: RunConfig) -> RunConfig:
-    """Returns `config` with this machine's core count where a CPU profile does not give one.
+    """Returns `config` with this machine's number of cores if it has a CPU profile without one.
 
-    Only predictions use the result; no plan and no layout depends on this machine's cores.
+    Only predictions use the result; no plan and no layout depends on the cores of this machine.
     """
     cluster = config.cluster
     if cluster.device != "cpu" or cluster.cores is not None:
@@ -137,22 +137,23 @@ def with_cores(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """Throughput, duration and checkpoint sizes of a run that is never interrupted."""
+    """The throughput, duration and checkpoint sizes of a run that is never interrupted."""
 
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     mfu: float
-    """Model FLOP utilisation: model FLOPs over the profile's bf16 peak, as measured in runs."""
+    """The model FLOP utilisation: model FLOPs over the profile's bf16 peak, as runs measure it."""
     training_s: float
     """The seconds of all steps, without start-up, saves and validation."""
     gpu_hours: float
-    """The hours of all ranks together in that time."""
+    """The hours of `training_s`, added up over all ranks."""
     checkpoint_bytes: int
     """The bytes of one checkpoint."""
     checkpoints_kept: int
     """The number of checkpoints on disk at the end of a run that is long enough."""
     host_bytes: int
-    """The mean bytes of host memory per node for copies of what its ranks save, from the first save on."""
+    """The bytes of host memory per node, on average, for copies of the state that its ranks save, from the first save
+    on."""
 
 
 def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
@@ -191,19 +192,19 @@ class Spent:
     """The parts of the slowest rank's iteration, in seconds."""
 
     compute_s: float
-    """Forward and backward, without the next two."""
+    """The forward and backward passes, without `recompute_s` and `tensor_s`."""
     recompute_s: float
-    """Forward passes repeated for the backward."""
+    """The forward passes that are repeated for the backward."""
     tensor_s: float
-    """Exchanges of tensor, context and expert parallelism in forward and backward."""
+    """The exchanges of tensor, context and expert parallelism in forward and backward."""
     pipeline_s: float
-    """Waits for other stages."""
+    """The waits for other stages."""
     reduce_s: float
     """The exposed part of gradient reduction."""
     gather_s: float
     """The exposed part of parameter gathering."""
     update_s: float
-    """Norm and clipping, exchanges, matrix updates and AdamW."""
+    """The norm and clipping, exchanges, matrix updates and AdamW's update."""
     other_s: float
     """The rest of the iteration."""
 

@@ -1,11 +1,11 @@
-"""The simulated step of a strategy: the time of an iteration, and of each of its phases.
+"""Simulates a step of a strategy: the seconds of an iteration and of each of its phases.
 
-This is one steady-state iteration from the first forward to the last updated weight. The gathering of the
-previous step's new parameters overlaps with the forward, the reduction of gradients with the last backward.
-Then come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up to the updates one rank
-stands for each pipeline stage, because collectives keep the stage's ranks in step; updates are simulated for
-every rank whose work differs. Where ranks share a machine's cores (`ClusterConfig.cores`), everything that
-runs at the same time shares them. `compare.assumptions` lists what is left out.
+The simulation covers one steady-state iteration from the first forward to the last updated weight. The gathering
+of the previous step's new parameters overlaps with the forward, the reduction of gradients with the last backward.
+Then come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up to the updates, one rank stands for
+each pipeline stage, because collectives keep the stage's ranks in step; updates are simulated for every rank whose
+work differs. On a machine whose ranks share cores (`ClusterConfig.cores`), all concurrent work shares the cores.
+`compare.assumptions` lists what the simulation leaves out.
 """
 
 import math
@@ -53,24 +53,23 @@ class StrategyResult:
     update_balance: float
     """The maximum over ranks of the seconds of matrix updates, over their mean; 1.0 is perfect, and also the
     value without matrix updates."""
-    drawn: Callable[[], tuple[SimulatedEvent, ...]] = field(repr=False, compare=False)
+    make_events: Callable[[], tuple[SimulatedEvent, ...]] = field(repr=False, compare=False)
     """The function that computes `events`."""
 
     @cached_property
     def events(self) -> tuple[SimulatedEvent, ...]:
-        """The timelines of the slowest rank and, unless it is the same, of the rank that finishes its updates
-        first."""
-        return self.drawn()
+        """The timelines of the slowest rank and of the rank that finishes its updates first, if they differ."""
+        return self.make_events()
 
 
 def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyResult:
-    """Simulates one iteration of the workload's strategy, on the number of cores that the profile gives.
+    """Simulates one iteration of the workload's strategy.
 
     Raises:
         ConfigError: the profile's factors make the iteration faster than the peak of the processor allows.
     """
     config = with_strategy(config, workload.strategy)
-    result = _Simulation(config, layout, _in_a_mean_step(config, workload)).result()
+    result = _Simulation(config, layout, _averaged_over_steps(config, workload)).result()
     tokens = layout.global_batch_size * config.train.seq_length
     cluster, flops = config.cluster, tokens * flops_per_token(config.model, config.train.seq_length)
     utilisation = flops / (result.iteration_s * layout.world_size * cluster.bf16_tflops * 1e12)
@@ -85,18 +84,19 @@ def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyR
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """The times of a simulated step, by cell or by stage, in seconds from the first forward."""
+    """The times of a simulated step, by cell or by stage, in seconds from the step's start."""
 
     iteration: IterationTimeline
     cells: Sequence[CellUpdate]
     clipped: Sequence[float]
     """The time at which a cell's gradients are clipped, by cell."""
     gather_s: Sequence[float]
-    """The seconds, by stage, of the gathering that starts once the stage's slowest rank has updated."""
+    """The seconds, by stage, of gathering that starts once the stage's slowest rank has updated; 0 if gathering
+    overlaps with the next forward."""
     early_s: Sequence[float]
-    """The seconds, by stage, of the gathering that overlaps with the updates."""
+    """The seconds, by stage, of gathering that overlaps with the updates."""
     agree_s: float
-    """The seconds of the agreement of all ranks at the end."""
+    """The seconds in which all ranks agree at the end of the step."""
 
     @cached_property
     def updated(self) -> list[float]:
@@ -105,8 +105,7 @@ class _Step:
 
     @cached_property
     def done(self) -> list[float]:
-        """The time, by stage, at which the slowest rank has finished its updates and the gathering after
-        them."""
+        """The time, by stage, at which the slowest rank has finished its updates and the gathering that follows."""
         last = [0.0] * len(self.gather_s)
         for cell, end in zip(self.cells, self.updated, strict=True):
             last[cell.team.stage] = max(last[cell.team.stage], end)
@@ -124,8 +123,7 @@ class _Step:
 
     def _phases(self, number: int, before: Mapping[str, float]) -> dict[str, float]:
         cell, phases = self.cells[number], dict(before)
-        # Without overlap the stage gathers once its slowest rank is done; the wait for that rank counts as
-        # gathering.
+        # Without overlap the stage gathers once its slowest rank is done; waiting for that rank counts as gathering.
         gathered = self.done[cell.team.stage] - self.updated[number] if self.gather_s[cell.team.stage] else 0.0
         packed_s = cell.update.packed_s
         phases["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage] - packed_s
@@ -140,26 +138,26 @@ class _Step:
 
     @property
     def slowest(self) -> int:
-        """The cell that is done last."""
+        """The number of the cell that is done last."""
         return self._latest(
             [end + self.gather_s[c.team.stage] for end, c in zip(self.updated, self.cells, strict=True)]
         )
 
     @property
     def first(self) -> int:
-        """The cell whose updates are done first."""
+        """The number of the cell whose updates are done first."""
         return min(range(len(self.cells)), key=lambda number: (self.updated[number], number))
 
     def optimizer_s(self) -> float:
         """Returns the seconds for which the iteration waits for the optimizer.
 
-        A wait for another stage's backward is not part of them, although runs measure it in norm_clip, or in
-        grad_reduce for a tied embedding. The rank with the latest sum of updates and gathering decides,
-        because another stage may gather longer than the stage that updates last.
+        A wait for another stage's backward is not included, although runs measure it in norm_clip, or in grad_reduce
+        for a tied embedding. The cell whose gathering ends last decides, because another stage may gather longer than
+        the stage that updates last.
         """
-        waited = [end + phases["param_gather"] for end, phases in zip(self.updated, self.phases, strict=True)]
-        longest = self._latest(waited)
-        return self.updated[longest] - max(self.iteration.reduced_s) + self.phases[longest]["param_gather"]
+        ends = [end + phases["param_gather"] for end, phases in zip(self.updated, self.phases, strict=True)]
+        last = self._latest(ends)
+        return self.updated[last] - max(self.iteration.reduced_s) + self.phases[last]["param_gather"]
 
     @staticmethod
     def _latest(ends: Sequence[float]) -> int:
@@ -178,13 +176,13 @@ class _Simulation:
         machines = Groups.of(layout, cluster).world.machines
         self._cores = None if cluster.cores is None else float(cluster.cores * machines)
         self._crowd = 1.0 if self._cores is None else crowded(layout.world_size / self._cores, cluster.crowding)
-        """The factor by which work that all ranks do at the same time takes longer for want of cores."""
+        """The factor by which sharing cores slows down work that all ranks do at the same time."""
         self._updates = UpdatePhase(config, layout, workload, cores=self._cores)
 
     def result(self) -> StrategyResult:
         step = self._step()
         cells, slowest, first = step.cells, step.slowest, step.first
-        shown = [slowest, first] if step.updated[first] < step.updated[slowest] else [slowest]
+        numbers = [slowest, first] if step.updated[first] < step.updated[slowest] else [slowest]
         mean = self._mean([(cell.team.ranks, phases) for cell, phases in zip(cells, step.phases, strict=True)])
         return StrategyResult(
             strategy=self._workload.strategy,
@@ -194,14 +192,14 @@ class _Simulation:
             mean_phases=MappingProxyType(mean),
             slowest_rank=self._rank(cells[slowest]),
             update_balance=_balance(cells),
-            drawn=lambda: tuple(event for number in shown for event in self._events(step, number)),
+            make_events=lambda: tuple(event for number in numbers for event in self._events(step, number)),
         )
 
     def _step(self) -> _Step:
-        """Simulates the iteration up to reduced gradients and the update phase, and puts norm and clipping
-        between.
+        """Simulates the update phase, then the iteration up to reduced gradients, and puts norm and clipping between
+        them.
 
-        The updates come first, because they decide how much of the gathering is left for the forward.
+        The updates are simulated first, because they decide how much of the gathering is left for the forward.
         """
         config, layout, planned = self._config, self._layout, self._execution is Execution.PLANNED
         gathers = not self._execution.everywhere
@@ -232,7 +230,7 @@ class _Simulation:
                     chain=orders[stage].afterwards if planned else None,
                     aligned=aligns_param_gather(config, layout),
                     tail_s=after_reduction(config, layout, stage),
-                    meets=config.model.tied_embeddings and stage in (0, layout.pp - 1),
+                    shares_embedding=config.model.tied_embeddings and stage in (0, layout.pp - 1),
                 )
                 for stage, of_chunk in enumerate(chunks)
             ],
@@ -260,8 +258,8 @@ class _Simulation:
         )
 
     def _chunks(self, stage: int) -> list[Chunk]:
-        """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes
-        first, because the embedding is the first parameter."""
+        """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes first,
+        because the model's first parameter, the embedding, is in it."""
         buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage))
         if not self._execution.has_owners:
             buckets = buffers.everything(sharded=not self._execution.everywhere)
@@ -304,7 +302,7 @@ class _Simulation:
         segments: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         reduced = iteration.reduced_s[stage]
         segments.append(("compute", "norm_clip", reduced + cell.update.packed_s, clipped))
-        # The engine runs AdamW first, so that gathering its parameters overlaps with the matrix updates.
+        # The engine runs AdamW first, so that the gathering of its parameters overlaps with the matrix updates.
         first = cell.adamw_s if self._execution is Execution.PLANNED else 0.0
         begin = clipped + first
         for stream, phase, start, end in cell.update.segments:
@@ -324,11 +322,11 @@ class _Simulation:
         ]
 
 
-def _in_a_mean_step(config: RunConfig, workload: Workload) -> Workload:
-    """Scales update costs from the busiest rank's mean to the mean of each step's slowest rank.
+def _averaged_over_steps(config: RunConfig, workload: Workload) -> Workload:
+    """Scales the costs of an optimizer with refreshes so that the busiest rank's mean time becomes the mean, over the
+    steps, of the slowest rank's time in each step.
 
-    With refreshes these differ, because the slowest rank changes from step to step. Optimizers without
-    refreshes keep their costs.
+    The two differ, because the slowest rank changes from step to step. Other optimizers keep their costs.
     """
     assignment, optimizer = workload.assignment, config.optimizer
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
@@ -342,7 +340,7 @@ def _gathered_early(chunks: Sequence[Chunk], overlapped: Sequence[int], window: 
     """Takes up to `window` seconds off the gathering of the `overlapped` chunks, in this order.
 
     Returns:
-        All chunks with what is left to gather in the forward, and the seconds taken off.
+        All chunks, whose gathering takes the seconds that are left for the forward; and the seconds taken off.
     """
     left, spent = list(chunks), 0.0
     for number in overlapped:
@@ -362,7 +360,7 @@ def _balance(cells: Sequence[CellUpdate]) -> float:
 
 
 def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
-    """Puts phases into the order of the breakdown, each total after its phase."""
+    """Sorts phases in the order of the breakdown, each `_total` after its phase."""
     names = [name for phase in IN_STEP for name in (phase, f"{phase}_total")]
     return {name: phases[name] for name in names if name in phases}
 

@@ -1,14 +1,14 @@
 """The update phase of one TP group: its work from clipped gradients to the last updated weight.
 
-Hosted (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
+Hosted updates (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
 
-Duplicated (layerwise, sc): every TP rank updates the whole matrix, after an all-gather that it waits for.
-Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for other
-optimizers, does all work on the whole matrix.
+Duplicated updates (layerwise, sc): every TP rank updates the whole matrix, after an all-gather for which it waits.
+Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for other optimizers,
+does all work on the whole matrix.
 
-Both are written once, as calls of a `Pipeline`. `Alone` adds up the times of ranks that have a device each;
-`Crowded` adds tasks to a timeline, for ranks that share a machine's cores with all other ranks. `update_phase`
-runs one of the two for all ranks of a strategy.
+`UpdateModel` expresses hosted and duplicated updates as calls of a `Pipeline`, of which there are two: `Alone` adds
+up the times of ranks that have a device each, and `Crowded` adds tasks to a timeline, for ranks that share a
+machine's cores with all other ranks. `update_phase` runs one of the two for all ranks of a strategy.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,7 +26,8 @@ from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, P
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
-"""(stream, phase, start, end), in seconds from `RankUpdate.begun_s`; negative for what happens before it."""
+"""(stream, phase, start, end) in seconds; zero is `RankUpdate.begun_s`, so that packing before the norm has negative
+times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +54,12 @@ class RankUpdate:
     exchange_s: float
     """The exposed seconds: waits for exchanges, packing and unpacking, without `packed_s`."""
     exchange_total_s: float
-    """All seconds of exchanges, overlapped ones and packing and unpacking included."""
+    """The seconds of all exchanges, including overlapped ones, packing and unpacking."""
     segments: tuple[Segment, ...]
     packed_s: float = 0.0
-    """The seconds of packing before the gradient norm; part of `exchange_total_s` only."""
+    """The seconds of packing before the gradient norm, which are part of `exchange_total_s` only."""
     begun_s: float = 0.0
-    """The seconds from reduced gradients until norm, clipping and AdamW are done, before the matrix updates."""
+    """The seconds from reduced gradients to the beginning of the matrix updates, after norm, clipping and AdamW."""
 
     @property
     def seconds(self) -> float:
@@ -128,11 +129,11 @@ class UpdateModel:
                 if self._whole:
                     packed = matrix.fragment_elements(self._tp) * (pipeline.buffer + FP32)
                     rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * pipeline.byte_s)
-            on_fragment = (
+            elementwise_s = (
                 0.0 if self._whole or matrix.replicated else matrix.elements * self._fragment_bytes / self._rate
             )
-            alone = max(0.0, self._costs[index] - (1 - 1 / self._tp) * on_fragment)
-            rank.work(0, "matrix_update", pipeline.updating * alone)
+            seconds = max(0.0, self._costs[index] - (1 - 1 / self._tp) * elementwise_s)
+            rank.work(0, "matrix_update", pipeline.updating * seconds)
 
 
 class Alone(Clock):
@@ -167,10 +168,9 @@ class Crowded:
 
     Args:
         name: the name of the group, unique on the timeline.
-        copies: the number of TP groups that do the same at the same time.
-        alike: the number of ranks of each group that one host stands for: 1, or tp where all ranks do the
-            same.
-        after: the task, by host, after which the host starts.
+        copies: the number of TP groups that do the same work at the same time.
+        alike: the number of ranks of each group that one host stands for: 1, or tp if all ranks do the same work.
+        after: the task after which each host starts, by host.
         norm_s: the least seconds of norm and clipping.
         adamw_s: the seconds of AdamW's update, which follows norm and clipping.
     """
@@ -189,7 +189,7 @@ class Crowded:
     ) -> None:
         self._timeline, self._name, self._copies, self._alike = timeline, name, copies, alike
         self.begin, self._norm_s, self._adamw_s = list(after), norm_s, adamw_s
-        """The task, by host, after which the matrix updates begin: AdamW's, once `norm` has been called."""
+        """The task, by host, after which the matrix updates begin; once `norm` has been called, AdamW's update."""
         self._first, self._last = list(after), list(after)
         self._waits: list[list[int]] = [[number] for number in after]
         self._work: list[list[int]] = [[] for _ in range(hosts)]
@@ -234,10 +234,10 @@ class Crowded:
             tasks: list[Segment] = [
                 ("compute", self._timeline.tasks[n].phase, ran[n].start - zero, ran[n].end - zero) for n in work
             ]
-            moved: list[Segment] = [
+            transfers: list[Segment] = [
                 ("exchange", "exchange", ran[n].start - zero, ran[n].end - zero) for n in self._transfers
             ]
-            results.append(_result(tasks, moved, ran[begin].end - zero, ran[last].end - zero))
+            results.append(_result(tasks, transfers, ran[begin].end - zero, ran[last].end - zero))
         return tuple(results)
 
     def _task(self, host: int, phase: str, seconds: float) -> int:
@@ -253,7 +253,7 @@ class Crowded:
 
 
 def _result(segments: Sequence[Segment], transfers: Sequence[Segment], begun: float, end: float) -> RankUpdate:
-    """Makes a rank's result from its segments.
+    """Returns a rank's update phase, added up from its segments.
 
     Args:
         segments: the rank's packing and updates.

@@ -1,4 +1,4 @@
-"""The update phase of a strategy: all ranks of a job, from reduced gradients to the last updated weight."""
+"""Simulates the update phase of a strategy on all ranks, from reduced gradients to the last updated weight."""
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -19,26 +19,26 @@ from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel, Worklo
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The ranks of a stage that update together: an owner's TP group; for sc and adamw all ranks of the
-    stage."""
+    """The ranks of a stage that update together: an owner's TP group, or for sc and adamw all ranks of the stage."""
 
     stage: int
     owner: int
     hosts: int
-    """The number of ranks whose work differs: tp with a plan, 1 otherwise."""
+    """The number of hosts, the ranks whose work differs: tp with a plan, 1 otherwise."""
     host: int = 0
-    """The first of these hosts; 0 except without a plan, where TP ranks may have different experts."""
+    """The number of the first host. It is 0 with a plan; without one, TP ranks with different experts are teams of
+    their own."""
     ranks: int
-    """The number of ranks that one host stands for, including those of later owners with the same work."""
+    """The number of ranks that one host stands for, including ranks of later owners with the same work."""
     elements: int
     """The number of reduced gradient elements on each rank."""
     clipped: int
-    """The number of these that are clipped in a separate pass. Gradients sent to a host in fp32 are scaled
-    when the host assembles them."""
+    """The number of gradient elements that are clipped in a separate pass. Gradients sent to a host in fp32 are
+    scaled when the host assembles them, and do not count."""
     groups: tuple[MicroGroup, ...] = ()
-    """The micro-groups, in order, of strategies with hosts."""
+    """The micro-groups of strategies with hosts, in order; empty for other strategies."""
     members: tuple[int, ...] = ()
-    """The matrices that every rank updates, for strategies without hosts."""
+    """The indices of the matrices that every rank updates; empty for strategies with hosts."""
     first: tuple[float, ...] = ()
     """The seconds for which each host updates its experts before anything else, if experts are divided among
     ranks."""
@@ -63,30 +63,28 @@ class UpdatePhase:
     """The work of a strategy's ranks from clipped gradients to updated weights.
 
     Args:
-        cores: the number of cores that all ranks share; None where each rank has a device.
+        cores: the number of cores that all ranks share; None if each rank has a device.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, workload: Workload, *, cores: float | None) -> None:
         self._config, self._layout, self._execution = config, layout, config.execution
         self._workload, self._model = workload, UpdateModel(config, layout, workload.matrices, workload.costs)
         self._hosts = workload.assignment if self._execution is Execution.PLANNED else None
-        """The assignment of strategies that have hosts; None for others."""
+        """The assignment of a strategy with hosts; None for other strategies."""
         self._cores, self._norm_clip = cores, NormClip.of(config, layout)
         self._adamw_factor = step_factor(config.cluster, "adamw_update", implementation(config))
 
     def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
-        """Returns all cells, and by stage the seconds of gathering that fit into the time of the matrix
-        updates.
+        """Returns all cells, and the seconds of gathering that fit into the time of the matrix updates, by stage.
 
         Args:
-            gathered: the gatherings of AdamW's parameters, by stage; None where they do not overlap with
-                updates.
+            gathered: the gatherings of AdamW's parameters, by stage; None if they do not overlap with updates.
         """
         stages = range(self._layout.pp)
         teams = [team for stage in stages for team in self._teams(stage)]
         if self._cores is not None:
             return self._crowded(teams, gathered)
-        cells = [cell for team in self._alike(teams) for cell in self._alone(team)]
+        cells = [cell for team in self._merge_alike(teams) for cell in self._alone(team)]
         return cells, [
             max(cell.update.matrix_update_s for cell in cells if cell.team.stage == stage) for stage in stages
         ]
@@ -125,10 +123,10 @@ class UpdatePhase:
             yield from self._with_experts(replace(team, groups=tuple(groups[owner])), experts[owner])
 
     def _team_of(self, stage: int, owner: int, matrices: Sequence[Matrix], others: int) -> Team:
-        """Returns an owner's team for its matrices but experts that are divided among ranks."""
+        """Returns an owner's team without its experts that are divided among ranks."""
         tp, hosted = self._layout.tp, self._hosts is not None
         elements = others + sum(matrix.fragment_elements(tp) for matrix in matrices)
-        scaled = sum(matrix.fragment_elements(tp) for matrix in matrices if self._scaled_on_its_way(matrix))
+        scaled = sum(matrix.fragment_elements(tp) for matrix in matrices if self._scaled_by_host(matrix))
         return Team(
             stage=stage,
             owner=owner,
@@ -140,11 +138,15 @@ class UpdatePhase:
         )
 
     def _with_experts(self, team: Team, by_host: Sequence[Sequence[Matrix]]) -> Iterator[Team]:
-        """Yields an owner's team with its experts that are divided among ranks: without hosts, a team for each of
-        the owner's ranks."""
-        held = max(sum(matrix.elements for matrix in of_host) for of_host in by_host)
-        team = replace(team, elements=team.elements + held, clipped=team.clipped + held)
-        if not held:
+        """Adds the experts that are divided among ranks to an owner's team. Without hosts, yields a team for each of
+        the owner's ranks if there are such experts.
+
+        Args:
+            by_host: the experts of each of the owner's ranks.
+        """
+        elements = max(sum(matrix.elements for matrix in of_host) for of_host in by_host)
+        team = replace(team, elements=team.elements + elements, clipped=team.clipped + elements)
+        if not elements:
             yield team
         elif self._hosts is not None:
             yield replace(team, first=self._experts_first[team.stage, team.owner])
@@ -155,20 +157,20 @@ class UpdatePhase:
 
     @cached_property
     def _experts_first(self) -> Mapping[tuple[int, int], tuple[float, ...]]:
-        """The seconds for which the hosts of a (stage, owner) update their experts."""
+        """The seconds for which the hosts of each (stage, owner) update their experts."""
         assert self._hosts is not None
         return expert_seconds(self._workload.matrices, self._workload.costs, self._hosts, self._model.pipeline)
 
-    def _scaled_on_its_way(self, matrix: Matrix) -> bool:
+    def _scaled_by_host(self, matrix: Matrix) -> bool:
         """Returns True if the host scales the matrix's gradient when it assembles the matrix
         (`engine.hosted`)."""
         sent = self._hosts is not None and self._layout.tp > 1 and not matrix.replicated
         shared = self._hosts is not None and matrix.index in self._hosts.shares
         return sent and not shared and exchange_bytes(self._config)[1] == FP32
 
-    def _alike(self, teams: Iterable[Team]) -> list[Team]:
-        """Merges teams of a stage with the same work into the first of them, which then stands for the ranks
-        of all."""
+    def _merge_alike(self, teams: Iterable[Team]) -> list[Team]:
+        """Merges teams of a stage that have the same work into the first of them, which then stands for the ranks of
+        all."""
         alike: dict[Hashable, list[Team]] = {}
         for team in teams:
             work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
@@ -203,26 +205,26 @@ class UpdatePhase:
         """Runs the updates of all ranks on the cores that they share.
 
         Returns:
-            As `run`; the seconds are at full rate, of the part of the gathering that is done before the last
-            update.
+            All cells; and by stage, the part of the gathering that ends before the last update, in seconds that it
+            would take alone.
         """
         timeline = Timeline(self._cores, self._config.cluster.crowding)
-        begun = [(team, *self._begun(timeline, number, team)) for number, team in enumerate(teams)]
+        groups = [(team, *self._add_team(timeline, number, team)) for number, team in enumerate(teams)]
         gathers = []
         for stage, others in enumerate(gathered or ()):
-            done = [task for team, _, adamw in begun for task in adamw if team.stage == stage]
+            adamw_tasks = [task for team, _, adamw in groups for task in adamw if team.stage == stage]
             gathers.append(
                 timeline.add(
                     "param_gather",
                     ("data", stage),
                     seconds=sum(transfer.seconds for transfer in others),
                     cores=self._layout.tp * max((transfer.cores for transfer in others), default=0.0),
-                    after=done,
+                    after=adamw_tasks,
                 )
             )
         ran = timeline.run()
         cells = []
-        for team, group, adamw in begun:
+        for team, group, adamw in groups:
             for host, result in enumerate(group.results(ran)):
                 adamw_s = ran[adamw[host]].end - ran[adamw[host]].start
                 cells.append(CellUpdate(team=team, host=host, adamw_s=adamw_s, update=result))
@@ -234,8 +236,8 @@ class UpdatePhase:
             windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
         return cells, windows
 
-    def _begun(self, timeline: Timeline, number: int, team: Team) -> tuple[Crowded, list[int]]:
-        """Puts a team's updates on the timeline; returns its group of ranks, and the tasks of AdamW's update."""
+    def _add_team(self, timeline: Timeline, number: int, team: Team) -> tuple[Crowded, list[int]]:
+        """Adds a team's updates to the timeline; returns its group of ranks, and the tasks of AdamW's update."""
         adamw_s, begin = self._adamw_s(team.stage), [timeline.add("other", (number, h)) for h in range(team.hosts)]
         if self._hosts is not None:
             norm_s = self._norm_clip.seconds(team.elements, team.clipped)

@@ -258,7 +258,9 @@ def pipeline(
         hop = Transfer(latency_s=hop_s)
         time_of = StageTime(chunks=((module,),) * vpp, hop=hop, pass_s=0.0)
         meets = tied and stage in (0, len(seconds) - 1)
-        works.append(StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.5 if meets else 0.0, meets=meets))
+        works.append(
+            StageWork(time=time_of, chunks=(), begin_s=0.0, tail_s=0.5 if meets else 0.0, shares_embedding=meets)
+        )
     mesh = layout(pp=len(seconds), vpp=vpp, count=count)
     return IterationTimeline(mesh, works, Timeline(), overlap_reduce=True, overlap_gather=True)
 
