@@ -40,11 +40,11 @@ COMMANDS = {
 
 
 _WORDS = "canzona.words"
-"""The key in click's `meta` of the arguments that follow the command's name."""
+"""The key in click's `meta` under which the arguments after the command's name are stored."""
 
 
 class LazyCommands(TyperGroup):
-    """Lists commands without importing them; imports the one that is called."""
+    """A group that lists commands without importing them, and imports the command that is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in COMMANDS:
@@ -144,8 +144,8 @@ def main() -> None:
 
     if {"--install-completion", "--show-completion"} & set(sys.argv):
         prepare_completion_options(sys.argv)
-    # Planning creates many long-lived objects and few cycles. Frequent garbage collection would take a tenth
-    # of its time, and the final collection at exit another tenth, so collect rarely and freeze before exit.
+    # Planning creates many long-lived objects and few cycles. Frequent garbage collection would take a tenth of the
+    # planning time, and the final collection at exit another tenth: collect rarely, and freeze before exit.
     gc.set_threshold(500_000)
     atexit.register(gc.freeze)
     os.umask(os.umask(0o077) | 0o002)  # files of canzona and its child processes are not world-writable

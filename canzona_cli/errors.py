@@ -25,16 +25,16 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, with what to do about it."""
+    """One mistake or failure, with its reason and a fix."""
 
     key: str
     """The setting or place, as the user would type it: `parallel.tp`, `data.path`, `gpus`."""
     value: object = None
-    """The value at that key; `None` when there is nothing to show."""
+    """The value at that key; `None` if there is none to show."""
     reason: str
-    """The reason why it cannot work, in one sentence without a final full stop."""
+    """The reason why the value or the place is a problem, in one sentence without a final full stop."""
     fix: str = ""
-    """The fix, to type or do instead; empty only when the reason already says it."""
+    """The text to type or the thing to do instead; empty only if the reason already says it."""
 
 
 def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
@@ -47,7 +47,7 @@ def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | No
 
 
 class CanzonaError(Exception):
-    """A failure the user can act on. It carries every problem that was detected, not only the first."""
+    """A failure that the user can act on, with every problem that was detected."""
 
     exit_code: ClassVar[ExitCode] = ExitCode.CRASH
     headline: ClassVar[str] = "Failed"
@@ -72,7 +72,7 @@ class Unsupported(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class Clash:
-    """A rule for an option that makes no sense together with another option, or without one."""
+    """A rule that an option makes no sense together with another option, or without another option."""
 
     option: str
     beside: str = ""
@@ -81,14 +81,14 @@ class Clash:
     """The option that `option` needs."""
     reason: str
     fix: str
-    """The fix; `{}` stands for the option's value."""
+    """The fix, in which `{}` stands for the option's value."""
 
 
 def clashes(given: Mapping[str, object], rules: Iterable[Clash]) -> Iterator[Problem]:
     """Yields a problem for every rule that a command's options break.
 
     Args:
-        given: the value by option; None, False or empty for an option that was not typed.
+        given: the value of each option; None, False or empty for an option that was not typed.
     """
     for rule in rules:
         value = given[rule.option]
@@ -104,7 +104,7 @@ def refuse(problems: Iterable[Problem], kind: type[CanzonaError] = ConfigError) 
 
 
 class BadUsage(ConfigError):
-    """A command line that cannot be read: no such command or option, or an argument that is missing."""
+    """A command line that cannot be parsed: an unknown command or option, or a missing argument."""
 
     headline = "Bad usage"
 
@@ -113,7 +113,7 @@ class BadUsage(ConfigError):
 def gathered(problems: list[Problem]) -> Iterator[None]:
     """Suppresses a ConfigError of the block and appends its problems to `problems`.
 
-    Execution resumes after the block; the caller then calls `refuse`.
+    Execution continues after the block, where the caller calls `refuse`.
     """
     try:
         yield
@@ -122,7 +122,7 @@ def gathered(problems: list[Problem]) -> Iterator[None]:
 
 
 class EnvironmentProblem(CanzonaError):
-    """This machine lacks something the job needs: GPUs, a package, a free port, a writable place."""
+    """This machine lacks something that the job needs: GPUs, a package, a free port, a writable place."""
 
     exit_code = ExitCode.ENVIRONMENT
     headline = "Cannot run here"
@@ -132,7 +132,7 @@ def unwritable(key: str, value: object, error: OSError, *, fix: str, what: str =
     """Returns the error for a path, given by the user as `key`, that cannot be written.
 
     Args:
-        what: the file or other thing that cannot be written at that path; empty: the path itself.
+        what: the file or other thing that cannot be written at that path; empty for the path itself.
     """
     reason = f"{what} cannot be written: {error.strerror or error}".lstrip()
     return EnvironmentProblem(Problem(key=key, value=value, reason=reason, fix=fix))
@@ -156,10 +156,8 @@ _FIXES: Final = {
 
 
 def of_the_machine(error: BaseException) -> EnvironmentProblem | None:
-    """Turns an OSError with a known fix, or from a deleted working directory, into an error for the user.
-
-    Returns None for any other exception.
-    """
+    """Converts an OSError with a known fix, or one caused by a deleted working directory, to an error for the user;
+    returns None for any other exception."""
     if not isinstance(error, OSError):
         return None
     if isinstance(error, FileNotFoundError) and not _has_working_directory():
@@ -207,7 +205,7 @@ class Hang(CanzonaError):
 
 
 class Diverged(CanzonaError):
-    """Training itself failed: weights cannot be learned from these losses or gradients.
+    """Training failed, because losses or gradients are no longer usable.
 
     Args:
         since: the first step of the divergence, if known; checkpoints of earlier steps are sound.

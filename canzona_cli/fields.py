@@ -1,8 +1,8 @@
-"""The annotations of a setting at its field: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
+"""The annotations of settings: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
 
-The text is the setting's help. `Affects` says what changing the setting does to a run that is resumed from a
-checkpoint, and to plans. The range check, `canzona recipes copy`, completion, the comparison of a resumed run
-with the saved one, and the planner's list of what a plan depends on all read these annotations.
+The text is the setting's help. `Affects` says how a change of the setting affects plans, and runs that are resumed from
+a checkpoint. These annotations are read by the range check, `canzona recipes copy`, completion, the comparison of a
+resumed run with the saved one, and the planner's list of settings that a plan depends on.
 """
 
 import math
@@ -30,8 +30,7 @@ class Affects(Flag):
     OPTIMIZER = auto()
     """The saved optimizer state no longer fits: resuming is refused."""
     PLAN = auto()
-    """A plan depends on the value after the layout is resolved: runs with different values do not share
-    plans."""
+    """Plans depend on the value after the layout is resolved: runs with different values do not share plans."""
 
 
 NOTHING = Affects.NOTHING
@@ -69,15 +68,15 @@ class Range:
         return self.above < value < self.below and self.at_least <= value <= self.at_most
 
     def words(self, value: float) -> str:
-        """Returns what a number outside the range must be, for a message: `at least 1 and at most 8`."""
+        """Describes the range for a message about a value outside of it: `at least 1 and at most 8`."""
         bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
         return " and ".join(bound_words(*item, value) for item in bounds.items() if math.isfinite(item[1]))
 
 
 def bound_words(name: str, bound: float, value: float) -> str:
-    """Returns a bound in words: `at most 1,000,000,000`.
+    """Describes a bound: `at most 1,000,000,000`.
 
-    A tiny lower bound only excludes zero, so a value of 0 or less gets `above 0` instead.
+    A tiny lower bound only excludes zero, so for a value of 0 or less the text is `above 0`.
 
     Args:
         name: `above`, `at least`, `below` or `at most`.
@@ -89,14 +88,14 @@ def bound_words(name: str, bound: float, value: float) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a setting whose name and help do not say it."""
+    """The unit of a setting, if neither its name nor its help has it."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Example:
-    """An example value for error messages, where the default or an arbitrary value of the type would mislead."""
+    """An example value for error messages, if the default or an arbitrary value of the type would mislead."""
 
     value: str
 
@@ -120,4 +119,4 @@ Side = Annotated[int, Range(at_least=1, at_most=1 << 24)]
 """Rows or columns of a weight."""
 Ranks = Annotated[int, Range(at_least=1, at_most=1 << 17)]
 Precision = Literal["bf16", "fp32"]
-"""The type of weights and of products in forward, backward and update."""
+"""The data type of weights and of products in forward, backward and update."""

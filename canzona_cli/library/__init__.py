@@ -1,1 +1,1 @@
-"""The engine in other training loops: Megatron-LM's own, or any loop over Megatron-core."""
+"""The engine for other training loops: Megatron-LM's `pretrain`, or any loop on Megatron-core."""

@@ -1,4 +1,4 @@
-"""The engine for training loops on Megatron-core other than canzona's own."""
+"""The engine for other training loops on Megatron-core than canzona's."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -30,17 +30,17 @@ class Engine:
     """Canzona's engine for a training loop on Megatron-core: call `wrap` in place of
     `DistributedDataParallel(...)`, and `optimizer` in place of `get_megatron_optimizer(...)`.
 
-    Experimental: supports dense decoders (`GPTModel` with gated feed-forward layers), and has only been run
-    on CPUs, with gloo. Anything else raises `Unsupported` with the reason and the fix.
+    The engine is experimental: it supports dense decoders (`GPTModel` with gated feed-forward layers) and raises
+    `Unsupported` for all others, with the reason and the fix. It has only been run on CPUs, with gloo.
 
     Args:
         optimizer_config: Megatron's configuration, with `optimizer="muon"`. Its settings for Muon, AdamW,
             clipping and schedules apply.
-        settings: settings as on canzona's command line: `cluster` (the profile to plan for, required on
-            GPUs), those of `engine` and `optimizer`, `train.non_finite`, and the sizes that the loop trains
-            with, `train.micro_batch_size` and `train.seq_length`. For example `Engine(config,
-            "cluster=h100-80g", "engine.mode=hosted")`.
-        groups: the loop's process groups; None for those of `megatron.core.parallel_state`.
+        settings: settings as on canzona's command line: `cluster` (the profile to plan for, required on GPUs), the
+            groups `engine` and `optimizer`, `train.non_finite`, and the sizes that the loop trains with,
+            `train.micro_batch_size` and `train.seq_length`. For example `Engine(config, "cluster=h100-80g",
+            "engine.mode=hosted")`.
+        groups: the loop's process groups; None for the groups of `megatron.core.parallel_state`.
     """
 
     def __init__(
@@ -63,11 +63,12 @@ class Engine:
         Args:
             chunks: this rank's model chunks in forward order, already on their device and in their final
                 precision.
-            ddp_config: as for Megatron's `DistributedDataParallel`, with `use_distributed_optimizer=True`.
+            ddp_config: the configuration for Megatron's `DistributedDataParallel`, with
+                `use_distributed_optimizer=True`.
 
         Raises:
-            CanzonaError: the engine cannot train this model here, for every reason that it lists. Raised on
-                all ranks together.
+            CanzonaError: the engine cannot train this model here; lists every reason. Raised on all ranks
+                together.
         """
         groups = self._groups or ProcessGroupCollection.use_mpu_process_groups()
         device = next(chunks[0].parameters()).device
@@ -89,11 +90,11 @@ class Engine:
     def optimizer(
         self, chunks: Sequence[DistributedDataParallel], overrides: Overrides | None = None
     ) -> CanzonaOptimizer:
-        """Builds the optimizer for the chunks that `wrap` returned: canzona's for the matrices, Megatron's
-        AdamW for all other parameters. Collective.
+        """Builds the optimizer for the chunks that `wrap` returned: canzona updates the matrices, Megatron's AdamW all
+        other parameters. Collective.
 
         Args:
-            overrides: Megatron's `config_overrides`, for parameters that AdamW updates; None for Megatron's
+            overrides: Megatron's `config_overrides` for the parameters that AdamW updates; None for Megatron's
                 standard overrides.
 
         Raises:

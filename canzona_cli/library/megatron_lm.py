@@ -1,4 +1,4 @@
-"""The engine in Megatron-LM's own training."""
+"""The engine for Megatron-LM's `pretrain`."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from canzona_cli.megatron.optimizer import Overrides
 
 
 def use_in_megatron_lm(*settings: str) -> None:
-    """Makes Megatron-LM's `pretrain`, and anything else that builds models with its `get_model`, train with
+    """Makes Megatron-LM's `pretrain`, and any other code that builds models with its `get_model`, train with
     canzona's engine.
 
-    Call it before `pretrain`. The arguments stay those of Megatron's Muon: `--optimizer muon
-    --use-distributed-optimizer`, and with tensor parallelism also `--muon-tp-mode duplicated`. Experimental,
+    Call this before `pretrain`. Keep the arguments for Megatron's Muon: `--optimizer muon
+    --use-distributed-optimizer`, and with tensor parallelism also `--muon-tp-mode duplicated`. This is experimental,
     like `Engine`.
 
     Args:
-        settings: as for `Engine`, for example "cluster=h100-80g".
+        settings: settings of `Engine`, for example "cluster=h100-80g".
 
     Raises:
         EnvironmentProblem: `megatron.training` is not installed, or is not the version that canzona expects.

@@ -21,18 +21,16 @@ from canzona_cli.megatron.limits import BUCKETS, MODEL, OPTIMIZER, problems
 
 Value = bool | int | float | str
 _RECIPE: Final = "qwen3-tiny"
-"""The recipe to start from; every setting that matters is replaced."""
+"""The recipe to start from. Every setting that has an effect on the engine is replaced."""
 _FREE: Final = ("cluster", "engine", "optimizer", "train.non_finite", "train.seq_length", "train.micro_batch_size")
 """The settings, and groups of settings, that a caller may set; the loop determines all others."""
 _FEWEST_IDS: Final = 512
-"""The least vocabulary with which the recipe is accepted, because its tokenizer, which is not used, has fewer
-ids."""
+"""The smallest vocabulary for which the recipe is accepted: its tokenizer, which is not used, has fewer ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The objects of a training loop: the model, the configurations of data parallelism and of the optimizer,
-    and the process groups."""
+    """The objects of a training loop that determine a plan."""
 
     optimizer: MegatronOptimizerConfig
     ddp: DistributedDataParallelConfig
@@ -47,7 +45,7 @@ class Caller:
 
 
 def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layout]:
-    """Returns the run that a training loop's objects describe, and its layout.
+    """Returns the run and the layout that a training loop's objects describe.
 
     Args:
         settings: further settings as on the command line (`engine.mode=hosted`, `cluster=h100-80g`).
@@ -57,11 +55,11 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
         ConfigError: a setting is not valid, or belongs to the loop.
     """
     refuse([*_unsupported(caller)], Unsupported)
-    given = [*_model(caller), *_layout(caller), *_optimizer(caller, settings), *_numbers(caller)]
-    mine = dict(given)
-    asked = [*_chosen(settings, mine, caller.device)]
-    texts = [*asked, *(f"{key}={written(value)}" for key, value in given if key not in map(key_of, asked))]
-    config = compose_run([f"recipe={_RECIPE}", *texts]).config
+    loop = dict([*_model(caller), *_layout(caller), *_optimizer(caller, settings), *_numbers(caller)])
+    chosen = [*_chosen(settings, loop, caller.device)]
+    chosen_keys = set(map(key_of, chosen))
+    fixed = [f"{key}={written(value)}" for key, value in loop.items() if key not in chosen_keys]
+    config = compose_run([f"recipe={_RECIPE}", *chosen, *fixed]).config
     refuse(_engine_problems(config, caller.device))
     vocabulary = caller.models[0].vocab_size
     assert isinstance(vocabulary, int)
@@ -71,7 +69,8 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
 
 
 def _unsupported(caller: Caller) -> Iterator[Problem]:
-    """Yields a problem for everything that the engine does not support, the same on every rank."""
+    """Yields a problem for everything in the loop's objects that the engine does not support; every rank yields the
+    same problems."""
     optimizer, model = caller.optimizer, caller.model
     if optimizer.optimizer != "muon":
         yield Problem(
@@ -98,7 +97,7 @@ def _unsupported(caller: Caller) -> Iterator[Problem]:
         yield Problem(
             key="muon_tp_mode",
             value="blockwise",
-            reason="it orthogonalises the fragment of each tensor-parallel rank by itself, and canzona whole matrices",
+            reason="each tensor-parallel rank orthogonalises its fragment alone, but canzona orthogonalises matrices",
             fix="use duplicated, which computes the same as canzona",
         )
     chunks = caller.groups.pp.size() * len(caller.models)
@@ -107,12 +106,12 @@ def _unsupported(caller: Caller) -> Iterator[Problem]:
         yield Problem(key="num_layers", value=model.num_layers, reason=reason, fix=f"use a multiple of {chunks}")
     gtp = getattr(caller.groups, "gtp_remat", None)
     if gtp is not None and gtp.size() > 1:
-        reason = "weights would be cut over ranks in a way that the engine does not know"
+        reason = "the engine does not support this way of dividing weights among ranks"
         yield Problem(key="gtp_weight_remat_size", value=gtp.size(), reason=reason, fix="leave it at 1")
     ranks = caller.groups.tp.size() * caller.groups.pp.size() * caller.groups.dp_cp.size()
     if ranks != torch.distributed.get_world_size():
-        reason = f"the groups are of {ranks} ranks, and the job has {torch.distributed.get_world_size()}"
-        yield Problem(key="groups", reason=reason, fix="use the engine where all ranks of the job train the model")
+        reason = f"the groups have {ranks} ranks, but the job has {torch.distributed.get_world_size()}"
+        yield Problem(key="groups", reason=reason, fix="use the engine in jobs in which all ranks train the model")
 
 
 def _model(caller: Caller) -> Iterator[tuple[str, Value]]:
@@ -165,24 +164,23 @@ def _optimizer(caller: Caller, settings: Sequence[str]) -> Iterator[tuple[str, V
 
 
 def _numbers(caller: Caller) -> Iterator[tuple[str, Value]]:
-    """Yields the settings of precision, recomputation, batch and splitting, some of which a caller may
-    replace."""
+    """Yields the settings of precision, recomputation, batch and splitting."""
     precision = "bf16" if caller.optimizer.bf16 else "fp32"
     yield "train.precision", precision
-    # Weights in fp32 have gradients in fp32.
+    # fp32 weights always have fp32 gradients.
     yield "train.grad_reduce_dtype", "fp32" if caller.ddp.grad_reduce_in_fp32 else precision
     yield "train.recompute", caller.model.recompute_granularity or "none"
     yield "train.seq_length", caller.models[0].max_sequence_length
     yield "train.micro_batch_size", 1
-    # The number of micro-batches is the loop's; an interleaved pipeline needs one for each stage.
+    # The loop chooses the number of micro-batches; an interleaved pipeline needs at least one for each stage.
     yield "train.global_batch_size", caller.groups.dp.size() * caller.groups.pp.size()
-    # As fine as Megatron's Muon, so that the loop trains the same.
+    # The same matrices as with Megatron's Muon, so that training gives the same result.
     yield "engine.splitting", "qkv" if caller.optimizer.muon_split_qkv else "fused"
 
 
 def _chosen(settings: Sequence[str], given: Mapping[str, Value], device: str) -> Iterator[str]:
-    """Yields the caller's settings, the global batch that fits them, and on CPUs the cluster if they do not
-    name one.
+    """Yields the caller's settings, a global batch that fits their micro-batch, and on CPUs a cluster if they name
+    none.
 
     Raises:
         ConfigError: the loop determines one of the settings, or none of them names the cluster on GPUs.
@@ -215,4 +213,4 @@ def _engine_problems(config: RunConfig, device: str) -> Iterator[Problem]:
     adamw, strategy = config.optimizer.name == "adamw", config.engine.strategy
     if adamw or strategy not in PLANNED:
         key, value = ("optimizer", "adamw") if adamw else ("engine.strategy", strategy)
-        yield Problem(key=key, value=value, reason="Megatron has it without canzona", fix="leave the engine out")
+        yield Problem(key=key, value=value, reason="Megatron does this without canzona", fix="leave the engine out")

@@ -1,15 +1,15 @@
 """Sends a run's records to one tracker, as a separate process: `python -m canzona_cli.trackers.follow RUN
 NAME STEP`.
 
-The launcher starts the process next to torchrun and closes its standard input when the run has ended. It
-reads the run's files, so ranks never wait for a tracker, however slow it is. If a tracker fails, the process
-tries again, with increasing pauses. The tracker's id of the run and the last step sent are stored in the run
-directory, so that the next launch continues the same curves.
+The launcher starts the process next to torchrun and closes its standard input when the run has ended. The process
+reads the run's files, so ranks never wait for a tracker, however slow it is. If a tracker fails, the process tries
+again, with increasing pauses. The tracker's id of the run and the last step sent are stored in the run directory, so
+that the next launch continues the same curves.
 
 TensorBoard, Weights & Biases and MLflow have the same interface here, and receive the names and steps of
 metrics.jsonl. Destination and credentials come from each tracker's environment variables (`WANDB_API_KEY`,
-`MLFLOW_TRACKING_URI`, ...). Without `MLFLOW_TRACKING_URI`, MLflow writes a database in the run directory.
-Only the package of the tracker in use is imported.
+`MLFLOW_TRACKING_URI`, ...). Without `MLFLOW_TRACKING_URI`, MLflow writes a database in the run directory. Only the
+package of the tracker in use is imported.
 """
 
 import math
@@ -44,8 +44,8 @@ _SAMPLE = "sample"
 _MOST_POINTS = 50
 """The largest number of points sent at once, because MLflow accepts a thousand values at a time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""The first and the longest pause before a tracker that failed is tried again, in seconds. Each failure
-doubles it."""
+"""The first and the longest pause before a failed tracker is tried again, in seconds. Each failure doubles the
+pause."""
 _PROJECT = "canzona"
 """The project of Weights & Biases, and the experiment of MLflow, unless the environment names another."""
 _MOST_PARAMETERS = 100
@@ -54,19 +54,19 @@ _MOST_PARAMETERS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The values of one line in a run's records."""
+    """The values in one line of a run's records."""
 
     step: int
     time: float
     """The time of the line, in seconds since 1970."""
     values: Mapping[str, float | str]
-    """The finite numbers and texts of the line, by name. MLflow has no texts with a step, so it gets only
-    numbers."""
+    """The finite numbers and texts of the line, by name. MLflow receives only the numbers, because its texts have no
+    step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:
-    """The run that is followed."""
+    """The run whose records are sent to a tracker."""
 
     run_dir: Path
     settings: Mapping[str, object]
@@ -74,13 +74,12 @@ class Tracked:
     id: str | None
     """The tracker's id of the run; None if the tracker does not know the run yet."""
     first_step: int
-    """The first step that will be added. Values that the tracker already has from this step on are outdated,
-    because the steps are made again."""
+    """The first step that will be sent. The tracker's values from this step on are outdated, because the steps are run
+    again."""
 
 
 class TensorBoard:
-    """The tracker that writes TensorBoard event files, record by record, so that a full disk is noticed at
-    once."""
+    """A tracker that writes TensorBoard event files, record by record, so that a full disk is noticed at once."""
 
     def __init__(self, run: Tracked) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -94,7 +93,7 @@ class TensorBoard:
         self._file = RecordWriter((folder / name).open("xb"))
         begin = time.time()
         self._write(Event(wall_time=begin, file_version="brain.Event:2"))
-        # The START event makes TensorBoard discard what an earlier launch wrote from this step on.
+        # The START event makes TensorBoard discard the values that an earlier launch wrote from this step on.
         self._write(Event(wall_time=begin, step=run.first_step, session_log=SessionLog(status=SessionLog.START)))
         self._file.flush()
 
@@ -121,8 +120,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """The tracker that sends to Weights & Biases. The x axis is a metric `step`, because Weights & Biases
-    ignores values whose own step is lower than an earlier one."""
+    """A tracker that sends to Weights & Biases. The x axis is a metric `step`, because Weights & Biases ignores values
+    whose built-in step is lower than an earlier one."""
 
     def __init__(self, run: Tracked) -> None:
         quiet = {"CONSOLE": "off", "SILENT": "true", "ERROR_REPORTING": "false"}
@@ -148,8 +147,8 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """The tracker that sends to MLflow. It uses only MLflow's client, which has no global state and leaves no
-    thread behind."""
+    """A tracker that sends to MLflow. It uses only MLflow's client, which has no global state and leaves no thread
+    behind."""
 
     def __init__(self, run: Tracked) -> None:
         patience = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
@@ -193,10 +192,9 @@ def _set_defaults(package: str, values: Mapping[str, str]) -> None:
 Tracker = TensorBoard | WeightsAndBiases | MLflow
 """An open tracker.
 
-`id` is the tracker's id of the run, which a later launch passes as `Tracked.id`. `add` sends points, in the
-order of their file, and they are not sent again if it succeeds. `close` ends the run; its status is None if
-it is not known how the run ended. Every call may raise any exception of the tracker's package or of the
-network."""
+`id` is the tracker's id of the run, which a later launch passes as `Tracked.id`. `add` sends points, in the order of
+their file; if it succeeds, they are not sent again. `close` ends the run; its `status` is None if nobody knows how
+the run ended. Every call may raise any exception of the tracker's package or of the network."""
 TRACKERS: Mapping[TrackerName, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
@@ -209,16 +207,14 @@ class Follower:
     """Sends one run's records to one tracker; continues where an earlier process stopped.
 
     Args:
-        start: the step after which this launch starts. Later steps that the tracker already has are sent
-            again.
+        start: the step after which this launch starts. Later steps are sent, even if the tracker already has them.
     """
 
     def __init__(self, files: RunFiles, name: TrackerName, *, start: int = 0) -> None:
         self._files, self._name = files, name
         paths = {"": files.metrics, "validation_": files.validation, _SAMPLE: files.events}
         self._records = {kind: JsonLines(path) for kind, path in paths.items()}
-        """The files of records, by the prefix of their values' names. From the events, only sample texts are
-        sent."""
+        """The files of records, by the prefix of their values' names. Of the events, only sample texts are sent."""
         self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=begin)
@@ -229,11 +225,11 @@ class Follower:
         self._not_before = 0.0
 
     def look(self, *, last: bool = False) -> None:
-        """Reads new points and sends all that are not sent yet, unless the tracker failed a moment ago. Never
-        raises.
+        """Reads new points and sends all points that have not been sent, unless the tracker is in the pause after a
+        failure. Never raises.
 
         Args:
-            last: sends the points even if the tracker failed a moment ago.
+            last: True sends the points even in a pause.
         """
         self._waiting.extend(self._read())
         if time.monotonic() < self._not_before and not last:
@@ -256,8 +252,7 @@ class Follower:
             self._failures = 0
 
     def finish(self) -> None:
-        """Sends the remaining points after the run has ended, closes the tracker, and reports points that are
-        lost."""
+        """Sends the remaining points after the run has ended, closes the tracker, and reports lost points."""
         self.look(last=True)
         result = load_if_sound(self._files.result, RunResult)
         try:
@@ -317,7 +312,7 @@ class Follower:
 
 
 def _numbers(line: Mapping[str, object], prefix: str) -> dict[str, float | str]:
-    """Returns every finite number of a line by its prefixed name; numbers in a nested mapping as
+    """Returns every finite number of a line by its prefixed name; numbers in a nested mapping are named
     `outer/inner`."""
     numbers: dict[str, float | str] = {}
     for name, value in line.items():
