@@ -1,4 +1,4 @@
-"""Loads the results of `canzona bench` that scripts compare."""
+"""Loads results of `canzona bench`, for scripts that compare them."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
 """Checks HTML pages in a browser: `scripts/check_pages.py FOLDER PAGE.html ...`, run by hand, with Chromium on PATH.
 
-Every page is loaded 400 and 1,600 pixels wide, in light and in dark mode. Exits 1 if the browser's console has a
-message, a page is wider than its window, or a chart does not respond to the pointer. Screenshots are written to FOLDER.
+Every page is loaded with a width of 400 and of 1,600 pixels, in light and in dark mode. Exits 1 if the browser's
+console has a message, a page is wider than its window, or a chart does not respond to the pointer. Screenshots are
+written to FOLDER.
 """
 
 import json
@@ -28,7 +29,7 @@ window.onload = () => {
     background: getComputedStyle(page.body).backgroundColor});
 };</script>"""
 _SCHEMES = {"dark": "0", "light": "1"}
-"""Chromium's numbers of the colour schemes."""
+"""The numbers by which Chromium's settings name the colour schemes."""
 
 
 def _chromium(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,5 @@
-"""Measures the cost of checkpoints: the rate of a save, the slowdown of steps during a save, and resumed starts.
+"""Measures the cost of checkpoints: the rate of a save, the slowdown of steps during a save, and the time of a resumed
+start.
 
     python scripts/checkpoint_speed.py [KEY=VALUE ...] [--out FILE.json]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints which options plans choose, for every Qwen3 size on 8 to 1,024 GPUs and on CPU ranks, as Markdown.
+"""Prints the options that plans choose, for every Qwen3 size on 8 to 1,024 GPUs and on CPU ranks, as Markdown.
 
     python scripts/choices.py [--gpus 8,64,256,1024] [--sizes qwen3-0.6b,...] [--json FILE] [OVERRIDE ...]
 
@@ -8,8 +8,8 @@ a calibrated one. Each run is planned as by `canzona plan` with default settings
 how many of its buckets, matrices or owners use each option. The second table has the sums over all plans. The last line
 lists the options that no plan uses.
 
-A plan does not choose the buffer layout by cost. Therefore a plan is made and simulated with each layout, and the last
-column of the first table shows the layout with the shortest iteration if it beats the default's by more than 0.1%.
+A plan does not choose the buffer layout by cost. The last column of the first table therefore compares plans with each
+layout: it shows the default, or the layout with the shortest iteration if that is more than 0.1% shorter.
 """
 
 import argparse
@@ -50,7 +50,8 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "launches": ("graph", "kernels"),
     "layout": get_args(BufferLayout),
 }
-"""The options of each choice. For `groups`, they are the order of an owner's matrices when cut into micro-groups."""
+"""The options of each choice. For `groups`, they are the order in which an owner's matrices are cut into
+micro-groups."""
 COLUMNS = ("profile", "optimizer", "run", "mesh", *OPTIONS)
 
 
@@ -63,7 +64,7 @@ class Row:
     run: str
     mesh: str
     chosen: Mapping[str, Mapping[str, int]]
-    """The number of the plan's buckets, matrices or owners by choice and option; empty where the run does not fit."""
+    """The number of the plan's buckets, matrices or owners by choice and option; empty if the run does not fit."""
 
     def cells(self) -> Iterator[str]:
         """Yields the cells of the first table."""

@@ -1,23 +1,24 @@
 #!/usr/bin/env python3
-"""Measures how far 20 real fp32 steps of the engine deviate from a single rank's, by layout and optimizer.
+"""Measures how far 20 real fp32 steps of the engine deviate from the same steps on one rank, by layout and optimizer.
 
     make exactness                                            # every optimizer and mode, into exactness.json
     python scripts/exactness.py OUT.json [muon] [shampoo] [soap] [modes]
 
 Prints a Markdown table and writes JSON. Each cell has two numbers. The first is the largest deviation of any weight
-from the run on one rank, in units of the learning rate. It comes from another order of sums, whose rounding errors the
-optimizer amplifies; the first row shows the same for a single rank with other micro-batches. The second number is the
-engine's own error: the matrices of the run are compared with those of an ordinary optimizer that updates whole matrices
-in one process with the reduced gradients of the run. "bitwise" means that all 14 matrices are equal to the last bit.
+from the run on one rank, in units of the learning rate. It is caused by a different order of sums, whose rounding
+errors the optimizer amplifies; the first row shows the same deviation for one rank with other micro-batches. The second
+number is the error of the engine alone: the run's matrices are compared with the matrices of an ordinary optimizer,
+which updates whole matrices in one process with the reduced gradients of the run. "bitwise" means that all 14
+matrices are equal to the last bit.
 
 `modes` measures the modes of `engine.mode` for Muon in Gram form, in layouts with TP ranks. Shared matrices are summed
 over ranks, so they are not bitwise equal. Their number is the error against an exact update (in fp64) as a multiple of
-the ordinary optimizer's error: over all shared matrices, and at most for a single one.
+the ordinary optimizer's error: over all shared matrices, and the largest for a single matrix.
 
-Exits 1 if a deviation is more than rounding explains (`tests.dist.trained.ROUNDING`), a matrix that is not shared is
+Exits 1 if a deviation is larger than rounding explains (`tests.dist.trained.ROUNDING`), a matrix that is not shared is
 not bitwise equal, or shared matrices are less exact than `tests.dist.synthetic.FARTHER` and `FARTHEST` allow. Takes
-about four minutes on two cores. Real ranks are started, so `tests` must be importable (in a checkout, installed with
-`make setup`).
+about four minutes on two cores. The script starts ranks that import `tests`, so run it in a checkout that was installed
+with `make setup`.
 """
 
 import argparse
@@ -69,14 +70,14 @@ def column(optimizer: str) -> dict[str, Cell]:
     """Trains with an optimizer in every layout; returns the cells by layout."""
     settings, cells = OPTIMIZERS[optimizer], dict[str, Cell]()
     alone: dict[tuple[str, ...], Trained] = {}
-    for where, overrides in LAYOUTS.items():
-        single, there = (*settings, *one_rank(where)), (*settings, *overrides)
+    for name, overrides in LAYOUTS.items():
+        single, several = (*settings, *one_rank(name)), (*settings, *overrides)
         if single not in alone:
             alone[single], other = train(single, (*single, OTHER))
             cells.setdefault(CONTROL, cell(alone[single], other, (*single, OTHER), optimizer))
-        [trained] = train(there)
-        cells[where] = cell(alone[single], trained, there, optimizer)
-        print(f"{optimizer}, {where}: {words(cells[where])}", flush=True)
+        [trained] = train(several)
+        cells[name] = cell(alone[single], trained, several, optimizer)
+        print(f"{optimizer}, {name}: {words(cells[name])}", flush=True)
     return cells
 
 
@@ -94,7 +95,7 @@ def mode_columns() -> dict[str, dict[str, Cell]]:
 
 
 def cell(alone: Trained, trained: Trained, run: tuple[str, ...], optimizer: str) -> Cell:
-    """Compares a run with the run on one rank and with an ordinary optimizer."""
+    """Compares a run with the run `alone` on one rank, and its matrices with an ordinary optimizer's."""
     config, _ = resolve(*run)
     replayed = {name: weight for name, weight in replay(trained, config).items() if name not in trained.shared}
     together, most = inexactness(trained, config) if trained.shared else (0.0, 0.0)

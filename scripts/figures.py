@@ -51,7 +51,7 @@ class Table:
     """A table with its caption and, below, an optional summary."""
 
     caption: str
-    """A sentence that says how the table is made."""
+    """A sentence that says how the table was computed."""
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     summary: str = ""
@@ -70,14 +70,15 @@ def run(recipe: str, gpus: int, overrides: tuple[str, ...]) -> tuple[RunConfig, 
 
 @cache
 def study(recipe: str, gpus: int, *overrides: str) -> Study | None:
-    """Simulates all strategies in the layout that canzona chooses; None where no layout fits."""
+    """Simulates all strategies in the layout that canzona chooses; returns None if no layout fits."""
     fitting = run(recipe, gpus, overrides)
     return None if fitting is None else study_run(*fitting)
 
 
 @cache
 def best(recipe: str, gpus: int, strategy: AnyStrategy, *overrides: str) -> Tried | None:
-    """Simulates a strategy in the layout that is fastest for it; None if it, or canzona, fits in no layout."""
+    """Simulates a strategy in the layout in which it is fastest; returns None if no layout fits for it or for
+    canzona."""
     studied = study(recipe, gpus, *overrides)
     if studied is None:
         return None
@@ -91,7 +92,8 @@ def words(layout: Layout) -> str:
 
 
 def over(this: Study | Tried | None, yardstick: Tried | None) -> float | None:
-    """Returns by what share the time per sequence is longer than the yardstick's; None where one does not fit."""
+    """Returns how much longer the time per sequence is than the yardstick's (0.01 is 1%); None if one of the two does
+    not fit."""
     if this is None or yardstick is None:
         return None
     iteration_s = this.iteration_s if isinstance(this, Tried) else this.planned.result.iteration_s
@@ -114,8 +116,8 @@ def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         rows.append([f"{count:,}", words(studied.layout), *steps, shares])
     listed = ",".join(map(str, gpus))
     return Table(
-        caption=f"By `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`; canzona chooses the "
-        "size of its buckets, the others have Megatron's default:",
+        caption=f"Computed by `canzona bench --simulate --gpus {listed} recipe={MODEL} {' '.join(PLAIN)}`. canzona "
+        "chooses the size of its buckets; the other strategies have Megatron's default:",
         columns=(
             "GPUs", "layout", "optimizer step: canzona", "`asc`", "`layerwise`", "`sc`",
             "iteration over AdamW's: canzona, `layerwise`, `sc`",
@@ -140,10 +142,10 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             overhead(over(layerwise, adamw)),
         ])  # fmt: skip
     return Table(
-        caption=f"Iteration, and in brackets its optimizer step, in the layouts that `canzona train --dry-run "
-        f"recipe={MODEL} gpus=GPUS` chooses, for AdamW with `optimizer=adamw` and for "
-        "`layerwise` with `engine.strategy=layerwise`; at their best, these two have the size of buckets that suits "
-        "them (`parallel.bucket_elements`), which canzona chooses for itself:",
+        caption=f"The iteration and, in brackets, its optimizer step, in the layouts that `canzona train --dry-run "
+        f"recipe={MODEL} gpus=GPUS` chooses, with `optimizer=adamw` for AdamW and `engine.strategy=layerwise` for "
+        "`layerwise`. canzona chooses the size of its buckets; AdamW and `layerwise` at their best have the size with "
+        "which they are fastest (`parallel.bucket_elements`):",
         columns=(
             "GPUs", "canzona", "AdamW", "`layerwise`", "canzona over AdamW in canzona's layout",
             "over AdamW at its best", "`layerwise` over AdamW at its best",
@@ -196,12 +198,11 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         if values
     ]
     return Table(
-        caption="With `recipe=MODEL gpus=GPUS`, in the layout that this chooses. Balance is the slowest rank's updates "
-        "over the mean (in brackets: the lowest possible). Exchange is the part that updates do not hide. The next "
-        "column has updates and exchanges together, over the least that they take with any assignment "
-        "(`planner/least.py`). In this layout AdamW has buckets of Megatron's default size, at its best of the size "
-        "that suits it. The "
-        f"pessimistic rates are {rates}:",
+        caption="Computed with `recipe=MODEL gpus=GPUS`, in the layout that canzona chooses. Balance is the slowest "
+        "rank's updates over the mean (in brackets: the lowest possible value). Exchange is the part that updates do "
+        "not hide. The next column has the time of updates and exchanges over the least time of any assignment "
+        "(`planner/least.py`). AdamW has buckets of Megatron's default size in this layout, and at its best buckets of "
+        f"the size with which it is fastest. The pessimistic rates are {rates}:",
         columns=(
             "model", "GPUs", "layout", "iteration", "optimizer step, ms", "balance", "exchange, ms",
             "updates over the least", "over AdamW in this layout", "over AdamW at its best",
@@ -213,8 +214,8 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
 
 
 def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
-    """Makes the table of 32B in the default layout with three kinds of arithmetic: Megatron's, the default, and the
-    default with perfect kernels for symmetric products."""
+    """Makes the table of 32B in the default layout with three kinds of arithmetic: Megatron's, canzona's default, and
+    the default with perfect kernels for symmetric products."""
     rows = []
     for count in gpus:
         fitting = run(MODEL, count, ())
@@ -235,8 +236,8 @@ def arithmetics_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             cells.append(f"{milliseconds(result.optimizer_s)} ms, {share}")
         rows.append([f"{count:,}", words(layout), *cells])
     return Table(
-        caption=f"With `recipe={MODEL} gpus=GPUS`, in the default's layout: the optimizer step, and the iteration over "
-        "AdamW's in the same layout:",
+        caption=f"Computed with `recipe={MODEL} gpus=GPUS`, in the default's layout. Cells have the optimizer step and "
+        "the overhead of the iteration over AdamW's in the same layout:",
         columns=("GPUs", "layout", "`optimizer.form=standard`", "default", "`cluster.symmetric_factor=0.5`"),
         rows=rows,
     )
@@ -255,8 +256,8 @@ def optimizers_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
         step = f"{milliseconds(studied.planned.result.optimizer_s)} ms"
         rows.append([f"`{optimizer}`", step, *times, overhead(studied.overhead("canzona"))])
     return Table(
-        caption=f"With `recipe={MODEL} gpus={PAPERS_GPUS} {' '.join(PAPERS_LAYOUT)} optimizer=NAME`, the other "
-        "strategies' optimizer step as multiples of canzona's:",
+        caption=f"Computed with `recipe={MODEL} gpus={PAPERS_GPUS} {' '.join(PAPERS_LAYOUT)} optimizer=NAME`. The "
+        "optimizer steps of the other strategies are multiples of canzona's:",
         columns=("optimizer", "canzona's step", "`asc`", "`layerwise`", "`sc`", "iteration over AdamW's"),
         rows=rows,
     )
@@ -291,7 +292,7 @@ def refreshed(text: str, name: str, table: str) -> str:
 
 
 def made(names: Sequence[str], gpus: Sequence[int] | None, sizes: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Makes tables; yields each one's name and Markdown."""
+    """Makes tables; yields the name and the Markdown of each."""
     for name in names:
         _, counts, make = TABLES[name]
         yield name, make(counts if gpus is None else gpus, sizes).markdown()

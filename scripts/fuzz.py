@@ -5,7 +5,7 @@
     python scripts/fuzz.py 17                 # one seed, with details
     python scripts/fuzz.py 100 400            # seeds 100 to 399
 
-Exits 1 if a run was refused, a rank failed, or masters differ from the single process's by more than rounding explains.
+Exits 1 if a run was refused, a rank failed, or masters differ by more than rounding explains.
 """
 
 import argparse
@@ -22,9 +22,9 @@ BATCH = 20
 
 
 def together(cases: Sequence[Case]) -> list[Judged | str]:
-    """Runs cases on the same ranks; returns each case's judgement, or the error that ended its ranks.
+    """Runs cases on the same ranks; returns the judgement of each case, or the error that ended its ranks.
 
-    If a case ends the ranks, all of these cases are run again, each on its own ranks.
+    If a case ends the ranks, all cases are run again, each on separate ranks.
     """
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         try:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Records behaviour that must not change in a refactoring, and compares two records.
+"""Records behaviour that a refactoring must not change, and compares two records.
 
-    python scripts/golden.py OUT                  # writes plans, a curve, checkpoint hashes and help texts to OUT
+    python scripts/golden.py OUT                  # writes plans, a loss curve, checkpoint hashes and help texts to OUT
     python scripts/golden.py --compare OLD NEW    # prints every difference; exits 1 if there are any
 
 The script uses only canzona's command line, so it works with any version: run it with the Python of each version. Plans

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Checks canzona on a machine with GPUs, in under ten minutes on one GPU: prints which parts pass, and measured next to
-simulated values.
+"""Checks canzona on a machine with GPUs, in under ten minutes on one GPU: prints which parts pass, and compares
+measured with simulated values.
 
     canzona doctor --gpu-check FILE.json                   # everything, also from an installed wheel
     make gpu-check                                         # the same from the sources, into gpu-check.json
@@ -37,9 +37,9 @@ from canzona_cli.report.errors import show_failure
 
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 LEAST_S = 10.0
-"""The least remaining seconds with which a part is started."""
+"""The remaining seconds below which no further part is started."""
 SLOWER = 5
-"""The factor by which time limits of parts are longer on a CPU."""
+"""The factor on the time limits of all parts on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def require(device: Device) -> tuple[GpuInfo, ...]:
-    """Returns the GPUs; for CPU ranks, two stand-ins.
+    """Returns the GPUs of this machine; for `--device cpu`, two stand-ins.
 
     Raises:
         EnvironmentProblem: torch cannot use a GPU.
@@ -132,7 +132,7 @@ def check(setup: Setup, names: Sequence[str], seconds: float, out: Path) -> None
     """Runs the named parts and the parts that they need, and continues after a failed part.
 
     Raises:
-        WorkerCrashed: parts fell short.
+        WorkerCrashed: at least one part fell short; names all of them.
     """
     setup.save()
     end = time.monotonic() + seconds
@@ -164,7 +164,7 @@ def versions() -> dict[str, str]:
 
 
 def examine(setup: Setup, name: str, limit_s: float) -> Outcome:
-    """Runs a part in its own process and returns the outcome; at the limit the process and its children are killed."""
+    """Runs a part in a separate process; at the limit, kills the process and its children."""
     part = PARTS[name]
     if setup.gpus < part.gpus:
         return Outcome(status="not run", summary=f"needs {part.gpus} GPUs, but this machine has one")
@@ -201,8 +201,13 @@ def answer(setup: Setup, name: str, seconds: float) -> None:
 
 
 def part_called(name: str, seconds: float) -> Callable[[Setup], Outcome]:
-    """Returns the function of a part, which may take some seconds. Only parts that compute in this process import
-    torch, which takes as long as a short run."""
+    """Returns the function of a part.
+
+    The function's module is imported here, because some import torch, which takes as long as a short run.
+
+    Args:
+        seconds: the seconds that the part may take.
+    """
     if name == "updates":
         from gpu_parts.updates import updates
 

@@ -4,8 +4,8 @@
     for i in 1 2 3; do canzona bench recipe=qwen3-mini gpus=4 parallel.tp=2 --rounds 1; done
     python scripts/group_spread.py bench/*/bench.json
 
-Within a bench, all rounds run in one process group, so their quartiles do not show what differs from one group to the
-next. Here each bench counts once, with the median of its rounds.
+All rounds of a bench run in one process group, so their quartiles do not show differences between process groups. Here
+each bench counts once, with the median of its rounds.
 """
 
 import sys
@@ -38,7 +38,7 @@ class Spread:
 
 
 def spreads(results: Iterable[BenchResult]) -> list[Spread]:
-    """Returns a row for each strategy of each run but its reference."""
+    """Returns a row for each strategy of each run, except the reference."""
     ratios: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for result in results:
         bench = title(result)

@@ -116,7 +116,7 @@ def main() -> None:
                     (baseline, partial(bare_step, plain, plain_batches)),
                     (measured, partial(canzona_step, ours, our_batches, files, journal, step)),
                 ]
-            # The order alternates, so that neither loop always finds the caches as the other left them.
+            # The order alternates, so that neither loop always runs with the caches that the other one filled.
             for name, turn in turns if step % 2 else reversed(turns):
                 torch.distributed.barrier()
                 started, started_cpu = time.perf_counter(), time.process_time()

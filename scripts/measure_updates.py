@@ -3,8 +3,8 @@
     python scripts/measure_updates.py OUT.json [--divide 8] [--rounds 15] [--before CHECKOUT]
 
 All sides of the matrices are divided by --divide. Each round updates every shape once with every implementation. Prints
-each implementation's time as a multiple of the first's, weighted by how often a layer has each shape, with quartiles;
-the distance of singular values from 1 for Gaussian gradients; and FLOPs as counted by torch. OUT.json has all samples.
+for each implementation: its time as a multiple of the first one's, over all matrices of a layer, with quartiles; the
+distance of singular values from 1 for Gaussian gradients; and FLOPs as counted by torch. OUT.json has all samples.
 On a processor without bf16 instructions, all products are computed in fp32 (`optimizers/cpu_products.py`).
 """
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Prints what sharing matrices over TP groups gains, for every Qwen3 size on 8 to 1,024 GPUs and the models of
+"""Prints the gain from sharing matrices over TP groups, for every Qwen3 size on 8 to 1,024 GPUs and the models of
 scripts/shapes, as Markdown.
 
     python scripts/modes.py [--gpus 8..1024] [OVERRIDE ...]
 
-The layout is the one chosen with hosted matrices (TP 8 for scripts/shapes). It is planned with matrices hosted in
-standard form, hosted, all shared, and as `engine.mode=auto` chooses; hosted and auto also with the fastest possible
-kernels for symmetric products (`cluster.symmetric_factor=0.5`). Times are simulated, on the slowest rank. Exits 1 if
-`auto` is slower than hosted in any row.
+Each run has the layout that is chosen with hosted matrices (TP 8 for scripts/shapes), and four plans: hosted matrices
+in standard form, hosted matrices, shared matrices, and `engine.mode=auto`. Two more plans, hosted and auto, have the
+fastest possible kernels for symmetric products (`cluster.symmetric_factor=0.5`). Times are simulated, on the slowest
+rank. Exits 1 if `auto` is slower than hosted in any row.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A resolved run with the model's shapes, if they are not a recipe's."""
+    """A resolved run, with the shapes of its model if it is not a recipe's."""
 
     name: str
     config: RunConfig

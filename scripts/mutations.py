@@ -4,9 +4,9 @@
     make mutations                                   # all edits: about 40 s each on two busy cores
     python scripts/mutations.py [WORD ...]           # edits whose names contain one of the words
 
-An edit is noticed if one of its tests (of those that `make test` runs) fails, or still runs after ten minutes. At the
-end, the tests that failed must pass without any edit. Exits 1 if an edit is not noticed or no longer applies, or if
-those tests fail without an edit. Needs the same packages as the tests.
+An edit is noticed if one of its tests fails, or still runs after ten minutes; only tests that `make test` runs count.
+At the end, the failed tests must pass without any edit. Exits 1 if an edit is not noticed or no longer applies, or if a
+test fails without an edit. Needs the same packages as the tests.
 """
 
 import os
@@ -60,9 +60,9 @@ def stale(edits: Sequence[Mutation]) -> list[Mutation]:
 
 
 def noticed(tests: Sequence[str], copy: Path) -> str | None:
-    """Runs tests in a copy of the sources; returns the name of the first that fails, or None if all pass."""
+    """Runs tests in a copy of the sources; returns the name of the first test that fails, or None if all pass."""
     command = [sys.executable, "-m", "pytest", "-xq", "-rfE", "-m", "not sweep and not slurm", *tests]
-    # Without bytecode: Python would take a module compiled before the edit for current if size and second are equal.
+    # No bytecode is written: it would hide an edit that changes neither the size of a file nor the second of its time.
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         ran = subprocess.run(

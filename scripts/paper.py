@@ -41,15 +41,15 @@ HEADINGS = (
 WHY = """
 ## Why the figures differ
 
-- **What we know of the paper**: its abstract and summaries of it. Its curves of alpha and C_max, its batch size, its
-  sequence length and the settings of its baselines were not at hand, so the curves below have nothing to compare with.
-- **Theirs is measured, ours is simulated** on a profile made from published figures. No GPU has run it.
+- **Only the paper's abstract and summaries of it are known to us.** Its curves of alpha and C_max, its batch size, its
+  sequence length and the settings of its baselines were not at hand, so the curves above have no counterpart.
+- **Their figures are measured, ours are simulated** on a profile made from published figures. No GPU has run ours.
 - **Batch**: with the recipe's batch, forward and backward take most of an iteration, so a faster optimizer step changes
   the iteration little. With a shorter sequence and a smaller batch it changes more, but backward then hides less of the
   communication of gradients, which counts as part of every strategy's optimizer step. So the ratio of iterations grows
   while the ratio of optimizer steps falls, and neither model point matches both claims.
 - **The baseline's version**: the authors' code is a fork whose README names release 0.12 of Megatron-core. Here `sc`
-  and `layerwise` are those of megatron-core 0.19, which repeats layer-wise updates on every tensor-parallel rank.
+  and `layerwise` behave as in megatron-core 0.19, which repeats layer-wise updates on every tensor-parallel rank.
   `sc` repeats every update on every rank, so ratios over it are large; "over 30 times" would fit a baseline that avoids
   some of these repetitions.
 - **Layout**: we assume tensor-parallel ranks within a node, one pipeline stage and no interleaving, because the paper's
@@ -57,7 +57,7 @@ WHY = """
   and broadcast along its own chain, because rings are canzona's addition. With the smaller batch, backward hides less
   of this communication than of canzona's or of `asc`'s. The busiest owner of a bucket has far more bytes than an even
   share at any alpha, because a bucket has fewer matrices than there are owners.
-- **C_max** matters only where a host has several large matrices; on many GPUs a host has one or two.
+- **C_max** matters only if a host has several large matrices; on many GPUs a host has one or two.
 - **Rows marked `!`** do not fit into memory and are timed as if they did. They are not a fair baseline.
 """
 
@@ -168,7 +168,7 @@ def strategy_row(label: str, study: Study, name: str) -> str:
 
 
 def curves(config: RunConfig, layout: Layout, title: Literal["alpha", "C_max"]) -> Iterator[str]:
-    """Yields a table by alpha or C_max: the paper's engine, and canzona with the paper's buffer layout."""
+    """Yields a table of the paper's engine and of canzona with the paper's buffer layout, by alpha or C_max."""
     engines = (replace(config.engine, strategy="paper"), replace(config.engine, layout="contiguous"))
     if title == "alpha":
         runs = {f"{alpha:g}": [replace(engine, alpha=alpha) for engine in engines] for alpha in ALPHAS}

@@ -64,9 +64,9 @@ class Pair:
     faster: str
     slower: str
     measured: float
-    """The measured time of the slower over that of the faster."""
+    """The measured time of the slower strategy over the time of the faster one."""
     predicted: float
-    """The same ratio of the predicted times; at most 1 if the predictions have the wrong order."""
+    """The ratio of the predicted times of these strategies; at most 1 if the predictions have the wrong order."""
 
     @property
     def right(self) -> bool:
@@ -143,7 +143,8 @@ def table(results: Sequence[BenchResult], of: Time) -> Table:
 
 
 def verdict(results: Sequence[BenchResult], of: Time) -> Iterator[str]:
-    """Yields the share of good predictions, the number of pairs in the right order, and each pair in the wrong one."""
+    """Yields sentences: the share of good predictions, the number of pairs in the right order, and each pair in the
+    wrong order."""
     all_cells, ranked = cells(results, of), list(pairs(results, of))
     by_strategy = {name: [cell.good for cell in all_cells if cell.strategy == name] for name in STRATEGIES}
     each = ", ".join(f"{name} {sum(good)}/{len(good)}" for name, good in by_strategy.items() if good)

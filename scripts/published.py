@@ -4,8 +4,8 @@
     python scripts/published.py [--rows FILE] [--html FILE] [--json FILE] [--quick] [--gpu-check FILE ...]
 
 An error is predicted / measured - 1; the error of a layout is the mean over its numbers of GPUs. "Left out" is the
-error of a layout if the fitted numbers are fitted only to the other models. Exits 1 if a goal is missed, or two layouts
-of a model are predicted in the wrong order.
+error of a layout if the fitted numbers are fitted only to the other models. Exits 1 if a goal is missed, or if two
+layouts of a model are predicted in the wrong order.
 """
 
 import argparse
@@ -39,15 +39,15 @@ from canzona_cli.report.tables import Table
 
 GOALS = {"MAPE": 0.04, "worst layout": 0.08, "left out": 0.06, "memory": 0.04}
 STEP = 0.03
-"""The relative change of a fitted number by which the slope of predictions is computed."""
+"""The relative change of a fitted number with which the slope of predictions is computed."""
 RANGES = {"sustained_tflops": 0.05, "passes": 0.25, "speed_spread": 0.5}
-"""The plausible relative change of each fitted number, which regularises the fit because rows are few."""
+"""The plausible relative change of each fitted number. It regularises the fit, because there are few rows."""
 _SIDE = 420
 """The side of the scatter plot, in pixels."""
 _BAND = 0.08
-"""The error that is marked by two lines along the diagonal."""
+"""The error that two lines along the diagonal mark."""
 _COLOURS = 8
-"""The number of classes for colours in the page's style."""
+"""The number of CSS classes for colours in the page's style sheet."""
 
 
 def main() -> int:
@@ -94,10 +94,9 @@ def figures_of(counted: Sequence[PredictedSeries], left_out: dict[str, float]) -
 
 
 def errors_left_out(published: Published, counted: Sequence[PredictedSeries]) -> dict[str, float]:
-    """Returns each series' error with the three fitted numbers fitted only to the other models, by name.
+    """Returns the error of each series, by name, if the three numbers are fitted only to the other models.
 
-    The fit is a least-squares fit of log(predicted / measured), with predictions linearised in the logarithms of the
-    fitted numbers.
+    Least squares fit log(predicted / measured), with predictions linearised in the logarithms of the three numbers.
     """
     names = [layout.series.name for layout in counted]
     base = np.log([1 + layout.error for layout in counted])
@@ -119,9 +118,9 @@ def errors_left_out(published: Published, counted: Sequence[PredictedSeries]) ->
     for model in dict.fromkeys(layout.series.model for layout in counted):
         others = np.array([layout.series.model != model for layout in counted])
         matrix = np.concatenate([jacobian[others], penalty])
-        moved = np.linalg.lstsq(matrix, np.concatenate([-base[others], np.zeros(len(penalty))]), rcond=None)[0]
+        change = np.linalg.lstsq(matrix, np.concatenate([-base[others], np.zeros(len(penalty))]), rcond=None)[0]
         for number in np.flatnonzero(~others):
-            left_out[names[number]] = math.expm1(base[number] + jacobian[number] @ moved)
+            left_out[names[number]] = math.expm1(base[number] + jacobian[number] @ change)
     return left_out
 
 
@@ -188,7 +187,7 @@ def tables(
     if with_experts := fitted(compared, experts=True):
         worst = max(abs(layout.error) for layout in with_experts)
         yield (
-            f"Models with experts, to which alone the costs of experts are fitted: {len(with_experts)} series. "
+            f"Models with experts, the only ones to which the costs of experts are fitted: {len(with_experts)} series. "
             f"MAPE {mean_absolute_error(with_experts):.1%}, worst layout {worst:.1%}"
         )
     for layout in compared:
@@ -201,7 +200,7 @@ def tables(
         steps = sum(len(series.step_s) for series in others)
         yield f"Not predicted, because canzona does not train in fp8: {steps} steps"
     for claim in published.claims:
-        yield f"Published without a layout of canzona's: {claim.name} {claim.figure} ({claim.source})"
+        yield f"Published without a layout that canzona has: {claim.name} {claim.figure} ({claim.source})"
 
 
 def measured_here(check: Mapping[str, Any]) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""The parts without a training run: CUDA graphs of Muon's updates, the choice of kernels, and large updates on a hot
-GPU."""
+"""The parts of the check that start no training run: CUDA graphs of Muon's updates, the choice of kernels, and large
+updates on a hot GPU."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,9 @@ from canzona_cli.run.statistics import Quartiles
 from gpu_parts.outcome import Comparison, Outcome, Setup
 
 LARGE: Final = (5120, 25600)
-"""The largest matrix of qwen3-32b."""
+"""The shape of the largest matrix of qwen3-32b."""
 SMALL: Final = (256, 512)
-"""The size of the matrix that replaces `LARGE` on a CPU."""
+"""The shape of the matrix that replaces `LARGE` on a CPU."""
 HEATED_S: Final = 20.0
 """The seconds of matrix products before an update is timed. The power limit lowers the clocks after about a second."""
 PRODUCT: Final = 8192
@@ -72,7 +72,8 @@ def _weights_after(setup: Setup, rows: int, cols: int, *, graph: bool) -> tuple[
 
 
 def ladder(setup: Setup) -> Outcome:
-    """Measures how long choosing the kernels for symmetric products takes, without and with compiled kernels."""
+    """Measures how long the choice of kernels for symmetric products takes, first with and then without compiling
+    them."""
     numbers: dict[str, object] = {}
     slowest = 0.0
     with lone_team(setup) as team:
@@ -162,8 +163,8 @@ def _muon(setup: Setup, form: str, *, graph: bool, extra: Sequence[str] = ()) ->
 
 @contextmanager
 def lone_team(setup: Setup) -> Iterator[Team]:
-    """Provides a team of one rank, in a process group of its own. On a CPU it has one thread: it is compared with
-    simulations of one core, and on a busy machine threads wait for one another far longer than they compute."""
+    """Provides a team of one rank in a new process group. On a CPU, the rank has one thread: it is compared with
+    simulations of one core, and on a busy machine threads wait for each other far longer than they compute."""
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     threads = torch.get_num_threads()

@@ -1,7 +1,10 @@
-"""Times reductions to owners, in three orders of owners, and one reduce-scatter: DEVICE RANKS FILE.json.
+"""Times reductions to owners, in three orders of owners, and one reduce-scatter.
 
-NCCL reduces along a chain of ranks, which each reduction has to fill with chunks. Consecutive reductions overlap if the
-next owner is the same rank or its successor. A reduce-scatter over a ring fills only once.
+    python -m gpu_parts.chains DEVICE RANKS FILE.json
+
+NCCL reduces along a chain of ranks, and each reduction has to fill the chain with chunks of data. Consecutive
+reductions overlap if the next owner is the same rank or the next rank. A reduce-scatter over a ring fills the ring only
+once.
 """
 
 import json
@@ -24,7 +27,7 @@ REPEATS: Final = 9
 
 
 def rank(number: int, ranks: int, device: str, file: Path) -> None:
-    """Measures on one rank; rank 0 writes the times."""
+    """Measures the collectives on one rank; rank 0 writes the times to `file`."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCH_DIST_USE_NCCL2="0")  # as the launcher sets them
     if device == "cuda":
         torch.cuda.set_device(number)
@@ -62,13 +65,13 @@ def seconds(work: Callable[[], object], device: str) -> float:
             work()
             end.record()
             end.synchronize()
-            took = torch.tensor(start.elapsed_time(end) / 1e3, device=device)
+            elapsed = torch.tensor(start.elapsed_time(end) / 1e3, device=device)
         else:
             begun = time.perf_counter()
             work()
-            took = torch.tensor(time.perf_counter() - begun)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        times.append(float(took))
+            elapsed = torch.tensor(time.perf_counter() - begun)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        times.append(float(elapsed))
     return statistics.median(times[2:])
 
 

@@ -1,10 +1,10 @@
-"""Compares two bf16 runs of the same steps, and computes how far they may be apart.
+"""Compares two bf16 runs of the same steps, and computes how far apart they may be.
 
-A bf16 run differs from the same run in fp32 by its rounding errors. Their size is measured on the CPU, which runs the
-steps in both. A GPU rounds as often as the CPU but in other places, so its run differs from the fp32 run by as much, in
-another direction: the two bf16 runs differ by at most twice this distance. Because twenty steps are a small sample,
-another factor of two is allowed. A relative difference below half a unit in the last place of bf16 is always accepted,
-because logits are rounded to bf16.
+A bf16 run differs from the same run in fp32 by its rounding errors. The CPU runs the steps in both precisions, which
+gives the size of these errors. A GPU rounds as often as the CPU but in other places, so its run has about the same
+distance from the fp32 run in another direction: the two bf16 runs differ by at most twice this distance. Because twenty
+steps are a small sample, another factor of two is allowed. A relative difference below half a unit in the last place of
+bf16 is always accepted, because logits are rounded to bf16.
 """
 
 import math
@@ -22,7 +22,7 @@ Curve = Mapping[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Apart:
-    """The largest distance of two curves, and the largest accepted distance."""
+    """The largest distance between two curves, and the largest accepted distance."""
 
     distance: float
     bound: float

@@ -1,4 +1,4 @@
-"""The parts on one GPU: training that agrees with CPU ranks, checkpoints exchanged with them, memory, calibration."""
+"""The parts of the check on one GPU: training like CPU ranks, checkpoints for CPU ranks, memory, calibration."""
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +16,7 @@ from gpu_parts.traces import read_steps
 
 PROFILED: Final = 7
 HOST_WAITS: Final = 1
-"""The number of times that the host may wait for the GPU in a step; the engine is designed for this number."""
+"""The number of times that the host may wait for the GPU in a step, for which the engine is designed."""
 MEMORY_OVER: Final = 1.05
 """The largest accepted ratio of measured to planned memory."""
 DOUBT_STEPS: Final = 100
@@ -36,7 +36,8 @@ def continued(
     checkpoint: Path | None = None,
     steps: int | None = None,
 ) -> tuple[str, ...]:
-    """Returns the overrides of a run that continues from a checkpoint (default: the demo's), without validation."""
+    """Returns the overrides of a run without validation that continues from a checkpoint; None stands for the
+    demo's."""
     origin = setup.folder / "demo" if checkpoint is None else checkpoint
     end = setup.learnt + setup.compared if steps is None else steps
     resume = f"checkpoint.resume={origin}"
@@ -50,7 +51,7 @@ def tiny(setup: Setup, recipe: str = "qwen3-tiny") -> tuple[str, ...]:
 
 
 def demo(setup: Setup) -> Outcome:
-    """Trains a shorter `make demo` on four CPU ranks of this machine; the loss must fall by a fifth."""
+    """Trains a short version of `make demo` on four CPU ranks of this machine; the loss must fall by a fifth."""
     overrides = (*tiny(setup), DECAY, "gpus=4", "parallel.tp=2", f"train.steps={setup.learnt}")
     losses = train(setup, {"demo": overrides})["demo"].losses
     first, last = losses[1], losses[setup.learnt]
@@ -74,8 +75,11 @@ def train_part(setup: Setup) -> Outcome:
 
 
 def against_cpu(setup: Setup, checked: Run, on_cpu: str = "cpu") -> Outcome:
-    """Compares a run's losses and first gradient norm with the CPU's, which are in the runs `on_cpu` and, in fp32,
-    `on_cpu`-fp32."""
+    """Compares a run's losses and first gradient norm with those of a run on a CPU.
+
+    Args:
+        on_cpu: the name of the CPU's run in bf16; the name of its run in fp32 ends in `-fp32`.
+    """
     cpu, exact = run(setup, on_cpu), run(setup, f"{on_cpu}-fp32")
     checks = {
         "first loss": apart(checked.losses, cpu.losses, exact.losses, steps=1),
@@ -97,8 +101,8 @@ def fused(setup: Setup) -> Outcome:
 
 
 def experts(setup: Setup) -> Outcome:
-    """Compares a model with experts with the CPU, from the same weights on the same batches. On two GPUs, each has half
-    of the experts."""
+    """Compares a model with experts on the device with the CPU, from the same weights on the same batches. On two GPUs,
+    each has half of the experts."""
     train(setup, {"moe": (*tiny(setup, MOE), DECAY, *_PLAIN, "gpus=4", f"train.steps={setup.learnt}")})
     trained = train(
         setup,
@@ -118,27 +122,27 @@ def experts_overrides(setup: Setup) -> tuple[str, ...]:
 
 
 def _moe_continued(setup: Setup, *overrides: str) -> tuple[str, ...]:
-    """Returns the overrides of a run that continues from this part's own checkpoint."""
+    """Returns the overrides of a run that continues from the checkpoint of the run `moe`."""
     return continued(setup, *overrides, recipe=MOE, checkpoint=setup.folder / "moe")
 
 
 def checkpoint(setup: Setup) -> Outcome:
-    """Resumes from a checkpoint in the middle of the device's run: on the device to the end of that run, and on a CPU
-    rank for two steps. Both must have the losses of the uninterrupted run."""
-    unbroken, between = run(setup, "gpu"), setup.handed_over
-    saved = unbroken.files.checkpoints / f"step-{between:08d}"
+    """Resumes from a checkpoint in the middle of the device's run, on the device to the end of the run, and on a CPU
+    rank for two steps. Both resumed runs must have the losses of the uninterrupted run."""
+    uninterrupted, step = run(setup, "gpu"), setup.handed_over
+    saved = uninterrupted.files.checkpoints / f"step-{step:08d}"
     if not saved.is_dir():
         return Outcome(status="short", summary=f"the run on the GPU wrote no checkpoint {saved.name}")
     runs = train(
         setup,
         {
             "resumed-gpu": continued(setup, *on_device(setup), checkpoint=saved),
-            "resumed": continued(setup, "gpus=1", checkpoint=saved, steps=between + 2),
+            "resumed": continued(setup, "gpus=1", checkpoint=saved, steps=step + 2),
         },
     )
     exact = run(setup, "cpu-fp32").losses
-    checks = {name: apart(resumed.losses, unbroken.losses, exact) for name, resumed in runs.items()}
-    summary = f"from step {between}: device {checks['resumed-gpu']}, CPU rank {checks['resumed']}"
+    checks = {name: apart(resumed.losses, uninterrupted.losses, exact) for name, resumed in runs.items()}
+    summary = f"from step {step}: device {checks['resumed-gpu']}, CPU rank {checks['resumed']}"
     return Outcome(status=verdict(checks), summary=summary, numbers=plain(checks))
 
 
@@ -168,7 +172,7 @@ def step_overrides(setup: Setup) -> tuple[str, ...]:
 
 
 def profiled(setup: Setup, *overrides: str) -> tuple[str, ...]:
-    """Returns the overrides of a run of which torch's profiler records one step."""
+    """Returns the overrides of a run in which torch's profiler records one step."""
     recipe = profiled_recipe(setup)
     size = (f"recipe={recipe}", "train.batch_tokens=65536") if setup.device == "cuda" else tiny(setup, recipe)
     steps = (f"run.profile_steps=[{PROFILED},{PROFILED}]", f"train.steps={PROFILED + 1}", "checkpoint.at_end=false")
@@ -180,7 +184,7 @@ def profiled_recipe(setup: Setup) -> str:
 
 
 def profile_of(profiled_run: Run, recipe: str) -> Outcome:
-    """Judges a profiled step: the host's waits, and times and memory against the plan's predictions."""
+    """Judges a profiled step by the host's waits, and compares its times and memory with the plan's predictions."""
     trace, breakdown = read_steps(profiled_run.trace()), profiled_run.breakdown
     peak, planned = breakdown.peak_memory_bytes, breakdown.planned
     assert peak is not None
@@ -215,7 +219,7 @@ def calibrate(setup: Setup) -> Outcome:
     """Runs `canzona calibrate --quick` on one GPU (or two CPU ranks); the outcome's numbers contain the profile."""
     path = setup.folder / "measured.yaml"
     size = ("recipe=qwen3-0.6b", *on_device(setup))
-    if setup.device == "cpu":  # only a smoke test: all quantities, of one layer
+    if setup.device == "cpu":  # only a smoke test, which measures all quantities of one layer
         size = ("recipe=qwen3-tiny", "gpus=2", "model.num_layers=1")
     finish(setup, "calibrate", start(setup, "calibrate", "calibrate", *size, "--quick", "--out", str(path)))
     profile = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ VERSION = 2
 """The version of the JSON file."""
 
 Status = Literal["pass", "short", "not run"]
-"""The ending of a part: it passed; it ran and fell short; it did not run, and the summary says why."""
+"""The status of a part: `pass`; `short` if it ran but missed a goal; `not run`, for the reason in the summary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Setup:
     name: str
     """The name of the GPU."""
     memory_gib: float
-    """The memory of each GPU; 0 where it is unknown."""
+    """The memory of each GPU; 0 if it is unknown."""
     gpus: int
     sizes: tuple[str, ...]
     """The recipes whose matrix updates are measured."""
@@ -79,8 +79,8 @@ class Setup:
 
     @property
     def learnt(self) -> int:
-        """The number of steps of the demo, from whose checkpoint other runs start. In an untrained model, errors would
-        hardly change the loss. On a CPU, which is only a smoke test, there are fewer steps."""
+        """The number of steps of the demo. Other runs start from its checkpoint, because errors would hardly change the
+        loss of an untrained model. On a CPU, which is only a smoke test, there are fewer steps."""
         return 60 if self.device == "cuda" else 12
 
     @property
@@ -90,7 +90,7 @@ class Setup:
 
     @property
     def handed_over(self) -> int:
-        """The step of the device's checkpoint from which other runs resume."""
+        """The step of the checkpoint that the device's run saves for other runs to resume from."""
         return self.learnt + self.compared // 2
 
     @property
@@ -99,18 +99,18 @@ class Setup:
 
     @property
     def profile(self) -> str:
-        """The cluster profile for predictions; for an unknown GPU the H100's."""
+        """The name of the cluster profile for predictions; `h100-80g` for an unknown GPU."""
         if self.device == "cpu":
             return "cpu"
         known = {"H200": "h200", "B200": "b200", "A100": "a100-80g"}
         return next((profile for name, profile in known.items() if name in self.name), "h100-80g")
 
     def result(self, part: str) -> Path:
-        """Returns the path at which a part's process writes its outcome, also while it runs."""
+        """Returns the path to which a part's process writes its outcome: results so far, then the complete outcome."""
         return self.folder / f"{part}.result.json"
 
     def keep(self, part: str, outcome: Outcome) -> None:
-        """Writes a part's outcome, complete or so far, for the process that started the part."""
+        """Writes a part's outcome, complete or incomplete, for the process that started the part."""
         path = self.result(part)
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(outcome)), encoding="utf-8")

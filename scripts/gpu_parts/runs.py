@@ -17,7 +17,7 @@ from gpu_parts.traces import Event
 
 
 class Failed(Exception):
-    """A command failed; the message has its name, exit code and last lines of output."""
+    """The error of a failed command; the message has its name, exit code and last lines of output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def train(setup: Setup, runs: Mapping[str, tuple[str, ...]]) -> dict[str, Run]:
         runs: the overrides of each run, by name.
 
     Raises:
-        Failed: a run failed; names the first.
+        Failed: a run failed; names the first such run.
     """
     started = {
         name: start(setup, name, "train", *overrides, f"run.dir={setup.folder / name}")
@@ -109,8 +109,8 @@ def _log(setup: Setup, name: str) -> Path:
 def on_device(setup: Setup, *, gpus: int = 1, fused: bool = False) -> tuple[str, ...]:
     """Returns the overrides that put a run on the checked device.
 
-    The profile's memory is replaced by the GPU's. On a CPU, micro-batches of one sequence make the run round in other
-    places than the CPU run it is compared with, as a GPU would.
+    The GPU's memory replaces the profile's. On a CPU, micro-batches have one sequence, so that the run rounds in other
+    places than the CPU run that it is compared with, as a GPU would.
     """
     if setup.device == "cpu":
         return (f"gpus={gpus}", "train.micro_batch_size=1")

@@ -1,7 +1,7 @@
-"""Reads traces of torch's profiler: kernels, waits of the host, and how much communication is hidden.
+"""Reads traces of torch's profiler: kernels, waits of the host, and hidden communication.
 
-Only events from the first to the last phase of the breakdown count, which are user annotations in the trace. Starting
-and stopping the profiler also synchronises, but is not part of a step.
+Only events from the first to the last phase of the breakdown count; phases are user annotations in the trace. The host
+also waits for the GPU when the profiler starts and stops, which is not part of a step.
 """
 
 from collections import Counter
@@ -15,12 +15,12 @@ Span = tuple[float, float]
 WAITS: Final = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
 """The calls in which the host waits for the GPU; `item` and copies to pageable memory use the first."""
 COLLECTIVES: Final = ("AllReduce", "ReduceScatter", "AllGather", "SendRecv", "Broadcast", "Reduce")
-"""The collectives in the names of NCCL's kernels; the first that the name contains is the kernel's."""
+"""The collectives as they appear in the names of NCCL's kernels; the first one that a name contains counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """The counts and times of all steps in a trace together."""
+    """The counts and times of a trace, added up over its steps."""
 
     kernels: int
     """The number of kernels on the GPU, including NCCL's."""

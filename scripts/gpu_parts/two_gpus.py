@@ -1,4 +1,5 @@
-"""The parts on two GPUs: agreement with the CPU on every parallel axis, grouped collectives, hidden communication."""
+"""The parts of the check on two GPUs: every parallel axis compared with the CPU, grouped collectives, hidden
+communication."""
 
 import json
 import os
@@ -15,7 +16,7 @@ from gpu_parts.traces import StepTrace, read_steps
 UNGROUPED = 1.5
 """The number of NCCL kernels per bucket and direction above which collectives are not grouped."""
 HIDDEN = 0.5
-"""The smallest accepted share of communication that is overlapped with computation, with both overlaps on."""
+"""The smallest accepted share of communication that overlaps with computation."""
 
 
 def split(setup: Setup, axis: str) -> Outcome:
@@ -31,7 +32,7 @@ def split_overrides(setup: Setup, axis: str) -> tuple[str, ...]:
 
 
 def overlap(setup: Setup) -> Outcome:
-    """Profiles a step with DP 2: whether a bucket's collectives are grouped, and how much of them is overlapped."""
+    """Profiles a step with DP 2, and judges whether a bucket's collectives are grouped and overlapped."""
     return overlap_of(train(setup, {"overlap": overlap_overrides(setup)})["overlap"])
 
 
@@ -66,8 +67,8 @@ def judge(trace: StepTrace, *, buckets: int) -> Outcome:
 
 
 def chains(setup: Setup) -> Outcome:
-    """Compares reductions to owners, in several orders of owners, with one reduce-scatter of as many bytes. The
-    difference is the cost of filling NCCL's chains. The ranks are processes of `gpu_parts.chains`."""
+    """Compares reductions to owners, in several orders of owners, with one reduce-scatter of the same bytes. The
+    difference is the cost of filling NCCL's chains. `gpu_parts.chains` runs in a process that starts the ranks."""
     answer = setup.folder / "chains.json"
     command = [sys.executable, "-W", "ignore", "-m", "gpu_parts.chains", setup.device, str(setup.gpus), str(answer)]
     folder = Path(__file__).parents[1]

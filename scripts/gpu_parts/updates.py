@@ -1,11 +1,11 @@
 """Measures every optimizer's update of every matrix shape of Qwen3, and compares it with matrix products on the device.
 
-Updates are timed as in `canzona calibrate`: one call warms up, then samples are taken until a budget is spent; for SOAP
-and Shampoo a sample is a mean over a refresh period. An update's rate is the FLOPs that plans count over the median
-time. It is compared with the measured rate of a product of two square matrices that has the mean volume of the update's
-products and the same precision: bf16 for Muon, TF32 for the others (fp32 on a CPU). Launches are counted by torch's
-profiler: kernels and copies on a GPU, operations on a CPU. Quick updates are measured first; those for which no time is
-left are counted.
+Updates are timed as in `canzona calibrate`: after one warm-up call, samples are taken until a budget is spent; for SOAP
+and Shampoo, a sample is the mean over a refresh period. The rate of an update is the FLOPs that plans count, divided by
+the median time. It is compared with the measured rate of a product of two square matrices that has the mean volume of
+the update's products and the same precision: bf16 for Muon, TF32 for the other optimizers (fp32 on a CPU). torch's
+profiler counts launches: kernels and copies on a GPU, operations on a CPU. Quick updates are measured first; the
+outcome has the number of updates for which no time was left.
 """
 
 import statistics
@@ -27,9 +27,9 @@ from gpu_parts.alone import lone_team
 from gpu_parts.outcome import Outcome, Setup
 
 LARGE: Final = 1024
-"""The shorter side from which on a matrix is large, so that its update must reach `SHARE` of a product's rate."""
+"""The smallest shorter side of a large matrix. Updates of large matrices must reach `SHARE` of a product's rate."""
 SHARE: Final = 0.6
-"""The smallest accepted median share of a product's rate. Plans predict 18.5 ms of products in 23.7 ms of updates."""
+"""The smallest accepted median of `Update.share`. Plans predict that products take 18.5 ms of 23.7 ms of updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Update:
     rows: int
     cols: int
     size: str
-    """The first of the models that has the shape."""
+    """The recipe of the first model that has the shape."""
     seconds: Quartiles
     tflops: float
     precision: str
@@ -55,7 +55,7 @@ class Update:
 
 
 def updates(setup: Setup, seconds: float) -> Outcome:
-    """Measures as many updates as there is time for."""
+    """Measures as many updates as fit into `seconds`."""
     items = updates_of(setup.sizes)
     measured: list[Update] = []
     until = time.monotonic() + seconds
@@ -81,7 +81,11 @@ def updates_of(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]
 
 
 def summarised(measured: Sequence[Update], *, left: int) -> Outcome:
-    """Makes the outcome: the summary is about Muon's updates of large matrices, the numbers have all updates."""
+    """Returns the outcome: a summary of Muon's updates of large matrices, and the numbers of all updates.
+
+    Args:
+        left: the number of updates for which no time was left.
+    """
     more = f"; no time was left for {left} more" if left else ""
     if not measured:
         return Outcome(status="not run", summary=f"nothing was measured{more}")
@@ -112,7 +116,7 @@ def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], bud
 
 
 def launches(work: Callable[[], None], device: torch.device) -> int:
-    """Returns the number of launches of a call, after a call that warms up."""
+    """Returns the number of launches of `work()`, after a warm-up call."""
     work()
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -128,7 +132,7 @@ def launches(work: Callable[[], None], device: torch.device) -> int:
 
 
 def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple[int, str]:
-    """Returns the side and precision of the square product that is like an update's mean product."""
+    """Returns the side and the precision of the square product with the mean volume of an update's products."""
     how = algorithm(variant.config)
     parts = work(how, rows, cols)[0].products
     volume = sum(n * m * k * p for n, m, k, p in parts) / sum(n for n, *_ in parts)
@@ -138,8 +142,8 @@ def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple
 
 @cache
 def product_tflops(team: Team, side: int, precision: str, budget_s: float) -> float:
-    """Measures the rate of a square product in TFLOP/s, of random numbers: constants use less power, which would allow
-    higher clocks."""
+    """Measures the rate of a square product of random numbers, in TFLOP/s. Products of constants would use less power,
+    which allows higher clocks."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     a, b, out = (torch.randn(side, side, device=team.device).to(dtype) for _ in range(3))
 
