@@ -557,13 +557,13 @@ def test_owners_that_do_the_same_are_simulated_once(
     """One by one they come to the very same."""
     given_run = inputs(config_of("0.6b", mesh), mesh, strategy, splitting=splitting)
     together, cells = simulate(*given_run), []
-    alike = UpdatePhase._alike
+    alike = UpdatePhase._merge_alike
 
     def one_by_one(self: UpdatePhase, teams: Sequence[Team]) -> list[Team]:
         cells.extend([len(alike(self, teams)), len(teams)])
         return list(teams)
 
-    monkeypatch.setattr(UpdatePhase, "_alike", one_by_one)
+    monkeypatch.setattr(UpdatePhase, "_merge_alike", one_by_one)
     apart = simulate(*given_run)
     assert cells[0] < cells[1]
     for name in ("iteration_s", "optimizer_s", "phases", "slowest_rank", "events"):
