@@ -174,9 +174,9 @@ def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[in
     keys, tensors, scalars = source.folder.keys, defaultdict[int | None, dict[str, Buffer]](dict), dict[str, Scalar]()
     for parameter in parameters(source.config.model):
         fields = source.fields(parameter)
-        found = {field: parameter.stored(keys, field) for field in (MASTER, *fields)}
-        found[MASTER] = found[MASTER] or parameter.stored(keys)
-        named = {field: key for field, key in found.items() if key is not None}
+        by_field = {field: parameter.stored(keys, field) for field in (MASTER, *fields)}
+        by_field[MASTER] = by_field[MASTER] or parameter.stored(keys)
+        named = {field: key for field, key in by_field.items() if key is not None}
         units = dict.fromkeys(block.unit for block in parameter.blocks)
         for field, key in named.items():
             stored = _Stored(source.folder, parameter, key, on_bytes)
