@@ -17,7 +17,7 @@ from canzona_cli.cluster.remembered import remember, search_file
 from canzona_cli.config.execution import AnyStrategy, with_strategy
 from canzona_cli.config.layout_rules import divisors, layout_problems, may_have_whole_experts, possible_tp
 from canzona_cli.config.schema import Execution, Layout, Recompute, RunConfig
-from canzona_cli.config.settings import problem_with
+from canzona_cli.config.settings import problem_with, with_own_values
 from canzona_cli.config.stages import possible_pp, possible_vpp
 from canzona_cli.costs.buffers import default_bucket_elements, matrix_shapes
 from canzona_cli.costs.memory import MemoryEstimate, estimate
@@ -77,7 +77,7 @@ def possible_layouts(config: RunConfig) -> list[Layout]:
     Raises:
         ConfigError: the settings are impossible.
     """
-    refuse(layout_problems(config))
+    refuse(with_own_values(config, layout_problems(config)))
     layouts = list(_layouts(config))
     if not layouts:
         raise ConfigError(_no_batch(config))

@@ -11,7 +11,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from canzona_cli.config.schema import ModelConfig, RunConfig
-from canzona_cli.config.settings import with_own_values
 from canzona_cli.config.stages import counted, possible_pp, possible_vpp
 from canzona_cli.errors import Problem
 
@@ -76,9 +75,9 @@ def _chunk_problems(layers: int, vpp: int) -> Iterator[Problem]:
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
-    """Returns the problems with the parallelism, the nodes and the batch of a run; empty if the layout can
-    work."""
-    return with_own_values(config, [*_parallelism(config), *_machines(config), *_batch(config)])
+    """Returns the problems with the parallelism, the nodes and the batch of a run, some without the run's value
+    (`settings.with_own_values`); empty if the layout can work."""
+    return [*_parallelism(config), *_machines(config), *_batch(config)]
 
 
 def _cut_by_tp(model: ModelConfig, *, whole_experts: bool) -> list[tuple[int, str]]:
