@@ -18,6 +18,7 @@ from canzona_cli.config.schema import (
     Strategy,
     TrainConfig,
 )
+from canzona_cli.model.matrices import Matrix
 
 Size = Literal["tiny", "0.6b", "1.7b", "4b", "8b", "14b", "32b"]
 
@@ -70,6 +71,14 @@ def model(size: Size) -> ModelConfig:
         vocab_size=vocabulary,
         tied_embeddings=tied,
     )
+
+
+def matrix(index: int, rows: int, cols: int, shard_dim: Literal[0, 1] | None = 0) -> Matrix:
+    """A matrix that is all of its layer."""
+    return Matrix(
+        index=index, name=f"layers.{index}.any", kind="other", layer=index, stage=0, rows=rows, cols=cols,
+        shard_dim=shard_dim, parameter=f"layers.{index}.any.weight", unit=index,
+    )  # fmt: skip
 
 
 def llama(size: Size) -> ModelConfig:

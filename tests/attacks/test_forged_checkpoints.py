@@ -133,8 +133,7 @@ def test_a_manifest_of_no_time_and_a_bomb_for_settings_are_told_apart(tmp_path: 
     folder = root / "step-00000020"
     forge.rewrite(folder, "config.yaml", lambda _: BOMB.encode())
     for command in ("list", "show", "verify"):
-        done = canzona("checkpoint", command, str(folder.parents[1]))
-        assert done.returncode == 0, "its settings are shown where they can be read, and nothing else hangs on them"
+        done = canzona("checkpoint", command, str(folder.parents[1]), code=0)
     with pytest.raises(CheckpointInvalid, match="expands to more than") as refused:
         resumption(resolve("gpus=1", f"run.dir={root.parent}")[0], resolve("gpus=1")[1])
     assert "checkpoint.resume=step-00000010" in refused.value.problems[0].fix
@@ -142,8 +141,7 @@ def test_a_manifest_of_no_time_and_a_bomb_for_settings_are_told_apart(tmp_path: 
     for created in (math.nan, math.inf, 1e300, -1.0):
         forge.seal(folder, replace(manifest, created=created))
         for command, code in (("list", 0), ("show", 5), ("verify", 5)):
-            done = canzona("checkpoint", command, str(folder.parents[1]))
-            assert done.returncode == code, (command, created, done.stderr)
+            done = canzona("checkpoint", command, str(folder.parents[1]), code=code)
             assert "Traceback" not in done.stderr + done.stdout
 
 

@@ -58,9 +58,7 @@ def chance() -> random.Random:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(2400)
-def test_launches_killed_at_random_moments_cost_no_bit(
-    tmp_path: Path, corpus_cache: Path, chance: random.Random
-) -> None:
+def test_launches_killed_at_random_times_cost_no_bit(tmp_path: Path, corpus_cache: Path, chance: random.Random) -> None:
     """The launcher, torchrun or a rank: a quarter of them at any moment of a launch, most of which is its start, the
     others while they train or save; a new run whenever one has come to its end."""
 
@@ -86,7 +84,7 @@ def test_launches_killed_at_random_moments_cost_no_bit(
                 time.sleep(0.01)
             time.sleep(chance.uniform(0.0, 0.2))
         if len(kills) < LAUNCHES_KILLED and run.process.poll() is None:
-            family = run.processes()
+            family = run.family()
             doomed = chance.randrange(len(family) + 1)
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 [psutil.Process(run.process.pid), *family][doomed].send_signal(signal.SIGKILL)

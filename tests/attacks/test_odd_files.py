@@ -19,6 +19,7 @@ from canzona_cli.run.codec import load_if_sound, read_lines
 from canzona_cli.run.records import RunResult, StepMetrics, read_layout
 from tests.attacks.cases import mostly
 from tests.commands.support import canzona
+from tests.refusals import refused
 
 RUN = compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2"]).config
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -114,9 +115,8 @@ def test_what_lies_in_plans_stops_no_run(kind: str, tmp_path: Path) -> None:
     again = obtain_plan(config, layout, tmp_path)
     assert again is not None
     assert again.path == good, "the odd one is newer, and passed over"
-    with pytest.raises(ConfigError) as refused:
-        read_plan(tmp_path / f"{name}-odd.json")
-    assert [problem.key for problem in refused.value.problems] == ["plan"]
+    problems = refused(read_plan, tmp_path / f"{name}-odd.json")
+    assert [problem.key for problem in problems] == ["plan"]
 
 
 @pytest.mark.parametrize("kind", mostly(pytest.mark.sweep, [*NO_FILES, *NO_JSON], "a pipe", "a million levels"))
@@ -213,9 +213,8 @@ def test_odd_files_in_plans_do_not_end_a_command(tmp_path: Path) -> None:
     ids=lambda text: text[:40],
 )
 def test_values_that_no_run_has_are_refused_at_once(overrides: str, key: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        resolve(compose_run(["recipe=tiny", *overrides.split()]).config)
-    assert key in {problem.key for problem in refused.value.problems}
+    problems = refused(lambda: resolve(compose_run(["recipe=tiny", *overrides.split()]).config))
+    assert key in {problem.key for problem in problems}
 
 
 @pytest.mark.parametrize("larger_s", [0.01, 1e-12])
@@ -239,9 +238,9 @@ def test_a_forged_plan_with_the_right_hash_is_told_from_the_runs_own(tmp_path: P
         content = json.loads(found.plan.to_json())
         change(content["matrices"])
         path.write_text(_sealed({key: value for key, value in content.items() if key != "hash"}))
-        with pytest.raises(ConfigError) as refused:
-            obtain_plan(*resolve(compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2", f"engine.plan={path}"]).config))
-        return refused.value.problems[0].reason
+        return refused(
+            obtain_plan, *resolve(compose_run(["recipe=tiny", "gpus=4", "parallel.tp=2", f"engine.plan={path}"]).config)
+        )[0].reason
 
     assert "two matrices called layers.0.proj" in refusal(lambda m: m[1].update(name=m[0]["name"]))
     assert "different matrices" in refusal(lambda m: m[1].update(name="layers.0.x"))

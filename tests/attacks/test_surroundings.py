@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import pwd
 import resource
 import shutil
 import socket
@@ -59,6 +60,13 @@ def limited(what: int, value: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
 
 
+def at_home_here() -> None:
+    """Makes the working directory the home of the password database, which counts where HOME is not set."""
+    entry = pwd.getpwuid(os.getuid())
+    here = pwd.struct_passwd((*entry[:5], str(Path.cwd()), *entry[6:]))
+    pwd.getpwuid = lambda _: here
+
+
 def ascii_only() -> None:
     sys.stdout, sys.stderr = (open(number, "w", encoding="ascii", closefd=False) for number in (1, 2))  # noqa: SIM115
 
@@ -67,7 +75,7 @@ def ascii_only() -> None:
     ("attack", "environment", "before"),
     [
         ("umask 000", {}, lambda: os.umask(0) and None),
-        ("HOME is not set", {"HOME": None, "CANZONA_CACHE": None, "USER": None}, lambda: None),
+        ("HOME is not set", {"HOME": None, "CANZONA_CACHE": None, "USER": None}, at_home_here),
         ("HOME is no directory", {"HOME": "/dev/null", "CANZONA_CACHE": None}, lambda: None),
         ("TMPDIR is no directory", {"TMPDIR": "/dev/null/no"}, lambda: None),
         ("an output of ASCII alone", {"LC_ALL": "C"}, ascii_only),
@@ -86,6 +94,7 @@ def test_odd_environments_train_as_ever(
     for path in (files.root, *files.root.rglob("*")):
         assert not path.stat().st_mode & 0o002, f"everybody may write {path}"
     assert "done, 3 steps" in heard.text
+    assert (files.root.parent / ".cache" / "canzona").exists() is (before is at_home_here)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +132,7 @@ EVERYWHERE: Sequence[Sequence[str]] = (
 
 
 @pytest.mark.parametrize(("attack", "name"), [("a name of 300 bytes", LONG), ("a name that is not UTF-8", NOT_UTF8)])
-def test_no_command_takes_an_odd_name_for_a_mistake_of_its_own(
-    tmp_path: Path, heard: Heard, attack: str, name: str
-) -> None:
+def test_no_command_takes_an_odd_name_for_its_own_bug(tmp_path: Path, heard: Heard, attack: str, name: str) -> None:
     codes = []
     for words in EVERYWHERE:
         victim = attacked(*(word.format(name) for word in words), streams=heard.streams, cwd=tmp_path)

@@ -1,13 +1,11 @@
 """How wrong predictions of layouts were: errors in the field's words, of what no number was fitted to, by phase."""
 
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from rich.console import Console
 
 from canzona_cli.bench.layouts import LayoutBench, TuneResult, content_of, layout_name
 from canzona_cli.bench.results import Measured, Predicted
@@ -15,6 +13,7 @@ from canzona_cli.config.schema import Layout
 from canzona_cli.report.tune import TuneView
 from canzona_cli.run.breakdown import CALIBRATE
 from canzona_cli.run.statistics import OverRanks
+from tests.report.terminal import printed
 from tests.sizes import layout
 
 
@@ -139,7 +138,7 @@ def test_what_is_shown_keeps_its_width_and_has_what_json_has(width: int) -> None
     shown = result(
         one(DP4, 1.0, predicted=1.1), one(TP4, 0.9, predicted=1.5), one(MIXED, 1.3, predicted=1, fitted=True)
     )
-    text = tune_screen(shown, width)
+    text = printed(TuneView(result=shown), width)
     assert max(map(len, text.splitlines())) <= width
     content = json.loads(json.dumps(content_of(shown, "mine.yaml")))
     assert f"{content['accuracy']['step']['mape']:.1%}" in text
@@ -149,17 +148,11 @@ def test_what_is_shown_keeps_its_width_and_has_what_json_has(width: int) -> None
     assert len(content["result"]["layouts"][layout_name(DP4)]["measured"]) == 1, "raw numbers are kept"
 
 
-def tune_screen(shown: TuneResult, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(TuneView(result=shown))
-    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
-
-
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_all_columns_of_a_layout_are_in_one_line(width: int) -> None:
     """Where the last column has no room, it is left out: the fastest is first, and a sentence names the choice."""
     slow = one(replace(MIXED, recompute="selective"), 12.3, 12.4, predicted=1.1)
-    text = tune_screen(result(one(DP4, 10.1, 10.2, predicted=1.5), slow), width)
+    text = printed(TuneView(result=result(one(DP4, 10.1, 10.2, predicted=1.5), slow)), width)
     lines = text.splitlines()
     assert [head.split() for head, below in pairwise(lines) if below.startswith("───")] == [
         ["batch", "recompute", "ms/step", "plan", "error", "slower"],
@@ -171,10 +164,10 @@ def test_all_columns_of_a_layout_are_in_one_line(width: int) -> None:
 def test_predictions_of_a_cpu_profile_that_nobody_measured_are_not_shown() -> None:
     layouts = one(DP4, 1.0, predicted=1.1), one(TP4, 0.9, predicted=1.5)
     guessed = replace(result(*layouts), calibrated=False)
-    text = tune_screen(guessed, 120)
+    text = printed(TuneView(result=guessed), 120)
     assert CALIBRATE in " ".join(text.split())
     assert not {"plan:", "error", "error:", "Errors"} & set(text.split())
-    assert "Errors of the predictions" in tune_screen(replace(guessed, device="cuda"), 120)
+    assert "Errors of the predictions" in printed(TuneView(result=replace(guessed, device="cuda")), 120)
 
 
 def test_layouts_that_differ_in_their_model_chunks_alone_have_names_of_their_own() -> None:

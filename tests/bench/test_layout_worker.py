@@ -31,9 +31,7 @@ def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, act: Act) -> str:
     return worker.layouts_rank(files, RankRecord(files, 0), 0)
 
 
-def test_every_layout_has_a_turn_in_each_round_each_in_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_layout_has_a_turn_and_a_process_in_each_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def note(files: RunFiles, rank: int, number: int, name: str) -> None:
         (files.root / f"{number} {name}").write_text(str(os.getpid()))
 
@@ -44,9 +42,7 @@ def test_every_layout_has_a_turn_in_each_round_each_in_a_process_of_its_own(
 
 
 @pytest.mark.parametrize("told", ["", "rank 1: no room"])
-def test_a_layout_that_fails_has_no_further_turn_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
-) -> None:
+def test_a_failing_layout_has_no_further_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     """A turn that dies; and one that waits for another rank, which has said why it will never come."""
 
     def fail(files: RunFiles, rank: int, number: int, name: str) -> None:

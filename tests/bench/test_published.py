@@ -1,8 +1,6 @@
 """The simulator beside step times that others have published: its figures, and what a file of rows may say."""
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
@@ -27,7 +25,7 @@ from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError
-from tests.waiting import PATIENCE_S
+from tests.commands.support import ran
 
 REPOSITORY = Path(__file__).parents[2]
 _FILE = yaml.safe_load(ROWS.with_name("predictions.yaml").read_text(encoding="utf-8"))
@@ -148,16 +146,7 @@ def test_a_model_that_was_left_out_of_the_fit_is_predicted_within_six_per_cent(t
     parts = [PartResult(part="step", seconds=1, outcome=outcome)]
     checked = tmp_path / "checked.json"
     checked.write_text(content(setup, {"torch": "2.11.0", "canzona": "0.1.0"}, parts), encoding="utf-8")
-    ran = subprocess.run(
-        [sys.executable, "scripts/published.py", "--gpu-check", checked],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert re.search(r"left out [1-5]\.\d% \(goal 6%\)", ran.stdout)
-    assert "1 x NVIDIA H200, torch 2.11.0, canzona 0.1.0:" in ran.stdout
-    assert "| matrix_update | 1.5 ms | 1.25 ms | +20.0% |" in ran.stdout
+    said = ran(sys.executable, "scripts/published.py", "--gpu-check", checked, cwd=REPOSITORY).stdout
+    assert re.search(r"left out [1-5]\.\d% \(goal 6%\)", said)
+    assert "1 x NVIDIA H200, torch 2.11.0, canzona 0.1.0:" in said
+    assert "| matrix_update | 1.5 ms | 1.25 ms | +20.0% |" in said

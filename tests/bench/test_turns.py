@@ -29,7 +29,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, replaced: list[int], turns: Turns) ->
     [([0, 0], 4), ([7, 7, 7, 0], 4 + 3), ([7] * 20, 4 + 4), ([0, 0, 0, 7], 4)],
     ids=["never", "in the first three", "for ever", "once it counts"],
 )
-def test_a_turn_warms_up_until_updates_are_what_a_plan_prices(
+def test_turns_warm_up_until_updates_are_as_priced(
     monkeypatch: pytest.MonkeyPatch, replaced: list[int], steps: int
 ) -> None:
     turns = Turns(names=("a",), rounds=1, steps_per_turn=4, warm_up_steps=2, settling=4)

@@ -177,9 +177,7 @@ def test_beginning_removes_what_killed_saves_left_and_nothing_else(root: Path) -
     assert os.listdir(root) == ["step-00000020"]
 
 
-def test_what_a_rank_still_makes_while_its_save_is_given_up_goes_too(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_rank_makes_while_its_save_is_given_up_goes_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file comes after the folder was listed, and so does that which says that it could not be written."""
     partial = begin(root, 30)
     late = [partial / "part-00001.json", partial / "rank-00001.safetensors"]

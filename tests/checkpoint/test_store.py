@@ -9,8 +9,9 @@ import pytest
 from canzona_cli.checkpoint.manifest import partial_path, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.checkpoint.verify import previous_sound
-from canzona_cli.errors import CanzonaError, CheckpointInvalid, ConfigError
+from canzona_cli.errors import CanzonaError, CheckpointInvalid
 from tests.checkpoint.checkpoints import manifest_of, names, save
+from tests.refusals import refused
 
 
 @pytest.fixture
@@ -145,9 +146,8 @@ def test_a_checkpoint_that_is_not_there_is_a_configuration_error_that_says_what_
         save(store.root, step)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as caught:
-        resolve(store.root, resume)
-    problem = caught.value.problems[0]
+    problems = refused(resolve, store.root, resume)
+    problem = problems[0]
     assert (problem.key, problem.value) == ("checkpoint.resume", resume)
     assert said in problem.fix
 

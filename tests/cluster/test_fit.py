@@ -12,6 +12,7 @@ from canzona_cli.config.layout_rules import layout_problems
 from canzona_cli.config.schema import Layout, ParallelConfig, RunConfig
 from canzona_cli.costs.memory import estimate
 from canzona_cli.errors import ConfigError, DoesNotFit
+from tests.refusals import refused
 from tests.sizes import Size, run
 
 SIZES: tuple[Size, ...] = ("tiny", "0.6b", "1.7b", "4b", "8b", "14b", "32b")
@@ -116,16 +117,13 @@ def test_tensor_parallelism_stays_inside_a_machine_unless_asked() -> None:
 
 
 def test_every_mistake_is_reported_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        fit.resolve(run("tiny", 4, tp=3, pp=5))
-    assert {problem.key for problem in caught.value.problems} == {"parallel.tp", "parallel.pp", "gpus"}
+    problems = refused(fit.resolve, run("tiny", 4, tp=3, pp=5))
+    assert {problem.key for problem in problems} == {"parallel.tp", "parallel.pp", "gpus"}
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused_with_one_that_can() -> None:
     only_dp = ParallelConfig(tp=1, pp=1, cp=1)
-    with pytest.raises(ConfigError) as caught:
-        fit.resolve(replace(run("tiny", 64), parallel=only_dp))
-    (problem,) = caught.value.problems
+    (problem,) = refused(fit.resolve, replace(run("tiny", 64), parallel=only_dp))
     assert problem.key == "train.batch_tokens"
     assert "train.global_batch_size=64" in problem.fix
     assert fit.resolve(replace(run("tiny", 64, global_batch_size=64), parallel=only_dp))[1].global_batch_size == 64
@@ -138,9 +136,8 @@ def test_sequences_are_cut_where_there_are_more_gpus_than_sequences() -> None:
 
 
 def test_a_batch_no_layout_divides_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        fit.resolve(run("tiny", 64, tp=1, global_batch_size=3))
-    assert caught.value.problems[0].key == "train.global_batch_size"
+    problems = refused(fit.resolve, run("tiny", 64, tp=1, global_batch_size=3))
+    assert problems[0].key == "train.global_batch_size"
 
 
 def test_context_parallelism_takes_its_ranks() -> None:

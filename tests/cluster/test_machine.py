@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.gpus import GpuInfo, installed_gpus, read_proc, read_smi, select
-from canzona_cli.cluster.machine import (
-    machine_facts,
-    profile_mismatches,
-)
+from canzona_cli.cluster.machine import machine_facts, profile_mismatches
 from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.run.machine import cores

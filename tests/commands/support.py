@@ -18,9 +18,13 @@ from tests.waiting import PATIENCE_S
 
 
 def canzona(
-    *arguments: str | Path, cwd: Path | None = None, environment: Mapping[str, str] | None = None, stdin: bytes = b""
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    stdin: bytes = b"",
+    code: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`canzona ARGUMENTS` in an 80-column terminal that is not one; text out and err.
+    """`canzona ARGUMENTS` in an 80-column terminal that is not one; text out and err. Asserts the exit code, if given.
 
     A fork costs a hundredth of a Python that imports everything again, and is as well apart from the tests: its own
     working directory, environment and descriptors. Variables that Python itself reads when it starts have no effect.
@@ -46,6 +50,7 @@ def canzona(
             file.seek(0)
             said.append(file.read().decode())
     _import_as_well(receiver)
+    assert code in (None, process.exitcode), (process.exitcode, *said)
     return subprocess.CompletedProcess(["canzona", *argv], process.exitcode, *said)
 
 
@@ -57,38 +62,39 @@ def ready_to_fork() -> None:
 
 
 def canzona_process(
-    *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None, code: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The same in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "canzona_cli.app", *arguments],
-        cwd=cwd,
-        env=_environment(environment),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
+    return _ended([sys.executable, "-m", "canzona_cli.app", *arguments], cwd, _environment(environment), code)
+
+
+def ran(
+    *command: str | Path, cwd: Path | None = None, environment: Mapping[str, str] | None = None, code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program that may import the package, and asserts its exit code; text out and err."""
+    return _ended(command, cwd, {**os.environ, **importable(), **(environment or {})}, code)
+
+
+def _ended(
+    command: Sequence[str | Path], cwd: Path | None, environment: Mapping[str, str], code: int | None
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
+    assert code in (None, done.returncode), done.stdout + done.stderr
+    return done
+
+
+def loads_none_of(names: Sequence[str], statement: str) -> None:
+    """Asserts that a Python of its own has none of these modules in it after a statement."""
+    found = f"import sys\n{statement}\nprint([name for name in {tuple(names)!r} if name in sys.modules])"
+    assert ran(sys.executable, "-c", found).stdout.splitlines()[-1] == "[]"
 
 
 def imports_none_of(names: Sequence[str], *arguments: str) -> None:
     """Asserts that the command succeeds in a Python of its own, and has none of these modules in it at its end."""
-    script = (
-        "import sys, atexit; from canzona_cli.app import main\n"
-        f"sys.argv = ['canzona', *{list(arguments)!r}]\n"
-        f"atexit.register(lambda: print('LOADED', [name for name in {tuple(names)!r} if name in sys.modules]))\n"
-        "main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**importable(), **tests_cache()},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "LOADED []"
+    command = f"from canzona_cli.app import main; sys.argv = ['canzona', *{list(arguments)!r}]"
+    loads_none_of(names, f"{command}\ntry: main()\nexcept SystemExit as end: assert not end.code, end.code")
 
 
 def importable() -> dict[str, str]:

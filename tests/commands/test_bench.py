@@ -1,9 +1,7 @@
 """`canzona bench` for real: workers under torchrun, JSON and files as promised, mistakes without a traceback."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,7 @@ from canzona_cli.bench.results import content_of, load
 from canzona_cli.commands.bench import write_json
 from canzona_cli.planner.plan_file import read_plan
 from tests.bench.benches import bench, with_measured
-from tests.commands.support import canzona, importable
-from tests.waiting import PATIENCE_S
+from tests.commands.support import canzona, canzona_process
 
 RUN = (
     *("recipe=tiny", "gpus=2", "parallel.tp=2", "model.num_layers=2", "train.seq_length=64"),
@@ -23,15 +20,11 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, corpus_cache: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A bench of two strategies, two measured rounds of two steps, and the folder it ran in."""
     folder = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, "-m", "canzona_cli.app", "bench", *RUN, "--strategies", "canzona,sc"]
-    command += ["--rounds", "2", "--steps-per-turn", "2", "--json", "--out", "out/r.json"]
-    environment = {**os.environ, **importable(), "CANZONA_CACHE": str(corpus_cache), "NO_COLOR": "1"}
-    return folder, subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    turns = ("--strategies", "canzona,sc", "--rounds", "2", "--steps-per-turn", "2")
+    return folder, canzona_process("bench", *RUN, *turns, "--json", "--out", "out/r.json", cwd=folder)
 
 
 def test_json_has_every_strategy_measured_and_predicted(
@@ -55,7 +48,7 @@ def test_json_has_every_strategy_measured_and_predicted(
         assert len(found.measured.losses) == 6
 
 
-def test_the_bench_directory_keeps_configurations_the_plan_and_the_result(
+def test_the_bench_directory_keeps_settings_plan_and_result(
     done: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     folder, _ = done
@@ -64,10 +57,7 @@ def test_the_bench_directory_keeps_configurations_the_plan_and_the_result(
     assert load(run / "bench.json") == load(folder / "out" / "r.json")
     assert read_plan(run / "plan-canzona.json").subject.settings.splitting == "qkv"
     assert not (run / "plan-sc.json").exists()
-    assert {path.name for path in run.glob("config-*.yaml")} == {
-        "config-canzona.yaml",
-        "config-sc.yaml",
-    }
+    assert {path.name for path in run.glob("config-*.yaml")} == {"config-canzona.yaml", "config-sc.yaml"}
     assert json.loads((run / "sitting-0" / "result.json").read_text(encoding="utf-8"))["status"] == "done"
     assert "canzona_cli.bench.worker" in (run / "sitting-0" / "command.txt").read_text(encoding="utf-8")
 
@@ -77,8 +67,7 @@ def test_mistakes_are_told_at_once_and_leave_nothing(tmp_path: Path) -> None:
     told = canzona(
         "bench", "recipe=tiny", "gpus=3", "parallel.tp=2", "--strategies", "best", "--rounds", "0", "--out", "taken",
         cwd=tmp_path,
-    )  # fmt: skip
-    assert told.returncode == 2
+    code=2)  # fmt: skip
     for word in ("--strategies = best", "--rounds = 0", "--out = taken", "gpus = 3"):
         assert word in told.stderr
     assert "Traceback" not in told.stderr

@@ -20,8 +20,7 @@ from tests.commands.support import canzona
 )
 def test_is_refused(arguments: list[str], code: int, said: list[str], tmp_path: Path) -> None:
     (tmp_path / "there.yaml").write_text("name: mine\n")
-    result = canzona("calibrate", *arguments, cwd=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""})
-    assert result.returncode == code, result.stderr
+    result = canzona("calibrate", *arguments, cwd=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}, code=code)
     for words in said:
         assert words in result.stderr
     assert not result.stdout

@@ -46,8 +46,7 @@ def words(text: str) -> str:
 
 
 def test_the_list_has_a_line_for_each_and_fits_the_terminal(run: Path) -> None:
-    done = canzona("checkpoint", "list", str(run))
-    assert done.returncode == 0, done.stderr
+    done = canzona("checkpoint", "list", str(run), code=0)
     assert max(map(len, done.stdout.splitlines())) <= max(80, len(f"checkpoints in {run}/checkpoints"))
     for step in (10, 20):
         line = next(line for line in done.stdout.splitlines() if line.startswith(f"step-{step:08d}"))
@@ -66,8 +65,7 @@ def test_the_newest_run_is_meant_where_none_is_named(run: Path, tmp_path: Path) 
 
 def test_the_list_as_json_tells_damaged_ones_too(run: Path) -> None:
     key = damage(run, 20, size=True)
-    done = canzona("checkpoint", "list", "--json", str(run))
-    assert done.returncode == 0
+    done = canzona("checkpoint", "list", "--json", str(run), code=0)
     first, second = json.loads(done.stdout)["checkpoints"]
     assert (first["name"], first["step"], first["sound"], first["problems"]) == ("step-00000010", 10, True, [])
     assert first["layout"] == {"tp": 2, "pp": 1, "vpp": 1, "cp": 1, "dp": 2}
@@ -84,8 +82,7 @@ def test_verifying_reads_everything_and_names_every_bad_file(run: Path) -> None:
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["step-00000010", "step-00000020"]
     save(run / "checkpoints", 30)
     keys = [damage(run, 20, size=False), damage(run, 30, size=True)]
-    done = canzona("checkpoint", "verify", str(run))
-    assert done.returncode == 5
+    done = canzona("checkpoint", "verify", str(run), code=5)
     assert "Checkpoint cannot be used: 2 problems" in done.stderr
     for key in keys:
         assert key in done.stderr
@@ -107,8 +104,7 @@ def test_one_checkpoint_is_verified_by_its_path(run: Path) -> None:
 
 
 def test_show_tells_progress_settings_and_tensors_of_the_newest(run: Path) -> None:
-    done = canzona("checkpoint", "show", str(run))
-    assert done.returncode == 0, done.stderr
+    done = canzona("checkpoint", "show", str(run), code=0)
     said = words(done.stdout)
     for part in (
         "step-00000020",
@@ -138,8 +134,7 @@ def test_show_names_the_tokenizer_of_the_runs_data(run: Path) -> None:
 
 def test_show_of_a_damaged_one_is_exit_code_5_with_the_one_before(run: Path) -> None:
     key = damage(run, 20, size=True)
-    done = canzona("checkpoint", "show", str(run))
-    assert done.returncode == 5
+    done = canzona("checkpoint", "show", str(run), code=5)
     assert key in done.stderr
     assert "checkpoint.resume=step-00000010" in done.stderr
     assert "Traceback" not in done.stderr
@@ -150,8 +145,7 @@ def test_settings_that_are_not_those_of_the_manifest_are_not_read(run: Path) -> 
     text = path.read_text()
     path.write_text(text.replace("lr: 0.003", "lr: 0.009"))
     assert path.read_text() != text
-    done = canzona("checkpoint", "show", str(run))
-    assert done.returncode == 0
+    done = canzona("checkpoint", "show", str(run), code=0)
     assert "0.009" not in done.stdout
 
 
@@ -170,16 +164,14 @@ def test_where_there_is_none_is_exit_code_2_with_a_hint(tmp_path: Path, argument
     (tmp_path / "empty").mkdir()
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.yaml").write_text("")
-    done = canzona("checkpoint", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
+    done = canzona("checkpoint", *arguments, cwd=tmp_path, code=2)
     assert said in words(done.stderr)
     assert "step-00000030" in words(done.stderr)
 
 
 def test_a_run_that_has_not_been_saved_yet_has_an_empty_list(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
-    done = canzona("checkpoint", "list", str(tmp_path))
-    assert done.returncode == 0
+    done = canzona("checkpoint", "list", str(tmp_path), code=0)
     assert "no checkpoints yet" in done.stdout
 
 

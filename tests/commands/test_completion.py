@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.support import canzona, importable
+from tests.commands.support import canzona, importable, ran
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
@@ -29,8 +29,7 @@ def command_folder(folder: Path) -> Path:
 
 def complete(words: list[str], tmp_path: Path) -> list[str]:
     """COMPREPLY for these COMP_WORDS, the cursor in the last."""
-    script = canzona("--show-completion", "bash")
-    assert script.returncode == 0, script.stderr
+    script = canzona("--show-completion", "bash", code=0)
     quoted = " ".join(shlex.quote(word) for word in words)
     bash = f"""{script.stdout}
 compopt() {{ local IFS=' '; echo "compopt $*"; }}  # outside of readline the real one only complains
@@ -39,14 +38,7 @@ _canzona_completion canzona
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
     path = f"{command_folder(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}"
-    result = subprocess.run(
-        ["bash", "--norc", "-c", bash],
-        env={**importable(), "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
+    result = ran("bash", "--norc", "-c", bash, environment={"PATH": path})
     assert result.stderr == ""
     return result.stdout.splitlines()
 

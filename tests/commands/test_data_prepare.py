@@ -24,8 +24,10 @@ CANZONA = [sys.executable, "-c", "from canzona_cli.app import main; main()"]
 TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(3000))
 
 
-def canzona(*arguments: str | Path, stdin: bytes = b"", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    done = support.canzona("data", "prepare", *arguments, cwd=cwd, stdin=stdin)
+def canzona(
+    *arguments: str | Path, stdin: bytes = b"", cwd: Path | None = None, code: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    done = support.canzona("data", "prepare", *arguments, cwd=cwd, stdin=stdin, code=code)
     assert "Traceback" not in done.stdout + done.stderr, done.stderr
     return done
 
@@ -44,8 +46,7 @@ def test_the_line_it_prints_at_the_end_is_a_configuration_that_accepts_the_data(
     folder = tmp_path / "it's a = folder"
     folder.mkdir()
     (folder / "a.txt").write_text(text)
-    done = canzona(folder / "a.txt", "-o", folder / "corpus v1", "--tokenizer", "bpe", "--vocab-size", "300")
-    assert done.returncode == 0, done.stderr
+    done = canzona(folder / "a.txt", "-o", folder / "corpus v1", "--tokenizer", "bpe", "--vocab-size", "300", code=0)
     words = shlex.split(done.stdout.splitlines()[-1])
     assert words[:2] == ["canzona", "train"]
     corpus = ensure_corpus(compose_run(words[2:]).config)
@@ -56,8 +57,7 @@ def test_the_line_it_prints_at_the_end_is_a_configuration_that_accepts_the_data(
 
 
 def test_bytes_from_a_pipe_are_stored_one_by_one_and_documents_end(tmp_path: Path) -> None:
-    done = canzona("-", "--output", "p", "--document", "line", stdin=b"ab\nc\xff\n", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    canzona("-", "--output", "p", "--document", "line", stdin=b"ab\nc\xff\n", cwd=tmp_path, code=0)
     assert ids(tmp_path / "p") == [97, 98, 256, 99, 255, 256]
 
 
@@ -78,24 +78,21 @@ def test_a_saved_tokenizer_prepares_more_data_with_the_same_ids(tmp_path: Path) 
     assert (
         canzona(tmp_path / "a.txt", "-o", tmp_path / "a", "--tokenizer", "bpe", "--vocab-size", "300").returncode == 0
     )
-    done = canzona(tmp_path / "b.txt", "-o", tmp_path / "b", "--tokenizer", tmp_path / "a.tokenizer.json")
-    assert done.returncode == 0, done.stderr
+    done = canzona(tmp_path / "b.txt", "-o", tmp_path / "b", "--tokenizer", tmp_path / "a.tokenizer.json", code=0)
     assert "2 invalid characters" in done.stdout
     a, b = ids(tmp_path / "a"), ids(tmp_path / "b")
     assert b[: len(a) - 20] == a[:-20]
 
 
 def test_the_standard_library_prepares_with_its_name_alone(tmp_path: Path) -> None:
-    done = canzona("stdlib", "-o", tmp_path / "p")
-    assert done.returncode == 0, done.stderr
+    canzona("stdlib", "-o", tmp_path / "p", code=0)
     assert inspect_pair(tmp_path / "p").tokens > 5_000_000
 
 
 def test_every_mistake_is_told_at_once_and_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "p.idx").write_text("x")
     arguments = ("none.txt", "*.zz", "-o", "p", "--tokenizer", "none.json", "--vocab-size", "9", "--workers", "0")
-    done = canzona(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
+    done = canzona(*arguments, cwd=tmp_path, code=2)
     shown = " ".join((done.stdout + done.stderr).split())
     for word in ("none.txt", "*.zz", "--tokenizer", "--vocab-size", "--workers", "--output", "--overwrite"):
         assert word in shown, word
@@ -113,16 +110,13 @@ def test_every_mistake_is_told_at_once_and_nothing_is_written(tmp_path: Path) ->
         ("a.txt", "/proc/p", 3, "cannot be written"),  # not even root may
     ],
 )
-def test_what_cannot_be_prepared_leaves_nothing_behind(
-    tmp_path: Path, source: str, output: str, code: int, word: str
-) -> None:
+def test_what_cannot_be_prepared_leaves_nothing(tmp_path: Path, source: str, output: str, code: int, word: str) -> None:
     """Not even a folder."""
     (tmp_path / "folder").mkdir()
     files = {"a.txt": b"one", "empty.jsonl": b"", "half.jsonl": b'{"text": "ok"}\n{"tex": 1}\n', "zeros.jsonl": b"\0\0"}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    done = canzona(source, "-o", output, cwd=tmp_path)
-    assert done.returncode == code
+    done = canzona(source, "-o", output, cwd=tmp_path, code=code)
     assert word in done.stdout + done.stderr
     assert names(tmp_path) == sorted(["folder", *files])
 
@@ -154,7 +148,7 @@ def test_a_disk_that_fills_up_is_exit_3_and_leaves_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("number", "tokenizer"), [(signal.SIGINT, "byte"), (signal.SIGTERM, "bpe")])
-def test_an_interrupt_is_exit_130_at_once_and_leaves_the_older_pair_alone(
+def test_an_interrupt_is_exit_130_and_leaves_the_older_pair(
     tmp_path: Path, number: signal.Signals, tokenizer: str
 ) -> None:
     (tmp_path / "a.txt").write_text("one")
@@ -225,8 +219,7 @@ def test_what_is_killed_goes_on_after_its_finished_inputs_to_the_same_bytes_as_o
     assert re.search("[12] of 3 inputs were already prepared", again.stdout), again.stdout
     assert "3: 3 not JSON (a.jsonl:17, a.jsonl:4321, a.jsonl:8999)" in " ".join(again.stdout.split())
 
-    whole = canzona(*arguments, "whole", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
+    canzona(*arguments, "whole", cwd=tmp_path, code=0)
     for end in (".bin", ".idx", ".json", ".tokenizer.json"):
         assert (tmp_path / f"p{end}").read_bytes() == (tmp_path / f"whole{end}").read_bytes(), end
     assert not [name for name in names(tmp_path) if name.startswith(".")]
@@ -240,8 +233,7 @@ def test_what_is_killed_goes_on_after_its_finished_inputs_to_the_same_bytes_as_o
         expected += [*encoding.ids, stop]
     assert ids(tmp_path / "p") == expected
 
-    few = canzona(*arguments[:7], "--max-bad", "2", "-o", "few", cwd=tmp_path)
-    assert few.returncode == 2
+    few = canzona(*arguments[:7], "--max-bad", "2", "-o", "few", cwd=tmp_path, code=2)
     assert "a.jsonl:8999" in " ".join(few.stderr.split())
 
 
@@ -275,8 +267,7 @@ def test_a_second_writer_of_the_same_output_is_refused(tmp_path: Path) -> None:
     assert first.stdin is not None
     wait_until((tmp_path / ".p.lock").exists, "the lock", first)
     (tmp_path / "a.txt").write_text("one")
-    done = canzona("a.txt", "-o", "p", cwd=tmp_path)
-    assert done.returncode == 2
+    done = canzona("a.txt", "-o", "p", cwd=tmp_path, code=2)
     assert "another canzona" in " ".join((done.stdout + done.stderr).split())
     first.communicate(b"text", timeout=PATIENCE_S)
     assert first.returncode == 0
@@ -284,7 +275,6 @@ def test_a_second_writer_of_the_same_output_is_refused(tmp_path: Path) -> None:
 
 
 def test_help_shows_every_option() -> None:
-    done = canzona("--help")
-    assert done.returncode == 0
+    done = canzona("--help", code=0)
     for option in ("INPUT", "--output", "--tokenizer", "--vocab-size", "--eod", "--format", "--text-key", "--document"):
         assert option in done.stdout

@@ -16,8 +16,7 @@ LINES = ["a short line", "a line of some more words than the one before", "über
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     (folder / "a.txt").write_text("\n".join(LINES) + "\n")
-    done = canzona("data", "prepare", "a.txt", "-o", "corpus", "--document", "line", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    canzona("data", "prepare", "a.txt", "-o", "corpus", "--document", "line", cwd=folder, code=0)
     return folder / "corpus"
 
 
@@ -41,8 +40,7 @@ def test_documents_lengths_and_a_sequence_are_those_of_the_text(prefix: Path) ->
 
 
 def test_the_screen_has_the_facts_and_no_control_characters(prefix: Path) -> None:
-    done = canzona("data", "show", str(prefix), "--documents", "3")
-    assert done.returncode == 0, done.stderr
+    done = canzona("data", "show", str(prefix), "--documents", "3", code=0)
     for part in ("8", "byte, 257 ids, 256 ends a document", "document 0: 13 tokens", LINES[1], r"\x1b[2J"):
         assert part in done.stdout
     assert "\x1b[2J" not in done.stdout
@@ -52,8 +50,7 @@ def test_long_documents_fill_a_screen_of_25_lines_and_are_whole_for_who_asks(tmp
     lines = [f"line {number} {'word ' * 40}" for number in range(50)]
     for size in range(1, 12):
         (tmp_path / f"{size:02}.txt").write_text("\n".join([*lines, "x" * 2**size]))
-    done = canzona("data", "prepare", ".", "-o", "corpus", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    canzona("data", "prepare", ".", "-o", "corpus", cwd=tmp_path, code=0)
     asked = ("data", "show", "corpus", "--tokens", "2000")
     short, full = (canzona(*asked, *more, cwd=tmp_path).stdout.splitlines() for more in ((), ("-v",)))
     assert len(short) <= 25
@@ -67,6 +64,5 @@ def test_json_has_it_too_and_a_missing_pair_is_a_mistake(prefix: Path) -> None:
     done = canzona("data", "show", str(prefix), "--documents", "1", "--json")
     content = json.loads(done.stdout)
     assert (content["version"], content["documents"], len(content["shown"])) == (1, len(LINES), 1)
-    refused = canzona("data", "show", str(prefix) + "-nowhere")
-    assert refused.returncode == 2
+    refused = canzona("data", "show", str(prefix) + "-nowhere", code=2)
     assert "nowhere" in refused.stderr

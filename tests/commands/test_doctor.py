@@ -1,11 +1,8 @@
 """`canzona doctor` examines this very machine: real torch, real gloo ranks, real broken installations."""
 
-import io
 import json
-import os
 import socket
 import subprocess
-import sys
 import threading
 import tomllib
 from collections.abc import Mapping
@@ -13,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from rich.console import Console
 
 from canzona_cli.cluster import doctor as machine
 from canzona_cli.cluster.doctor import Diagnosis, Finding, package, packages
 from canzona_cli.cluster.gpus import GpuInfo
 from canzona_cli.cluster.machine import admits
 from canzona_cli.report.machines import DiagnosisView
+from tests.commands.support import canzona_process
+from tests.report.terminal import printed
 from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,9 +27,7 @@ STATUSES = {"ok", "info", "warn", "fail"}
 def doctor(
     *arguments: str, columns: int = 80, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": str(columns), "PYTHONUTF8": "1", **(variables or {})}
-    command = [sys.executable, "-m", "canzona_cli.app", "doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False)
+    return canzona_process("doctor", *arguments, environment={"COLUMNS": str(columns), **(variables or {})})
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
@@ -84,10 +80,7 @@ def test_text_fits_the_terminal_and_ends_with_a_verdict(examined: subprocess.Com
     sound = tuple(finding for finding in found if not finding.fix)
     for shown, verbose in ((found, False), (found, True), (sound, False)):
         diagnosis = Diagnosis(findings=shown, gpus=report["gpus"], slurm=report["can"]["slurm"], tried=True)
-        console = Console(file=io.StringIO(), width=80)
-        console.print(DiagnosisView(diagnosis=diagnosis, verbose=verbose))
-        assert isinstance(console.file, io.StringIO)
-        texts.append(console.file.getvalue())
+        texts.append(printed(DiagnosisView(diagnosis=diagnosis, verbose=verbose)))
         assert max(map(len, texts[-1].splitlines())) <= 80
         assert "runs are possible here" in texts[-1]
         assert "\x1b" not in texts[-1]
@@ -134,10 +127,7 @@ def test_a_slow_torch_is_not_called_broken(visible: tuple[GpuInfo, ...], monkeyp
     (gpus,) = (each for each in diagnosis.findings if each.name == "GPUs")
     assert "cannot" not in gpus.meaning
     assert "install" not in gpus.fix
-    console = Console(file=io.StringIO(), width=80)
-    console.print(DiagnosisView(diagnosis=diagnosis))
-    assert isinstance(console.file, io.StringIO)
-    shown = " ".join(console.file.getvalue().split())
+    shown = " ".join(printed(DiagnosisView(diagnosis=diagnosis)).split())
     assert "torch took too long to say whether runs are possible here" in shown
     assert "runs are possible here;" not in shown.replace("whether runs are possible here", "")
 

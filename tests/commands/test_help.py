@@ -11,8 +11,7 @@ HEAVY = ("torch", "megatron", "numpy")
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_names_every_command_in_full(flag: str) -> None:
-    result = canzona(flag)
-    assert result.returncode == 0
+    result = canzona(flag, code=0)
     for name, meaning in COMMANDS.items():
         assert f"{name} " in result.stdout
         assert meaning in result.stdout, "not cut off at 80 columns"
@@ -20,8 +19,7 @@ def test_help_names_every_command_in_full(flag: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str) -> None:
-    result = canzona(command, "-h")
-    assert result.returncode == 0, result.stderr
+    result = canzona(command, "-h", code=0)
     assert f"Usage: canzona {command}" in result.stdout
 
 
@@ -48,8 +46,7 @@ def test_version() -> None:
     ],
 )
 def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> None:
-    result = canzona(*arguments)
-    assert result.returncode == 2
+    result = canzona(*arguments, code=2)
     assert hint in result.stderr
     assert result.stderr.startswith(("Bad usage", "Bad configuration")) or arguments == ["--versoin"]
     assert "Traceback" not in result.stderr
@@ -81,8 +78,7 @@ def test_misuse_is_exit_code_2_with_a_hint(arguments: list[str], hint: str) -> N
     ],
 )
 def test_what_other_programs_would_take_is_answered_with_what_to_write(typed: str, fixes: list[str]) -> None:
-    done = canzona(*typed.split(), environment={"COLUMNS": "200"})
-    assert done.returncode == 2
+    done = canzona(*typed.split(), environment={"COLUMNS": "200"}, code=2)
     told = [line.partition("→ ")[2] for line in done.stderr.splitlines() if "→ " in line]
     assert len(told) == len(fixes)
     assert all(line.startswith(fix) for line, fix in zip(told, fixes, strict=True)), told

@@ -41,8 +41,7 @@ def page_of(*arguments: str | Path, to: Path) -> Page:
 
 def page_and_output(*arguments: str | Path, to: Path) -> tuple[Page, str]:
     """The page, and what the command printed beside it."""
-    done = canzona(*arguments, "--html", to, environment={"COLUMNS": "300"})
-    assert done.returncode == 0, done.stderr
+    done = canzona(*arguments, "--html", to, environment={"COLUMNS": "300"}, code=0)
     assert str(to) in done.stderr
     return read_page(to.read_text(encoding="utf-8")), done.stdout
 
@@ -173,7 +172,6 @@ def test_mistakes_are_told_before_anything_is_done(tmp_path: Path) -> None:
         (("bench", "recipe=tiny", "--html", "file/page.html"), "choose a file in a writable folder"),
         (("report", "run", "--html", "page.html", "--trace", "trace.json"), "write the page without --trace"),
     ):
-        done = canzona(*arguments, cwd=tmp_path)
-        assert done.returncode == 2, done.stderr
+        done = canzona(*arguments, cwd=tmp_path, code=2)
         assert fix in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]

@@ -12,8 +12,7 @@ TINY = ("recipe=tiny", "gpus=3")  # a batch of 18 instead of 16, which is said o
 
 
 def printed(*arguments: str, cwd: Path) -> dict[str, object]:
-    done = canzona(*arguments, "--json", cwd=cwd)
-    assert done.returncode == 0, done.stderr
+    done = canzona(*arguments, "--json", cwd=cwd, code=0)
     found = json.loads(done.stdout)
     assert isinstance(found, dict)
     assert isinstance(found["version"], int)
@@ -44,8 +43,7 @@ def test_validate_and_dry_run_give_the_same_run(tmp_path: Path) -> None:
 
 
 def test_a_refused_run_is_told_in_json(tmp_path: Path) -> None:
-    done = canzona("validate", "recipe=tiny", "train.stesp=3", "gpus=0", "--json", cwd=tmp_path)
-    assert done.returncode == 2
+    done = canzona("validate", "recipe=tiny", "train.stesp=3", "gpus=0", "--json", cwd=tmp_path, code=2)
     found = json.loads(done.stdout)
     assert (found["ok"], found["exit_code"]) == (False, 2)
     assert [problem["key"] for problem in found["problems"]] == ["train.stesp", "gpus"]
@@ -53,6 +51,5 @@ def test_a_refused_run_is_told_in_json(tmp_path: Path) -> None:
 
 
 def test_a_run_itself_prints_no_json(tmp_path: Path) -> None:
-    done = canzona("train", *TINY, "--json", cwd=tmp_path)
-    assert done.returncode == 2
+    done = canzona("train", *TINY, "--json", cwd=tmp_path, code=2)
     assert "--dry-run" in done.stderr

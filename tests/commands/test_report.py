@@ -51,8 +51,7 @@ def make_run(root: Path, *, status: RunStatus | None = "done", steps: int = STEP
 def test_a_finished_run_shows_status_loss_validation_curve_and_breakdown(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run")
     shutil.copy(FIXTURE, files.breakdown)
-    done = canzona("report", str(files.root))
-    assert done.returncode == 0, done.stderr
+    done = canzona("report", str(files.root), code=0)
     assert "done, exit code 0" in done.stdout
     assert "300 of 300 in 2 min 00 s" in done.stdout
     assert "9.7213 → 4.8121 (-50.5%), steps 0 → 300" in done.stdout
@@ -74,8 +73,7 @@ def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
     for rank in range(4):
         error = RankError(type="Diverged", message="step 7: the loss is 270", since=3)
         save(files.rank(rank), RankResult(rank=rank, status="diverged", error=error, time=1.0))
-    done = canzona("report", str(files.root))
-    assert done.returncode == 0
+    done = canzona("report", str(files.root), code=0)
     assert "diverged, exit code 70" in done.stdout
     assert "rank 0" not in done.stdout, "it was nobody's fault"
     assert json.loads(canzona("report", str(files.root), "--json").stdout)["status"] == "diverged"
@@ -84,8 +82,7 @@ def test_a_run_that_diverged_says_so(tmp_path: Path) -> None:
 def test_no_line_is_wider_than_the_terminal_but_that_of_a_path_which_stays_whole(tmp_path: Path) -> None:
     files = make_run(tmp_path / ("long-" * 30))
     shutil.copy(FIXTURE, files.breakdown)
-    done = canzona("report", str(files.root))
-    assert done.returncode == 0
+    done = canzona("report", str(files.root), code=0)
     wide = [line for line in done.stdout.splitlines() if len(line) > 80]
     assert len(wide) == 1
     assert wide[0].endswith(str(files.root))
@@ -95,8 +92,7 @@ def test_without_a_directory_the_newest_run_is_shown(tmp_path: Path) -> None:
     for age, name in enumerate(("newest", "older")):
         os.utime(make_run(tmp_path / "runs" / name).config, (10.0 - age, 10.0 - age))
     for folder in (tmp_path, tmp_path / "runs" / "newest"):
-        done = canzona("report", "--json", cwd=folder)
-        assert done.returncode == 0, done.stderr
+        done = canzona("report", "--json", cwd=folder, code=0)
         assert (folder / json.loads(done.stdout)["run_dir"]).samefile(tmp_path / "runs" / "newest")
     (tmp_path / "none").mkdir()
     assert canzona("report", cwd=tmp_path / "none").returncode == 2
@@ -118,8 +114,7 @@ def test_a_failed_run_shows_the_first_failing_rank_before_anything_else(tmp_path
     for rank, (message, when) in {0: ("connection reset [by] peer", 20.0), 2: ("token 900 >= 384", 10.0)}.items():
         error = RankError(type="ValueError", message=message, traceback="Traceback ...")
         save(files.rank(rank), RankResult(rank=rank, status="failed", error=error, time=when))
-    done = canzona("report", str(files.root))
-    assert done.returncode == 0
+    done = canzona("report", str(files.root), code=0)
     assert done.stdout.splitlines()[0] == "rank 2: ValueError: token 900 >= 384"
     assert "1 other rank failed after it" in " ".join(done.stdout.split())
     long = RankError(type="RuntimeError", message="\n".join(f"line {number}" for number in range(30)), traceback="Tr")
@@ -138,8 +133,7 @@ def test_a_killed_run_with_a_torn_line_is_still_read(tmp_path: Path) -> None:
         file.write('{"step": 41, "lo')
     assert "canzona resume" not in canzona("report", str(files.root)).stdout, "nothing was saved"
     (files.checkpoints / "step-00000030").mkdir(parents=True)
-    done = canzona("report", str(files.root))
-    assert done.returncode == 0
+    done = canzona("report", str(files.root), code=0)
     text = " ".join(done.stdout.split())
     assert "if it was killed: canzona resume" in text
     assert "unfinished" in text
@@ -178,21 +172,12 @@ def test_json_is_complete_and_stable(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", status="interrupted", steps=40)
     append_json_line(files.metrics, asdict(StepMetrics(step=41)))
     shutil.copy(FIXTURE, files.breakdown)
-    done = canzona("report", str(files.root), "--json")
-    assert done.returncode == 0
+    done = canzona("report", str(files.root), "--json", code=0)
     report = json.loads(done.stdout)
     assert set(report) == {
         *("version", "run_dir", "name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s"),
         *("loss", "validation", "errors", "breakdown", "notes", "skipped", "fallbacks"),
-        *(
-            "warnings",
-            "epochs",
-            "epochs_by_set",
-            "validation_by_set",
-            "restarts",
-            "go_on",
-            "goodput",
-        ),
+        *("warnings", "epochs", "epochs_by_set", "validation_by_set", "restarts", "go_on", "goodput"),
     }
     assert (report["status"], report["exit_code"], report["step"]) == ("interrupted", 130, 41)
     assert report["loss"]["last"]["step"] == 40, "the last finite loss"
@@ -203,24 +188,21 @@ def test_json_is_complete_and_stable(tmp_path: Path) -> None:
 def test_what_is_no_run_is_refused_with_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for place in (tmp_path, tmp_path / "absent", tmp_path / "notes.txt"):
-        done = canzona("report", str(place))
-        assert done.returncode == 2
+        done = canzona("report", str(place), code=2)
         assert "RUN_DIR" in done.stdout + done.stderr
         assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_a_run_nearby_is_suggested(tmp_path: Path) -> None:
     files = make_run(tmp_path / "real", steps=3)
-    done = canzona("report", str(tmp_path / "reel"), environment={"COLUMNS": "300"})
-    assert done.returncode == 2
+    done = canzona("report", str(tmp_path / "reel"), environment={"COLUMNS": "300"}, code=2)
     assert str(files.root) in done.stdout + done.stderr
 
 
 def test_two_runs_are_shown_side_by_side(tmp_path: Path) -> None:
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", steps=40)
     shutil.copy(FIXTURE, one.breakdown)
-    done = canzona("report", "--compare", str(one.root), str(other.root))
-    assert done.returncode == 0, done.stderr
+    done = canzona("report", "--compare", str(one.root), str(other.root), code=0)
     text = " ".join(done.stdout.split())
     assert "all settings are equal" in text
     assert "step 40 (last in both)" in text
@@ -233,9 +215,8 @@ def test_two_runs_are_shown_side_by_side(tmp_path: Path) -> None:
 
 def test_runs_that_cannot_be_compared_are_named_together(tmp_path: Path) -> None:
     done = canzona(
-        "report", "--compare", str(tmp_path / "one"), str(tmp_path / "other"), environment={"COLUMNS": "300"}
+        "report", "--compare", str(tmp_path / "one"), str(tmp_path / "other"), environment={"COLUMNS": "300"}, code=2
     )
-    assert done.returncode == 2
     assert "2 problems" in done.stderr
     assert str(tmp_path / "one") in done.stderr
     assert str(tmp_path / "other") in done.stderr
@@ -244,16 +225,16 @@ def test_runs_that_cannot_be_compared_are_named_together(tmp_path: Path) -> None
         (("--compare", str(files.root)), "one run directory"),
         ((str(files.root),) * 3, "3 run directories"),
     ):
-        done = canzona("report", *arguments)
-        assert done.returncode == 2
+        done = canzona("report", *arguments, code=2)
         assert reason in " ".join(done.stderr.split())
         assert "--compare RUN_A RUN_B" in " ".join(done.stderr.split())
 
 
 def test_a_trace_is_of_one_run_and_no_json(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", steps=3)
-    done = canzona("report", "--compare", *(str(files.root),) * 2, "--trace", str(tmp_path / "t.json"), "--json")
-    assert done.returncode == 2
+    done = canzona(
+        "report", "--compare", *(str(files.root),) * 2, "--trace", str(tmp_path / "t.json"), "--json", code=2
+    )
     text = " ".join(done.stderr.split())
     assert "2 problems" in text
     assert "a trace shows one run" in text
@@ -262,8 +243,7 @@ def test_a_trace_is_of_one_run_and_no_json(tmp_path: Path) -> None:
 
 def test_a_run_without_timelines_has_no_trace(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run", steps=3)
-    done = canzona("report", str(files.root), "--trace", str(tmp_path / "trace.json"))
-    assert done.returncode == 2
+    done = canzona("report", str(files.root), "--trace", str(tmp_path / "trace.json"), code=2)
     assert "has no timelines" in " ".join(done.stderr.split())
     assert not (tmp_path / "trace.json").exists()
 
@@ -272,7 +252,6 @@ def test_a_damaged_prediction_is_noted(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run")
     shutil.copy(FIXTURE, files.breakdown)
     files.predicted.write_text("{")
-    done = canzona("report", str(files.root))
-    assert done.returncode == 0
+    done = canzona("report", str(files.root), code=0)
     assert "no prediction: predicted.json" in " ".join(done.stdout.split())
     assert "matrix update" in done.stdout

@@ -1,8 +1,6 @@
 """Secrets put in at every door come out nowhere: not in the run directory, not in arguments, not at the terminal."""
 
-import os
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +9,7 @@ import pytest
 import yaml
 
 from canzona_cli.run.files import RunFiles
-from tests.commands.support import canzona, importable
-from tests.waiting import PATIENCE_S
+from tests.commands.support import canzona, ran
 
 SECRET = "pl4nted-s3cret-value"
 ENVIRONMENT = {"PLANTED_TOKEN": SECRET}
@@ -56,8 +53,7 @@ def contents(folder: Path) -> Iterator[tuple[Path, bytes]]:
     ],
 )
 def test_an_override_with_a_secret_is_refused_without_showing_it(command: str, override: str, tmp_path: Path) -> None:
-    ended = canzona(command, *OWN, override, cwd=tmp_path, environment=ENVIRONMENT)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
+    ended = canzona(command, *OWN, override, cwd=tmp_path, environment=ENVIRONMENT, code=2)
     assert override.partition("=")[0] in ended.stderr
     assert SECRET not in ended.stdout + ended.stderr
     assert list(tmp_path.iterdir()) == [], "nothing was written"
@@ -77,21 +73,18 @@ def test_an_override_with_a_secret_is_refused_without_showing_it(command: str, o
 def test_a_recipe_with_a_secret_is_refused_without_showing_it(content: dict[str, object], tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], **content}))
-    ended = canzona("train", f"recipe={recipe}", "--dry-run", cwd=tmp_path, environment=ENVIRONMENT)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
+    ended = canzona("train", f"recipe={recipe}", "--dry-run", cwd=tmp_path, environment=ENVIRONMENT, code=2)
     assert SECRET not in ended.stdout + ended.stderr
 
 
 def test_a_misspelt_setting_with_a_secret_is_told_without_it(tmp_path: Path) -> None:
-    ended = canzona("train", "recipe=qwen3-tiny", "wandb.api_key=hunter2-hunter2", cwd=tmp_path)
-    assert ended.returncode == 2
+    ended = canzona("train", "recipe=qwen3-tiny", "wandb.api_key=hunter2-hunter2", cwd=tmp_path, code=2)
     assert "wandb.api_key = ***" in ended.stderr
     assert "hunter2" not in ended.stdout + ended.stderr
 
 
 def test_a_batch_script_holds_nothing_of_the_environment(tmp_path: Path) -> None:
-    ended = canzona("slurm", "recipe=qwen3-8b", "gpus=64", cwd=tmp_path, environment=ENVIRONMENT)
-    assert ended.returncode == 0, ended.stderr
+    ended = canzona("slurm", "recipe=qwen3-8b", "gpus=64", cwd=tmp_path, environment=ENVIRONMENT, code=0)
     assert "#SBATCH" in ended.stdout
     assert SECRET not in ended.stdout + ended.stderr
     assert all(SECRET.encode() not in content for _, content in contents(tmp_path))
@@ -109,16 +102,8 @@ def test_a_run_leaves_no_secret_and_no_file_that_others_may_write(tmp_path: Path
         *("train.steps=9", "train.eval_interval=0", "optimizer=custom", "optimizer.source=leaky.py:Leaky"),
         *(f"optimizer.options.notes='{tmp_path}/notes'", f"run.dir={tmp_path}/run"),
     ]
-    ended = subprocess.run(
-        ["bash", "-c", 'umask 0; exec "$0" -P -m canzona_cli.app train "$@"', sys.executable, *overrides],
-        cwd=tmp_path,
-        env=os.environ | importable() | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert ended.returncode == 70, ended.stdout + ended.stderr
+    train = ("bash", "-c", 'umask 0; exec "$0" -P -m canzona_cli.app train "$@"', sys.executable, *overrides)
+    ended = ran(*train, cwd=tmp_path, environment=ENVIRONMENT, code=70)
     files = RunFiles(tmp_path / "run")
     assert "cannot log in with ***" in ended.stderr, "the failure is told all the same"
     log = files.worker_log(0, 0)

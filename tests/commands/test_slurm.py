@@ -2,21 +2,18 @@
 
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands.support import canzona
-from tests.waiting import PATIENCE_S
+from tests.commands.support import canzona, ran
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def test_the_printed_script_has_the_machines_that_the_gpus_need(tmp_path: Path) -> None:
-    done = canzona("slurm", "recipe=qwen3-32b", "gpus=256", "--time", "12:00:00", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = canzona("slurm", "recipe=qwen3-32b", "gpus=256", "--time", "12:00:00", cwd=tmp_path, code=0)
     lines = done.stdout.splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert {"#SBATCH --nodes=32", "#SBATCH --gpus-per-node=8", "#SBATCH --time=12:00:00"} <= set(lines)
@@ -34,8 +31,8 @@ def test_mistakes_of_the_run_and_of_the_job_are_told_together_and_no_directive_i
     done = canzona(
         *("slurm", "--submit", "recipe=qwen3-32b", "gpu=8", "--time", "1\n#SBATCH --uid=0", "--account", "a b"),
         cwd=tmp_path,
+        code=2,
     )
-    assert done.returncode == 2
     said = " ".join(done.stderr.split())
     for key in ("--time", "--account", "did you mean gpus?"):
         assert key in said
@@ -57,13 +54,12 @@ def sbatch(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
-def test_a_submitted_job_is_told_with_its_log_and_how_to_watch_and_end_it(
-    tmp_path: Path, sbatch: dict[str, str]
-) -> None:
+def test_a_submitted_job_is_shown_with_its_log_and_how_to_end_it(tmp_path: Path, sbatch: dict[str, str]) -> None:
     here = tmp_path / "here"
     here.mkdir()
-    done = canzona("slurm", "--submit", "recipe=qwen3-8b", "gpus=16", "train.seed=4711", cwd=here, environment=sbatch)
-    assert done.returncode == 0, done.stderr
+    done = canzona(
+        "slurm", "--submit", "recipe=qwen3-8b", "gpus=16", "train.seed=4711", cwd=here, environment=sbatch, code=0
+    )
     for part in (
         *("77, qwen3-8b on 2 machines", str(here / "qwen3-8b-77.out"), "runs/qwen3-8b-77", "squeue --jobs=77"),
         *("scancel --signal=USR2 77", "scancel 77"),
@@ -79,8 +75,7 @@ def test_a_submitted_job_is_told_with_its_log_and_how_to_watch_and_end_it(
 
 
 def test_without_sbatch_submitting_is_exit_3_and_leaves_nothing(tmp_path: Path) -> None:
-    done = canzona("slurm", "--submit", "recipe=qwen3-8b", cwd=tmp_path, environment={"PATH": "/nowhere"})
-    assert done.returncode == 3
+    done = canzona("slurm", "--submit", "recipe=qwen3-8b", cwd=tmp_path, environment={"PATH": "/nowhere"}, code=3)
     assert "login node" in " ".join(done.stderr.split())
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
@@ -88,20 +83,16 @@ def test_without_sbatch_submitting_is_exit_3_and_leaves_nothing(tmp_path: Path) 
 def test_inside_a_step_a_dry_run_shows_what_this_machine_would_start(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
     step |= {"SLURM_STEP_NODELIST": "localhost,n2", "SLURM_NODEID": "1"}
-    done = canzona("train", "--dry-run", "recipe=qwen3-8b", "gpus=16", cwd=tmp_path, environment=step)
-    assert done.returncode == 0, done.stderr
+    done = canzona("train", "--dry-run", "recipe=qwen3-8b", "gpus=16", cwd=tmp_path, environment=step, code=0)
     assert "from Slurm job 9: the run directory, machine 1 of 2" in " ".join(done.stderr.split())
     said = " ".join(done.stdout.split())
     for part in ("--node-rank 1", "--rdzv-endpoint localhost:", "--rdzv-id slurm-9", "runs/qwen3-8b-9"):
         assert part in said
-    refused = canzona("train", "--dry-run", "recipe=qwen3-8b", "gpus=8", cwd=tmp_path, environment=step)
-    assert refused.returncode == 2
+    refused = canzona("train", "--dry-run", "recipe=qwen3-8b", "gpus=8", cwd=tmp_path, environment=step, code=2)
     assert "--nodes=1" in " ".join(refused.stderr.split())
 
 
-def test_environment_between_machines_is_set_deliberately_and_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_between_machines_is_chosen_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     done = canzona("train", "--dry-run", "--config", "recipe=qwen3-8b", "gpus=16", cwd=tmp_path)
@@ -131,11 +122,7 @@ def test_a_bare_script_names_the_machines_and_gpus_that_it_lacks(
     tmp_path: Path, dealt: str, on_node: str, nodes: str, expected: str
 ) -> None:
     """Slurm's commands are stand-ins here, because no test machine has GPUs to deal out."""
-    stand_ins = {
-        "sinfo": f"echo '{dealt}'",
-        "srun": "echo srun",
-    }
-    for name, line in stand_ins.items():
+    for name, line in (("sinfo", f"echo '{dealt}'"), ("srun", "echo srun")):
         command = tmp_path / name
         command.write_text(f"#!/bin/sh\n{line}\n")
         command.chmod(0o755)
@@ -148,17 +135,7 @@ def test_a_bare_script_names_the_machines_and_gpus_that_it_lacks(
         "CANZONA": str(Path(sys.executable).parent / "canzona"),
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
-    done = subprocess.run(
-        ["bash", str(REPOSITORY / "scripts/train.sbatch"), "recipe=qwen3-32b", "gpus=256"],
-        env={**os.environ, **{name: value for name, value in job.items() if value}},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-        timeout=PATIENCE_S,
-    )
-    if expected:
-        assert done.returncode == 2
-        assert done.stdout.rstrip().endswith(f"Submit it with: sbatch {expected}")
-    else:
-        assert (done.returncode, done.stdout) == (0, "srun\n")
+    script = ("bash", REPOSITORY / "scripts" / "train.sbatch", "recipe=qwen3-32b", "gpus=256")
+    told = {name: value for name, value in job.items() if value}
+    said = ran(*script, cwd=tmp_path, environment=told, code=2 if expected else 0).stdout
+    assert said.rstrip().endswith(f"Submit it with: sbatch {expected}") if expected else said == "srun\n"

@@ -20,8 +20,8 @@ from tests.commands import support
 REPOSITORY = Path(__file__).parents[2]
 
 
-def canzona(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return support.canzona(*arguments, cwd=cwd, environment={"CUDA_VISIBLE_DEVICES": ""})
+def canzona(*arguments: str, cwd: Path, code: int | None = None) -> subprocess.CompletedProcess[str]:
+    return support.canzona(*arguments, cwd=cwd, code=code, environment={"CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,7 @@ def test_a_dry_run_says_what_the_run_comes_to(large: subprocess.CompletedProcess
 
 
 def test_the_configuration_is_shown_to_who_asks(tmp_path: Path) -> None:
-    result = canzona("train", "recipe=qwen3-tiny", "gpus=2", "--dry-run", "--config", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = canzona("train", "recipe=qwen3-tiny", "gpus=2", "--dry-run", "--config", cwd=tmp_path, code=0)
     layout, configuration, command = map(result.stdout.index, ("layout ", "\n  tp: 1\n", "\ncommand\n"))
     assert layout < configuration < command
 
@@ -93,8 +92,7 @@ def test_the_command_can_be_copied_and_the_environment_is_there(tmp_path: Path) 
     short = canzona(*asked, cwd=tmp_path)
     assert len(short.stdout.splitlines()) <= 40
     assert "export " not in short.stdout
-    result = canzona(*asked, "--config", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    result = canzona(*asked, "--config", cwd=tmp_path, code=0)
     command = result.stdout[result.stdout.index("\ncommand\n") + len("\ncommand\n") :]
     words = shlex.split(command.split("\nNothing was started")[0].replace("\\\n", ""))
     assert words[:3] == [sys.executable, "-m", "canzona_cli.training.agent"]
@@ -135,8 +133,7 @@ def test_what_cannot_run_is_refused_with_ways_out_before_anything_is_prepared(
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else real(name, *more))
     (tmp_path / "file").write_text("{}")
-    result = canzona("train", *arguments, cwd=tmp_path)
-    assert result.returncode == code, result.stdout + result.stderr
+    result = canzona("train", *arguments, cwd=tmp_path, code=code)
     assert all(each in " ".join(result.stderr.split()) for each in words)
     assert "Traceback" not in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -155,8 +152,7 @@ def test_a_dry_run_where_the_run_would_lack_something_ends_with_3_after_showing_
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else real(name, *more))
     monkeypatch.setattr(preflight, "visible_gpus", lambda: gpus)
-    result = canzona("train", *arguments, "--dry-run", cwd=tmp_path)
-    assert result.returncode == 3, result.stdout + result.stderr
+    result = canzona("train", *arguments, "--dry-run", cwd=tmp_path, code=3)
     assert "\ncommand" in result.stdout
     assert words in " ".join(result.stderr.split())
 
@@ -170,10 +166,8 @@ def test_a_dry_run_shows_the_run_and_ends_with_the_code_that_the_run_would(tmp_p
     files.config.write_text(dump_resolved(config))
     save(files.result, RunResult(status="done", exit_code=0, step=5))
     for typed in (("train", *TINY, "train.steps=5", f"run.dir={folder}"), ("resume", folder)):
-        done = canzona(*map(str, typed), "--dry-run", cwd=tmp_path)
-        assert done.returncode == 2
+        done = canzona(*map(str, typed), "--dry-run", cwd=tmp_path, code=2)
         assert "command" in done.stdout
         assert "has finished all 5 steps" in " ".join(done.stderr.split())
-    longer = canzona("resume", str(folder), "train.steps=9", "--dry-run", cwd=tmp_path)
-    assert longer.returncode == 0, longer.stderr
+    longer = canzona("resume", str(folder), "train.steps=9", "--dry-run", cwd=tmp_path, code=0)
     assert "9 steps" in longer.stdout

@@ -1,6 +1,5 @@
 """`canzona train --prepare-only` leaves all that workers need: what it prints trains to the end, in any shell."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import StepMetrics, read_rank
 from canzona_cli.simulate import predict
 from canzona_cli.simulate.step import StrategyResult
-from tests.commands.support import canzona, importable
-from tests.waiting import PATIENCE_S
+from tests.commands.support import canzona, ran
 
 TINY = ("recipe=qwen3-tiny", "gpus=1", "model.num_layers=1", "train.seq_length=16", "train.global_batch_size=2")
 TYPED = ("parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "train.micro_batch_size=1", "train.recompute=none")
@@ -30,18 +28,17 @@ def test_a_step_is_simulated_once(tmp_path: Path, corpus_cache: Path, monkeypatc
         return of_run(config, layout, plan)
 
     monkeypatch.setattr(predict, "simulate_run", counted)
-    done = canzona(
+    canzona(
         *("train", "--prepare-only", *TINY, *SHORT, *TYPED),
         *(f"data.cache_dir={corpus_cache}", f"run.dir={tmp_path}/run"),
+        code=0,
     )
-    assert done.returncode == 0, done.stderr
     assert simulated.read_text() == "once\n"
 
 
 def test_what_is_printed_trains_the_prepared_run_to_its_end(tmp_path: Path, corpus_cache: Path) -> None:
     arguments = ("train", "--prepare-only", *TINY, *SHORT, f"data.cache_dir={corpus_cache}", "run.dir=run")
-    done = canzona(*arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = canzona(*arguments, cwd=tmp_path, code=0)
     files = RunFiles(tmp_path / "run")
     for path in (files.config, files.layout, files.plan, files.corpus, files.command, files.predicted):
         assert path.stat().st_size > 0
@@ -50,15 +47,7 @@ def test_what_is_printed_trains_the_prepared_run_to_its_end(tmp_path: Path, corp
 
     printed = done.stdout[done.stdout.index("\nenvironment\n") : done.stdout.index("\nPrepared ")]
     shell = printed.replace("\nenvironment\n", "\n").replace("\ncommand\n", "\n")
-    by_hand = subprocess.run(
-        ["env", *(f"{name}={value}" for name, value in importable().items()), "bash", "-ec", shell],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert by_hand.returncode == 0, by_hand.stderr
+    ran("bash", "-ec", shell, cwd=Path("/"))
     assert read_rank(files, 0).status == "done"
     assert [line.step for line in read_lines(files.metrics, StepMetrics)[0]] == [1, 2]
     assert (read_json(files.checkpoints / "step-00000002" / "manifest.json") or {}) != {}

@@ -6,8 +6,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +15,9 @@ from canzona_cli.config.compose import load_resolved
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.planner.plan_file import read_plan
 from canzona_cli.run.files import RunFiles
-from tests.commands.support import canzona, importable
+from tests.commands.support import canzona, canzona_process, importable
 from tests.trace_events import Trace, read_trace
 from tests.trackers.test_follow import of_tensorboard
-from tests.waiting import PATIENCE_S
 
 RUN = ("recipe=tiny", "gpus=2", "parallel.tp=2", "optimizer=custom", "optimizer.source=sign.py:Sign")
 OPTIONS = ("optimizer.options.momentum=0.8", "optimizer.cost_like=adamw", "optimizer.lr=1e-4", "optimizer.min_lr=0")
@@ -66,17 +63,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """With all that is asked for, on a machine on which torch tells of a GPU."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "sign.py").write_text(SIGN, encoding="utf-8")
-    planned = canzona("plan", *RUN, *OPTIONS, *SMALL, *RECORDED, "--out", "mine.json", cwd=folder)
-    assert planned.returncode == 0, planned.stderr
+    canzona("plan", *RUN, *OPTIONS, *SMALL, *RECORDED, "--out", "mine.json", cwd=folder, code=0)
     with_gpu = os.pathsep.join([str(Path(__file__).parents[1] / "visible_gpu"), importable()["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-m", "canzona_cli.app", "train", *RUN, *OPTIONS, *SMALL, *SAMPLES,
-         "train.steps=6", "run.dir=run", "run.trackers=[tensorboard]", "--trace", "5-6", "--profile", "4"],
+    wanted = ("train.steps=6", "run.dir=run", "run.trackers=[tensorboard]", "--trace", "5-6", "--profile", "4")
+    done = canzona_process(
+        *("train", *RUN, *OPTIONS, *SMALL, *SAMPLES, *wanted),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": with_gpu, "CUDA_VISIBLE_DEVICES": "0", "COLUMNS": "120", "NO_COLOR": "1"},
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+        environment={"PYTHONPATH": with_gpu, "CUDA_VISIBLE_DEVICES": "0", "COLUMNS": "120"},
+        code=0,
+    )
     return Trained(folder=folder, text=done.stdout)
 
 
@@ -123,8 +118,7 @@ def test_a_run_leaves_the_trace_and_the_profiles_it_was_asked_for(trained: Train
     assert report["mfu"] * report["peak_tflops_per_gpu"] == pytest.approx(tflops)
     assert report["planned"]["phases"]["matrix_update"] > 0
     assert report["why"]["text"]
-    written = canzona("report", "run", "--trace", tmp_path / "again.json", cwd=trained.folder)
-    assert written.returncode == 0, written.stderr
+    canzona("report", "run", "--trace", tmp_path / "again.json", cwd=trained.folder, code=0)
     assert (tmp_path / "again.json").read_text() == (run / "trace.json").read_text()
 
 
@@ -163,8 +157,7 @@ def test_a_run_shows_what_its_model_writes(trained: Trained) -> None:
 def test_a_checkpoint_writes_what_its_run_has_shown(trained: Trained) -> None:
     lines = [json.loads(line) for line in (trained.folder / "run" / "events.jsonl").read_text().splitlines()]
     shown = [line["text"] for line in lines if line["event"] == "sample"]
-    done = canzona("generate", trained.folder / "run", "--prompt", "import ", "--max-new-tokens", "5", "--json")
-    assert done.returncode == 0, done.stderr
+    done = canzona("generate", trained.folder / "run", "--prompt", "import ", "--max-new-tokens", "5", "--json", code=0)
     assert json.loads(done.stdout)["text"] == shown[-1]
 
 
@@ -172,8 +165,7 @@ def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trai
     """From a folder without the user's optimizer, whose code it does not need."""
     run = trained.folder / "run"
     before = {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
-    done = canzona("eval", run, "--json", "--out", "found.json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = canzona("eval", run, "--json", "--out", "found.json", cwd=tmp_path, code=0)
     found = json.loads(done.stdout)
     validations = [json.loads(line) for line in (run / "validation.jsonl").read_text().splitlines()]
     assert (found["step"], found["loss"]) == (6, validations[-1]["loss"])
@@ -195,8 +187,7 @@ def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trai
     asked = ("--output", "other", "--tokenizer", "bpe", "--vocab-size", "300", "--document", "line")
     assert canzona("data", "prepare", "in.txt", *asked, cwd=tmp_path).returncode == 0
     other = ("data=prepared", "data.path=other", "gpus=1", "train.global_batch_size=1", "--batches", "all")
-    done = canzona("eval", trained.folder / "run", "--step", "6", *other, "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = canzona("eval", trained.folder / "run", "--step", "6", *other, "--json", cwd=tmp_path, code=0)
     found = json.loads(done.stdout)
     assert (found["documents"], found["layout"]["tp"], found["bytes_counted"]) == ("all", 1, True)
     tokens = json.loads((tmp_path / "other.json").read_text())["tokens"]
@@ -224,8 +215,7 @@ def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trai
 def test_what_cannot_be_evaluated_is_refused(
     trained: Trained, tmp_path: Path, arguments: tuple[str, ...], code: int, key: str
 ) -> None:
-    done = canzona("eval", trained.folder / "run", *arguments, "--json", cwd=tmp_path)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = canzona("eval", trained.folder / "run", *arguments, "--json", cwd=tmp_path, code=code)
     assert key in done.stderr
     assert done.stdout == ""
     assert [*tmp_path.iterdir()] == []
@@ -236,8 +226,7 @@ def test_a_damaged_checkpoint_is_not_evaluated(trained: Trained, tmp_path: Path)
     copy = shutil.copytree(checkpoint, tmp_path / checkpoint.name)
     file = next(copy.glob("rank-*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
-    done = canzona("eval", copy, cwd=tmp_path)
-    assert done.returncode == 5, done.stdout + done.stderr
+    done = canzona("eval", copy, cwd=tmp_path, code=5)
     assert file.name in done.stderr
 
 

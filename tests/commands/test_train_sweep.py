@@ -67,8 +67,7 @@ def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_
 
 
 def test_a_mistake_in_one_run_is_told_before_any_starts(tmp_path: Path) -> None:
-    done = canzona("train", *TINY, "--sweep", "train.seed=1,2", "parallel.tp=1,3", cwd=tmp_path)
-    assert done.returncode == 2
+    done = canzona("train", *TINY, "--sweep", "train.seed=1,2", "parallel.tp=1,3", cwd=tmp_path, code=2)
     said = " ".join(done.stderr.split())
     assert "in the run with train.seed=1 parallel.tp=3 and 1 other" in said
     assert list(tmp_path.iterdir()) == []
@@ -89,27 +88,22 @@ def test_task_k_of_an_array_is_combination_k_in_one_directory_with_the_others(tm
         assert f"runs/sweep-40/seed={seed}_lr={lr}" in done.stdout
         assert f"seed: {seed}\n" in done.stdout
         assert done.stdout.count("resolved configuration") == 1
-    outside = canzona(*arguments, cwd=tmp_path, environment=STEP | {"SLURM_ARRAY_TASK_ID": "4"})
-    assert outside.returncode == 2
+    outside = canzona(*arguments, cwd=tmp_path, environment=STEP | {"SLURM_ARRAY_TASK_ID": "4"}, code=2)
     assert "tasks 0 to 3" in " ".join(outside.stderr.split())
 
 
 def test_a_sweep_is_an_array_of_as_many_tasks_as_runs(tmp_path: Path) -> None:
     arguments = ("slurm", *TINY, "--sweep", "train.seed=1,2,3")
-    script = canzona(*arguments, cwd=tmp_path)
-    assert script.returncode == 0, script.stderr
+    script = canzona(*arguments, cwd=tmp_path, code=0)
     lines = script.stdout.splitlines()
     assert "#SBATCH --array=0-2" in lines
     assert "    --sweep" in lines, "each task reads the sweep again and takes its part"
     some = canzona(*arguments, "--array", "0,2%1", "--json", cwd=tmp_path)
     assert "#SBATCH --array=0,2%1\n" in json.loads(some.stdout)["script"]
     assert canzona(*arguments, "--needs", cwd=tmp_path).stdout == "1 0\n"
-    outside = canzona(*arguments, "--array", "2-3", cwd=tmp_path)
-    assert outside.returncode == 2
+    outside = canzona(*arguments, "--array", "2-3", cwd=tmp_path, code=2)
     assert "tasks 0 to 2 only" in " ".join(outside.stderr.split())
-    machines = canzona("slurm", "recipe=qwen3-8b", "--sweep", "gpus=8,16", cwd=tmp_path)
-    assert machines.returncode == 2
+    machines = canzona("slurm", "recipe=qwen3-8b", "--sweep", "gpus=8,16", cwd=tmp_path, code=2)
     assert "the same nodes" in " ".join(machines.stderr.split())
-    equal = canzona("slurm", *TINY, "--array", "0-3", cwd=tmp_path)
-    assert equal.returncode == 2
+    equal = canzona("slurm", *TINY, "--array", "0-3", cwd=tmp_path, code=2)
     assert "train.seed=1,2,3,4 --sweep" in " ".join(equal.stderr.split())

@@ -1,9 +1,6 @@
 """`canzona tune` for real: layouts take turns on ranks of their own, and what is left is a recipe to train."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +8,7 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.run.phases import IN_STEP
-from tests.commands.support import canzona, importable
-from tests.waiting import PATIENCE_S
+from tests.commands.support import canzona, canzona_process
 
 RUN = ("recipe=tiny", "gpus=2", "model.num_layers=2", "train.seq_length=64", "train.global_batch_size=4")
 TYPED = ("train.micro_batch_size=1", "train.recompute=none", "parallel.cp=1")
@@ -35,18 +31,13 @@ class Sign(torch.optim.Optimizer):
 
 
 @pytest.mark.sweep  # the same sitting as that of `canzona bench`, on ranks of several layouts
-def test_every_layout_is_measured_on_the_same_work_and_the_fastest_is_kept(tmp_path: Path, corpus_cache: Path) -> None:
+def test_every_layout_is_measured_on_the_same_work_and_the_fastest_is_kept(tmp_path: Path) -> None:
     """One of three fails, which is told."""
     (tmp_path / "sign.py").write_text(FAILS, encoding="utf-8")
     source = f"optimizer.source={tmp_path / 'sign.py'}:Sign"
     mine = (*RUN, *TYPED, "optimizer=custom", source, "optimizer.lr=1e-3")
-    command = [sys.executable, "-m", "canzona_cli.app", "tune", *mine, "--all", "--rounds", "1", "--steps", "1"]
-    environment = {**os.environ, **importable(), "CANZONA_CACHE": str(corpus_cache), "NO_COLOR": "1"}
-    done = subprocess.run(
-        [*command, "--json", "--out", "mine.yaml"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    turns = ("--all", "--rounds", "1", "--steps", "1")
+    done = canzona_process("tune", *mine, *turns, "--json", "--out", "mine.yaml", cwd=tmp_path, code=0)
     content = json.loads(done.stdout)
     found = content["result"]["layouts"]
     assert {(one["layout"]["tp"], one["layout"]["pp"], one["layout"]["dp"]) for one in found.values()} == {
@@ -79,7 +70,6 @@ def test_every_layout_is_measured_on_the_same_work_and_the_fastest_is_kept(tmp_p
 
 def test_a_recipe_that_is_there_is_not_replaced_and_nothing_is_measured(tmp_path: Path) -> None:
     (tmp_path / "qwen3-tiny-2-tuned.yaml").write_text("mine", encoding="utf-8")
-    told = canzona("tune", *RUN, cwd=tmp_path)
-    assert told.returncode == 2
+    told = canzona("tune", *RUN, cwd=tmp_path, code=2)
     assert "--out = ./qwen3-tiny-2-tuned.yaml" in told.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["qwen3-tiny-2-tuned.yaml"]

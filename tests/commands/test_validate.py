@@ -9,9 +9,15 @@ from tests.commands.support import canzona
 
 def test_five_mistakes_are_told_at_once_from_any_directory(tmp_path: Path) -> None:
     result = canzona(
-        "validate", "recipe=qwen3-tinny", "gpus=0", "optimizer.lrr=1", "train.steps=1e3", "parallel.tp=3", cwd=tmp_path
+        "validate",
+        "recipe=qwen3-tinny",
+        "gpus=0",
+        "optimizer.lrr=1",
+        "train.steps=1e3",
+        "parallel.tp=3",
+        cwd=tmp_path,
+        code=2,
     )
-    assert result.returncode == 2
     assert result.stdout == ""
     assert "5 problems" in result.stderr
     for expected in ("did you mean qwen3-tiny?", "optimizer.lr?", "train.steps=1000", "1, 2, 4", "at least 1"):
@@ -20,59 +26,36 @@ def test_five_mistakes_are_told_at_once_from_any_directory(tmp_path: Path) -> No
 
 
 def test_a_sound_run_prints_its_essentials() -> None:
-    result = canzona("validate", "recipe=tiny", "gpus=4", "parallel.tp=2", "train.batch_tokens=8192")
-    assert result.returncode == 0, result.stderr
+    result = canzona("validate", "recipe=tiny", "gpus=4", "parallel.tp=2", "train.batch_tokens=8192", code=0)
     assert result.stdout.startswith("OK")
-    for expected in ("qwen3-tiny", "TP 2", "DP 2", "32 sequences", "8,192 tokens", "micro-batch"):
+    for expected in ("qwen3-tiny", "TP 2", "DP 2", "32 sequences", "8,192 tokens", "micro-batch", "load balance"):
         assert expected in result.stdout
 
 
 def test_what_does_not_fit_is_exit_code_4() -> None:
-    result = canzona("validate", "recipe=32b", "gpus=1")
-    assert result.returncode == 4
+    result = canzona("validate", "recipe=32b", "gpus=1", code=4)
     assert "does not fit" in result.stderr.lower()
 
 
-def test_what_cannot_be_planned_is_refused_as_train_refuses_it(tmp_path: Path) -> None:
-    arguments = ("recipe=tiny", "gpus=2", "parallel.tp=2")
-    for override, key in (("engine.c_max_mib=0.01", "engine.c_max_mib"), ("engine.plan=absent.json", "engine.plan")):
-        result = canzona("validate", *arguments, override, cwd=tmp_path)
-        assert (result.returncode, result.stdout) == (2, "")
-        assert key in result.stderr
-    assert "load balance" in canzona("validate", *arguments, cwd=tmp_path).stdout
-    assert "load balance" not in canzona("validate", *arguments, "engine=sc", cwd=tmp_path).stdout
-
-
 def test_warnings_do_not_mix_with_the_answer() -> None:
-    result = canzona("validate", "recipe=tiny", "optimizer=adamw", "engine.strategy=sc")
-    assert result.returncode == 0
+    result = canzona("validate", "recipe=tiny", "optimizer=adamw", "engine.strategy=sc", code=0)
     assert "engine.strategy is ignored" in result.stderr
     assert "ignored" not in result.stdout
 
 
 def test_markup_in_values_is_shown_as_it_is() -> None:
-    result = canzona("validate", "recipe=tiny", "gpus=[red]x[/red]")
-    assert result.returncode == 2
+    result = canzona("validate", "recipe=tiny", "gpus=[red]x[/red]", code=2)
     assert "[red]x[/red]" in result.stderr
 
 
 def test_prepared_data_is_opened(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("To be, or not to be. " * 2000)
-    missing = canzona("validate", "recipe=tiny", "data=prepared", "data.path=own", cwd=tmp_path)
-    assert missing.returncode == 2
+    missing = canzona("validate", "recipe=tiny", "data=prepared", "data.path=own", cwd=tmp_path, code=2)
     assert "data.path" in missing.stderr
-    made = canzona("data", "prepare", "text.txt", "-o", "own", "--overwrite", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
+    canzona("data", "prepare", "text.txt", "-o", "own", "--overwrite", cwd=tmp_path, code=0)
     arguments = ["data=prepared", "data.path=own", "data.validation_fraction=0", "train.eval_interval=0"]
-    found = canzona("validate", "recipe=tiny", *arguments, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
+    found = canzona("validate", "recipe=tiny", *arguments, cwd=tmp_path, code=0)
     assert "tokens, 1 document" in found.stdout
-
-
-def test_a_tokenizer_that_is_not_there_is_found_before_a_run_needs_it() -> None:
-    result = canzona("validate", "recipe=tiny", "data.tokenizer=bpee")
-    assert result.returncode == 2
-    assert "data.tokenizer = bpee" in result.stderr
 
 
 @pytest.mark.parametrize("command", [("validate",), ("slurm",), ("train", "--dry-run")], ids=" ".join)
@@ -87,17 +70,14 @@ def test_validate_slurm_and_the_dry_run_look_at_the_same_things(command: tuple[s
         ((custom, "optimizer.source=absent.module:Own", "optimizer.allow=[absent]"), "no package absent here"),
         (("parallel.tp=2", "engine.c_max_mib=0.01"), "engine.c_max_mib"),
     ):
-        refused = canzona(*command, *cluster, *override, cwd=tmp_path)
-        assert refused.returncode == 2, (override, refused.stdout)
+        refused = canzona(*command, *cluster, *override, cwd=tmp_path, code=2)
         assert said in " ".join(refused.stderr.split())
     (tmp_path / "text.txt").write_text("To be, or not to be. " * 2000)
     assert canzona("data", "prepare", "text.txt", "-o", "own", cwd=tmp_path).returncode == 0
     data = ("data=prepared", "data.path=own", "train.eval_interval=0")
-    accepted = canzona(*command, *cluster, custom, "optimizer.source=own.py:Signed", *data, cwd=tmp_path)
-    assert accepted.returncode == 0, accepted.stderr
+    accepted = canzona(*command, *cluster, custom, "optimizer.source=own.py:Signed", *data, cwd=tmp_path, code=0)
     said = " ".join(accepted.stderr.split())
     assert "own.py:Signed is not tested here; a run tests it before training" in said
     assert "the data is read 12 times" in said
-    trial = canzona(*command, *cluster, "train.steps=100000", cwd=tmp_path)
-    assert trial.returncode == 0
+    trial = canzona(*command, *cluster, "train.steps=100000", cwd=tmp_path, code=0)
     assert "THIS IS A TRIAL" in trial.stderr

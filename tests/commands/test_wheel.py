@@ -1,12 +1,12 @@
 """The wheel stands alone: it carries the recipes and works from any directory."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands.support import ran
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -26,16 +26,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _canzona(site: Path, cwd: Path, *arguments: str) -> str:
     # -P: the current directory must not stand in for the installed package.
     code = "import canzona_cli, canzona_cli.app; print(canzona_cli.__file__); canzona_cli.app.main()"
-    environment = os.environ | {"PYTHONPATH": str(site), "COLUMNS": "120"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
+    of_the_wheel = {"PYTHONPATH": str(site), "COLUMNS": "120"}
+    done = ran(sys.executable, "-P", "-c", code, *arguments, cwd=cwd, environment=of_the_wheel)
     location, output = done.stdout.split("\n", 1)
     assert location.startswith(str(site)), "the test ran the checkout, not the wheel"
     return output

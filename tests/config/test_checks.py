@@ -7,6 +7,7 @@ import pytest
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run, dump_resolved, load_resolved
 from canzona_cli.errors import ConfigError
+from tests.refusals import refused
 
 OWN = ("recipe=tiny", "optimizer=custom", "optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
 IMPOSSIBLE = [
@@ -48,9 +49,8 @@ IMPOSSIBLE = [
 
 @pytest.mark.parametrize(("override", "key"), IMPOSSIBLE)
 def test_what_cannot_work_is_named_with_its_reason_and_a_fix(override: str, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_run(["recipe=tiny", *override.split()])
-    (problem,) = (problem for problem in caught.value.problems if problem.key == key)
+    problems = refused(compose_run, ["recipe=tiny", *override.split()])
+    (problem,) = (problem for problem in problems if problem.key == key)
     assert problem.reason
     assert problem.fix
 
@@ -136,9 +136,7 @@ UNUSED = [
 
 @pytest.mark.parametrize(("overrides", "key"), UNUSED)
 def test_what_was_typed_and_would_not_be_trained_is_refused(overrides: str, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_run(["recipe=tiny", *overrides.split()])
-    (problem,) = caught.value.problems
+    (problem,) = refused(compose_run, ["recipe=tiny", *overrides.split()])
     assert problem.key == key
     assert problem.fix
 
@@ -206,18 +204,16 @@ def test_an_own_optimizer_in_a_file_is_looked_for_from_here(tmp_path: Path, monk
 
 
 def test_a_package_that_is_not_allowed_is_offered_beside_those_that_are() -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_run(["recipe=tiny", "optimizer=custom", "optimizer.source=b.c:Own", "optimizer.allow=[a]"])
-    (problem,) = caught.value.problems
+    (problem,) = refused(
+        compose_run, ["recipe=tiny", "optimizer=custom", "optimizer.source=b.c:Own", "optimizer.allow=[a]"]
+    )
     assert "optimizer.allow=[a,b]" in problem.fix
 
 
 @pytest.mark.parametrize("name", ["lr", "weight_decay", "params"])
 @pytest.mark.parametrize("typed", ["optimizer.options.{}=1", "optimizer.options={{{}:1}}"])
 def test_an_option_that_canzona_gives_itself_is_refused(typed: str, name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_run([*OWN, typed.format(name)])
-    (problem,) = caught.value.problems
+    (problem,) = refused(compose_run, [*OWN, typed.format(name)])
     assert problem.key == f"optimizer.options.{name}"
     assert "canzona itself" in problem.reason
 

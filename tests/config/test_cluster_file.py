@@ -9,16 +9,15 @@ from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.completion import complete_override
 from canzona_cli.config.compose import compose_run, dump_resolved
 from canzona_cli.config.recipes import builtin_recipes_dir
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import Problem
 from tests.calibrate.calibrations import calibration, cut_off, written
+from tests.refusals import refused
 
 CPU_PROFILE = (builtin_recipes_dir() / "cluster" / "cpu.yaml").read_text(encoding="utf-8")
 
 
 def refusal(*overrides: str) -> list[Problem]:
-    with pytest.raises(ConfigError) as caught:
-        compose_run(overrides)
-    return list(caught.value.problems)
+    return list(refused(compose_run, overrides))
 
 
 def test_a_file_is_as_good_as_a_name(tmp_path: Path) -> None:

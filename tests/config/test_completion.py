@@ -37,7 +37,5 @@ def test_offers(typed: str, offered: list[str]) -> None:
         (["canzona"], 1, (["canzona"], 1, "")),
     ],
 )
-def test_words_are_joined_as_they_were_typed(
-    words: list[str], current: int, expected: tuple[list[str], int, str]
-) -> None:
+def test_words_are_joined_as_typed(words: list[str], current: int, expected: tuple[list[str], int, str]) -> None:
     assert joined_words(words, current) == expected

@@ -11,17 +11,15 @@ from canzona_cli.config.recipes import RECIPES_DIR_VARIABLE, builtin_recipes_dir
 from canzona_cli.config.schema import AdamWConfig, CustomConfig, KroneckerConfig, MuonConfig, TrackerName
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.model.families import parameter_count
+from tests.refusals import refused
 
 BUILTIN = [*group_options("recipe", [builtin_recipes_dir()])]
-PUBLISHED_SIZES = {"0.6b": 0.596e9, "1.7b": 1.72e9, "4b": 4.02e9, "8b": 8.19e9, "14b": 14.77e9, "32b": 32.76e9}
 
 
 def problems(*overrides: str, recipes_dirs: tuple[Path, ...] = ()) -> dict[str, Problem]:
-    with pytest.raises(ConfigError) as caught:
-        compose_run(overrides, recipes_dirs=recipes_dirs)
-    found = {problem.key: problem for problem in caught.value.problems}
-    assert len(found) == len(caught.value.problems), "a key is reported once"
+    problems = refused(compose_run, overrides, recipes_dirs=recipes_dirs)
+    found = {problem.key: problem for problem in problems}
+    assert len(found) == len(problems), "a key is reported once"
     return found
 
 
@@ -39,13 +37,6 @@ def test_every_built_in_recipe_composes_without_a_warning(name: str) -> None:
     assert composed.config.description
     assert composed.warnings == ()
     assert composed.recipe_file == builtin_recipes_dir() / "recipe" / f"{name}.yaml"
-
-
-@pytest.mark.parametrize(("size", "published"), PUBLISHED_SIZES.items())
-def test_the_shapes_have_the_published_parameter_counts(size: str, published: float) -> None:
-    config = compose_run([f"recipe={size}"]).config
-    assert config.name == f"qwen3-{size}"
-    assert parameter_count(config.model).total == pytest.approx(published, rel=0.005)
 
 
 @pytest.mark.parametrize("name", BUILTIN)
@@ -199,7 +190,7 @@ class TestOptionsOfAnOwnOptimizer:
             ("optimizer.optoins.momentum=1", "optimizer.optoins.momentum", "no such setting"),
         ],
     )
-    def test_what_is_no_option_is_told_with_an_example_and_hides_nothing(
+    def test_a_wrong_option_is_told_with_an_example_and_hides_nothing(
         self, override: str, key: str, reason: str
     ) -> None:
         found = problems(*self.OWN, override, "optimizer.lr=-1")
@@ -227,9 +218,7 @@ class TestNothingIsRunOrLeaked:
         path.write_text(f"defaults: [qwen3-tiny]\ndescription: env\nrun: {{root: '{value}'}}\n")
         assert problems(f"recipe={path}").keys() & {"run.root", str(path)}
 
-    def test_a_resolver_in_a_defaults_list_shows_no_variable(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_resolver_in_a_defaults_list_shows_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PLANTED", "hunter2")
         recipe(
             tmp_path, "mine", "# @package _global_\ndefaults: [qwen3-tiny, {override /model: '${oc.env:PLANTED}'}]\n"
@@ -374,6 +363,7 @@ class TestOwnRecipes:
             ("- a\n- b\n", "contains no settings"),
             ("", "contains no settings"),
             ("defaults: [qwen3-9b]\n", "there is no recipe qwen3-9b"),
+            ("# @package _global_\ndefaults:\n  - recipe/qwen3-tiny\nname: mine\n", "recipe/qwen3-tiny"),
             (
                 "defaults: [qwen3-tiny]\ngpus: 1\ngpus: 2\n",
                 "is not valid YAML: line 3, column 1: found duplicate key gpus",
@@ -412,7 +402,7 @@ class TestOwnRecipes:
 
 
 @pytest.mark.parametrize(("before", "now"), [(True, ("tensorboard",)), (False, ())])
-def test_a_run_of_an_earlier_version_had_tensorboard_or_not(
+def test_an_earlier_versions_run_had_tensorboard_or_not(
     tmp_path: Path, before: bool, now: tuple[TrackerName, ...]
 ) -> None:
     config = compose_run(["recipe=qwen3-tiny"]).config
@@ -428,9 +418,8 @@ def test_load_resolved_tells_all_problems(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     text = dump_resolved(compose_run(["recipe=tiny"]).config)
     path.write_text(text.replace("gpus: 2", "gpus: two").replace("seed: 1234", "seed: 1.5").replace("beta1", "beta3"))
-    with pytest.raises(ConfigError) as caught:
-        load_resolved(path)
-    assert {problem.key for problem in caught.value.problems} == {"gpus", "train.seed", "optimizer.beta3"}
+    problems = refused(load_resolved, path)
+    assert {problem.key for problem in problems} == {"gpus", "train.seed", "optimizer.beta3"}
 
 
 def test_a_default_that_no_file_mentions_can_be_referred_to() -> None:

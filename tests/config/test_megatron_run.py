@@ -12,7 +12,8 @@ from canzona_cli.config.megatron_run import MegatronRun
 from canzona_cli.config.megatron_translation import read_megatron_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import exact_key, settings
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import Problem
+from tests.refusals import refused
 
 FILES = Path(__file__).with_name("megatron")
 SMALL = (
@@ -33,9 +34,7 @@ def config_of(run: MegatronRun, typed: Sequence[str] = ()) -> RunConfig:
 
 
 def problems(tmp_path: Path, text: str, typed: Sequence[str] = ()) -> dict[str, Problem]:
-    with pytest.raises(ConfigError) as caught:
-        read(tmp_path, text, typed)
-    return {problem.key: problem for problem in caught.value.problems}
+    return {problem.key: problem for problem in refused(read, tmp_path, text, typed)}
 
 
 @pytest.mark.parametrize(
@@ -189,9 +188,7 @@ def test_what_canzona_leaves_out_is_listed_with_its_value(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_what_canzona_does_not_have_or_megatron_refuses_is_refused_by_name(
-    tmp_path: Path, flags: str, key: str
-) -> None:
+def test_what_canzona_lacks_or_megatron_refuses_is_refused_by_name(tmp_path: Path, flags: str, key: str) -> None:
     assert key in problems(tmp_path, f"{SMALL} {flags.replace('(', chr(92) + '(').replace(')', chr(92) + ')')}")
 
 
@@ -219,9 +216,8 @@ def test_what_the_user_types_counts_more_than_the_file(tmp_path: Path) -> None:
 
 def test_impossible_layouts_are_reported_by_the_flags_that_ask_for_them(tmp_path: Path) -> None:
     run = read(tmp_path, f"{SMALL} --tensor-model-parallel-size 3")
-    with pytest.raises(ConfigError) as caught:
-        config_of(run)
-    keys = {run.by_argument(problem).key for problem in caught.value.problems}
+    problems = refused(config_of, run)
+    keys = {run.by_argument(problem).key for problem in problems}
     assert "--tensor-model-parallel-size (parallel.tp)" in keys
     assert any(key.endswith("(gpus)") for key in keys)
 

@@ -54,9 +54,7 @@ def test_a_custom_optimizer_begins_with_the_rate_of_adamw_unless_it_has_one_itse
         ("optimizer.lr=0.003 optimizer.min_lr=0.001", (0.003, 0.001)),
     ],
 )
-def test_a_short_recipe_gives_what_the_same_overrides_give(
-    overrides: str, rates: tuple[float, float], tmp_path: Path
-) -> None:
+def test_a_short_recipe_is_as_good_as_overrides(overrides: str, rates: tuple[float, float], tmp_path: Path) -> None:
     """What it sets counts, although the recipe that it starts from has a rate for SOAP and a ratio."""
     values = parse_overrides(overrides.split()).values
     (tmp_path / "mine.yaml").write_text(short_recipe_text("mine", "qwen3-tiny", {"optimizer": "soap"}, values))

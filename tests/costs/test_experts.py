@@ -12,6 +12,7 @@ from canzona_cli.costs.experts import HOST_LAUNCHES, copying, dispatch, products
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime, stage_time
 from canzona_cli.model.families import family_of
+from tests import sizes
 
 RUN = compose_run(["recipe=qwen3-30b-a3b", "optimizer=adamw", "gpus=64"], training=False).config
 TOKENS, HIDDEN, FFN, CHOSEN = 4096, 2048, 768, 8
@@ -20,19 +21,7 @@ NVLINK, PORT = 360e9, 45e9
 
 
 def layout(ep: int, tp: int = 1, micro_batch_size: int = 1) -> Layout:
-    dp = 64 // tp
-    return Layout(
-        tp=tp,
-        pp=1,
-        cp=1,
-        dp=dp,
-        ep=ep,
-        micro_batch_size=micro_batch_size,
-        num_microbatches=4,
-        global_batch_size=4 * dp * micro_batch_size,
-        recompute="none",
-        sequence_parallel=tp > 1,
-    )
+    return replace(sizes.layout(tp=tp, dp=64 // tp, micro=micro_batch_size, count=4), ep=ep)
 
 
 def by(dispatcher: Dispatcher, *, overlap: bool = False) -> RunConfig:

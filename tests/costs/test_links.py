@@ -72,9 +72,7 @@ HOPS = Links(cluster=replace(H100, intra_node_latency_us=3.4, inter_node_latency
         (SEVERAL_A_MACHINE, 127 / 128 * (64 * 14.0 + 64 * 3.4), 4, 90e9),
     ],
 )
-def test_filling_a_chain_takes_a_latency_and_a_chunk_a_hop(
-    group: Group, hops_us: float, channels: int, rate: float
-) -> None:
+def test_filling_a_chain_takes_time_for_each_hop(group: Group, hops_us: float, channels: int, rate: float) -> None:
     links = HOPS
     chunk_s = channels * (512 << 10) / rate
     chain, ring = links.rooted("reduce", [1e9], group, collectives=1), links.through(1e9, group)
@@ -126,7 +124,7 @@ def test_nothing_travels_alone() -> None:
     faster=st.floats(1.0, 10.0),
     group=st.sampled_from((PAIR, MACHINE, MACHINES, Group(size=64, per_machine=4))),
 )
-def test_more_bytes_never_take_less_and_faster_links_never_more(
+def test_more_bytes_take_no_less_and_faster_links_no_more(
     size: float, more: float, faster: float, group: Group
 ) -> None:
     quick = replace(H100, intra_node_gb_per_s=450 * faster, inter_node_gb_per_s=50 * faster)
@@ -187,7 +185,7 @@ def test_reductions_to_several_owners_run_two_at_a_time_when_measured() -> None:
 
 
 @pytest.mark.parametrize("collectives", [(), (("reduce", 2, 8.0, 1e-5, 0.0), ("reduce", 2, 1e6, 1e-3, 0.0))])
-def test_on_gpus_reductions_share_the_link_and_a_groups_latency(
+def test_gpus_reductions_share_a_groups_latency(
     collectives: tuple[tuple[str, int, float, float, float], ...],
 ) -> None:
     grouped = Links(cluster=replace(H100, collectives=collectives))

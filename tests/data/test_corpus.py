@@ -19,8 +19,9 @@ from canzona_cli.data.locks import Busy, exclusive
 from canzona_cli.data.prepare import PrepareRequest, prepare
 from canzona_cli.data.sidecar import sidecar_path
 from canzona_cli.data.sources import stdlib_sources
-from canzona_cli.errors import ConfigError, EnvironmentProblem
+from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.run.corpus import supply
+from tests.refusals import refused
 from tests.waiting import PATIENCE_S
 
 
@@ -36,9 +37,7 @@ def prepared(tmp_path: Path, text: str, *overrides: str) -> tuple[RunConfig, Bui
 
 
 def problems(run: RunConfig) -> dict[str, str]:
-    with pytest.raises(ConfigError) as caught:
-        ensure_corpus(run)
-    return {p.key: f"{p.reason}; {p.fix}" for p in caught.value.problems}
+    return {p.key: f"{p.reason}; {p.fix}" for p in refused(ensure_corpus, run)}
 
 
 LONG = "".join(f"line {i} of a text that is long enough to train and to validate on\n" for i in range(2000))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from canzona_cli.data.indexed import PairWriter, bin_path, idx_path, inspect_pair
 from canzona_cli.data.tokenizers import TokenArray
 from canzona_cli.errors import ConfigError
+from tests.refusals import refused
 
 Document = Sequence[Sequence[int]]  # sequences of ids
 EOD = 256
@@ -100,7 +101,7 @@ def test_the_split_is_the_one_megatron_makes(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.lists(st.integers(0, 255), max_size=5), min_size=1, max_size=3), min_size=1, max_size=8))
-def test_documents_without_tokens_leave_no_trace(
+def test_documents_without_tokens_leave_nothing(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]]
 ) -> None:
     kept = [d for d in documents if any(d)]
@@ -157,9 +158,8 @@ def test_a_file_of_text_is_answered_with_the_command_that_prepares_it(tmp_path: 
 def test_a_path_with_extension_or_without_megatrons_ending_is_answered_with_the_right_one(tmp_path: Path) -> None:
     write(tmp_path / "wiki_text_document", [[[1]]])
     for typed in ("wiki_text_document.bin", "wiki_text_document.idx", "wiki"):
-        with pytest.raises(ConfigError) as caught:
-            inspect_pair(tmp_path / typed)
-        assert f"data.path={tmp_path / 'wiki_text_document'}" in caught.value.problems[0].fix
+        problems = refused(inspect_pair, tmp_path / typed)
+        assert f"data.path={tmp_path / 'wiki_text_document'}" in problems[0].fix
 
 
 @pytest.mark.parametrize("keep", [0, 5, 9, 20, 33, 34, 40, -1])
@@ -209,7 +209,5 @@ def test_a_negative_id_is_found_by_the_scan(tmp_path: Path) -> None:
 def test_one_file_of_the_pair_is_answered_with_the_prefix(tmp_path: Path, extension: str) -> None:
     for name in ("corpus.bin", "corpus.idx"):
         (tmp_path / name).touch()
-    with pytest.raises(ConfigError) as caught:
-        inspect_pair(tmp_path / f"corpus.{extension}")
-    (problem,) = caught.value.problems
+    (problem,) = refused(inspect_pair, tmp_path / f"corpus.{extension}")
     assert problem.fix == f"data.path={tmp_path / 'corpus'}"

@@ -94,10 +94,7 @@ def test_cuts_fall_at_line_ends_where_lines_are_shorter_than_half_a_piece() -> N
         (".gz", gzip.compress),
         (".bz2", bz2.compress),
         (".xz", lzma.compress),
-        (
-            ".zst",
-            lambda data: zstd(data[:500]) + zstd(data[500:]),
-        ),  # as tools for many cores write it
+        (".zst", lambda data: zstd(data[:500]) + zstd(data[500:])),  # as tools for many cores write it
     ],
 )
 def test_compressed_files_read_like_plain_ones(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
@@ -172,9 +169,7 @@ def test_a_column_of_parquet_is_read_row_by_row_and_rows_without_text_are_counte
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.txt.zst"])
-def test_a_missing_package_is_told_with_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_missing_package_is_named_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (tmp_path / name).write_bytes(zstd(b"text"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(EnvironmentProblem) as caught:
@@ -201,9 +196,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     ("content", "word"),
     [(b"\x7fELF\0\0", "binary"), ("text".encode("utf-16"), "binary"), (b"PAR1xx", "Parquet"), (b"PK\x03\x04x", "zip")],
 )
-def test_a_binary_file_is_refused_when_named_and_passed_over_in_a_folder(
-    tmp_path: Path, content: bytes, word: str
-) -> None:
+def test_a_binary_file_is_refused_by_name_and_ignored_in_a_folder(tmp_path: Path, content: bytes, word: str) -> None:
     (tmp_path / "b.txt").write_bytes(content)
     (tmp_path / "a.txt").write_bytes(b"text")
     assert word in str(fails(tmp_path / "b.txt"))

@@ -50,11 +50,9 @@ def test_chat_is_prepared_and_shown_as_text(tmp_path: Path) -> None:
     unnamed = canzona("data", "prepare", "chat.jsonl", "-o", "chat", cwd=tmp_path)
     assert "try --text-key messages --template '{role}: {content}\\n'" in " ".join(unnamed.stderr.split())
     asked = ("data", "prepare", "chat.jsonl", "-o", "chat", "--text-key", "messages")
-    without = canzona(*asked, cwd=tmp_path)
-    assert without.returncode == 2
+    without = canzona(*asked, cwd=tmp_path, code=2)
     assert "add --template '{role}: {content}\\n'" in " ".join(without.stderr.split())
-    done = canzona(*asked, "--template", r"{role}: {content}\n", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    canzona(*asked, "--template", r"{role}: {content}\n", cwd=tmp_path, code=0)
     assert inspect_pair(tmp_path / "chat").documents == 2
     shown = view(tmp_path / "chat", documents=2, tokens=100, seq_length=None)
     assert [document.text for document in shown.documents] == [
@@ -69,8 +67,7 @@ def test_chat_is_prepared_and_shown_as_text(tmp_path: Path) -> None:
 )
 def test_the_only_field_with_text_is_named(record: dict[str, object], advice: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
-    refused = canzona("data", "prepare", "a.jsonl", "-o", "a", cwd=tmp_path)
-    assert refused.returncode == 2
+    refused = canzona("data", "prepare", "a.jsonl", "-o", "a", cwd=tmp_path, code=2)
     assert ("; try --text-key" in " ".join(refused.stderr.split())) == bool(advice)
     assert advice in " ".join(refused.stderr.split())
 
@@ -81,6 +78,5 @@ def test_lines_are_left_out_only_if_others_have_text(tokenizer: str, tmp_path: P
     (tmp_path / "some.jsonl").write_text('{"a": "x"}\n{"text": "x"}\n')
     for name, advised in (("none", False), ("some", True)):
         asked = ("-o", "p", "--tokenizer", tokenizer)
-        refused = canzona("data", "prepare", f"{name}.jsonl", *asked, cwd=tmp_path)
-        assert refused.returncode == 2
+        refused = canzona("data", "prepare", f"{name}.jsonl", *asked, cwd=tmp_path, code=2)
         assert ("--max-bad" in refused.stderr) == advised

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -138,6 +139,7 @@ def save(trainee: Trainee, store: Path, step: int) -> None:
     torch.distributed.barrier()
 
 
+@cache
 def units_of(checkpoint: Path, model: ModelConfig) -> Units:
     """What a checkpoint holds, put together from its files alone; state that is no element of a matrix as it is."""
     whole: Units = {}

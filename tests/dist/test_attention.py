@@ -1,6 +1,6 @@
 """Our core attention computes what Megatron's does, on one rank and cut over context-parallel ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
@@ -10,10 +10,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from canzona_cli.config.schema import Layout
 from canzona_cli.megatron import attention, parallel
 from canzona_cli.megatron.attention import CausalAttention
 from tests.dist.ranks import run_ranks
+from tests.sizes import layout
 
 CP, SEQ, BATCH = 4, 96, 2
 DTYPES = (torch.float32, torch.bfloat16)
@@ -115,14 +115,11 @@ def _compare(heads: int, groups: int, head_dim: int, dtype: torch.dtype, world: 
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[str, torch.dtype], list[Found]]:
     """Of every case, what each rank found."""
-    layout = Layout(
-        tp=1, pp=1, cp=CP, dp=1, micro_batch_size=BATCH, num_microbatches=1, global_batch_size=BATCH, recompute="none",
-        sequence_parallel=False,
-    )  # fmt: skip
+    mesh = replace(layout(micro=BATCH), cp=CP)
     cases = [(name, dtype) for name in SHAPES for dtype in DTYPES]
 
     def rank() -> list[Found]:
-        world = parallel.initialize(layout, "cpu", seed=1)
+        world = parallel.initialize(mesh, "cpu", seed=1)
         return [_compare(*SHAPES[name], dtype, world) for name, dtype in cases]
 
     return dict(zip(cases, zip(*run_ranks(CP, rank), strict=True), strict=True))  # type: ignore[arg-type]

@@ -101,9 +101,7 @@ def test_turns_change_nothing_of_what_a_strategy_learns(lined: LineUp, together:
     assert together["canzona"].losses == losses_alone(lined, "canzona")
 
 
-def test_every_rank_and_step_is_recorded_in_the_phases_of_the_breakdown(
-    lined: LineUp, together: dict[str, Samples]
-) -> None:
+def test_ranks_and_steps_are_recorded_in_the_breakdowns_phases(lined: LineUp, together: dict[str, Samples]) -> None:
     assert list(together) == ["canzona", "paper", "asc", "layerwise", "sc", "adamw"]
     for name, samples in together.items():
         assert len(samples.losses) == TOTAL
@@ -126,9 +124,7 @@ def test_ranks_hold_what_the_plan_says(lined: LineUp, together: dict[str, Sample
     assert len(set(together["sc"].tensor_bytes)) == 1  # every rank keeps everything of its fragments
 
 
-def test_strategies_agree_unless_one_of_them_computes_something_else(
-    lined: LineUp, together: dict[str, Samples]
-) -> None:
+def test_strategies_agree_unless_one_computes_something_else(lined: LineUp, together: dict[str, Samples]) -> None:
     assert disagreements(result_of(lined, together)) == []
     config = configs(lined)["sc"]
     faster = replace(config, optimizer=replace(config.optimizer, lr=2 * config.optimizer.lr))

@@ -46,9 +46,7 @@ def joined() -> int:
     return torch.distributed.get_rank()
 
 
-def test_a_whole_calibration_makes_a_profile_that_predicts_what_it_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_calibrations_profile_predicts_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**importable(), "CANZONA_TEST_BEHAVIOUR": "hasty"}.items():
         monkeypatch.setenv(name, value)
     config, layout = prepared(compose_run([*SMALL, "gpus=2"], training=False).config)

@@ -188,9 +188,7 @@ def test_two_steps_and_two_more_are_four(optimizer: str, runs: Runs[Case, Outcom
 
 
 @pytest.mark.parametrize(("optimizer", "where"), CASES)
-def test_another_layout_reads_the_same_values_and_gives_them_back(
-    optimizer: str, where: str, runs: Runs[Case, Outcome]
-) -> None:
+def test_another_layout_reads_the_same_values_and_back(optimizer: str, where: str, runs: Runs[Case, Outcome]) -> None:
     saved, there, back = (runs[case] for case in (_saved(*OPTIMIZERS[optimizer]), *_elsewhere(optimizer, where)))
     model = resolve(*TP2_DP2)[0].model
     values = units_of(saved.checkpoint, model)
@@ -377,7 +375,7 @@ def test_a_checkpoint_is_as_large_as_what_it_has_to_keep(runs: Runs[Case, Outcom
     assert needed < on_disk <= 1.02 * needed + random
 
 
-def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form_for_a_time(
+def test_what_gram_form_doubted_stays_in_standard_form_for_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: an update that is left out, and what a run that goes on elsewhere makes of that matrix."""
@@ -425,9 +423,7 @@ def test_whatever_was_not_trusted_in_gram_form_stays_in_standard_form_for_a_time
 
 
 @pytest.mark.parametrize("mode", ["hosted", "shared"])
-def test_behind_a_doubt_a_run_goes_on_as_if_it_had_not_ended(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_behind_a_doubt_a_run_goes_on_as_ever(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit: two steps more in standard form, as many in Gram form, on all ranks of a shared matrix alike."""
     monkeypatch.setattr(muon_facts, "STANDARD_STEPS", 2)
     run = resolve("gpus=2", "parallel.tp=2", "train.precision=fp32", "optimizer.form=gram", f"engine.mode={mode}")

@@ -108,9 +108,7 @@ def test_what_is_fused_depends_on_the_compiler_and_on_the_precision() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("engine", [True, False])
-def test_angles_are_applied_by_transformer_engines_kernel_where_it_is(
-    device: str, engine: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_angles_are_applied_by_transformer_engine(device: str, engine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's own description of a model refuses it where Transformer Engine is not installed."""
     asked: dict[str, object] = {}
     monkeypatch.setattr(model, "TransformerConfig", lambda **settings: asked.update(settings))

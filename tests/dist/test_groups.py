@@ -16,10 +16,7 @@ from tests.dist.ranks import run_ranks
 from tests.faults.support import LAYOUT
 from tests.waiting import PATIENCE_S
 
-LAYOUTS = {
-    "tp2 pp2": replace(LAYOUT, tp=2, pp=2, dp=1),
-    "tp2 dp2": replace(LAYOUT, tp=2, pp=1, dp=2),
-}
+LAYOUTS = {"tp2 pp2": replace(LAYOUT, tp=2, pp=2, dp=1), "tp2 dp2": replace(LAYOUT, tp=2, pp=1, dp=2)}
 MEMBERS = {
     # Ranks are numbered tensor-parallel ranks first, then data-parallel ones, then stages.
     "tp2 pp2": {"tp": ({0, 1}, {2, 3}), "pp": ({0, 2}, {1, 3}), "dp_cp": ({0}, {1}, {2}, {3}), "mp": ({0, 1, 2, 3},)},

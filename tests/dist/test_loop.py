@@ -223,9 +223,7 @@ def test_a_stop_request_during_the_last_step_changes_nothing(tmp_path: Path, mon
     assert [line["step"] for line in _lines(RunFiles(root).validation)] == [0, STEPS]
 
 
-def test_failures_and_captures_are_counted_with_the_next_step_and_a_failure_in_the_last_before_the_end(
-    tmp_path: Path,
-) -> None:
+def test_failures_and_captures_are_counted_with_the_next_step_or_at_the_end(tmp_path: Path) -> None:
     def prepare(trainee: Trainee, files: RunFiles) -> None:
         matrices = engine_of(trainee).matrices
         assert isinstance(matrices, PlannedOptimizer)

@@ -54,12 +54,7 @@ def _worst(first: Weights, second: Weights) -> float:
 
 
 def _everywhere(optimizer: str, *settings: str) -> dict[str, tuple[str, ...]]:
-    common = (
-        f"optimizer={optimizer}",
-        "optimizer.clip_grad=0",
-        "engine.strategy=sc",
-        *settings,
-    )
+    common = (f"optimizer={optimizer}", "optimizer.clip_grad=0", "engine.strategy=sc", *settings)
     return {where: (*common, *layout) for where, layout in {"one rank": ONE, **LAYOUTS}.items()}
 
 
@@ -125,9 +120,7 @@ def _plain(source: Path, *overrides: str) -> tuple[RunConfig, Layout]:
 @pytest.mark.parametrize(
     ("model", "layouts"), [((), ("tp2 dp2", "tp2 pp2")), (EXPERTS, ("dp4 ep2",))], ids=["dense", "experts"]
 )
-def test_an_own_optimizer_clipped_by_the_global_norm(
-    source: Path, model: tuple[str, ...], layouts: tuple[str, ...]
-) -> None:
+def test_an_own_optimizer_clipped_by_the_norm(source: Path, model: tuple[str, ...], layouts: tuple[str, ...]) -> None:
     """The norm's sum goes in another order, so its last bits differ. SOAP would blow them up (the factors of its first
     steps lack rank), whatever the strategy; an update in proportion to the gradient shows them as they are."""
 

@@ -265,12 +265,7 @@ RUNS = {
         on_step=settle_at_5,
         clock=lambda rank, step: 1e6 * step if rank else minutes_at(3, 5)(rank, step),
     ),
-    "put off": Run(
-        settings=BY_TIME,
-        prepare=hold_rank_0,
-        on_step=settle_at_5,
-        clock=minutes_at(2, 4),
-    ),
+    "put off": Run(settings=BY_TIME, prepare=hold_rank_0, on_step=settle_at_5, clock=minutes_at(2, 4)),
     "due at the last step": Run(
         settings=BY_TIME,
         prepare=lambda rank: hold_writes(lambda partial: wait_until_told(rank.files, step_of(partial) < STEPS)),
@@ -322,9 +317,7 @@ def test_checkpoints_come_by_rank_0s_clock_alone(ended: dict[str, list[Ending]],
     assert events(folder / "by the clock", "save_waits") == []
 
 
-def test_a_save_due_by_time_is_put_off_until_the_one_before_is_written(
-    ended: dict[str, list[Ending]], folder: Path
-) -> None:
+def test_a_save_due_by_time_waits_for_the_one_before(ended: dict[str, list[Ending]], folder: Path) -> None:
     """Due at the ends of steps 2 and 4, while the first is written until step 5 begins."""
     assert names(folder / "put off") == ["step-00000002", "step-00000005"]
     [told] = events(folder / "put off", "save_waits")

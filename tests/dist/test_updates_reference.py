@@ -1,12 +1,12 @@
 """Updates through Megatron's stack are the updates of the papers.
 
 Three fp32 steps over tp, dp and pp ranks, clipped, with weight decay, against one process that runs Hugging Face's
-Qwen3 over the whole batch and updates whole matrices: `torch.optim.AdamW`, and Muon written out below. That the engine
-moves any other optimizer's matrices as exactly is what `test_engine_exact` shows.
+Qwen3 over the whole batch and updates whole matrices: `torch.optim.AdamW`, and Muon as written out below. That the
+engine moves any other optimizer's matrices as exactly is what `test_engine_exact` shows.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from tests.dist.ranks import run_ranks
 from tests.dist.reference import hugging_face_model, token_losses, weights_of
 from tests.dist.trained import different, run_trainings, samples
 from tests.dist.whole import Weights
+from tests.optimizers.reference import orthogonalised
 
 STEPS, LR, CLIP = 3, 1e-2, 0.25
 FIXED = (
@@ -136,7 +137,7 @@ def _muon(params: Parameters, config: RunConfig) -> Update:
             momentum.mul_(settings.momentum).add_(gradient)
             direction = gradient + settings.momentum * momentum if settings.nesterov else momentum
             scale = settings.scale_factor * math.sqrt(max(direction.shape))
-            step = scale * _orthogonalised(direction, COEFFICIENTS[settings.coefficients])
+            step = scale * orthogonalised(direction.double(), settings.coefficients).float()
             for p, part in zip(group, torch.split(step, [p.shape[0] for p in group]), strict=True):
                 p.mul_(1 - settings.lr * settings.weight_decay).sub_(settings.lr * part)
 
@@ -157,29 +158,6 @@ def _apart(params: Parameters, config: RunConfig) -> tuple[Parameters, Update]:
 def _gradient(param: torch.nn.Parameter) -> torch.Tensor:
     assert param.grad is not None
     return param.grad
-
-
-# For each Newton-Schulz step; `simple` is Jordan's, `quintic` You Jiacheng's, as modded-nanogpt publishes them.
-COEFFICIENTS = {
-    "simple": [(3.4445, -4.7750, 2.0315)] * 5,
-    "quintic": [
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ],
-}
-
-
-def _orthogonalised(matrix: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]) -> torch.Tensor:
-    """Newton-Schulz iteration towards the nearest semi-orthogonal matrix, in fp64."""
-    x: torch.Tensor = matrix.double()
-    x = x / x.norm()
-    for a, b, c in coefficients:
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.float()
 
 
 TP2_DP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=1")

@@ -57,11 +57,7 @@ LAYOUTS = {
 OPTIMIZERS = {
     "muon": ("optimizer=muon",),
     "shampoo": ("optimizer=shampoo", "optimizer.eps=1e-4", "optimizer.precondition_frequency=1"),
-    "soap": (
-        "optimizer=soap",
-        "optimizer.eps=1e-2",
-        "optimizer.max_preconditioner_dim=64",
-    ),
+    "soap": ("optimizer=soap", "optimizer.eps=1e-2", "optimizer.max_preconditioner_dim=64"),
 }
 """Settings whose 20 steps can be compared across orders of summation; see `tests.dist.test_engine_training`."""
 

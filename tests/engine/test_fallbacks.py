@@ -52,9 +52,7 @@ def test_matrices_are_told_apart_by_identity(caplog: pytest.LogCaptureFixture) -
     assert fallbacks.take() == len(MATRICES)
 
 
-def test_an_optimizer_tells_the_masters_it_was_given(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_names_its_masters(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     masters = _masters()
     fallbacks = Fallbacks(MATRICES, masters)
     optimizer = Shampoo(list(masters.values()), 0.01, on_fallback=fallbacks)
@@ -99,9 +97,7 @@ def test_what_was_left_out_without_waiting_is_counted_named_and_standard_from_th
 
 
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
-def test_what_is_left_out_changes_nothing_even_where_it_is_not_a_number(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Muon]
-) -> None:
+def test_what_is_left_out_changes_nothing_even_if_not_finite(monkeypatch: pytest.MonkeyPatch, kind: type[Muon]) -> None:
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     monkeypatch.setattr(
         "canzona_cli.optimizers.muon.gram_newton_schulz",

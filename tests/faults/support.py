@@ -14,7 +14,6 @@ from canzona_cli.config.schema import (
     AdamWConfig,
     DataConfig,
     EngineConfig,
-    Layout,
     ParallelConfig,
     RunConfig,
     RunSettings,
@@ -22,22 +21,12 @@ from canzona_cli.config.schema import (
 )
 from canzona_cli.config.schema.cluster import Device
 from canzona_cli.run.files import RunFiles, read_json
-from tests.sizes import CPU, model
+from tests.sizes import CPU, layout, model
 from tests.waiting import PATIENCE_S, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 
-LAYOUT = Layout(
-    tp=1,
-    pp=1,
-    cp=1,
-    dp=2,
-    micro_batch_size=1,
-    num_microbatches=1,
-    global_batch_size=2,
-    recompute="none",
-    sequence_parallel=False,
-)
+LAYOUT = layout(dp=2)
 
 
 def run_config(*, run_dir: Path | None = None, root: Path = Path("runs"), gpus: int = 2, nodes: int = 1) -> RunConfig:
@@ -56,23 +45,13 @@ def run_config(*, run_dir: Path | None = None, root: Path = Path("runs"), gpus: 
     )
 
 
-class LaunchedRun:
-    """`python -m tests.faults.launcher` on a run directory: supervisor, real torchrun, stand-in workers."""
+class Launched:
+    """A launcher in a process of its own, and its run directory."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        behaviour: str,
-        *,
-        grace_s: float = 60.0,
-        ranks: int = 2,
-        hang_timeout_s: float = 0.0,
-        device: Device = "cpu",
-    ) -> None:
+    def __init__(self, run_dir: Path, *arguments: str) -> None:
         self.files = RunFiles(run_dir)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.launcher", str(run_dir), behaviour]
-            + [str(value) for value in (grace_s, ranks, hang_timeout_s, device)],
+            [sys.executable, "-m", *arguments],
             cwd=REPOSITORY,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
             stdout=subprocess.PIPE,
@@ -80,19 +59,21 @@ class LaunchedRun:
             text=True,
         )
 
-    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str = "what the run should do") -> None:
         wait_until(condition, what, self.process)
-
-    def wait_for_steps(self, count: int) -> None:
-        def enough() -> bool:
-            return self.files.metrics.exists() and self.files.metrics.read_text().count("\n") >= count
-
-        self.wait_for(enough, f"{count} steps")
 
     def family(self) -> list[psutil.Process]:
         """torchrun and its workers, at this moment."""
         family: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
         return family
+
+    @property
+    def steps(self) -> int:
+        """Done so far."""
+        return self.files.metrics.read_text().count("\n") if self.files.metrics.exists() else 0
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_for(lambda: self.steps >= count, f"{count} steps")
 
     def finish(self) -> tuple[int, str]:
         """The launcher's exit code and all it printed."""
@@ -105,6 +86,23 @@ class LaunchedRun:
         return record
 
 
+class LaunchedRun(Launched):
+    """`python -m tests.faults.launcher` on a run directory: supervisor, real torchrun, stand-in workers."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        behaviour: str,
+        *,
+        grace_s: float = 60.0,
+        ranks: int = 2,
+        hang_timeout_s: float = 0.0,
+        device: Device = "cpu",
+    ) -> None:
+        values = (run_dir, behaviour, grace_s, ranks, hang_timeout_s, device)
+        super().__init__(run_dir, "tests.faults.launcher", *map(str, values))
+
+
 TRAINED_RANKS = 4
 TRAINED = (
     *("recipe=qwen3-tiny", f"gpus={TRAINED_RANKS}", "parallel.tp=2", "parallel.pp=1", "model.num_layers=2"),
@@ -112,43 +110,17 @@ TRAINED = (
 )
 
 
-class TrainingRun:
+class TrainingRun(Launched):
     """`canzona train` on four ranks, in a process of its own: everything is real."""
 
     def __init__(self, folder: Path, cache: Path, *overrides: str) -> None:
-        self.files = RunFiles(folder / "run")
-        places = (f"data.cache_dir={cache}", f"run.dir={self.files.root}")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "canzona_cli.app", "train", *TRAINED, *overrides, *places],
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        wait_until(condition, "what the run should do", self.process)
-
-    def processes(self) -> list[psutil.Process]:
-        """torchrun and its workers, at this moment."""
-        family: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
-        return family
+        places = (f"data.cache_dir={cache}", f"run.dir={folder / 'run'}")
+        super().__init__(folder / "run", "canzona_cli.app", "train", *TRAINED, *overrides, *places)
 
     def pid(self, rank: int) -> int:
         record = read_json(self.files.rank(rank))
         assert record is not None
         return int(str(record["pid"]))
-
-    @property
-    def steps(self) -> int:
-        """Done so far."""
-        return self.files.metrics.read_text().count("\n") if self.files.metrics.exists() else 0
-
-    def finish(self) -> tuple[int, str]:
-        """The exit code and all it printed."""
-        output, _ = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, output
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

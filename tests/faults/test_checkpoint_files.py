@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,9 @@ from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.checkpoint.verify import foreign_files, read_manifest, verify
 from canzona_cli.errors import CheckpointInvalid, SaveFailed
 from tests.checkpoint.checkpoints import RANKS, TEXTS, buffer, header, names, save, shard
-from tests.commands.support import canzona
+from tests.commands.support import canzona, ran
 from tests.faults.disks import read_only, small_disk
-from tests.waiting import PATIENCE_S
 
-STEPS_LOST = "the steps since the checkpoint before"
 ROOT = Path(__file__).parents[2]
 
 
@@ -70,8 +67,7 @@ def test_a_flipped_bit_is_found_in_every_file_wherever_it_is(root: Path) -> None
     assert bad_files(folder) == {}
     shard_file = folder / "rank-00001.safetensors"
     shard_file.write_bytes(shard_file.read_bytes()[:-1] + b"\x55")
-    done = canzona("checkpoint", "verify", str(folder))
-    assert done.returncode == 5
+    done = canzona("checkpoint", "verify", str(folder), code=5)
     assert "step-00000020/rank-00001.safetensors" in done.stderr
     assert "checkpoint.resume=step-00000010" in done.stderr
 
@@ -132,8 +128,7 @@ def test_a_foreign_file_is_told_and_never_read(root: Path) -> None:
     manifest, problems = verify(folder)
     assert problems == []
     assert foreign_files(folder, manifest) == (".metadata",)
-    done = canzona("checkpoint", "verify", str(folder))
-    assert done.returncode == 0
+    done = canzona("checkpoint", "verify", str(folder), code=0)
     assert "which canzona ignores: .metadata" in done.stdout
 
 
@@ -180,15 +175,7 @@ OUTCOMES: dict[str, list[list[int] | None]] = {
 
 @pytest.mark.parametrize("scenario", OUTCOMES)
 def test_a_process_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, scenario: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.kill_points", str(tmp_path), scenario],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(sys.executable, "-m", "tests.faults.kill_points", str(tmp_path), scenario)
     results: list[dict[str, Any]] = json.loads(done.stdout)
     kills = len(results) - 1
     assert kills >= (10 if scenario == "removal" else 40), "too few kills to mean anything"

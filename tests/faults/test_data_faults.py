@@ -1,10 +1,8 @@
 """Bad numbers and full disks in real runs of four ranks: what is lost, who is named, and how the run ends."""
 
 import json
-import os
 import resource
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -24,9 +22,9 @@ from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import read_layout
 from canzona_cli.training.data import Batch
 from canzona_cli.training.guards import ENOUGH
+from tests.commands.support import ran
 from tests.faults.forked import forked_run
-from tests.faults.support import REPOSITORY, LaunchedRun
-from tests.waiting import PATIENCE_S
+from tests.faults.support import LaunchedRun
 
 SHARED = ("optimizer=muon", "optimizer.form=gram", "engine.mode=shared", "train.precision=fp32")
 
@@ -224,15 +222,8 @@ def test_a_disk_that_takes_nothing_from_the_start(
     overrides = ["recipe=qwen3-tiny", "gpus=2", "train.steps=1", place.format(tmp_path)]
     ensure_corpus(compose_run(overrides).config)  # the corpus is there already: it is the run that has no room
     limit = "" if limit_kib is None else f"ulimit -f {limit_kib};"
-    ended = subprocess.run(
-        ["bash", "-c", f'{limit} exec "$0" -m canzona_cli.app train "$@"', sys.executable, *overrides],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert ended.returncode == 3, ended.stdout + ended.stderr
+    train = ("bash", "-c", f'{limit} exec "$0" -m canzona_cli.app train "$@"', sys.executable, *overrides)
+    ended = ran(*train, environment={"PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "200"}, code=3)
     assert "Traceback" not in ended.stderr
     assert told in ended.stderr
     assert not list(tmp_path.rglob("rank-*")), "no worker was started"

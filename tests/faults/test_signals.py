@@ -52,7 +52,7 @@ def assert_saved(training: TrainingRun, code: int, output: str, family: list[psu
 def test_usr2_to_every_process_of_the_job_saves_it(start: Start) -> None:
     training = start()
     training.wait_for(lambda: training.steps >= 3)
-    family = training.processes()
+    family = training.family()
     assert len(family) == RANKS + 1
     for process in [*family, psutil.Process(training.process.pid)]:  # as `scancel --signal=USR2` does
         process.send_signal(signal.SIGUSR2)
@@ -63,7 +63,7 @@ def test_sigterm_while_a_checkpoint_is_written_ends_in_a_whole_one(start: Start)
     training = start("checkpoint.every_steps=1")
     training.wait_for(lambda: training.steps >= 3)
     training.wait_for(lambda: any(training.files.checkpoints.glob(".step-*")))
-    family = training.processes()
+    family = training.family()
     training.process.send_signal(signal.SIGTERM)
     assert_saved(training, *training.finish(), family)
 
@@ -71,8 +71,8 @@ def test_sigterm_while_a_checkpoint_is_written_ends_in_a_whole_one(start: Start)
 def test_a_signal_at_start_up_leaves_no_checkpoint_and_says_so(start: Start) -> None:
     training = start()
     # Torchrun imports for seconds; between its ranks' first words and training there may be less than a moment.
-    training.wait_for(lambda: training.files.agent_log(0).exists() and training.processes())
-    family = training.processes()
+    training.wait_for(lambda: training.files.agent_log(0).exists() and training.family())
+    family = training.family()
     training.process.send_signal(signal.SIGTERM)
     code, output = training.finish()
     assert code == 130, output

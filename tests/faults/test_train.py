@@ -67,9 +67,7 @@ def test_ctrl_c_keeps_every_step_and_shows_where_the_time_went(training: subproc
     assert [rank and rank["status"] for rank in ranks] == ["interrupted", "interrupted"]
 
 
-def test_ctrl_c_before_training_has_begun_ends_everything_at_once(
-    training: subprocess.Popen[str], tmp_path: Path
-) -> None:
+def test_ctrl_c_before_training_begins_ends_everything_at_once(training: subprocess.Popen[str], tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "run")
     launcher = psutil.Process(training.pid)
     wait_until(lambda: files.agent_log(0).exists() and launcher.children(), "torchrun", training)

@@ -56,8 +56,7 @@ def test_a_llama_goes_on_as_transformers_does(tmp_path: Path) -> None:
     shape = replace(SHAPE, tied_embeddings=False, qk_norm=False, rope_base=500_000.0, norm_eps=1e-5, rope_scaling=8.0)
     folder = written(tmp_path / "llama", shape)
     asked = ("--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--json")
-    done = canzona("generate", folder / "run", *asked)
-    assert done.returncode == 0, done.stderr
+    done = canzona("generate", folder / "run", *asked, code=0)
     assert json.loads(done.stdout)["text"] == by_transformers(folder).decode(errors="replace")
 
 
@@ -65,8 +64,7 @@ def test_a_prompt_is_gone_on_from_as_transformers_does(folder: Path) -> None:
     wanted = by_transformers(folder).decode(errors="replace")
     assert len(set(wanted)) > 3, "any model might write it"
     asked = ("--prompt", PROMPT, "--max-new-tokens", str(TOKENS))
-    done = canzona("generate", folder / "run", *asked, "--json")
-    assert done.returncode == 0, done.stderr
+    done = canzona("generate", folder / "run", *asked, "--json", code=0)
     found = json.loads(done.stdout)
     assert (found["version"], found["step"], found["prompt"], found["tokens"]) == (1, 0, PROMPT, TOKENS)
     assert (found["text"], found["ended"], found["too_long"]) == (wanted, False, False)
@@ -76,8 +74,7 @@ def test_a_prompt_is_gone_on_from_as_transformers_does(folder: Path) -> None:
     told = canzona_process("generate", str(folder / "run"), *asked)
     assert (told.returncode, told.stdout, "leaked" in told.stderr) == (0, f"{PROMPT}{wanted}\n", False), told.stderr
     lines = f"{PROMPT}\n{PROMPT}".encode()
-    spoken = canzona("generate", folder / "run", "--interactive", *asked[2:], stdin=lines)
-    assert spoken.returncode == 0, spoken.stderr
+    spoken = canzona("generate", folder / "run", "--interactive", *asked[2:], stdin=lines, code=0)
     assert spoken.stdout == f"{wanted}\n" * 2
 
 
@@ -117,16 +114,14 @@ def test_what_cannot_be_is_refused(
 ) -> None:
     if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = canzona("generate", folder / "run", *arguments, cwd=tmp_path)
-    assert done.returncode == code, done.stdout + done.stderr
+    done = canzona("generate", folder / "run", *arguments, cwd=tmp_path, code=code)
     assert key in done.stderr
     assert done.stdout == ""
 
 
 def test_without_transformers_it_says_what_brings_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    done = canzona("generate", folder / "run", "--prompt", "a")
-    assert done.returncode == 3, done.stderr
+    done = canzona("generate", folder / "run", "--prompt", "a", code=3)
     assert "canzona[hf]" in done.stderr
 
 
@@ -138,8 +133,7 @@ def test_damage_is_found_before_anything_is_read(folder: Path, tmp_path: Path) -
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    done = canzona("generate", copy, "--prompt", "a")
-    assert done.returncode == 5, done.stderr
+    done = canzona("generate", copy, "--prompt", "a", code=5)
     assert file.name in done.stderr
 
 

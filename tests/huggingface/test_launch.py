@@ -30,8 +30,7 @@ def test_it_is_looked_at_without_torch(folder: Path) -> None:
 
 
 def test_all_that_a_recipe_has_otherwise_is_refused_before_anything_is_written(folder: Path, tmp_path: Path) -> None:
-    done = canzona("train", "recipe=tiny", f"init={folder}", "run.dir=run", "--prepare-only", cwd=tmp_path)
-    assert done.returncode == 2
+    done = canzona("train", "recipe=tiny", f"init={folder}", "run.dir=run", "--prepare-only", cwd=tmp_path, code=2)
     for name in WIDTHS:
         assert name == "num_query_groups" or f"model.{name}={getattr(SHAPE, name)}" in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -46,21 +45,17 @@ def test_weights_of_another_family_are_refused_by_its_name(folder: Path, tmp_pat
         ("llama3-tiny", folder, "is a Llama, but the weights in {} are a Qwen3's"),
         ("qwen3-tiny", tmp_path / "run", "is a Qwen3, but the weights in {} are a Llama's"),
     ):
-        done = canzona("train", f"recipe={recipe}", f"init={weights}", *SMALL, "--prepare-only", cwd=tmp_path)
-        assert done.returncode == 2
+        done = canzona("train", f"recipe={recipe}", f"init={weights}", *SMALL, "--prepare-only", cwd=tmp_path, code=2)
         step = "" if weights == folder else "/checkpoints/step-00000000"
         assert "".join(said.format(f"{weights}{step}").split()) in "".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("recipe", [("recipe=tiny", *SMALL), ()], ids=["recipe", "no recipe"])
-def test_a_run_begins_with_its_weights_and_imports_them_once(
-    folder: Path, tmp_path: Path, recipe: tuple[str, ...]
-) -> None:
+def test_a_run_begins_with_its_weights_imported_once(folder: Path, tmp_path: Path, recipe: tuple[str, ...]) -> None:
     typed = ("train", *recipe, *JOB, f"init={folder}", f"run.dir={tmp_path / 'run'}", "--prepare-only")
     files, inode = RunFiles(tmp_path / "run"), None
     for _ in range(2):
-        done = canzona(*typed)
-        assert done.returncode == 0, done.stderr
+        done = canzona(*typed, code=0)
         assert "start at step 1 from the weights of step-00000000" in " ".join(done.stderr.split())
         point = json.loads(files.resume.read_text())
         assert (point["weights_only"], point["step"]) == (True, 0)

@@ -32,8 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def imported(folder: Path, run: Path) -> Path:
     """The checkpoint of an import."""
-    done = canzona("checkpoint", "import", folder, "--out", run, "--json")
-    assert done.returncode == 0, done.stderr
+    done = canzona("checkpoint", "import", folder, "--out", run, "--json", code=0)
     return Path(json.loads(done.stdout)["checkpoint"])
 
 
@@ -79,8 +78,7 @@ def test_what_came_in_goes_out_bit_by_bit(tmp_path: Path, dtype: str, tied: bool
     imported(tmp_path / "in", tmp_path / "run")
     for kind in {"fp32", dtype}:
         out = tmp_path / kind
-        done = canzona("checkpoint", "export", tmp_path / "run", out, "--dtype", kind)
-        assert done.returncode == 0, done.stderr
+        canzona("checkpoint", "export", tmp_path / "run", out, "--dtype", kind, code=0)
         assert same(stored(out), {name: tensor.to(DTYPES[kind]) for name, tensor in weights.items()})
         settings = json.loads((out / "config.json").read_text())
         assert settings["max_position_embeddings"] == 1 << 17, "as imported; sequences in training are shorter"
@@ -168,8 +166,7 @@ def test_an_import_onto_a_full_disk_says_where_to_make_room(run: Path, tmp_path:
     with small_disk(tmp_path / "disk", 60) as mounted:
         if not mounted:
             pytest.skip("this user may not mount")
-        done = canzona("checkpoint", "import", run.parent / "in", "--out", tmp_path / "disk" / "run")
-        assert done.returncode == 3
+        done = canzona("checkpoint", "import", run.parent / "in", "--out", tmp_path / "disk" / "run", code=3)
         assert f"--out = {tmp_path}/disk/run cannot be written: No space left" in words(done.stderr)
         assert "make room there, or name a place" in words(done.stderr)
         assert "checkpoint.keep" not in done.stderr
@@ -205,8 +202,7 @@ def test_the_byte_tokenizer_is_read_as_bytes_by_transformers(run: Path, tmp_path
 
 
 def test_a_recipe_is_made_from_the_folder_and_trains_its_shape(run: Path, tmp_path: Path) -> None:
-    done = canzona("recipes", "from-hf", run.parent / "in", tmp_path / "mine.yaml", "train.steps=7")
-    assert done.returncode == 0, done.stderr
+    canzona("recipes", "from-hf", run.parent / "in", tmp_path / "mine.yaml", "train.steps=7", code=0)
     config = compose_run([f"recipe={tmp_path / 'mine.yaml'}"]).config
     assert replace(config.model, name="small") == SHAPE
     assert (config.name, config.train.steps, config.cluster.name) == ("mine", 7, "cpu")
@@ -223,8 +219,9 @@ def test_every_tensor_and_setting_that_differs_is_named_at_once(run: Path, tmp_p
     weights["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
     weights["model.layers.0.mlp.down_proj.weight"] = weights["model.layers.0.mlp.down_proj.weight"].to(torch.int8)
     save_file(weights, folder / "model.safetensors")
-    done = canzona("checkpoint", "import", folder, "--out", tmp_path / "run", "model.rope_base=10000", "recipe=tiny")
-    assert done.returncode == 2
+    done = canzona(
+        "checkpoint", "import", folder, "--out", tmp_path / "run", "model.rope_base=10000", "recipe=tiny", code=2
+    )
     for key in (
         *weights.keys() & {"model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"},
         "model.norm.weight",
@@ -241,8 +238,7 @@ def test_weights_that_are_no_numbers_are_refused_and_nothing_is_left(tmp_path: P
     weights = load_file(tmp_path / "in" / "model.safetensors")
     weights["model.norm.weight"][3] = torch.nan
     save_file(weights, tmp_path / "in" / "model.safetensors")
-    done = canzona("checkpoint", "import", tmp_path / "in", "--out", tmp_path / "run")
-    assert done.returncode == 2
+    done = canzona("checkpoint", "import", tmp_path / "in", "--out", tmp_path / "run", code=2)
     assert "model.norm.weight" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
@@ -256,8 +252,7 @@ def test_a_tied_output_layer_that_is_another_is_refused(tmp_path: Path) -> None:
     imported(tmp_path / "in", tmp_path / "run")
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, tmp_path / "in" / "model.safetensors")
-    done = canzona("checkpoint", "import", tmp_path / "in", "--out", tmp_path / "other")
-    assert done.returncode == 2
+    done = canzona("checkpoint", "import", tmp_path / "in", "--out", tmp_path / "other", code=2)
     assert "lm_head.weight" in done.stderr
 
 
@@ -277,15 +272,13 @@ def test_a_damaged_checkpoint_is_not_exported_and_a_step_that_is_not_there_is_sa
     path = tmp_path / "run" / "checkpoints" / "step-00000000" / "rank-00000.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    done = canzona("checkpoint", "export", tmp_path / "run", tmp_path / "out")
-    assert done.returncode == 5
+    done = canzona("checkpoint", "export", tmp_path / "run", tmp_path / "out", code=5)
     assert path.name in done.stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    done = canzona("checkpoint", "import", tmp_path / "empty", "--out", tmp_path / "run")
-    assert done.returncode == 2
+    done = canzona("checkpoint", "import", tmp_path / "empty", "--out", tmp_path / "run", code=2)
     assert "config.json cannot be read" in words(done.stderr)
     assert "has no safetensors weights" in words(done.stderr)

@@ -138,9 +138,7 @@ def test_another_machines_failure_is_noticed_after_its_workers_had_time_to_lose_
     assert seen[-1]
 
 
-def test_ranks_that_merely_wait_leave_it_to_another_machine_to_name_who_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_wait_let_another_machine_name_who_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("canzona_cli.launch.machines.time.monotonic", lambda: now[0])
     head = machines(tmp_path, 2)[0]

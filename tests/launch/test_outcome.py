@@ -150,9 +150,7 @@ class PlanRefused(ConfigError):
     """As the engine's."""
 
 
-def test_problems_that_all_ranks_refused_together_are_shown_as_written_without_traceback(
-    files: RunFiles, shown: Shown
-) -> None:
+def test_problems_that_all_ranks_refused_together_are_shown_as_written(files: RunFiles, shown: Shown) -> None:
     infinite = Problem(key="gradients", value="not finite", reason="no weight has changed", fix="lower optimizer.lr")
     plan = Problem(key="plan", value="1a2b", reason="it is for tp = 2, these ranks have tp = 1", fix="start anew")
     gpus = Problem(key="gpus", value=3, reason="there are two")

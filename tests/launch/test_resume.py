@@ -20,6 +20,7 @@ from canzona_cli.run.records import ResumePoint, RunResult, RunStatus, Validatio
 from tests.checkpoint.checkpoints import buffer
 from tests.commands.support import canzona
 from tests.faults.support import LAYOUT, run_config
+from tests.refusals import refused
 from tests.run.runs import with_tokens
 
 NORM = {"final_layernorm.weight/master": buffer("F32", (256,), bytes(1024))}
@@ -202,9 +203,7 @@ def test_going_back_moves_the_later_checkpoints_out_of_the_way(config: RunConfig
     assert str(aside) in run.notes[0]
 
 
-def test_a_requeued_job_that_went_back_once_does_not_go_back_again(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requeued_job_does_not_go_back_twice(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     train(config, steps=9, saved=(3, 6))
     back = resuming(config, "step-00000003")
     RunDirectory.create(back, resumes=True).resume(back, LAYOUT)
@@ -230,9 +229,7 @@ def test_a_new_run_from_another_ones_checkpoint_and_its_requeue(config: RunConfi
     assert "checkpoints of its own" in refusal(other)[0].reason
 
 
-def test_a_launch_that_starts_again_goes_on_from_what_it_saved_not_from_where_it_was_told_to_begin(
-    config: RunConfig,
-) -> None:
+def test_a_launch_that_restarts_goes_on_from_what_it_saved(config: RunConfig) -> None:
     train(config, steps=5, saved=(2, 4))
     asked = resuming(config, "step-00000002")
     run = RunDirectory.create(asked, resumes=True)
@@ -248,9 +245,7 @@ def beginning(config: RunConfig, where: Path | str, **checkpoint: str) -> RunCon
     return replace(config, checkpoint=CheckpointConfig(weights_from=str(where), **checkpoint))  # type: ignore[arg-type]
 
 
-def test_a_run_begins_with_the_weights_of_another_one_until_it_has_saved_itself(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_a_run_begins_with_the_weights_of_another_until_it_has_saved(config: RunConfig, tmp_path: Path) -> None:
     train(config, steps=4, saved=(2, 4))
     other = replace(
         config,
@@ -278,9 +273,7 @@ def test_a_run_begins_with_the_weights_of_another_one_until_it_has_saved_itself(
     assert (again.of_this_run, again.step, again.weights_only) == (True, 2, False)
 
 
-def test_weights_that_do_not_fit_or_are_not_there_are_refused_with_what_to_write(
-    config: RunConfig, tmp_path: Path
-) -> None:
+def test_weights_that_do_not_fit_or_are_missing_are_refused_with_a_fix(config: RunConfig, tmp_path: Path) -> None:
     train(config, steps=4, saved=(4,))
     source, checkpoint = files_of(config).root, files_of(config).checkpoints / "step-00000004"
     new = replace(config, run=replace(config.run, dir=str(tmp_path / "new")))
@@ -375,9 +368,8 @@ def test_a_checkpoint_that_is_damaged_is_refused_and_the_one_before_offered(conf
 
 def test_two_launches_in_one_directory_and_none_after_the_first_has_gone(config: RunConfig) -> None:
     first = RunDirectory.create(config)
-    with pytest.raises(ConfigError) as refused:
-        RunDirectory.create(config, resumes=True)
-    assert "is using it" in refused.value.problems[0].reason
+    problems = refused(RunDirectory.create, config, resumes=True)
+    assert "is using it" in problems[0].reason
     del first
     assert RunDirectory.create(config, resumes=True).path == files_of(config).root
 

@@ -21,6 +21,7 @@ from canzona_cli.run.files import (
     write_text_atomic,
 )
 from tests.faults.support import LAYOUT, run_config
+from tests.refusals import refused
 from tests.run.runs import CORPUS
 
 
@@ -50,9 +51,7 @@ def test_a_used_directory_is_refused_and_a_free_one_suggested(tmp_path: Path) ->
     RunDirectory.create(config)
     (tmp_path / "run-2").mkdir()
     for attempt in (check_free, RunDirectory.create):
-        with pytest.raises(ConfigError) as refused:
-            attempt(config)
-        [problem] = refused.value.problems
+        [problem] = refused(attempt, config)
         assert (problem.key, problem.value) == ("run.dir", str(tmp_path / "run"))
         assert f"run.dir={tmp_path / 'run-3'}" in problem.fix
 
@@ -168,9 +167,7 @@ def test_a_folder_that_everybody_may_write(tmp_path: Path, folder: int, parent: 
 
 
 @pytest.mark.parametrize(("mask", "never"), [(0, 0o022), (0o077, 0o077)])
-def test_files_are_written_by_their_owner_alone_and_a_strict_umask_is_kept(
-    tmp_path: Path, mask: int, never: int
-) -> None:
+def test_only_owners_may_write_files_and_a_strict_umask_is_kept(tmp_path: Path, mask: int, never: int) -> None:
     with umask(mask):
         run = RunDirectory.create(run_config(root=tmp_path))
         write_text_atomic(run.files.config, "a: 1\n")

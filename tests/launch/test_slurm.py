@@ -17,6 +17,7 @@ from canzona_cli.launch import slurm
 from canzona_cli.launch.slurm import SlurmStep, adopt, current_step, first_host
 from canzona_cli.launch.slurm_job import JobOptions, check, render, tasks_of, template_text, write_arguments
 from tests.faults.support import run_config
+from tests.refusals import refused
 
 STEP = SlurmStep(job_id=41, step_id=0, nodes=2, tasks=2, node_rank=1, node_list="localhost,n2", name="41")
 VARIABLES = {
@@ -62,9 +63,7 @@ def test_a_step_is_recognised_and_a_batch_script_is_none() -> None:
         ({"SLURM_ARRAY_JOB_ID": "../x", "SLURM_ARRAY_TASK_ID": "7"}, "41"),
     ],
 )
-def test_a_run_is_called_after_job_and_task_so_that_a_requeued_one_finds_its_directory(
-    more: dict[str, str], name: str
-) -> None:
+def test_a_run_is_called_after_job_and_task_which_a_requeue_keeps(more: dict[str, str], name: str) -> None:
     step = current_step(VARIABLES | more)
     assert step is not None
     adopted = adopt(two_nodes(), step)
@@ -92,13 +91,11 @@ def test_flags_win() -> None:
 
 
 def test_a_step_of_another_shape_is_refused_with_the_srun_that_fits() -> None:
-    with pytest.raises(ConfigError) as error:
-        adopt(two_nodes(), replace(STEP, nodes=1, tasks=1))
-    assert "needs 2 machines" in error.value.problems[0].reason
-    assert "--nodes=2" in error.value.problems[0].fix
-    with pytest.raises(ConfigError) as error:
-        adopt(run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=4))
-    assert "starts canzona train 4 times on one machine" in error.value.problems[0].reason
+    [few, *_] = refused(adopt, two_nodes(), replace(STEP, nodes=1, tasks=1))
+    assert "needs 2 machines" in few.reason
+    assert "--nodes=2" in few.fix
+    [many, *_] = refused(adopt, run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=4))
+    assert "starts canzona train 4 times on one machine" in many.reason
     assert adopt(run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=1)).config.cluster.rdzv_endpoint is None
 
 
@@ -148,9 +145,9 @@ def test_no_value_can_be_more_than_itself(field: str) -> None:
     for bad in BAD:
         with pytest.raises(ConfigError):
             check(JobOptions(**{field: bad}))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as error:
-        check(JobOptions(**{field: BAD[0]}, cpus_per_task=0, requeues=-1, signal_before=0))  # type: ignore[arg-type]
-    keys = {problem.key for problem in error.value.problems}
+    wrong = JobOptions(**{field: BAD[0]}, cpus_per_task=0, requeues=-1, signal_before=0)  # type: ignore[arg-type]
+    problems = refused(check, wrong)
+    keys = {problem.key for problem in problems}
     flag = f"--{field.replace('_', '-')}"
     assert keys == {flag, "--cpus-per-task", "--requeues", "--signal-before"}, "every bad value is told at once"
 
@@ -188,9 +185,7 @@ def test_further_directives_are_added_as_they_are_and_only_as_one_each() -> None
     ],
 )
 def test_a_directive_that_is_none_or_contradicts_canzona_is_refused_with_a_way_out(directive: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        check(JobOptions(more=(directive, "--comment=x")))
-    (problem,) = error.value.problems
+    (problem,) = refused(check, JobOptions(more=(directive, "--comment=x")))
     assert (problem.key, problem.value) == ("--sbatch", directive)
     assert problem.fix
     if directive.startswith("--nod"):

@@ -106,9 +106,7 @@ def test_each_goes_on_from_the_others_layer_wise_checkpoint(tmp_path: Path, ours
     ],
     ids=["duplicated fp32", "duplicated bf16", "adamw"],
 )
-def test_the_engine_goes_on_from_megatrons_other_optimizers(
-    tmp_path: Path, saver: tuple[str, ...], apart: float | None
-) -> None:
+def test_the_engine_goes_on_from_other_optimizers(tmp_path: Path, saver: tuple[str, ...], apart: float | None) -> None:
     """After AdamW the loss is continuous: equal in the first step, and then another optimizer's."""
     losses = _losses(_pretrain(tmp_path, *saver, save="megatron", canzona=None))
     precision = BF16 if "--bf16" in saver else FP32

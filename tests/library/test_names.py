@@ -1,9 +1,10 @@
 """Importing canzona into somebody else's process changes nothing in it."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.commands.support import ran
 
 NOTHING_HEAVY = """
 import sys
@@ -34,6 +35,7 @@ import megatron.training.training as training, megatron.core.parallel_state as p
 before, functions, groups = state(), dict(vars(training)), dict(vars(parallel_state))
 import canzona_cli
 from canzona_cli import Engine, use_in_megatron_lm
+from tests.commands.support import ran
 after = state()
 for name in before:
     assert before[name] == after[name], name
@@ -44,15 +46,10 @@ assert {"Engine", "use_in_megatron_lm"} <= set(canzona_cli.__all__)
 """
 
 
-def _run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_package_imports_nothing_heavy() -> None:
-    _run(NOTHING_HEAVY)
+    ran(sys.executable, "-c", NOTHING_HEAVY)
 
 
 @pytest.mark.sweep
 def test_the_public_names_patch_nothing_and_set_no_variable() -> None:
-    _run(NO_SIDE_EFFECTS)
+    ran(sys.executable, "-c", NO_SIDE_EFFECTS)

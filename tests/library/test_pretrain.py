@@ -125,9 +125,7 @@ def test_weights_go_through_megatrons_checkpoints(tmp_path: object) -> None:
         ((*SHARDED, *TP, "--muon-tp-mode", "blockwise"), "muon_tp_mode", "duplicated"),
     ],
 )
-def test_what_the_loop_would_get_wrong_is_refused_before_the_first_step(
-    flags: tuple[str, ...], key: str, way_out: str
-) -> None:
+def test_what_the_loop_would_get_wrong_is_refused_at_once(flags: tuple[str, ...], key: str, way_out: str) -> None:
     from tests.library.pretraining import LOOP, MUON, QWEN3, pretrain
 
     with pytest.raises(AssertionError, match=Unsupported.__name__) as refused:

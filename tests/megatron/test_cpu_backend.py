@@ -8,6 +8,7 @@ a name. Megatron-core 0.19.2 is what the contracts were written against.
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from canzona_cli.megatron import cpu_backend, parallel
 from canzona_cli.megatron.model import build_model
 from canzona_cli.megatron.parallel import World
 from tests.dist.ranks import run_ranks
+from tests.sizes import layout
 
 Contract = Callable[[World], None]
 
@@ -168,10 +170,7 @@ _RANDOM = "megatron.core.tensor_parallel.random"
 
 
 def _layout(*, pp: int = 1, dp: int = 1, ep: int = 1) -> Layout:
-    return Layout(
-        tp=1, pp=pp, cp=1, dp=dp, ep=ep, micro_batch_size=1, num_microbatches=1, global_batch_size=dp, recompute="none",
-        sequence_parallel=False,
-    )  # fmt: skip
+    return replace(layout(pp=pp, dp=dp), ep=ep)
 
 
 CONTRACTS: dict[str, tuple[Contract, Layout]] = {

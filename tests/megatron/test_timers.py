@@ -1,6 +1,8 @@
 """PhaseTimer on a clock that only moves when told: every second of a step belongs to exactly one phase."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +13,13 @@ from canzona_cli.megatron.owner_bucket_group import InFlight
 from canzona_cli.megatron.timers import CudaWatcher, HostClock, PhaseTimer, StepTiming
 from canzona_cli.run.phases import IN_STEP, Phase
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
+
+
+@contextmanager
+def step_of(timer: PhaseTimer) -> Iterator[None]:
+    timer.begin_step()
+    yield
+    timer.end_step()
 
 
 class HandClock(HostClock):
@@ -48,25 +57,22 @@ class HandTimer(PhaseTimer):
 
 def test_time_outside_every_phase_is_other() -> None:
     timer = HandTimer()
-    timer.begin_step()
-    timer.spend(1.0)
-    timer.spend(2.0, "forward")
-    timer.spend(4.0)
-    timer.end_step()
+    with step_of(timer):
+        timer.spend(1.0)
+        timer.spend(2.0, "forward")
+        timer.spend(4.0)
     assert timer.only() == StepTiming(step_s=7.0, phases={"other": 5.0, "forward": 2.0})
 
 
 def test_a_nested_phase_takes_its_time_from_the_one_around_it() -> None:
     timer = HandTimer()
-    timer.begin_step()
-    with timer.phase("norm_clip"):
+    with step_of(timer), timer.phase("norm_clip"):
         timer.spend(1.0)
         with timer.phase("matrix_update"):
             timer.spend(2.0)
             timer.spend(4.0, "exchange")
             timer.spend(8.0)
         timer.spend(16.0)
-    timer.end_step()
     phases = timer.only().phases
     assert {name: phases[name] for name in IN_STEP if phases.get(name)} == {
         "norm_clip": 17.0,
@@ -86,46 +92,42 @@ def test_a_phase_that_is_open_at_the_start_of_a_step_owns_its_first_moments() ->
     timer = HandTimer()
     timer.push("data")
     timer.spend(1.0)
-    timer.begin_step()
-    timer.spend(2.0)
-    timer.pop()
-    timer.end_step()
+    with step_of(timer):
+        timer.spend(2.0)
+        timer.pop()
     assert timer.only().phases["data"] == 2.0
 
 
 def test_transfers_that_overlap_count_once() -> None:
     """A total is the length of the union: two buckets in flight together share one link."""
     timer = HandTimer()
-    timer.begin_step()
-    for start, end in ((1.0, 4.0), (2.0, 3.0), (3.0, 6.0), (8.0, 9.0)):
-        timer.span("grad_reduce_total", 100.0 + start, 100.0 + end)
-    timer.spend(10.0, "backward")
-    timer.end_step()
+    with step_of(timer):
+        for start, end in ((1.0, 4.0), (2.0, 3.0), (3.0, 6.0), (8.0, 9.0)):
+            timer.span("grad_reduce_total", 100.0 + start, 100.0 + end)
+        timer.spend(10.0, "backward")
     assert timer.only().phases["grad_reduce_total"] == pytest.approx(6.0)
 
 
 def test_what_the_step_waits_for_a_transfer_is_part_of_its_total() -> None:
     """The transfer is in flight for 5 s under backward, then waited for 2 s more, of which the watcher saw 1."""
     timer = HandTimer()
-    timer.begin_step()
-    begin = timer.now()
-    timer.spend(5.0, "backward")
-    with timer.phase("grad_reduce"):
-        timer.spend(1.0)
-        timer.span("grad_reduce_total", begin, timer.now())
-        timer.spend(1.0)
-    timer.end_step()
+    with step_of(timer):
+        begin = timer.now()
+        timer.spend(5.0, "backward")
+        with timer.phase("grad_reduce"):
+            timer.spend(1.0)
+            timer.span("grad_reduce_total", begin, timer.now())
+            timer.spend(1.0)
     phases = timer.only().phases
     assert (phases["grad_reduce"], phases["grad_reduce_total"]) == (2.0, 7.0)
 
 
 def test_totals_lie_beside_the_step_not_in_it() -> None:
     timer = HandTimer()
-    timer.begin_step()
-    begin = timer.now()
-    timer.spend(5.0, "backward")
-    timer.span("grad_reduce_total", begin, timer.now())
-    timer.end_step()
+    with step_of(timer):
+        begin = timer.now()
+        timer.spend(5.0, "backward")
+        timer.span("grad_reduce_total", begin, timer.now())
     timing = timer.only()
     assert timing.phases["backward"] == timing.phases["grad_reduce_total"] == timing.step_s == 5.0
     assert sum(timing.phases[name] for name in IN_STEP if name in timing.phases) == timing.step_s
@@ -134,15 +136,13 @@ def test_totals_lie_beside_the_step_not_in_it() -> None:
 def test_a_transfer_that_lands_after_its_step_counts_for_the_step_it_began_in() -> None:
     """Parameter gathering overlaps the next forward; a step is only read once the next one has ended."""
     timer = HandTimer()
-    timer.begin_step()
-    timer.spend(1.0)
-    gather = timer.span("param_gather_total", timer.now())
-    timer.spend(1.0)
-    timer.end_step()
-    timer.begin_step()
-    timer.spend(3.0, "forward")
-    gather.end = timer.now()
-    timer.end_step()
+    with step_of(timer):
+        timer.spend(1.0)
+        gather = timer.span("param_gather_total", timer.now())
+        timer.spend(1.0)
+    with step_of(timer):
+        timer.spend(3.0, "forward")
+        gather.end = timer.now()
     first, second = timer.timings()
     assert first.phases["param_gather_total"] == 4.0
     assert "param_gather_total" not in second.phases
@@ -150,9 +150,8 @@ def test_a_transfer_that_lands_after_its_step_counts_for_the_step_it_began_in() 
 
 def test_a_transfer_that_never_lands_is_left_out() -> None:
     timer = HandTimer()
-    timer.begin_step()
-    timer.span("exchange_total", timer.now())
-    timer.end_step()
+    with step_of(timer):
+        timer.span("exchange_total", timer.now())
     assert "exchange_total" not in timer.only().phases
 
 
@@ -162,9 +161,8 @@ def test_calls_outside_a_step_measure_nothing() -> None:
     timer.spend(1.0, "forward")
     timer.span("grad_reduce_total", 100.0, 101.0)
     assert timer.timings() == []
-    timer.begin_step()
-    timer.spend(2.0, "forward")
-    timer.end_step()
+    with step_of(timer):
+        timer.spend(2.0, "forward")
     timer.spend(4.0, "forward")
     timer.span("grad_reduce_total", 102.0, 106.0)
     assert timer.timings() == [StepTiming(step_s=2.0, phases={"other": 0.0, "forward": 2.0})]
@@ -173,9 +171,8 @@ def test_calls_outside_a_step_measure_nothing() -> None:
 def test_reading_twice_changes_nothing() -> None:
     timer = HandTimer()
     for seconds in (1.0, 2.0, 3.0):
-        timer.begin_step()
-        timer.spend(seconds, "forward")
-        timer.end_step()
+        with step_of(timer):
+            timer.spend(seconds, "forward")
     assert [timing.step_s for timing in timer.timings()] == [1.0, 2.0, 3.0]
     assert timer.timings() == timer.timings()
 
@@ -189,16 +186,15 @@ def test_reading_twice_changes_nothing() -> None:
 def test_phases_add_up_to_the_step(parts: list[tuple[list[Phase], float]], transfers: list[tuple[int, int]]) -> None:
     """Whatever is nested in whatever: in-step phases add up, and a total is what a second-by-second count gives."""
     timer = HandTimer()
-    timer.begin_step()
-    covered: set[int] = set()
-    for phases, seconds in parts:
-        if phases and phases[-1] == "exchange":
-            covered |= set(range(int(timer.clock.time), int(timer.clock.time + seconds)))
-        timer.spend(seconds, *phases)
-    for start, length in transfers:
-        timer.span("exchange_total", float(start), float(start + length))
-        covered |= set(range(start, start + length))
-    timer.end_step()
+    with step_of(timer):
+        covered: set[int] = set()
+        for phases, seconds in parts:
+            if phases and phases[-1] == "exchange":
+                covered |= set(range(int(timer.clock.time), int(timer.clock.time + seconds)))
+            timer.spend(seconds, *phases)
+        for start, length in transfers:
+            timer.span("exchange_total", float(start), float(start + length))
+            covered |= set(range(start, start + length))
     timing = timer.only()
     assert timing.step_s == sum(seconds for _, seconds in parts)
     assert sum(timing.phases.get(name, 0.0) for name in IN_STEP) == timing.step_s
@@ -209,13 +205,12 @@ def test_the_last_steps_can_be_told_moment_by_moment() -> None:
     """Exclusive phases without gaps from start to end, transfers beside them, on the host's clock."""
     timer = HandTimer()
     for number in range(1, 5):
-        timer.begin_step()
-        timer.spend(1.0, "forward")
-        sent = timer.span("grad_reduce_total", timer.now())
-        with timer.phase("norm_clip"):
-            timer.spend(2.0)
-            timer.spend(float(number), "matrix_update")
-        timer.end_step()
+        with step_of(timer):
+            timer.spend(1.0, "forward")
+            sent = timer.span("grad_reduce_total", timer.now())
+            with timer.phase("norm_clip"):
+                timer.spend(2.0)
+                timer.spend(float(number), "matrix_update")
         sent.end = timer.now()
     assert [timeline.number for timeline in timer.timelines()] == [3, 4]
     last = timer.timelines()[-1]
@@ -235,19 +230,17 @@ def test_the_steps_that_were_asked_for_are_kept_in_place_of_the_last() -> None:
     timer = HandTimer()
     timer.keep(2, 4)
     for _ in range(6):
-        timer.begin_step()
-        timer.spend(1.0, "forward")
-        timer.end_step()
+        with step_of(timer):
+            timer.spend(1.0, "forward")
     assert [timeline.number for timeline in timer.timelines()] == [2, 3, 4]
     assert len(timer.timings()) == 6
 
 
 def test_a_transfer_that_has_not_landed_is_not_drawn() -> None:
     timer = HandTimer()
-    timer.begin_step()
-    timer.span("exchange_total", timer.now())
-    timer.spend(1.0, "forward")
-    timer.end_step()
+    with step_of(timer):
+        timer.span("exchange_total", timer.now())
+        timer.spend(1.0, "forward")
     (timeline,) = timer.timelines()
     assert timeline.transfers == ()
 
@@ -256,17 +249,16 @@ def test_a_ranks_own_time_is_its_even_work_without_the_waits_in_it() -> None:
     timer = HandTimer()
     timer.waited(1.0)  # outside of steps nothing is measured
     for scale in (1.0, 2.0):
-        timer.begin_step()
-        timer.spend(scale * 1.0, "data")
-        with timer.phase("forward"):
-            timer.spend(scale * 2.0)
-            timer.waited(scale * 0.5)
-        timer.spend(scale * 4.0, "backward")
-        with timer.phase("grad_reduce"):
-            timer.spend(scale * 8.0)
-            timer.waited(scale * 8.0)  # everybody waits here, for the one that is slow elsewhere
-        timer.spend(scale * 16.0, "matrix_update")  # a plan may share these out unevenly
-        timer.end_step()
+        with step_of(timer):
+            timer.spend(scale * 1.0, "data")
+            with timer.phase("forward"):
+                timer.spend(scale * 2.0)
+                timer.waited(scale * 0.5)
+            timer.spend(scale * 4.0, "backward")
+            with timer.phase("grad_reduce"):
+                timer.spend(scale * 8.0)
+                timer.waited(scale * 8.0)  # everybody waits here, for the one that is slow elsewhere
+            timer.spend(scale * 16.0, "matrix_update")  # a plan may share these out unevenly
         if scale == 1.0:
             assert timer.newest is None, "its device may still be at it"
     assert timer.newest is not None
@@ -281,14 +273,13 @@ def test_what_is_fetched_early_is_not_waited_for_again() -> None:
         heard: list[bool] = []
         timer.on_wait = heard.append
         first, second = (torch.tensor([number, 2.0]) * 1.0 for number in (1.0, 3.0))
-        timer.begin_step()
-        early = timer.fetch(first)
-        assert (heard, record.host_waits) == ([], [])
-        assert timer.read(second) == [3.0, 2.0]
-        assert (len(record.host_waits), heard) == (1, [True, False])
-        assert early() == [1.0, 2.0]
-        assert len(record.host_waits) == 1
-        timer.end_step()
+        with step_of(timer):
+            early = timer.fetch(first)
+            assert (heard, record.host_waits) == ([], [])
+            assert timer.read(second) == [3.0, 2.0]
+            assert (len(record.host_waits), heard) == (1, [True, False])
+            assert early() == [1.0, 2.0]
+            assert len(record.host_waits) == 1
         assert record.host_reads == []
         before = time.perf_counter()
         (step,) = timer.timelines()

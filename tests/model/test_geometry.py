@@ -57,7 +57,7 @@ def _of_layer_0(shape: ModelConfig, tp: int, splitting: Splitting) -> dict[str, 
 
 @settings(deadline=None, max_examples=60)
 @given(shape=models(), splitting=st.sampled_from(SPLITTINGS), data=st.data())
-def test_fragments_and_matrices_agree_about_every_element(
+def test_fragments_and_matrices_agree_on_elements(
     shape: ModelConfig, splitting: Splitting, data: st.DataObject
 ) -> None:
     tp = data.draw(st.sampled_from(possible_tp(shape)))

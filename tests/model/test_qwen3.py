@@ -20,7 +20,9 @@ CHECKPOINT_ELEMENTS: dict[Size, int] = {
 
 @pytest.mark.parametrize(("size", "elements"), CHECKPOINT_ELEMENTS.items())
 def test_total_equals_the_published_checkpoint(size: Size, elements: int) -> None:
-    assert parameter_count(model(size)).total == elements
+    config = compose_run([f"recipe={size}"]).config
+    assert config.name == f"qwen3-{size}"
+    assert parameter_count(config.model).total == parameter_count(model(size)).total == elements
 
 
 @pytest.mark.parametrize("size", CHECKPOINT_ELEMENTS)

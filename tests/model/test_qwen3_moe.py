@@ -111,19 +111,13 @@ def test_memory_counts_a_tokens_copies() -> None:
         (["model.experts_per_token=1", "model.num_experts=8"], "at least 2"),
         (["model.balancing_loss=aux_loss", "model.num_experts=8"], "sequence"),
         (["model.num_experts=8", "parallel.tp=3"], "tp"),
+        (["model.experts_per_token=4"], "no experts"),
+        (["model.balancing_loss=none"], "no experts"),
+        (["model.balancing_weight=0.01"], "no experts"),
+        (["recipe=qwen3-moe-tiny", "model.balancing_loss=none", "model.balancing_weight=0.01"], "loss is none"),
     ],
 )
 def test_impossible_experts_are_refused(overrides: list[str], words: str) -> None:
+    recipe = () if overrides[0].startswith("recipe=") else ("recipe=qwen3-tiny",)
     with pytest.raises(ConfigError, match=words):
-        _run("recipe=qwen3-tiny", *overrides)
-
-
-@pytest.mark.parametrize("setting", ["experts_per_token=4", "balancing_loss=none", "balancing_weight=0.01"])
-def test_settings_of_experts_are_refused_for_dense_models(setting: str) -> None:
-    with pytest.raises(ConfigError, match="no experts"):
-        _run("recipe=qwen3-tiny", f"model.{setting}")
-
-
-def test_a_weight_without_its_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match="balancing_loss is none"):
-        _run("recipe=qwen3-moe-tiny", "model.balancing_loss=none", "model.balancing_weight=0.01")
+        _run(*recipe, *overrides)

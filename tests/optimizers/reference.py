@@ -1,6 +1,7 @@
 """Naive update rules, written from the papers in fp64 and one formula a line, and runs that compare with them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import _COEFFICIENT_SETS
@@ -8,8 +9,6 @@ from emerging_optimizers.orthogonalized_optimizers.muon_utils import _COEFFICIEN
 from canzona_cli.optimizers.kronecker import unpack
 
 Shape = tuple[int, int]
-QUINTIC = [tuple(triple) for triple in _COEFFICIENT_SETS["quintic"]]
-"""NVIDIA's."""
 
 
 def gradients(shapes: Sequence[Shape], steps: int, seed: int = 1) -> list[list[torch.Tensor]]:
@@ -33,6 +32,23 @@ def run(
     optimizer = make(params)
     step_through(optimizer, params, grads)
     return [p.detach() for p in params], optimizer
+
+
+def assert_rule(
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    shapes: Sequence[Shape],
+    grads: Sequence[Sequence[torch.Tensor]],
+    rule: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor],
+    *,
+    rtol: float,
+    atol: float,
+) -> torch.optim.Optimizer:
+    """Asserts that an optimizer moves each weight as a naive rule does by that weight's gradients."""
+    ours, optimizer = run(make, shapes, grads)
+    for index, (mine, start) in enumerate(zip(ours, weights(shapes), strict=True)):
+        naive = rule(start.detach(), [of_step[index] for of_step in grads])
+        torch.testing.assert_close(mine.double(), naive, rtol=rtol, atol=atol)
+    return optimizer
 
 
 def step_through(
@@ -224,10 +240,10 @@ def normuon(
     return w
 
 
-def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Five steps of Newton-Schulz (Jordan et al. 2024), each by what it does to singular values."""
+def orthogonalised(matrix: torch.Tensor, coefficients: str = "quintic") -> torch.Tensor:
+    """Five steps of Newton-Schulz (Jordan et al. 2024), each by what it does to singular values; NVIDIA's numbers."""
     u, s, v = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
-    for a, b, c in QUINTIC:
+    for a, b, c in islice(cycle(_COEFFICIENT_SETS[coefficients]), 5):
         s = a * s + b * s**3 + c * s**5
     whole: torch.Tensor = u @ s.diag() @ v
     return whole

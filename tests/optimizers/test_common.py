@@ -31,7 +31,7 @@ preconditioned = pytest.mark.parametrize("kind", [Shampoo, SOAP, KLShampoo])
 
 
 @every
-def test_deleting_a_state_restarts_that_matrix_alone(
+def test_deleting_a_state_restarts_one_matrix_alone(
     make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
 ) -> None:
     """Afterwards it moves as one that was never stepped; its neighbours as if nothing had happened."""
@@ -61,7 +61,7 @@ def test_deleting_a_state_restarts_that_matrix_alone(
         lambda p: KLShampoo(p, 0.02, max_preconditioner_dim=10),
     ],
 )
-def test_an_optimizer_says_what_it_keeps_of_each_matrix(
+def test_an_optimizer_says_what_it_keeps(
     make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
 ) -> None:
     """A checkpoint is compared with this before anything in it is used."""
@@ -78,7 +78,7 @@ def test_an_optimizer_says_what_it_keeps_of_each_matrix(
 
 
 @every
-def test_state_is_tensors_and_ints_and_goes_through_a_checkpoint(
+def test_plain_state_goes_through_a_checkpoint(
     make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
 ) -> None:
     """Also between two parts of a refresh."""

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.config import schema
 from canzona_cli.config.compose import compose_run
@@ -91,17 +90,6 @@ def test_in_bf16_it_is_as_near_to_the_polar_factor_as_standard() -> None:
             assert apart(gram, ideal) <= ratio * apart(standard, ideal), (name, ns)
 
 
-@pytest.mark.parametrize("steps", [1, 3, 5, 8])
-def test_it_takes_the_flops_that_plans_count(steps: int) -> None:
-    gram: Form = "gram"
-    for rows, cols in ((24, 56), (56, 24), (32, 32)):
-        x = torch.randn(rows, cols)
-        with FlopCounterMode(display=False) as counter:
-            gram_newton_schulz(x, coefficients("quintic", steps), Workspace())
-        assert counter.get_total_flops() == flops(Algorithm(name="muon", ns_steps=steps, form=gram), rows, cols)
-    assert sum(segments(steps)) == steps
-
-
 class Launched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The launches that a GPU would get, by caller: the names of operations, the bytes they read and write, and an
     operation for each element of those that are no products."""
@@ -139,6 +127,7 @@ def launched(x: torch.Tensor, steps: int) -> Launched:
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
 def test_a_gpu_gets_the_launches_that_plans_count_and_no_numbers_that_the_host_knows(steps: int) -> None:
     """101 for five steps; working alpha and what follows from it out on the device took 195."""
+    assert sum(segments(steps)) == steps
     x = spectrum("gaussian", 24, 56).half()[None]
     found = launched(x, steps)
     how = Algorithm(name="muon", ns_steps=steps, form="gram", stack=True)
@@ -269,7 +258,7 @@ def updated(x: torch.Tensor, form: Form, ns: CoefficientSet) -> tuple[torch.Tens
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("count", [36, pytest.param(540, marks=pytest.mark.sweep)])
-def test_no_bad_result_of_an_adversarial_matrix_is_missed(
+def test_bad_results_of_adversarial_matrices_are_found(
     count: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that is not finite comes of what is; no error is above 10 times standard's without a fallback, which is
@@ -316,9 +305,7 @@ def test_a_set_at_the_edge_of_its_range_is_for_the_standard_form_alone() -> None
 
 
 @pytest.mark.parametrize("stack", [False, True])
-def test_a_doubted_update_is_made_in_standard_form_and_so_are_the_next(
-    stack: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doubted_updates_and_the_next_are_made_in_standard_form(stack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is tried again."""
     monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", 2)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
@@ -335,9 +322,7 @@ def test_a_doubted_update_is_made_in_standard_form_and_so_are_the_next(
     assert [optimizer.state[q][muon_facts.DISTRUSTED] for q in optimizer.param_groups[0]["params"]] == [1, 1, 1]
 
 
-def test_where_nobody_waits_a_doubted_update_is_left_out_and_the_next_are_standard(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_nobody_waits_a_doubted_update_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes are CUDA's: whole tensors, and flags that the host reads later."""
     monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", 2)
@@ -398,9 +383,7 @@ def test_tall_loses_no_more_than_wide() -> None:
 
 @pytest.mark.parametrize("stack", [False, True])
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "passes of a device"])
-def test_a_gradient_of_zeros_is_no_reason_for_doubt(
-    stack: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zeros_are_no_reason_for_doubt(stack: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside another matrix, which moves; afterwards both are in Gram form."""
     if on_device:
         monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)

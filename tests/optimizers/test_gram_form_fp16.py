@@ -64,9 +64,7 @@ def in_half(x: torch.Tensor, steps: Sequence[gram_form.Step]) -> tuple[torch.Ten
     return found, bool(trusted)
 
 
-def test_gpus_have_fp16_where_they_would_have_bf16_and_processors_that_have_neither(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpus_and_processors_without_bf16_have_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert products_type(torch.bfloat16, cuda) is HALF
     for narrow, expected in ((False, torch.bfloat16), (True, HALF)):
@@ -212,7 +210,7 @@ def test_the_last_product_is_added_up_in_fp32_where_it_is_asked_for() -> None:
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("lr", [0.02, 0.0])
-def test_weights_move_in_one_pass_as_they_do_in_two(
+def test_weights_move_in_one_pass_as_in_two(
     kind: type[Muon], ahead: bool, lr: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decay and update of whole tensors are one pass; against blocks of rows, which take the update rounded to fp16 (of
@@ -235,9 +233,7 @@ def test_weights_move_in_one_pass_as_they_do_in_two(
 
 @pytest.mark.usefixtures("_on_gpus")
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
-def test_what_is_left_out_only_decays_even_where_it_is_not_a_number(
-    kind: type[Muon], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_left_out_only_decays_even_if_not_finite(kind: type[Muon], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
     filled: list[float] = []
 

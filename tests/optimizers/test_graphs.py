@@ -87,7 +87,7 @@ def test_replays_are_the_steps_themselves(
     assert graph.replays == len(RATES) - 1, "all but the first step, which makes state and scratch"
 
 
-def test_in_gram_form_a_decay_that_changes_is_captured_anew_and_a_rate_is_not(
+def test_in_gram_form_a_new_decay_is_captured_and_a_rate_is_not(
     on_cuda: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, but_where: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ def test_in_gram_form_a_decay_that_changes_is_captured_anew_and_a_rate_is_not(
 
 
 @pytest.mark.parametrize("standard", [100, 1])
-def test_an_update_that_is_left_out_is_left_out_of_a_replay(
+def test_what_is_left_out_is_left_out_of_replays(
     standard: int, on_cuda: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Gram form's own verdict is on the device, and stays readable. A doubt costs no capture: the group runs kernel
@@ -251,9 +251,7 @@ def test_scratch_that_has_grown_is_not_written_where_it_was(on_cuda: Device) -> 
 
 
 @EVERY_VERSION
-def test_what_reads_back_from_the_device_goes_on_kernel_by_kernel(
-    on_cuda: Device, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_reads_back_from_the_device_goes_on_in_kernels(on_cuda: Device, caplog: pytest.LogCaptureFixture) -> None:
     """And is not done twice: what was captured until then has no effect. The allocator captures no more (the fixture
     looks), and nothing else is tried: it is said once."""
 

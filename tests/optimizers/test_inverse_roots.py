@@ -118,9 +118,7 @@ def test_what_does_not_converge_is_counted_and_taken_from_eigenvalues(monkeypatc
 
 
 @pytest.mark.parametrize("name", ["soap", "shampoo", "shampoo by newton"])
-def test_equal_sides_refreshed_in_one_call_are_those_refreshed_one_by_one(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_sides_may_be_refreshed_in_one_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit where a stack's products are those of its parts (seen on a CPU), else within rounding: gradients of
     full rank, of which neither makes more than a thousandth of its way."""
     shapes = [(12, 12), (12, 20), (20, 12), (12, 20)]

@@ -1,5 +1,7 @@
 """KL-Shampoo is the paper's at any period, and its statistics are emerging-optimizers'."""
 
+from functools import partial
+
 import pytest
 import torch
 from emerging_optimizers.soap.soap import update_kronecker_factors_kl_shampoo
@@ -16,35 +18,28 @@ RULE = {"weight_decay": 0.3, "shampoo_beta": 0.9}
 def test_is_the_papers_rule_at_any_period(period: int, spread: bool) -> None:
     """Square matrices: what one gradient leaves undecided, we choose by ourselves. Spread over a period, bases are
     those of its beginning, used from its last step on."""
-    shapes = [(10, 10), (13, 13)]
-    grads = reference.gradients(shapes, 14)
-    ours, _ = reference.run(
+    shapes, late = [(10, 10), (13, 13)], period - 1 if spread else None
+    reference.assert_rule(
         lambda p: KLShampoo(p, 0.02, betas=(0.8, 0.9), precondition_frequency=period, spread=spread, **RULE),  # type: ignore[arg-type]
         shapes,
-        grads,
+        reference.gradients(shapes, 14),
+        partial(reference.kl_shampoo, lr=0.02, beta1=0.8, period=period, late=late, **RULE),  # type: ignore[arg-type]
+        rtol=1e-4,
+        atol=2e-5,
     )
-    for index, (mine, start) in enumerate(zip(ours, reference.weights(shapes), strict=True)):
-        naive = reference.kl_shampoo(
-            start.detach(), [of_step[index] for of_step in grads], lr=0.02, beta1=0.8, period=period,
-            late=period - 1 if spread else None, **RULE,  # type: ignore[arg-type]
-        )  # fmt: skip
-        torch.testing.assert_close(mine.double(), naive, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(8, 14), (14, 8)])
 def test_a_side_that_is_too_long_has_no_factor(shape: tuple[int, int]) -> None:
-    grads = reference.gradients([shape], 9)
-    (mine,), _ = reference.run(
+    left, right = (side == 8 for side in shape)
+    reference.assert_rule(
         lambda p: KLShampoo(p, 0.02, precondition_frequency=2, max_preconditioner_dim=8, **RULE),  # type: ignore[arg-type]
         [shape],
-        grads,
+        reference.gradients([shape], 9),
+        partial(reference.kl_shampoo, lr=0.02, beta1=0.9, period=2, left=left, right=right, **RULE),  # type: ignore[arg-type]
+        rtol=1e-4,
+        atol=2e-5,
     )
-    (start,) = reference.weights([shape])
-    naive = reference.kl_shampoo(
-        start.detach(), [grad for (grad,) in grads], lr=0.02, beta1=0.9, period=2, left=shape[0] == 8,
-        right=shape[1] == 8, **RULE,  # type: ignore[arg-type]
-    )  # fmt: skip
-    torch.testing.assert_close(mine.double(), naive, rtol=1e-4, atol=2e-5)
 
 
 def test_factors_are_averaged_as_by_emerging() -> None:

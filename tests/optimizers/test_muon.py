@@ -107,11 +107,7 @@ def test_stacked_is_unstacked(precision: Literal["fp32", "bf16"], monkeypatch: p
     shapes = [(12, 40), (40, 12), (12, 40), (16, 16), (12, 40), (40, 12)]
     grads = reference.gradients(shapes, 5)
     apart, _ = reference.run(lambda p: Muon(p, 0.02, precision=precision), shapes, grads)
-    together, _ = reference.run(
-        lambda p: Muon(p, 0.02, precision=precision, stack=True),
-        shapes,
-        grads,
-    )
+    together, _ = reference.run(lambda p: Muon(p, 0.02, precision=precision, stack=True), shapes, grads)
     batches: list[tuple[int, ...]] = []
 
     def recording(x: torch.Tensor, *given: Any) -> torch.Tensor:
@@ -251,14 +247,7 @@ def test_updates_do_not_depend_on_the_gradients_scale(
 
     def moved(factor: float) -> torch.Tensor:
         made = reference.run(
-            lambda p: Muon(
-                p,
-                1.0,
-                weight_decay=0,
-                precision=precision,
-                stack=how == "stack",
-                form=form,
-            ),
+            lambda p: Muon(p, 1.0, weight_decay=0, precision=precision, stack=how == "stack", form=form),
             shapes,
             [[grad * factor for grad in of_step] for of_step in grads],
         )[0]

@@ -98,9 +98,7 @@ def test_experts_read_nothing_back_and_take_no_more_operations_if_they_are_more(
 
 
 @pytest.mark.parametrize("kind", [SOAP, SOAPMuon, Shampoo, KLShampoo])
-def test_others_read_only_whether_a_decomposition_succeeded(
-    kind: Callable[..., MatrixOptimizer], reads: list[str]
-) -> None:
+def test_others_read_whether_a_decomposition_succeeded(kind: Callable[..., MatrixOptimizer], reads: list[str]) -> None:
     stepped(lambda params: kind(params, 0.02))
     # Two sides of each matrix, at the first step and with the period: the rank and whether it is finite.
     assert len(reads) <= 2 * 2 * len(SHAPES) * STEPS

@@ -129,7 +129,7 @@ def test_norms_of_every_size_are_those_of_the_matrices(nesterov: bool) -> None:
 
 @pytest.mark.parametrize("on_cuda", [False, True])
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
-def test_more_matrices_take_no_more_operations(
+def test_more_matrices_take_as_many_operations(
     kind: type[Muon], on_cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if on_cuda:

@@ -1,5 +1,7 @@
 """Shampoo is its papers' rule."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,29 +14,21 @@ from canzona_cli.optimizers.shampoo_facts import newton_part
 from . import reference as reference
 
 SHAPES = [(10, 10), (8, 14), (14, 8)]
+RULE = {"weight_decay": 0.3, "betas": (0.8, 0.9), "shampoo_beta": 0.7, "eps": 1e-8, "shampoo_eps": 1e-2}
 
 
 @pytest.mark.parametrize("grafting", ["none", "sgd", "adam"])
 @pytest.mark.parametrize("period", [1, 3])
 def test_is_the_papers_rule(grafting: Grafting, period: int) -> None:
     """eps 1e-2 keeps an inverse fourth root's condition below 1e2^(1/4) a side, so fp32 keeps six digits."""
-    grads = reference.gradients(SHAPES, 7)
-    settings = {"weight_decay": 0.3, "betas": (0.8, 0.9), "shampoo_beta": 0.7, "eps": 1e-8, "shampoo_eps": 1e-2}
-    ours, _ = reference.run(
-        lambda p: Shampoo(p, 0.02, precondition_frequency=period, grafting=grafting, **settings),  # type: ignore[arg-type]
+    reference.assert_rule(
+        lambda p: Shampoo(p, 0.02, precondition_frequency=period, grafting=grafting, **RULE),  # type: ignore[arg-type]
         SHAPES,
-        grads,
+        reference.gradients(SHAPES, 7),
+        partial(reference.shampoo, lr=0.02, period=period, grafting=grafting, **RULE),  # type: ignore[arg-type]
+        rtol=2e-5,
+        atol=2e-6,
     )
-    for index, (mine, start) in enumerate(zip(ours, reference.weights(SHAPES), strict=True)):
-        naive = reference.shampoo(
-            start.detach(),
-            [of_step[index] for of_step in grads],
-            lr=0.02,
-            period=period,
-            grafting=grafting,
-            **settings,  # type: ignore[arg-type]
-        )
-        torch.testing.assert_close(mine.double(), naive, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("roots", ["newton", "eigh"])
@@ -42,47 +36,28 @@ def test_is_the_papers_rule(grafting: Grafting, period: int) -> None:
 def test_a_refresh_in_parts_is_the_papers_with_later_roots(roots: RootMethod, period: int) -> None:
     """Roots are those of the factors at a period's beginning, used from the last step of Newton's iteration on, by both
     methods. Rounding: 1.3e-5 seen after forty steps of about 0.02; asserted 5e-5."""
-    grads = reference.gradients([(8, 14), (10, 10)], 4 * period)
-    settings = {"weight_decay": 0.3, "betas": (0.8, 0.9), "shampoo_beta": 0.7, "eps": 1e-8, "shampoo_eps": 1e-2}
-    ours, _ = reference.run(
-        lambda p: Shampoo(p, 0.02, precondition_frequency=period, spread=True, roots=roots, **settings),  # type: ignore[arg-type]
+    late = newton_part(6, 7, period)
+    reference.assert_rule(
+        lambda p: Shampoo(p, 0.02, precondition_frequency=period, spread=True, roots=roots, **RULE),  # type: ignore[arg-type]
         [(8, 14), (10, 10)],
-        grads,
+        reference.gradients([(8, 14), (10, 10)], 4 * period),
+        partial(reference.shampoo, lr=0.02, period=period, grafting="adam", late=late, **RULE),  # type: ignore[arg-type]
+        rtol=1e-4,
+        atol=5e-5,
     )
-    for index, (mine, start) in enumerate(zip(ours, reference.weights([(8, 14), (10, 10)]), strict=True)):
-        naive = reference.shampoo(
-            start.detach(), [of_step[index] for of_step in grads], lr=0.02, period=period, grafting="adam",
-            late=newton_part(6, 7, period), **settings,  # type: ignore[arg-type]
-        )  # fmt: skip
-        torch.testing.assert_close(mine.double(), naive, rtol=1e-4, atol=5e-5)
 
 
 @pytest.mark.parametrize("grafting", ["none", "sgd", "adam"])
 @pytest.mark.parametrize(("max_dim", "left", "right"), [(10, True, False), (7, False, False)])
 def test_long_sides_are_left_alone(grafting: Grafting, max_dim: int, left: bool, right: bool) -> None:
-    grads = reference.gradients([(8, 14)], 5)
-    (mine,), optimizer = reference.run(
-        lambda p: Shampoo(
-            p, 0.02, max_preconditioner_dim=max_dim, grafting=grafting, shampoo_eps=1e-2, weight_decay=0.0
-        ),
+    optimizer = reference.assert_rule(
+        lambda p: Shampoo(p, 0.02, max_preconditioner_dim=max_dim, grafting=grafting, **RULE),  # type: ignore[arg-type]
         [(8, 14)],
-        grads,
+        reference.gradients([(8, 14)], 5),
+        partial(reference.shampoo, lr=0.02, period=10, grafting=grafting, left=left, right=right, **RULE),  # type: ignore[arg-type]
+        rtol=2e-5,
+        atol=2e-6,
     )
-    naive = reference.shampoo(
-        reference.weights([(8, 14)])[0].detach(),
-        [of_step[0] for of_step in grads],
-        lr=0.02,
-        weight_decay=0.0,
-        betas=(0.9, 0.95),
-        shampoo_beta=0.95,
-        eps=1e-8,
-        shampoo_eps=1e-2,
-        period=10,
-        grafting=grafting,
-        left=left,
-        right=right,
-    )
-    torch.testing.assert_close(mine.double(), naive, rtol=2e-5, atol=2e-6)
     assert {name for name, _ in reference.states(optimizer)} & {"L", "R"} == ({"L"} if left else set())
 
 

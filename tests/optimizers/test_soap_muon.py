@@ -1,5 +1,7 @@
 """SOAP-Muon is SOAP, orthogonalised: the paper's at any period."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -18,31 +20,21 @@ EPS = 0.5
 def test_is_the_papers_rule_at_any_period(period: int, mode: ScaleMode) -> None:
     """Newton-Schulz multiplies what rounds in SOAP's update, 1e-6 of it, by up to 500 where singular values are small;
     an update is of about 0.02 * 0.2. Seen: 2e-6."""
-    grads = reference.gradients(SQUARES, 9)
     settings = {"weight_decay": 0.3, "betas": (0.8, 0.9), "shampoo_beta": 0.9, "eps": EPS}
-    ours, _ = reference.run(
+
+    def finish(update: torch.Tensor) -> torch.Tensor:
+        return 0.2 * scale(update.size(0), update.size(1), mode) * reference.orthogonalised(update)
+
+    reference.assert_rule(
         lambda p: SOAPMuon(
-            p,
-            0.02,
-            precondition_frequency=period,
-            iterated_in="fp32",
-            scale_mode=mode,
-            **settings,  # type: ignore[arg-type]
+            p, 0.02, precondition_frequency=period, iterated_in="fp32", scale_mode=mode, **settings,  # type: ignore[arg-type]
         ),
         SQUARES,
-        grads,
-    )
-    for index, (mine, start) in enumerate(zip(ours, reference.weights(SQUARES), strict=True)):
-        size = 0.2 * scale(mine.size(0), mine.size(1), mode)
-        naive = reference.soap(
-            start.detach(),
-            [of_step[index] for of_step in grads],
-            lr=0.02,
-            period=period,
-            finish=lambda update, size=size: size * reference.orthogonalised(update),  # type: ignore[misc]
-            **settings,  # type: ignore[arg-type]
-        )
-        torch.testing.assert_close(mine.double(), naive, rtol=1e-5, atol=2e-5)
+        reference.gradients(SQUARES, 9),
+        partial(reference.soap, lr=0.02, period=period, finish=finish, **settings),  # type: ignore[arg-type]
+        rtol=1e-5,
+        atol=2e-5,
+    )  # fmt: skip
 
 
 def test_bf16_is_for_the_iteration_alone() -> None:

@@ -2,11 +2,19 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 
-from canzona_cli.config.schema import Layout
+from hypothesis import strategies as st
+
+from canzona_cli.config.schema import Layout, RunConfig
+from canzona_cli.costs.links import EFFICIENCY, Group, Links
 from canzona_cli.model.family import Kind
 from canzona_cli.model.matrices import Matrix
-from tests.sizes import layout
+from canzona_cli.planner.make import plan_unbounded
+from canzona_cli.planner.pipeline import HostedPipeline
+from canzona_cli.planner.plan import Plan
+from tests.sizes import H100, Size, layout, run
 
 LAYER: tuple[tuple[Kind, str, int], ...] = (
     ("proj", "self_attention.linear_proj.weight", 0),
@@ -67,6 +75,60 @@ def newton_schulz(matrices: Sequence[Matrix]) -> list[float]:
 
 def grid(tp: int, dp: int, pp: int = 1) -> Layout:
     return layout(tp=tp, pp=pp, dp=dp)
+
+
+def models(*kv: int) -> st.SearchStrategy[tuple[Matrix, ...]]:
+    """Draws small models with so many rows of k and of v."""
+    return st.builds(
+        transformer,
+        layers=st.integers(1, 8),
+        hidden=st.sampled_from([64, 128, 192]),
+        ffn=st.sampled_from([64, 192, 384]),
+        kv=st.sampled_from(kv),
+        fused_fc1=st.booleans(),
+    )
+
+
+def grids(most: int) -> st.SearchStrategy[Layout]:
+    """Draws grids of up to four hosts and `most` owners."""
+    return st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, most))
+
+
+def link(tp: int, bytes_per_s: float = 1e9, latency_s: float = 1e-6, width: int = 4) -> HostedPipeline:
+    """A TP group whose exchanges take the same both ways, and whose copies take no time."""
+    cluster = replace(
+        H100,
+        intra_node_gb_per_s=bytes_per_s / EFFICIENCY["machine"] / 1e9,
+        intra_node_latency_us=1e6 * latency_s,
+        measured_on={},
+    )
+    return HostedPipeline(
+        tp=tp, links=Links(cluster=cluster), group=Group(size=tp, per_machine=tp), width=width, grad=width
+    )
+
+
+@cache
+def planned_in(mode: str, size: Size, tp: int, dp: int) -> tuple[RunConfig, Layout, Plan]:
+    """A run in a mode, and its plan whatever memory there is."""
+    config = run(size, tp * dp, strategy="canzona", tp=tp)
+    config, mesh = replace(config, engine=replace(config.engine, mode=mode)), layout(tp=tp, dp=dp)  # type: ignore[arg-type]
+    return config, mesh, plan_unbounded(config, mesh)
+
+
+def megatrons_layout(
+    elements: Sequence[int], bucket: int | None, shards: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+    """Where Megatron's layer-wise optimizer puts parameters of these sizes: start and end of each bucket; start, end
+    and bucket of each parameter."""
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+
+    tensors = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in elements]
+    laid_out = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
+        tensors, bucket, shards, DistributedDataParallelConfig()
+    )
+    return laid_out.bucket_indices, [laid_out.param_index_map[tensor] for tensor in tensors]
 
 
 def least_height(costs: Sequence[float], bins: int) -> float:

@@ -18,22 +18,13 @@ from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, cut, stage_parameters
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 from canzona_cli.planner.seats import few_owners, in_order_of_reductions
-from tests.planner.planning import grid, newton_schulz, transformer
+from tests.planner.planning import grid, grids, models, newton_schulz, transformer
 from tests.sizes import layout, model
 
-MODELS = st.builds(
-    transformer,
-    layers=st.integers(1, 6),
-    hidden=st.sampled_from([64, 128, 192]),
-    ffn=st.sampled_from([64, 192, 384]),
-    kv=st.sampled_from([4, 16, 64]),
-    fused_fc1=st.booleans(),
-)
-GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 9))
-BUCKET = st.sampled_from([None, 20_000, 100_000])
+LIMITS = st.sampled_from([None, 20_000, 100_000])
 
 
-@given(matrices=MODELS, mesh=GRIDS, layout=st.sampled_from(get_args(BufferLayout)), bucket=BUCKET)
+@given(matrices=models(4, 16, 64), mesh=grids(9), layout=st.sampled_from(get_args(BufferLayout)), bucket=LIMITS)
 @settings(max_examples=80, deadline=None)
 def test_ranges_cover_every_fragment_once(
     matrices: tuple[Matrix, ...], mesh: Layout, layout: BufferLayout, bucket: int | None
@@ -134,12 +125,10 @@ def _owners(matrices: tuple[Matrix, ...], found: Assignment, mesh: Layout, limit
     kv=st.sampled_from([16, 64]),
     stages=st.integers(1, 2),
     mesh=st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(2, 9)),
-    limit=st.sampled_from([None, 20_000, 100_000]),
+    limit=LIMITS,
 )
 @settings(max_examples=60, deadline=None)
-def test_every_cell_keeps_as_many_of_each_kind(
-    layers: int, kv: int, stages: int, mesh: Layout, limit: int | None
-) -> None:
+def test_cells_keep_as_many_of_each_kind(layers: int, kv: int, stages: int, mesh: Layout, limit: int | None) -> None:
     matrices = transformer(layers * stages, 64, 192, kv, stages=stages)
     costs = newton_schulz(matrices)
     before = assign(matrices, costs, mesh, PLAN, bucket_elements=limit)
@@ -160,7 +149,7 @@ def test_every_cell_keeps_as_many_of_each_kind(
     layers=st.integers(1, 6),
     stages=st.integers(1, 2),
     mesh=st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(2, 9)),
-    limit=st.sampled_from([None, 20_000, 100_000]),
+    limit=LIMITS,
 )
 @settings(max_examples=60, deadline=None)
 def test_owners_are_numbered_in_the_order_in_which_buckets_are_reduced_to_them(

@@ -88,9 +88,9 @@ def test_messages_do_not_overlap_and_flags_reach_every_rank(splitting: str, tp: 
 def test_by_hand() -> None:
     """Rank 0 of 2 hosts a cut matrix of 8 elements; rank 1 a replicated one of 6 and one of 5 stored by rank 0."""
     members = [
-        replace(_matrix(0, 4, 2), shard_dim=0),
-        replace(_matrix(1, 3, 2), shard_dim=None),
-        replace(_matrix(2, 5, 1), shard_dim=None, home=0),
+        replace(sizes.matrix(0, 4, 2), shard_dim=0),
+        replace(sizes.matrix(1, 3, 2), shard_dim=None),
+        replace(sizes.matrix(2, 5, 1), shard_dim=None, home=0),
     ]
     moved = group_traffic(members, [0, 1, 1], 2)
     assert (moved.gradients.sent, moved.gradients.received) == ((5, 4), (4, 5))
@@ -129,13 +129,6 @@ class Case:
         return (False, grad), (True, width)
 
 
-def _matrix(index: int, rows: int, cols: int) -> Matrix:
-    return Matrix(
-        index=index, name=f"layers.{index}.any", kind="other", layer=index, stage=0, rows=rows, cols=cols,
-        shard_dim=0, parameter=f"layers.{index}.any.weight", unit=index,
-    )  # fmt: skip
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     tp, dp = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 3))
@@ -144,10 +137,10 @@ def cases(draw: st.DrawFn) -> Case:
     config = replace(config, engine=replace(config.engine, exchange_dtype=exchange_dtype))
     matrices, cells = [], []
     for index in range(draw(st.integers(1, 12))):
-        matrix = _matrix(index, tp * draw(st.integers(1, 5)), tp * draw(st.integers(1, 5)))
+        drawn = sizes.matrix(index, tp * draw(st.integers(1, 5)), tp * draw(st.integers(1, 5)))
         stored: Literal[0, 1] | None = draw(st.sampled_from([0, 1, None]))
         home = draw(st.none() | st.integers(0, tp - 1)) if stored is None else None
-        matrices.append(replace(matrix, shard_dim=stored, home=home))
+        matrices.append(replace(drawn, shard_dim=stored, home=home))
         cells.append(Cell(owner=draw(st.integers(0, dp - 1)), host=draw(st.integers(0, tp - 1))))
     parts = len(shared_exchanges(subject(config, layout(tp=tp, dp=dp)).optimizer.ns_steps)) + 1
     shares = {

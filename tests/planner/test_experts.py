@@ -281,7 +281,7 @@ def test_a_file_has_one_entry_for_the_experts_of_a_layer_and_longer_files_are_re
     ("field", "value", "reason"),
     [("count", 7, "7 values"), ("each", [], "without `count`"), ("count", None, "without `count`")],
 )
-def test_an_entry_for_several_experts_that_does_not_add_up_is_damage(
+def test_an_entry_of_experts_that_does_not_add_up_is_damage(
     field: str, value: object, reason: str, tmp_path: Path
 ) -> None:
     mesh = replace(layout(dp=4), ep=2)

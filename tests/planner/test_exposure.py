@@ -25,10 +25,15 @@ MESHES: dict[str, tuple[Size, Layout]] = {
     "8b on 64": ("8b", layout(dp=64, count=4)),
     "14b on 1,024": ("14b", layout(tp=4, pp=2, vpp=5, dp=128, count=2)),
 }
+LITTLE_TO_BALANCE: dict[str, tuple[Size, Layout]] = {
+    "0.6b on 64": ("0.6b", layout(dp=64, count=4)),
+    "4b on 1,024": ("4b", layout(tp=4, dp=256, count=1)),
+}
+"""More ranks than matrices, or hardly fewer: asc, whose buckets have fewer owners, was faster here."""
 
 
 def case(name: str) -> tuple[RunConfig, Layout]:
-    size, mesh = MESHES[name]
+    size, mesh = (MESHES | LITTLE_TO_BALANCE)[name]
     return run(size, mesh.world_size, strategy="canzona", cluster=CLUSTER), mesh
 
 
@@ -55,15 +60,15 @@ def test_no_size_of_buckets_is_faster_than_the_one_that_is_chosen(name: str) -> 
     assert chosen <= 1.005 * min(seconds for _, seconds in plans(name))
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_no_plan_is_slower_than_that_of_asc(name: str) -> None:
+@pytest.mark.parametrize("name", MESHES | LITTLE_TO_BALANCE)
+def test_no_plan_is_slower_than_that_of_asc_which_it_could_take(name: str) -> None:
     """8B on 64 GPUs was 0.3% slower than its own asc, whose owners of a bucket are neighbours."""
     config, mesh = case(name)
     chosen, asc = (
-        simulate_plan(one, mesh, plan_unbounded(one, mesh)).iteration_s
-        for one in (config, with_strategy(config, "asc"))
+        simulate_plan(one, mesh, plan_unbounded(one, mesh)) for one in (config, with_strategy(config, "asc"))
     )
-    assert chosen <= (1 + 1e-9) * asc
+    assert chosen.iteration_s <= (1 + 1e-9) * asc.iteration_s
+    assert chosen.optimizer_s <= (1 + 1e-9) * asc.optimizer_s or name not in LITTLE_TO_BALANCE
 
 
 def test_buckets_keep_the_size_that_the_user_set_and_on_cpus_megatrons() -> None:

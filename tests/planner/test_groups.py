@@ -3,53 +3,40 @@
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import get_args
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from canzona_cli.config.schema import Grouping, Layout, Mode, RunConfig
+from canzona_cli.config.schema import Grouping, Layout, RunConfig
 from canzona_cli.costs.buffers import stage_weights
-from canzona_cli.costs.links import EFFICIENCY, Group, Groups, Links
+from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.sharing import Share, shares
-from canzona_cli.errors import ConfigError
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner import groups as groups_module
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.groups import CLOSE, Grouped, check_capacity, held_jobs, micro_groups
-from canzona_cli.planner.make import attempt, plan_unbounded, planned_matrices
+from canzona_cli.planner.make import attempt, planned_matrices
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.packing import HostPacker
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, planning
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan, PlanSettings
 from tests import sizes
-from tests.planner.planning import grid, least_makespan, newton_schulz, transformer
-from tests.sizes import H100, layout
-
-MODELS = st.builds(
+from tests.planner.planning import (
+    grid,
+    grids,
+    least_makespan,
+    link,
+    models,
+    newton_schulz,
+    planned_in,
     transformer,
-    layers=st.integers(1, 8),
-    hidden=st.sampled_from([64, 128, 192]),
-    ffn=st.sampled_from([64, 192, 384]),
-    kv=st.sampled_from([4, 16, 64]),
-    fused_fc1=st.booleans(),
 )
-GRIDS = st.builds(grid, tp=st.sampled_from([1, 2, 4]), dp=st.integers(1, 4))
+from tests.refusals import refused
+from tests.sizes import layout
 
-
-def link(tp: int, bytes_per_s: float = 1e9, latency_s: float = 1e-6, width: int = 4) -> HostedPipeline:
-    """A TP group whose exchanges take the same both ways, and whose copies take no time."""
-    cluster = replace(
-        H100,
-        intra_node_gb_per_s=bytes_per_s / EFFICIENCY["machine"] / 1e9,
-        intra_node_latency_us=1e6 * latency_s,
-        measured_on={},
-    )
-    return HostedPipeline(
-        tp=tp, links=Links(cluster=cluster), group=Group(size=tp, per_machine=tp), width=width, grad=width
-    )
+MODELS, GRIDS = models(4, 16, 64), grids(4)
 
 
 def _plan(
@@ -139,9 +126,7 @@ def test_what_nothing_hides_is_made_small() -> None:
 
 def test_too_small_a_capacity_names_the_least_that_works() -> None:
     matrices = transformer(2, 640, 1920, 64)
-    with pytest.raises(ConfigError) as caught:
-        _plan(matrices, grid(2, 1), "auto", 4 << 20)
-    (problem,) = caught.value.problems
+    (problem,) = refused(_plan, matrices, grid(2, 1), "auto", 4 << 20)
     assert problem.key == "engine.c_max_mib"
     assert "layers.0.gate" in problem.reason
     assert "=4.6875 or more" in problem.fix  # MiB that 640 x 1920 x 4 bytes are
@@ -160,23 +145,10 @@ def test_greedy_rolls_back_what_overfills_a_host() -> None:
 def test_the_capacity_that_is_advised_is_enough_when_it_is_typed(rows: int, cols: int, width: int) -> None:
     matrix = replace(transformer(1, 8, 16, 4)[0], rows=rows, cols=cols)
     settings = PlanSettings(strategy="canzona", c_max_bytes=0)
-    with pytest.raises(ConfigError) as caught:
-        check_capacity([matrix], 2, settings, width)
-    (problem,) = caught.value.problems
+    (problem,) = refused(check_capacity, [matrix], 2, settings, width)
     advised = float(problem.fix.split()[1].partition("=")[2])
     typed = replace(settings, c_max_bytes=int(advised * (1 << 20)))  # as the planner reads it
     check_capacity([matrix], 2, typed, width)
-
-
-@cache
-def _planned(
-    size: sizes.Size, tp: int, dp: int, mode: Mode | str, factor: float = 1.0
-) -> tuple[RunConfig, Layout, Plan]:
-    config = sizes.run(size, tp * dp, strategy="canzona", tp=tp)
-    cluster = replace(config.cluster, symmetric_factor=factor)
-    config = replace(config, engine=replace(config.engine, mode=mode), cluster=cluster)  # type: ignore[arg-type]
-    mesh = layout(tp=tp, dp=dp)
-    return config, mesh, plan_unbounded(config, mesh)
 
 
 def _seconds(planned: tuple[RunConfig, Layout, Plan]) -> float:
@@ -196,10 +168,8 @@ def _seconds(planned: tuple[RunConfig, Layout, Plan]) -> float:
     ("size", "tp", "dp"),
     [("14b", 2, 256), ("32b", 8, 128), ("32b", 8, 16), ("8b", 2, 128), ("1.7b", 4, 256), ("0.6b", 2, 2)],
 )
-def test_auto_is_never_slower_than_one_mode_and_faster_where_ranks_were_idle(
-    size: sizes.Size, tp: int, dp: int
-) -> None:
-    auto, hosted, shared = (_planned(size, tp, dp, mode) for mode in ("auto", "hosted", "shared"))
+def test_auto_is_never_slower_than_one_mode_and_faster_with_idle_ranks(size: sizes.Size, tp: int, dp: int) -> None:
+    auto, hosted, shared = (planned_in(mode, size, tp, dp) for mode in ("auto", "hosted", "shared"))
     config, mesh, _ = auto
     # AdamW's parameters are gathered under the updates: shorter ones than that gain nothing.
     adamw_bytes = config.train.weight_bytes * stage_weights(config, mesh, 0).others
@@ -213,7 +183,7 @@ def test_auto_is_never_slower_than_one_mode_and_faster_where_ranks_were_idle(
 
 
 def test_more_ranks_shorten_fragments_alone() -> None:
-    config, mesh, plan = _planned("32b", 8, 16, "shared")
+    config, mesh, plan = planned_in("shared", "32b", 8, 16)
     two = shares(config, layout(tp=2, dp=16), plan.matrices)
     eight = shares(config, mesh, plan.matrices)
     for index, share in eight.items():

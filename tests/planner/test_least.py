@@ -7,18 +7,14 @@ from itertools import product
 
 import pytest
 
-from canzona_cli.config.schema import Layout, Mode, RunConfig
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.groups import Grouped
 from canzona_cli.planner.least import least_seconds, updates
-from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.pipeline import HostedPipeline, Job
-from canzona_cli.planner.plan import Plan, PlanSettings
+from canzona_cli.planner.plan import PlanSettings
 from tests import sizes
-from tests.planner.planning import transformer
-from tests.planner.test_groups import link
-from tests.sizes import layout
+from tests.planner.planning import link, planned_in, transformer
 
 TP = 2
 
@@ -62,9 +58,9 @@ def _fastest(
     )
 
 
-@pytest.mark.parametrize("owners", [2, 3])
-@pytest.mark.parametrize("bytes_per_s", [1e7, 1e9])
-@pytest.mark.parametrize("each", [0.4, 0.55, None])
+@pytest.mark.parametrize(
+    ("owners", "bytes_per_s", "each"), [(2, 1e7, 0.4), (3, 1e9, 0.4), (3, 1e7, 0.55), (2, 1e9, 0.55), (2, 1e9, None)]
+)
 def test_no_assignment_takes_less(owners: int, bytes_per_s: float, each: float | None) -> None:
     """Against all assignments of five matrices. On a fast link it is close to the best of them."""
     layer = [matrix for matrix in transformer(1, 64, 192, 16) if matrix.kind in ("q", "k", "gate", "up", "down")]
@@ -82,18 +78,10 @@ def test_no_assignment_takes_less(owners: int, bytes_per_s: float, each: float |
     assert bytes_per_s < 1e9 or least >= 0.8 * best
 
 
-@cache
-def _planned(size: sizes.Size, tp: int, dp: int, mode: Mode | str) -> tuple[RunConfig, Layout, Plan]:
-    config = sizes.run(size, tp * dp, strategy="canzona", tp=tp)
-    config = replace(config, engine=replace(config.engine, mode=mode))  # type: ignore[arg-type]
-    mesh = layout(tp=tp, dp=dp)
-    return config, mesh, plan_unbounded(config, mesh)
-
-
 @pytest.mark.parametrize(("size", "tp", "dp"), [("4b", 2, 128), ("8b", 2, 128), ("14b", 2, 128), ("32b", 4, 64)])
 def test_plans_with_a_busier_rank_than_necessary_are_close_to_the_least(size: sizes.Size, tp: int, dp: int) -> None:
     """They have nothing to gain from an even load: no plan of any mode is 5% faster than what is chosen."""
-    auto, hosted, shared = (_planned(size, tp, dp, mode) for mode in ("auto", "hosted", "shared"))
+    auto, hosted, shared = (planned_in(mode, size, tp, dp) for mode in ("auto", "hosted", "shared"))
     least = updates(*auto).least
     for planned in (auto, hosted, shared):
         assert updates(*planned).seconds >= least * (1 - 1e-9)
@@ -101,5 +89,5 @@ def test_plans_with_a_busier_rank_than_necessary_are_close_to_the_least(size: si
 
 
 def test_without_exchanges_units_are_packed_into_owners() -> None:
-    found = updates(*_planned("0.6b", 1, 8, "auto"))
+    found = updates(*planned_in("auto", "0.6b", 1, 8))
     assert found.least <= found.seconds <= 1.01 * found.least

@@ -1,19 +1,18 @@
 """Packings are complete, close to the best there is, and never below what is proven impossible."""
 
+from dataclasses import replace
+
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from canzona_cli.costs.memory import layerwise_placement
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrices import Matrix, layer_shapes
 from canzona_cli.planner.bounds import RESOLUTION, lower_bound, packing_bound
 from canzona_cli.planner.packing import pack
-from tests.planner.planning import least_height, least_makespan
-from tests.sizes import Size, model
+from tests.planner.planning import least_height, least_makespan, megatrons_layout
+from tests.sizes import Size, matrix, model
 
 COSTS = st.lists(st.integers(min_value=1, max_value=30), min_size=1, max_size=9)
 REPEATED = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4)
@@ -76,18 +75,7 @@ UNITS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=
 def _matrices(units: list[list[int]]) -> tuple[tuple[Matrix, ...], list[float]]:
     owned = [(unit, cost) for unit, costs in enumerate(units) for cost in costs]
     return tuple(
-        Matrix(
-            index=index,
-            name=str(index),
-            kind="other",
-            layer=0,
-            stage=0,
-            rows=1,
-            cols=cost,
-            shard_dim=None,
-            parameter=str(unit),
-            unit=unit,
-        )
+        replace(matrix(index, 1, cost, None), layer=0, parameter=str(unit), unit=unit)
         for index, (unit, cost) in enumerate(owned)
     ), [float(cost) for _, cost in owned]
 
@@ -136,17 +124,9 @@ def test_a_stage_without_matrices_needs_no_time() -> None:
 def test_layerwise_counts_what_megatron_lays_out(size: Size, tp: int, shards: int, bucket: int | None) -> None:
     shape = model(size)
     sizes = tuple(rows * cols // tp for rows, cols in layer_shapes(shape, "fused"))
-    params = [
-        torch.nn.Parameter(torch.empty(rows // tp, cols, device="meta"))
-        for _ in range(shape.num_layers)
-        for rows, cols in layer_shapes(shape, "fused")
-    ]
-    laid_out = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
-        params, bucket, shards, DistributedDataParallelConfig()
-    )
-    buckets = laid_out.bucket_indices
+    buckets, places = megatrons_layout(sizes * shape.num_layers, bucket, shards)
     loads = [0] * shards
-    for start, end, bucket_id in laid_out.param_index_map.values():
+    for start, end, bucket_id in places:
         first, last = buckets[bucket_id]
         loads[(start - first) * shards // (last - first)] += end - start
 

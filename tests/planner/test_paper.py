@@ -29,6 +29,8 @@ def test_with_alpha_one_a_bucket_makes_up_for_another() -> None:
     """The larger bucket gives its first owner 6 of 10; of the smaller one, 6, that owner needs 2 for an even total."""
     assert balanced_cuts([[2, 1, 1, 2], [6, 4]], 2, alpha=1.0) == [[0, 1, 1, 1], [0, 1]]
     assert balanced_cuts([[2, 1, 1, 2], [6, 4]], 2, alpha=0.0) == [[0, 0, 1, 1], [0, 1]]
+    even = [[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3]]
+    assert balanced_cuts([[1] * 8, [1] * 4], 4, alpha=1.0) == even, "where cuts are no better"
 
 
 def test_greedy_rolls_back_what_overfills_a_host_and_fills_hosts_by_elements() -> None:

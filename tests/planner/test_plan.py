@@ -1,12 +1,11 @@
 """A plan goes through JSON unchanged, its hash is of its content alone, and only the run it was made for may use it."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +21,8 @@ from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import default_path, differences, find_plan, load_plan, read_plan
 from canzona_cli.simulate.compare import study_run, with_shapes
 from tests import sizes
-from tests.commands.support import importable
-from tests.waiting import PATIENCE_S
+from tests.commands.support import ran
+from tests.refusals import refused
 
 
 def resolved(size: sizes.Size = "tiny", gpus: int = 8, **settings: object) -> tuple[RunConfig, Layout]:
@@ -47,9 +46,7 @@ def written(planned: tuple[RunConfig, Layout, Plan], tmp_path: Path) -> Path:
 
 
 def refusal(path: Path, config: RunConfig, layout: Layout) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_plan(path, config, layout)
-    (problem,) = caught.value.problems
+    (problem,) = refused(load_plan, path, config, layout)
     assert str(problem.value) == str(path)
     assert "canzona plan" in problem.fix
     return problem.reason
@@ -107,23 +104,14 @@ def test_what_is_written_beside_the_content_does_not_change_the_hash(written: Pa
     assert read_plan(written).hash == plan.hash
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "4711"])
+@pytest.mark.parametrize("seed", ["0", "4711"])
 def test_every_process_computes_the_same_hash(planned: tuple[RunConfig, Layout, Plan], seed: str) -> None:
     script = (
         "from tests.planner.test_plan import resolved\n"
         "from canzona_cli.planner.make import make_plan\n"
         "print(make_plan(*resolved()).hash)"
     )
-    root = Path(__file__).resolve().parents[2]
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=root,
-        env={**os.environ, **importable(), "PYTHONHASHSEED": seed},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
+    result = ran(sys.executable, "-c", script, environment={"PYTHONHASHSEED": seed})
     assert result.stdout.strip() == planned[2].hash
 
 
@@ -215,13 +203,6 @@ def test_another_version_is_refused(planned: tuple[RunConfig, Layout, Plan], wri
     assert "version 99, but this canzona reads version 9" in refusal(written, *planned[:2])
 
 
-def test_an_altered_plan_is_refused(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
-    content = json.loads(written.read_text())
-    content["matrices"][3]["owner"] = (content["matrices"][3]["owner"] + 1) % 4
-    written.write_text(json.dumps(content))
-    assert "was altered" in refusal(written, *planned[:2])
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [("{", "is not JSON"), ("[]", "is not a plan"), ('{"version": 1}', "is not a plan"), (None, "cannot be read")],
@@ -235,67 +216,37 @@ def test_what_is_no_plan_is_refused(
     assert words in refusal(path, *planned[:2])
 
 
-@pytest.mark.parametrize("part", ["subject", "matrices", "buckets", "micro_groups", "lower_bounds"])
-def test_a_plan_with_a_right_hash_but_without_a_part_is_damaged(
-    planned: tuple[RunConfig, Layout, Plan], part: str
+def without(part: str) -> Callable[[Any], object]:
+    return lambda content: content.pop(part)
+
+
+DAMAGES: list[tuple[Callable[[Any], object], str]] = [
+    *((without(part), f"{part}: field required") for part in ("subject", "matrices", "buckets", "micro_groups")),
+    (without("lower_bounds"), "lower_bounds: field required"),
+    (lambda content: content["subject"]["layout"].update(ep=1), "exactly those of a plan"),
+    (lambda content: content["subject"]["optimizer"].pop("stack"), "exactly those of a plan"),  # it has a default
+    (lambda content: content["matrices"][0].update(owner="nobody"), r"matrices\.0\.owner: input should be a valid int"),
+    (lambda content: content["matrices"][0].update(owner=4), "outside the grid"),
+    (lambda content: content["micro_groups"][0]["matrices"].append(content["micro_groups"][1]["matrices"][0]), "once"),
+    (lambda content: content["buckets"][0]["ranges"][0].__setitem__(2, 3), "to another owner"),
+    (lambda content: content["buckets"][0]["ranges"][1].__setitem__(0, 0), "overlap"),
+    (lambda content: content["buckets"][0]["ranges"].pop(), "buckets do not contain every matrix"),
+    (
+        lambda content: content["buckets"][0].update(reduction="magic"),
+        r"buckets\.0\.reduction: input should be 'reduce'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES)
+def test_a_damaged_plan_is_refused_whatever_its_hash(
+    planned: tuple[RunConfig, Layout, Plan], damage: Callable[[Any], object], words: str
 ) -> None:
-    content = planned[2].content()
-    del content[part]
-    with pytest.raises(ValueError, match=f"{part}: field required"):
-        Plan.from_content(content)
-
-
-def test_entries_that_a_plan_does_not_have_are_damage(planned: tuple[RunConfig, Layout, Plan]) -> None:
     content = json.loads(planned[2].to_json())
-    content["subject"]["layout"]["ep"] = 1
-    with pytest.raises(ValueError, match="exactly those of a plan"):
+    assert content["buckets"][0]["ranges"][0][2] != 3
+    damage(content)
+    with pytest.raises(ValueError, match=words):
         Plan.from_content(content)
-    content = json.loads(planned[2].to_json())
-    del content["subject"]["optimizer"]["stack"]  # it has a default
-    with pytest.raises(ValueError, match="exactly those of a plan"):
-        Plan.from_content(content)
-    content = json.loads(planned[2].to_json())
-    content["matrices"][0]["owner"] = "nobody"
-    with pytest.raises(ValueError, match=r"matrices\.0\.owner: input should be a valid integer"):
-        Plan.from_content(content)
-
-
-def test_a_matrix_outside_of_the_grid_or_in_two_groups_is_damaged(planned: tuple[RunConfig, Layout, Plan]) -> None:
-    def content() -> dict[str, list[dict[str, object]]]:
-        return json.loads(planned[2].to_json())  # type: ignore[no-any-return]
-
-    outside = content()
-    outside["matrices"][0]["owner"] = 4
-    with pytest.raises(ValueError, match="outside the grid"):
-        Plan.from_content(outside)
-    twice = content()
-    twice["micro_groups"][0]["matrices"].append(twice["micro_groups"][1]["matrices"][0])  # type: ignore[attr-defined, index]
-    with pytest.raises(ValueError, match="exactly once"):
-        Plan.from_content(twice)
-
-
-def test_buckets_that_overlap_or_disagree_with_the_matrices_are_damaged(
-    planned: tuple[RunConfig, Layout, Plan],
-) -> None:
-    def content() -> dict[str, list[dict[str, list[list[object]]]]]:
-        return json.loads(planned[2].to_json())  # type: ignore[no-any-return]
-
-    changed = content()
-    changed["buckets"][0]["ranges"][0][2] = (planned[2].buckets[0].ranges[0].owner + 1) % 4
-    with pytest.raises(ValueError, match="to another owner"):
-        Plan.from_content(changed)
-    changed = content()
-    changed["buckets"][0]["ranges"][1][0] = 0
-    with pytest.raises(ValueError, match="overlap"):
-        Plan.from_content(changed)
-    changed = content()
-    changed["buckets"][0]["ranges"].pop()
-    with pytest.raises(ValueError, match="buckets do not contain every matrix"):
-        Plan.from_content(changed)
-    changed = content()
-    changed["buckets"][0]["reduction"] = "magic"  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"buckets\.0\.reduction: input should be 'reduce'"):
-        Plan.from_content(changed)
 
 
 @pytest.mark.parametrize("layout_name", ["owner", "contiguous"])

@@ -16,6 +16,7 @@ from canzona_cli.planner.plan import Assignment, Cell, Plan
 from canzona_cli.planner.plan_file import Obtained, default_path, first_difference, obtain_plan
 from canzona_cli.report.header import describe_plan, header_rows
 from tests import sizes
+from tests.refusals import refused
 
 
 def resolved(**engine: object) -> tuple[RunConfig, Layout]:
@@ -64,9 +65,7 @@ def test_a_named_file_is_taken_and_naming_it_does_not_enter_the_hash(written: Pa
 def test_a_file_for_another_run_is_refused_by_the_setting_with_every_difference(written: Path, tmp_path: Path) -> None:
     config, layout = resolved(plan=str(written), alpha=0.5, layout="contiguous")
     config = replace(config, optimizer=SoapConfig(name="soap", lr=1e-3))
-    with pytest.raises(ConfigError) as caught:
-        obtain_plan(config, layout, tmp_path)
-    (problem,) = caught.value.problems
+    (problem,) = refused(obtain_plan, config, layout, tmp_path)
     assert (problem.key, problem.value) == ("engine.plan", written)
     for difference in (
         "optimizer.name is muon in the plan, soap",

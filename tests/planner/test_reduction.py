@@ -149,9 +149,7 @@ def test_what_is_asked_for_is_what_is_done() -> None:
     ranks=st.sampled_from([2, 4, 8]),
     held=st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 7), st.integers(0, 63)), min_size=1, max_size=12),
 )
-def test_a_ring_hands_every_element_over_once_in_messages_of_ascending_owners(
-    ranks: int, held: list[tuple[int, int, int]]
-) -> None:
+def test_a_ring_hands_over_every_element_once_by_ascending_owners(ranks: int, held: list[tuple[int, int, int]]) -> None:
     ranges, position = [], 0
     for place, (size, owner, gap) in enumerate(held):
         ranges.append(Range(start=position, end=position + size, owner=owner % ranks, matrices=(place,)))
@@ -213,11 +211,7 @@ OF_32B = bucket([6_553_600, 5_242_880, 16_384_000, 16_384_000, 16_384_000], [0, 
 """The second bucket of 32B on 32 owners: padding would be eight times as much as there is."""
 
 
-@pytest.mark.parametrize(
-    ("one", "ranks"),
-    [(UNEVEN, 8), (OF_32B, 32)],
-    ids=["uneven", "32B"],
-)
+@pytest.mark.parametrize(("one", "ranks"), [(UNEVEN, 8), (OF_32B, 32)], ids=["uneven", "32B"])
 def test_a_ring_is_chosen_where_each_owners_is_a_launch_of_its_own(one: Bucket, ranks: int) -> None:
     one = replace(one, elements=bucket_end(one.elements, ranks))
 

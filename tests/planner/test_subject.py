@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
+from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.config.settings import Setting, settings
 from canzona_cli.fields import PLAN
 from canzona_cli.planner.make import subject
 from canzona_cli.planner.plan import Subject
+from tests.sizes import layout
 
 OWN = ("optimizer.source=torch.optim:SGD", "optimizer.allow=[torch]")
 BASE: dict[str, RunConfig] = {
@@ -52,20 +53,8 @@ def another(setting: Setting, value: Any) -> Any:
 def subject_of(config: RunConfig) -> Subject:
     parallel = config.parallel
     tp, pp, cp = parallel.tp or 1, parallel.pp or 1, parallel.cp or 1
-    layout = Layout(
-        tp=tp,
-        pp=pp,
-        vpp=config.parallel.vpp or 1,
-        ep=config.parallel.ep or 1,
-        cp=cp,
-        dp=config.gpus * 64 // (tp * pp * cp),
-        micro_batch_size=1,
-        num_microbatches=1,
-        global_batch_size=64,
-        recompute="none",
-        sequence_parallel=False,
-    )
-    return subject(config, layout)
+    mesh = layout(tp=tp, pp=pp, vpp=parallel.vpp or 1, dp=config.gpus * 64 // (tp * pp * cp))
+    return subject(config, replace(mesh, cp=cp, ep=parallel.ep or 1, sequence_parallel=False))
 
 
 def test_plans_of_processors_with_instructions_for_bf16_keep_their_hash() -> None:

@@ -1,29 +1,20 @@
 """The bench's reports: they keep their widths, show what was measured beside what was predicted, and claim no more."""
 
-import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from canzona_cli.report.bench import BenchView, error_text, quartiles, times
 from canzona_cli.report.document import document
 from canzona_cli.run.breakdown import CALIBRATE
 from canzona_cli.run.statistics import Quartiles, Speedup
 from tests.bench.benches import WOBBLE, bench, with_measured
+from tests.report.terminal import line_of, printed
 
 
 def shown(view: RenderableType, width: int = 120) -> str:
-    file = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
-    console = Console(file=file, width=width, highlight=False)
-    console.print(view)
-    file.flush()
-    file.seek(0)
-    return file.read()
-
-
-def line_of(text: str, start: str) -> str:
-    return next(line for line in text.splitlines() if line.startswith(start))
+    return printed(view, width)
 
 
 @pytest.mark.parametrize("width", [80, 120])

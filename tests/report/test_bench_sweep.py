@@ -12,7 +12,8 @@ from canzona_cli.report.document import document
 from canzona_cli.run.breakdown import CALIBRATE
 from tests.bench.benches import bench
 from tests.report.html_page import read_page
-from tests.report.test_bench import line_of, shown
+from tests.report.terminal import line_of
+from tests.report.test_bench import shown
 
 SWEEPS: Mapping[SweepKind, Mapping[str, BenchResult]] = {
     "alpha": {f"{alpha:g}": bench(("canzona",), scale=2 - alpha) for alpha in (0.0, 0.5, 1.0)},

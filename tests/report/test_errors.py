@@ -1,23 +1,19 @@
 """Every problem of an error reaches the reader whole, literally, and inside the width of the terminal."""
 
 import errno
-import io
 import os
 import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, Problem
 from canzona_cli.report.errors import ErrorView, show_failure
+from tests.report.terminal import printed
 
 
 def shown(error: CanzonaError, width: int, *, terminal: bool = False) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, legacy_windows=False)
-    console.print(ErrorView(error=error))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(ErrorView(error=error), width, terminal=terminal)
 
 
 MISTAKES = ConfigError(

@@ -23,9 +23,7 @@ def test_a_run_on_gpus_names_its_hours_and_with_a_price_its_cost(price: float | 
 
 
 @pytest.mark.parametrize(("measured_on", "known"), [({}, False), ({"cores": 2}, True)])
-def test_a_cpu_profile_that_nobody_measured_predicts_no_times(
-    measured_on: dict[str, str | int | float], known: bool
-) -> None:
+def test_an_unmeasured_cpu_profile_predicts_no_times(measured_on: dict[str, str | int | float], known: bool) -> None:
     config, layout = resolve(compose_run(["recipe=qwen3-tiny", "gpus=2"]).config)
     config = replace(config, cluster=replace(config.cluster, measured_on=measured_on))
     rows = dict(outlook_rows(config, outlook(config, layout, iteration_s=1.0)))

@@ -1,14 +1,13 @@
 """The table of layouts: complete, readable, honest about what does not fit."""
 
 import functools
-import io
 
 import pytest
-from rich.console import Console
 
 from canzona_cli.cluster import fit
 from canzona_cli.report.layouts import GPU_COUNTS, layouts
 from canzona_cli.run.words import layout_code
+from tests.report import terminal
 from tests.sizes import Size, run
 
 table = functools.cache(lambda size, gpu_counts, **set_: layouts(run(size, 1, **set_), gpu_counts))
@@ -16,11 +15,7 @@ table = functools.cache(lambda size, gpu_counts, **set_: layouts(run(size, 1, **
 
 
 def printed(size: Size, width: int, gpu_counts: tuple[int, ...], **set_: object) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(table(size, gpu_counts, **set_))
-    output = console.file
-    assert isinstance(output, io.StringIO)
-    return output.getvalue()
+    return terminal.printed(table(size, gpu_counts, **set_), width)
 
 
 @pytest.mark.parametrize("width", [80, 120])

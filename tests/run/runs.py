@@ -5,17 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.config.schema import (
-    DataConfig,
-    EngineConfig,
-    Layout,
-    MuonConfig,
-    RunConfig,
-    TrainConfig,
-)
+from canzona_cli.config.schema import DataConfig, EngineConfig, MuonConfig, RunConfig, TrainConfig
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 from canzona_cli.run.records import StepMetrics
-from tests.sizes import CPU, model
+from tests.sizes import CPU, layout, model
 
 STEPS = 300
 
@@ -30,17 +23,7 @@ CONFIG = RunConfig(
     data=DataConfig(source="stdlib"),
 )
 
-LAYOUT = Layout(
-    tp=2,
-    pp=1,
-    cp=1,
-    dp=2,
-    micro_batch_size=4,
-    num_microbatches=4,
-    global_batch_size=32,
-    recompute="none",
-    sequence_parallel=False,
-)
+LAYOUT = replace(layout(tp=2, dp=2, micro=4, count=4), sequence_parallel=False)
 
 CORPUS = PreparedCorpus(
     sets=(

@@ -1,14 +1,12 @@
 """The table of choices, on two runs: a GPU plan and CPU ranks with a calibrated profile."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.commands.support import ran
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,16 +14,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.sweep
 def test_every_choice_of_a_plan_is_counted_and_options_that_nobody_takes_are_named(tmp_path: Path) -> None:
     file = tmp_path / "choices.json"
-    command = [sys.executable, "scripts/choices.py", "--gpus", "8", "--sizes", "qwen3-0.6b", "--json", str(file)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-    )
+    asked = ("--gpus", "8", "--sizes", "qwen3-0.6b", "--json", file)
+    done = ran(sys.executable, "scripts/choices.py", *asked, cwd=ROOT)
     rows = {(row["profile"], row["optimizer"], row["run"]): row for row in json.loads(file.read_text())}
     h100 = rows["h100-80g", "muon", "0.6b 8"]["chosen"]
     (way,) = h100["gradients"]

@@ -1,13 +1,11 @@
 """The paper's claims beside ours, on a small cell."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.commands.support import ran
 
 pytestmark = pytest.mark.sweep
 ROOT = Path(__file__).parents[2]
@@ -27,16 +25,8 @@ def _tables(text: str) -> dict[str, list[list[str]]]:
 
 @pytest.fixture(scope="module")
 def printed() -> str:
-    done = subprocess.run(
-        [sys.executable, "scripts/paper.py", "--recipe", "qwen3-0.6b", "--gpus", "16", "--tp", "2"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=PATIENCE_S,
-    )
-    return done.stdout
+    asked = ("--recipe", "qwen3-0.6b", "--gpus", "16", "--tp", "2")
+    return ran(sys.executable, "scripts/paper.py", *asked, cwd=ROOT).stdout
 
 
 def test_every_claim_has_ours_beside_it_at_both_model_points(printed: str) -> None:

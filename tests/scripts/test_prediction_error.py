@@ -1,8 +1,6 @@
 """Errors and orders of predictions, from results by hand with known answers."""
 
-import os
 import runpy
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 from canzona_cli.bench.results import BenchResult, save
 from canzona_cli.config.execution import AnyStrategy
 from tests.bench.benches import bench, with_measured
+from tests.commands.support import ran
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prediction_error.py"
 _NAMES = runpy.run_path(str(SCRIPT))
@@ -85,8 +84,8 @@ def test_strategies_of_two_sittings_are_compared_by_way_of_the_reference() -> No
 def test_the_output_has_every_cell_the_share_and_the_wrong_pairs_and_fails_where_predictions_do(tmp_path: Path) -> None:
     save(timed(canzona=(1.0, 1.1), asc=(1.5, 1.0)), tmp_path / "a.json")
     save(bench(("canzona", "sc"), dp=4), tmp_path / "b.json")
-    done = run_script(tmp_path / "a.json", tmp_path / "b.json", COLUMNS="80")
-    assert done.returncode == 1
+    results = (tmp_path / "a.json", tmp_path / "b.json")
+    done = ran(sys.executable, SCRIPT, *results, environment={"COLUMNS": "80"}, code=1)
     assert max(map(len, done.stdout.splitlines())) <= 80
     words = " ".join(done.stdout.split())
     assert "3 of 4 results (75%) within 20%" in words
@@ -95,18 +94,7 @@ def test_the_output_has_every_cell_the_share_and_the_wrong_pairs_and_fails_where
     assert wrong in words
 
 
-def run_script(*arguments: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        text=True,
-        capture_output=True,
-        check=False,
-        env=os.environ | environment,
-    )
-
-
 def test_a_file_that_is_no_result_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{}")
-    done = run_script(tmp_path / "a.json")
-    assert done.returncode == 2
+    done = ran(sys.executable, SCRIPT, tmp_path / "a.json", code=2)
     assert "it has no version" in " ".join(done.stderr.split())

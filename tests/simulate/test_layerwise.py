@@ -1,12 +1,9 @@
-"""What canzona is compared with is what Megatron does; cuts of buckets in order."""
+"""What canzona is compared with is what Megatron does."""
 
 import random
 from collections.abc import Sequence
 
 import pytest
-import torch
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.costs.buffers import default_bucket_elements, stage_weights
@@ -15,10 +12,9 @@ from canzona_cli.costs.memory import GIB, estimate
 from canzona_cli.costs.padding import align
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.buckets import Parameter, stage_parameters
-from canzona_cli.planner.paper import balanced_cuts, even_start
 from canzona_cli.planner.plan import Assignment, Bucket
 from canzona_cli.simulate.predict import layerwise, simulate_strategy
-from tests.planner.planning import grid, transformer
+from tests.planner.planning import grid, megatrons_layout, transformer
 from tests.sizes import layout, run
 
 
@@ -34,19 +30,14 @@ def test_layerwise_is_megatrons_layout(seed: int) -> None:
     total = sum(parameter.elements for parameter in parameters)
     bucket = draw.choice([None, max(1, total // 7), max(1, total // 2), total + 1])
 
-    tensors = [torch.nn.Parameter(torch.empty(parameter.elements, device="meta")) for parameter in parameters]
-    theirs = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
-        tensors, bucket, dp, DistributedDataParallelConfig()
-    )
-
+    buckets, theirs = megatrons_layout([parameter.elements for parameter in parameters], bucket, dp)
     assignment, ours = layerwise(matrices, grid(tp, dp), bucket)
-    assert [one.elements for one in ours] == [end - start for start, end in theirs.bucket_indices]
-    assert sum(one.padding for one in ours) == theirs.bucket_indices[-1][1] - total
+    assert [one.elements for one in ours] == [end - start for start, end in buckets]
+    assert sum(one.padding for one in ours) == buckets[-1][1] - total
     places = placed(ours, parameters, assignment, dp)
     range_of = {index: (one.index, part) for one in ours for part in one.ranges for index in part.matrices}
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        start, end, number = theirs.param_index_map[tensor]
-        first, last = theirs.bucket_indices[number]
+    for parameter, (start, end, number) in zip(parameters, theirs, strict=True):
+        first, last = buckets[number]
         owner = (start - first) * dp // (last - first)
         assert places[parameter.name] == (number, start - first, end - first, owner)
         for index in parameter.matrices:
@@ -63,15 +54,10 @@ def test_what_layerwise_reduces_behind_the_backward_is_megatrons_last_buckets() 
     config, layout = resolve(config)
     assert (layout.tp, layout.owners) == (8, 32)
     matrices = matrices_of(config.model, layout, "qkv")
-    tensors = [
-        torch.nn.Parameter(torch.empty(parameter.elements, device="meta"))
-        for parameter in stage_parameters(matrices, 0, layout.tp)
-    ]
-    theirs = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
-        tensors, default_bucket_elements(layout.owners), layout.owners, DistributedDataParallelConfig()
-    )
-    sizes = [end - start for start, end in theirs.bucket_indices]
-    assert sizes[-1] > 17 * sum(tensor.numel() for tensor in tensors[:2])
+    elements = [parameter.elements for parameter in stage_parameters(matrices, 0, layout.tp)]
+    theirs, _ = megatrons_layout(elements, default_bucket_elements(layout.owners), layout.owners)
+    sizes = [end - start for start, end in theirs]
+    assert sizes[-1] > 17 * sum(elements[:2])
     assert len(sizes) == 5
     # What completes with the first layer; the rest has 3/4 of the backward pass to hide under.
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).data
@@ -89,13 +75,10 @@ def test_layerwise_stores_a_shard_as_long_as_the_largest_parameter_for_every_ran
     parameters = stage_parameters(matrices, 0, mesh.tp)
     stored = 0
     for chunk in range(mesh.vpp):
-        own = [parameter for parameter in parameters if parameter.chunk == chunk]
+        own = [parameter.elements for parameter in parameters if parameter.chunk == chunk]
         assert len(own) == 4
-        tensors = [torch.nn.Parameter(torch.empty(parameter.elements, device="meta")) for parameter in own]
-        theirs = LayerWiseDistributedOptimizer._compute_per_buffer_param_layout(
-            tensors, default_bucket_elements(mesh.owners), mesh.owners, DistributedDataParallelConfig()
-        )
-        stored += theirs.bucket_indices[-1][1]
+        theirs, _ = megatrons_layout(own, default_bucket_elements(mesh.owners), mesh.owners)
+        stored += theirs[-1][1]
     _, buckets = layerwise(matrices, mesh, default_bucket_elements(mesh.owners))
     assert sum(bucket.elements for bucket in buckets if bucket.stage == 0) == stored
     others = stage_weights(config, mesh, mesh.pp - 1).others  # with the final norm
@@ -117,25 +100,3 @@ def placed(
             ends[owner] = start + named[name].elements
             found[name] = bucket.index, start, ends[owner], owner
     return found
-
-
-def test_even_start_is_the_share_a_piece_starts_in() -> None:
-    assert even_start([10, 10, 10, 10], 2) == [0, 0, 1, 1]
-    assert even_start([30, 5, 5], 4) == [0, 3, 3]
-
-
-def test_cuts_go_to_the_nearest_boundary_of_the_target() -> None:
-    # Even target 20 of 40: boundaries at 12 and 24, the latter is nearer.
-    assert balanced_cuts([[12.0, 12.0, 16.0]], 2, 0.0) == [[0, 0, 1]]
-
-
-def test_alpha_one_makes_up_in_later_buckets_for_earlier_ones() -> None:
-    # The larger bucket can only be cut 60 / 40; alpha = 1 gives rank 1 all of the smaller one.
-    buckets = [[60.0, 40.0], [10.0, 10.0]]
-    assert balanced_cuts(buckets, 2, 0.0)[1] == [0, 1]
-    assert balanced_cuts(buckets, 2, 1.0)[1] == [1, 1]
-
-
-def test_even_slicing_is_kept_where_cuts_are_no_better() -> None:
-    buckets = [[1.0] * 8, [1.0] * 4]
-    assert balanced_cuts(buckets, 4, 1.0) == [[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3]]

@@ -5,19 +5,17 @@ import pytest
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.costs.links import Transfer
-from canzona_cli.costs.model import Module, StageTime
+from canzona_cli.costs.model import StageTime
 from canzona_cli.costs.timeline import Timeline
 from canzona_cli.planner.chunks import Chunk, Stream
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import UpdatePhase
-from tests.simulate.test_step import pipeline
+from tests.simulate.test_step import made_of, pipeline
 from tests.sizes import layout, run
 
-MODULE = Module(
-    part="qkv", layer=0, forward_s=1.0, backward_s=1.0, again_s=0.0, weights=1, moves=(Transfer(), Transfer())
-)
+MODULE = made_of(1.0, 1.0)
 TRAVELS = Transfer(latency_s=1.0, link_s=2.0)
 
 
@@ -60,9 +58,7 @@ def test_a_rank_without_matrices_updates_adamws_parameters_on_shared_cores_too(m
 
 
 @pytest.mark.parametrize(("stream", "seconds"), [("data", 2 * (1 + 2)), ("adamw", 1 + 2 * 2), ("experts", 1 + 2 * 2)])
-def test_with_a_communicator_each_two_buckets_share_a_link_and_hide_each_others_latency(
-    stream: Stream, seconds: float
-) -> None:
+def test_two_buckets_with_own_communicators_share_a_link(stream: Stream, seconds: float) -> None:
     """By hand: a module, after it a bucket of AdamW's (of experts) and one of matrices, each 1 s of latency and 2 s on
     the link."""
     chunks = [

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
-from canzona_cli.config.schema import ClusterConfig
+from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.costs.sharing import Share, shared_bytes, shared_exchanges
 from canzona_cli.costs.update import RULES
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup
 from canzona_cli.simulate.update import RankUpdate, UpdateModel
+from tests import sizes
 from tests.sizes import H100, layout, run
 
 NO_COPIES = replace(H100, intra_node_latency_us=0.0, memory_gb_per_s=1e15, launch_us=0.0)
@@ -21,30 +23,28 @@ BYTES = 360e9
 """Per second, of a link inside a machine."""
 
 
-def matrix(index: int, shard_dim: int | None = 0) -> Matrix:
-    return Matrix(
-        index=index,
-        name=f"layers.{index}.proj",
-        kind="proj",
-        layer=index,
-        stage=0,
-        rows=SIDE,
-        cols=SIDE,
-        shard_dim=shard_dim,  # type: ignore[arg-type]
-        parameter=f"decoder.layers.{index}.self_attention.linear_proj.weight",
-        unit=index,
-    )
+def matrix(index: int, shard_dim: Literal[0, 1] | None = 0) -> Matrix:
+    return sizes.matrix(index, SIDE, SIDE, shard_dim)
 
 
 def hosted(
-    costs: list[float], hosts: list[int], groups: Sequence[tuple[int, ...]], cluster: ClusterConfig, tp: int = 2
+    costs: list[float],
+    hosts: list[int],
+    groups: Sequence[tuple[int, ...]],
+    cluster: ClusterConfig,
+    tp: int = 2,
+    *,
+    norm_s: float = 0.0,
+    shard_dim: Literal[0, 1] | None = 0,
+    config: RunConfig | None = None,
 ) -> tuple[RankUpdate, ...]:
     """Matrices of one owner."""
-    matrices = [matrix(index) for index in range(len(costs))]
-    model = UpdateModel(run("8b", tp, strategy="canzona", cluster=cluster), layout(tp=tp), matrices, costs)
-    return model.hosted(
+    matrices = [matrix(index, shard_dim) for index in range(len(costs))]
+    config = config or run("8b", tp, strategy="canzona", cluster=cluster)
+    return UpdateModel(config, layout(tp=tp), matrices, costs).hosted(
         [MicroGroup(stage=0, owner=0, index=n, matrices=members) for n, members in enumerate(groups)],
         Assignment(cells=tuple(Cell(owner=0, host=host) for host in hosts)),
+        norm_s,
     )
 
 
@@ -86,11 +86,8 @@ def test_a_group_on_one_host_takes_its_receiver_longer() -> None:
 
 def test_norm_clip_and_adamw_hide_the_first_two_exchanges() -> None:
     """Of three one is left, whose gradients set out with the first update; and all weights."""
-    matrices, costs, norm_s = [matrix(index) for index in range(6)], [0.0] * 6, 1.0
-    model = UpdateModel(run("8b", 2, strategy="canzona", cluster=NO_COPIES), layout(tp=2), matrices, costs)
-    groups = [MicroGroup(stage=0, owner=0, index=n, matrices=(2 * n, 2 * n + 1)) for n in range(3)]
-    cells = tuple(Cell(owner=0, host=index % 2) for index in range(6))
-    (update, _) = model.hosted(groups, Assignment(cells=cells), norm_s)
+    norm_s = 1.0
+    (update, _) = hosted([0.0] * 6, [0, 1] * 3, [(0, 1), (2, 3), (4, 5)], NO_COPIES, norm_s=norm_s)
     # With a flag for each matrix.
     gradients, weights = SIDE * SIDE / 2 * 4 / BYTES, (SIDE * SIDE / 2 + 1) * 2 / BYTES
     assert update.exchange_s == pytest.approx(gradients + 3 * weights)
@@ -140,23 +137,15 @@ def test_the_copy_of_every_fragment_is_launched() -> None:
 
 
 def test_gradients_travel_in_the_exchanges_own_type() -> None:
-    groups = [(0, 1)]
     for dtype, grad_reduce, width in (("fp32", "bf16", 4), ("bf16", "fp32", 2)):
         config = run("8b", 2, strategy="canzona", cluster=NO_COPIES, grad_reduce_dtype=grad_reduce)  # type: ignore[arg-type]
         config = replace(config, engine=replace(config.engine, exchange_dtype=dtype))  # type: ignore[arg-type]
-        model = UpdateModel(config, layout(tp=2), [matrix(0), matrix(1)], [0.0, 0.0])
-        members = [MicroGroup(stage=0, owner=0, index=n, matrices=group) for n, group in enumerate(groups)]
-        update = model.hosted(members, Assignment(cells=(Cell(owner=0, host=0), Cell(owner=0, host=1))))[0]
+        update = hosted([0.0, 0.0], [0, 1], [(0, 1)], NO_COPIES, config=config)[0]
         assert update.exchange_total_s == pytest.approx(SIDE * SIDE / 2 * (width + 2) / BYTES)
 
 
 def test_a_matrix_every_rank_holds_whole_only_sends_weights() -> None:
-    model = UpdateModel(
-        run("8b", 2, strategy="canzona", cluster=NO_COPIES), layout(tp=2), [matrix(0, shard_dim=None)], [0.0]
-    )
-    (update, _) = model.hosted(
-        [MicroGroup(stage=0, owner=0, index=0, matrices=(0,))], Assignment(cells=(Cell(owner=0, host=0),))
-    )
+    (update, _) = hosted([0.0], [0], [(0,)], NO_COPIES, shard_dim=None)
     assert update.exchange_total_s == pytest.approx(SIDE * SIDE * 2 / BYTES)
 
 

@@ -68,9 +68,7 @@ def test_the_bare_script_and_canzona_slurm_are_the_same_job_and_train_on_both_no
     shutil.rmtree(here / "runs")
 
 
-def test_a_mistake_ends_the_job_with_its_code_and_it_is_not_queued_again(
-    slurm: Slurm, here: Path, environment: dict[str, str]
-) -> None:
+def test_a_mistake_ends_the_job_with_its_code_for_good(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:
     script = str(REPOSITORY / "scripts" / "train.sbatch")
     done = slurm.command("sbatch", "--parsable", script, *SMALL, "train.stepz=3", cwd=here, environment=environment)
     job = slurm.wait_for(done.stdout.strip(), "FAILED")
@@ -78,9 +76,7 @@ def test_a_mistake_ends_the_job_with_its_code_and_it_is_not_queued_again(
     assert "did you mean train.steps" in " ".join(Path(job["StdOut"]).read_text().split())
 
 
-def test_a_job_in_a_container_with_set_up_lines_trains_on_both_nodes(
-    slurm: Slurm, here: Path, environment: dict[str, str]
-) -> None:
+def test_a_job_with_a_container_and_set_up_lines_trains(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:
     """The container command is a stand-in, which notes its arguments and the environment and runs the rest."""
     container = here / "container"
     container.write_text(
@@ -99,7 +95,7 @@ def test_a_job_in_a_container_with_set_up_lines_trains_on_both_nodes(
     assert (read_json(RunFiles(here / "runs" / f"qwen3-tiny-{job_id}").result) or {})["status"] == "done"
 
 
-def test_a_set_up_line_that_fails_ends_the_job_before_it_trains(
+def test_a_failing_set_up_line_ends_the_job_before_it_trains(
     slurm: Slurm, here: Path, environment: dict[str, str]
 ) -> None:
     job_id = submit(slurm, here, environment, *SMALL, "cluster.setup=['true','module load no-such-module']")
@@ -109,9 +105,7 @@ def test_a_set_up_line_that_fails_ends_the_job_before_it_trains(
     assert not (here / "runs" / f"qwen3-tiny-{job_id}").exists()
 
 
-def test_each_task_of_an_array_has_a_run_and_a_log_of_its_own(
-    slurm: Slurm, here: Path, environment: dict[str, str]
-) -> None:
+def test_each_task_of_an_array_has_its_own_run_and_log(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:
     one = ("cluster.nodes=1", "gpus=1", "train.steps=1", "checkpoint.at_end=false")
     alone = [argument for argument in SMALL if not argument.startswith(("gpus", "cluster.nodes"))]
     job_id = submit(slurm, here, environment, "--sweep", "train.seed=5,6,7,8,9", "--array=3-4", *alone, *one)

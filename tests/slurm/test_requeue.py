@@ -49,9 +49,7 @@ def losses(files: RunFiles) -> Iterator[object]:
         yield json.loads(line)["loss"]
 
 
-def test_a_preempted_job_goes_on_where_it_was_and_ends_with_the_same_weights(
-    slurm: Slurm, here: Path, environment: dict[str, str]
-) -> None:
+def test_a_preempted_job_ends_with_the_same_weights(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:
     arguments = (*SMALL, f"train.steps={STEPS}")
     job_id = submit(slurm, here, environment, *arguments)
     files = RunFiles(here / "runs" / f"qwen3-tiny-{job_id}")

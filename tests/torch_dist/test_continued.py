@@ -62,15 +62,13 @@ def _losses(ranks: "list[Pretrained]") -> list[float]:
 
 
 def _imported(folder: Path, run: Path, *overrides: str) -> dict[str, object]:
-    done = canzona("checkpoint", "import", folder, "--out", run, "--json", *overrides)
-    assert done.returncode == 0, done.stderr
+    done = canzona("checkpoint", "import", folder, "--out", run, "--json", *overrides, code=0)
     facts: dict[str, object] = json.loads(done.stdout)
     return facts
 
 
 def _resumed(run: Path, cache: Path) -> list[float]:
-    done = canzona("resume", run, *HERE, f"data.cache_dir={cache}")
-    assert done.returncode == 0, done.stderr
+    canzona("resume", run, *HERE, f"data.cache_dir={cache}", code=0)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["step"] > SAVED]
 
@@ -90,7 +88,7 @@ def muon(cache: Path) -> tuple[Path, list[float]]:
     return folder / f"iter_{SAVED:07d}", _losses(ranks)
 
 
-def test_canzona_goes_on_from_megatrons_muon_and_megatron_from_canzonas(
+def test_canzona_and_megatron_go_on_from_each_other(
     muon: tuple[Path, list[float]], cache: Path, tmp_path: Path
 ) -> None:
     """The same samples in the same order; fp32, so that losses differ by roundings: as far as two layouts of
@@ -135,9 +133,7 @@ def test_each_goes_on_from_the_other(
 
 
 @pytest.mark.sweep
-def test_what_does_not_say_its_steps_and_state_of_buckets_or_of_another_optimizer_is_left_out(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_state_without_steps_or_of_another_optimizer_is_left_out(cache: Path, tmp_path: Path) -> None:
     for name, flags, engine in (
         ("buckets", (*BF16, "--use-distributed-optimizer"), None),
         ("soap", (*FP32, *SHARDED), ("optimizer=soap",)),

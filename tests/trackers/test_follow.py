@@ -189,9 +189,7 @@ class Broken:
         pass
 
 
-def test_a_tracker_that_fails_is_told_once_and_loses_nothing_when_it_comes_back(
-    files: RunFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_fails_is_told_once_and_loses_nothing(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRACKERS, "wandb", Broken)
     monkeypatch.setattr(follow, "_FIRST_PAUSE_S", 0.0)
     follower = Follower(files, "wandb")
@@ -207,9 +205,7 @@ def test_a_tracker_that_fails_is_told_once_and_loses_nothing_when_it_comes_back(
     assert sorted(point.step for point in Broken.points) == [1, 2, 2, 3]
 
 
-def test_what_never_arrived_is_counted_and_sent_by_the_next_launch(
-    files: RunFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_never_arrived_is_sent_by_the_next_launch(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRACKERS, "mlflow", Broken)
     monkeypatch.setattr(Broken, "mended", False)
     monkeypatch.setattr(Broken, "points", ())

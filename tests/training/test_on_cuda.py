@@ -80,9 +80,7 @@ def test_records_are_gathered_through_the_device_over_nccl() -> None:
 
 
 @pytest.mark.parametrize(("requested", "device"), [(None, "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
-def test_text_is_generated_on_a_gpu_if_there_is_one(
-    requested: Device | None, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_generated_on_a_gpu(requested: Device | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert generating._device(requested) == torch.device(device)
 

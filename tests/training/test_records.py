@@ -165,9 +165,7 @@ def test_only_one_rank_writes_the_files_of_the_job(files: RunFiles) -> None:
     assert [path.name for path in files.root.iterdir()] == [files.ranks.name]
 
 
-def test_a_file_that_cannot_be_written_costs_lines_and_never_the_run(
-    files: RunFiles, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unwritable_file_costs_lines_and_never_the_run(files: RunFiles, caplog: pytest.LogCaptureFixture) -> None:
     files.metrics.mkdir()  # whoever is root may write anything else
     journal = Journal(files, writes=True)
     for step in (1, 2, 3):
@@ -227,7 +225,7 @@ def test_a_breakdown_that_cannot_be_written_is_only_told(files: RunFiles) -> Non
     assert "breakdown.json cannot be written" in str(_read(files.events)["detail"])
 
 
-def test_the_end_of_a_rank_is_written_over_its_beginning_when_the_disk_is_full(
+def test_a_ranks_end_is_written_over_its_beginning_on_a_full_disk(
     files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = RankRecord(files, 0)
