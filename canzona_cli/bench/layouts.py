@@ -1,8 +1,8 @@
-"""`canzona tune`: chooses layouts, measures them, compares them with the predictions, and writes a recipe
-with the fastest layout. No torch.
+"""`canzona tune`: chooses layouts, measures them, compares the times with the predictions, and writes a recipe
+with the fastest layout. Does not import torch.
 
-An error is predicted / measured - 1. MAPE is the mean of the absolute errors. Times are seconds of a step on
-the slowest rank. Layouts are compared by time per sequence, because their batch sizes may differ.
+An error is predicted / measured - 1. MAPE is the mean of the absolute errors. Times are seconds of a step on the
+slowest rank. Layouts are compared by time per sequence, because their batch sizes may differ.
 """
 
 import itertools
@@ -38,7 +38,7 @@ LEAST_SHARE = 0.01
 
 
 def layout_name(layout: Layout) -> str:
-    """Returns a name for file names, unique among a run's layouts: `tp2-pp1-cp1-dp2-mb4-none`,
+    """Returns the name of a layout in file names. It is unique among a run's layouts: `tp2-pp1-cp1-dp2-mb4-none`,
     `tp1-pp2-vpp2-...`."""
     chunks = f"vpp{layout.vpp}-" if layout.vpp > 1 else ""
     mesh = f"tp{layout.tp}-pp{layout.pp}-{chunks}cp{layout.cp}-dp{layout.dp}"
@@ -51,7 +51,7 @@ class LayoutBench:
 
     layout: Layout
     measured: tuple[Measured, ...]
-    """An entry for each round; fields that are tuples over rounds have one element in each entry."""
+    """The measurements of each round. In each entry, tuples over rounds have one element."""
     predicted: Predicted
     fitted: bool
     """True if the cluster profile was fitted to steps with the same parallel sizes."""
@@ -79,16 +79,13 @@ class LayoutBench:
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Measured seconds by phase of the step: the mean over ranks, then the median over rounds."""
-        return {
-            phase: statistics.median(turn.means.get(phase, 0.0) for turn in self.measured)
-            for phase in IN_STEP
-            if any(phase in turn.phases for turn in self.measured)
-        }
+        """The measured seconds of each phase of the step: the mean over ranks, then the median over rounds."""
+        means = [turn.means for turn in self.measured]
+        present = [phase for phase in IN_STEP if any(phase in turn for turn in means)]
+        return {phase: statistics.median(turn.get(phase, 0.0) for turn in means) for phase in present}
 
     def phase_error(self, phase: str) -> float | None:
-        """Returns the prediction's error for a phase; None if the phase is less than `LEAST_SHARE` of the
-        step."""
+        """Returns the prediction error of a phase; None if the phase takes less than `LEAST_SHARE` of the step."""
         seconds = self.phases.get(phase, 0.0)
         if seconds < LEAST_SHARE * self.median_s:
             return None
@@ -97,18 +94,18 @@ class LayoutBench:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """The errors of predictions for the step, or for one phase, over several layouts."""
+    """The prediction errors of the step, or of one phase, over several layouts."""
 
     layouts: int
     """The number of layouts that have the phase."""
     mape: float
     mean: float
-    """The mean of the signed errors; above 0 where predictions are too long."""
+    """The mean of the signed errors; above 0 if predictions are too long."""
     worst: float
     """The error with the largest absolute value, with its sign."""
     worst_layout: str
     share: float
-    """The share of the measured step that the phase takes, mean over these layouts."""
+    """The phase's share of the measured step, averaged over these layouts."""
 
     @classmethod
     def of(cls, predictions: Sequence[tuple[LayoutBench, float, float]]) -> "Errors":
@@ -126,7 +123,7 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """The accuracy of predictions for layouts that the cluster profile was not fitted to."""
+    """The accuracy of predictions for layouts to which the cluster profile was not fitted."""
 
     step: Errors
     phases: Mapping[str, Errors]
@@ -142,7 +139,7 @@ class TuneResult(TurnsResult):
 
     gpus: int
     fitted_on: str
-    """The layouts whose steps the profile was fitted to; empty if it was not fitted."""
+    """The layouts to whose steps the profile was fitted; empty if it was not fitted."""
     steps: int
     """The number of measured steps of each turn, without the warm-up."""
     warm_up_steps: int
@@ -155,7 +152,7 @@ class TuneResult(TurnsResult):
     layouts: Mapping[str, LayoutBench]
     """The measured layouts by `layout_name`, in the order of predicted time; at least one."""
     failed: Mapping[str, str]
-    """The reason for the failure of each layout that failed, by name. Failed layouts are not in `layouts`."""
+    """The reasons of failed layouts, by name. Failed layouts are not in `layouts`."""
 
     @cached_property
     def best(self) -> str:
@@ -163,13 +160,12 @@ class TuneResult(TurnsResult):
         return min(self.layouts, key=lambda name: self.layouts[name].per_sequence_s)
 
     def slower(self, name: str) -> float:
-        """Returns the relative difference of a layout's time per sequence to the fastest layout's: 0.03 is 3%
-        slower."""
+        """Returns a layout's slowdown per sequence relative to the fastest layout; 0.03 is 3% slower."""
         return self.layouts[name].per_sequence_s / self.layouts[self.best].per_sequence_s - 1
 
     @property
     def certain(self) -> bool:
-        """True if the fastest layout is the simulator's choice, or if the quartiles of the two do not
+        """True if the fastest layout is the simulator's choice, or if the interquartile ranges of the two do not
         overlap."""
         if self.best == self.chosen or self.chosen not in self.layouts:
             return self.best == self.chosen
@@ -181,7 +177,7 @@ class TuneResult(TurnsResult):
 
     @cached_property
     def accuracy(self) -> Accuracy | None:
-        """The accuracy on layouts that the profile was not fitted to; None without any."""
+        """The accuracy for layouts to which the profile was not fitted; None if there are none."""
         unseen = [layout for layout in self.layouts.values() if not layout.fitted]
         if not unseen:
             return None
@@ -201,7 +197,7 @@ class TuneResult(TurnsResult):
 
 
 def content_of(result: TuneResult, recipe: str | None) -> dict[str, object]:
-    """Returns the content of `--json` and of tune.json; `result` holds the data that all figures come from.
+    """Returns the content of `--json` and of tune.json. The key `result` has the raw data behind all figures.
 
     Args:
         recipe: the file of the tuned recipe; None if none was written.
@@ -252,24 +248,24 @@ def _per_sequence_s(layout: LayoutBench) -> float:
 ROOT = "tune"
 """The default folder for tune directories; `run.root` overrides it."""
 WARM_UP_STEPS = 2
-"""The steps at the start of a process that are not measured: they allocate buffers and optimizer state, and
-have no parameter gathering to overlap with their forward pass."""
+"""The number of steps at the start of a process that are not measured: these steps allocate buffers and optimizer
+state, and no parameter gathering overlaps with their forward passes."""
 SETTLING_STEPS = 4
-"""The most additional warm-up steps. They run as long as updates in Muon's Gram form are still redone in
+"""The maximum number of additional warm-up steps. A turn has them while updates in Muon's Gram form are redone in
 standard form. The momentum of few gradients is close to low rank, which makes the Gram form unreliable: with
-qwen3-mini and a batch of two sequences, 36 of 84 updates took twice as long in the first three steps, and ten
-in the fourth."""
+qwen3-mini and a batch of two sequences, 36 of 84 updates took twice as long in the first three steps, and ten in
+the fourth."""
 _START_S = {"cpu": 4.0, "cuda": 40.0}
 """The approximate seconds from the start of a turn to its first step, by device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """A tuning that is ready to run; nothing has been written or started yet."""
+    """A tuning that is ready to run. No file has been written and no process started yet."""
 
     overrides: tuple[str, ...]
     config: RunConfig
-    """The composed configuration; layout settings that the user left open are still null."""
+    """The composed configuration, in which layout settings that the user left open are still null."""
     entrants: dict[str, Entrant]
     """The layouts to measure, by name, in the order of predicted time."""
     chosen: str
@@ -282,7 +278,7 @@ class Tuning:
 
     @property
     def seconds(self) -> float:
-        """An estimate of the tuning's duration."""
+        """The estimated duration of the tuning in seconds."""
         start_s = _START_S[self.config.cluster.device]
         steps = WARM_UP_STEPS + self.steps
         return self.rounds * sum(start_s + steps * layout.predicted.iteration_s for layout in self.entrants.values())
@@ -299,14 +295,15 @@ def prepare(
     """Chooses the layouts and checks everything that can be checked before anything is written.
 
     Args:
-        count: the number of layouts with the shortest predicted times to measure, to which the layout of an
-            untuned run is added; None for every layout that is possible and fits.
-        rounds: the number of turns of each layout; a turn has `steps` measured steps.
+        count: the number of fastest predicted layouts to measure, in addition to the layout of an untuned run; None
+            for every layout that is possible and fits.
+        rounds: the number of turns of each layout.
+        steps: the number of measured steps in a turn.
 
     Raises:
-        ConfigError: settings, options or data are wrong; with all problems at once.
+        ConfigError: settings, options or data are wrong; all problems are reported at once.
         DoesNotFit: no layout fits into memory.
-        EnvironmentProblem: this machine lacks something that the run needs.
+        EnvironmentProblem: this machine does not have everything that the run needs.
     """
     lengths = {"--candidates": count, "--rounds": rounds, "--steps": steps}
     wrong = [
@@ -324,13 +321,12 @@ def prepare(
     fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
     chosen = fitting
     if count is not None:
-        # `canzona train` ignores this machine's number of cores when it chooses a layout; a prediction does
-        # not.
+        # Predictions count this machine's cores, which `canzona train` ignores when it chooses a layout.
         chosen = [tried.layout for tried in search(with_cores(config), count).best]
         chosen += [layout_of_run] if layout_of_run not in chosen else []
     short = replace(
         config,
-        # Learning rates are those of the first steps of the recipe's full schedule, however short a turn is.
+        # Turns run the first steps of the recipe's full schedule, so learning rates do not depend on their length.
         schedule=config.schedule.complete(config.train.steps),
         train=replace(config.train, steps=WARM_UP_STEPS + SETTLING_STEPS + steps, eval_interval=0),
     )
@@ -421,14 +417,14 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
 
 
 def _unsettled(layouts: Mapping[str, LayoutBench], turns: Turns) -> Iterator[str]:
-    """Yields a note that names the layouts whose updates were still redone after all warm-up steps."""
-    most = turns.steps_per_turn + turns.settling
-    named = [name for name, layout in layouts.items() if any(len(turn.losses) == most for turn in layout.measured)]
-    if named:
+    """Yields a note with the names of layouts whose updates were still redone after all warm-up steps, if any."""
+    limit = turns.steps_per_turn + turns.settling
+    names = [name for name, layout in layouts.items() if any(len(turn.losses) == limit for turn in layout.measured)]
+    if names:
         steps = turns.warm_up_steps + turns.settling - 1
         yield (
             f"some of Muon's Gram-form updates were redone in standard form for {steps} steps or more, so the measured "
-            f"times are longer than planned: {', '.join(named)}"
+            f"times are longer than planned: {', '.join(names)}"
         )
 
 
@@ -440,7 +436,7 @@ def tuned_recipe(config: RunConfig, result: TuneResult, *, name: str) -> str:
     """
     best = result.layouts[result.best]
     pinned = fill(config, best.layout)
-    # Pin only the layout: schedule, cluster and run settings are still resolved when the run starts.
+    # Only the layout is pinned; schedule, cluster and run settings are still resolved when the run starts.
     recipe = replace(pinned, name=name, schedule=config.schedule, cluster=config.cluster, run=config.run)
     others = plural(len(result.layouts) - 1, "other layout")
     measured_s = f"{best.median_s:.4g} s per step, median of {plural(result.rounds, 'round')}, compared with {others}"

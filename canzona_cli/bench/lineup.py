@@ -1,9 +1,9 @@
-"""The lineup of a bench: which strategies run, and which of them share a process group. No torch.
+"""The lineup of a bench: the strategies that run, and the process groups that they share. Does not import torch.
 
-All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and
-asc also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together,
-which take turns in one process group. If several measurement groups are needed, the reference strategy runs
-in each of them, except in that of a strategy that does not fit together with the reference.
+All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and asc
+also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together; they take
+turns in one process group. If there are several measurement groups, the reference strategy runs in each of them. A
+strategy that does not fit together with the reference has a group of its own.
 """
 
 from collections.abc import Sequence
@@ -45,11 +45,11 @@ class Entrant:
     plan: Plan | None
     """The plan that canzona, paper and asc execute; None for other strategies."""
     state_bytes: int
-    """Bytes that stay allocated between steps, on the rank that uses the most. In a measurement group, all
-    strategies' states are in memory at the same time."""
+    """The bytes that stay allocated between steps on the rank with the most. In a measurement group, the states of
+    all strategies are in memory at the same time."""
     transient_bytes: int
-    """Bytes that are allocated only during a step. In a measurement group, only one strategy at a time runs a
-    step."""
+    """The bytes that are allocated only during a step. In a measurement group, only one strategy runs a step at a
+    time."""
 
     @property
     def strategy(self) -> AnyStrategy:
@@ -62,14 +62,14 @@ class Entrant:
 
     @property
     def arithmetic(self) -> str:
-        """A key that is equal for strategies that make the same updates of the same matrices."""
+        """A key that is equal for strategies with the same updates of the same matrices."""
         if self.strategy == "adamw":
             return "adamw"
         return "+".join(f"{rows}x{cols}" for rows, cols in matrix_shapes(self.config))
 
     @cached_property
     def predicted(self) -> Predicted:
-        """The simulator's prediction; CPU ranks share this machine's cores unless the profile says how many."""
+        """The simulator's prediction. CPU ranks share the profile's number of cores, or else this machine's."""
         prediction = predict(self.config, self.layout, self.plan)
         return Predicted(
             iteration_s=prediction.iteration_s,
@@ -83,11 +83,12 @@ class Entrant:
 
 @dataclass(frozen=True, kw_only=True)
 class LineUp:
-    """The strategies of a bench, the reference first."""
+    """The strategies of a bench."""
 
     strategies: tuple[Entrant, ...]
+    """The strategies, with the reference first."""
     arithmetic: str
-    """A sentence about the forms of the update that are compared; see `BenchResult.arithmetic`."""
+    """The value of `BenchResult.arithmetic`."""
     notes: tuple[str, ...]
 
     @property
@@ -116,7 +117,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
             strategy.
 
     Raises:
-        ConfigError: the run, or a strategy that the user named, is impossible; with all problems at once.
+        ConfigError: the run, or a strategy that the user named, is impossible; all problems are reported at once.
         DoesNotFit: the reference, or a strategy that the user named, does not fit into memory.
     """
     base = composed.config
@@ -131,8 +132,8 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     base, arithmetic = _with_common_form(base, names, form_set="optimizer.form" in composed.explicit)
     base = replace(
         base,
-        # Learning rates are those of the first steps of the recipe's full schedule, however short the bench
-        # is.
+        # The bench runs the first steps of the recipe's full schedule, so learning rates do not depend on its
+        # length.
         schedule=base.schedule.complete(base.train.steps),
         train=replace(base.train, steps=steps, eval_interval=0),
     )
@@ -155,10 +156,10 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
 
 
 def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
-    """Puts each strategy into the first measurement group that has enough memory left for it.
+    """Puts each strategy into the first measurement group with enough free memory.
 
-    The reference is the first strategy of every measurement group. A strategy that does not fit together with
-    the reference has its own measurement group without the reference.
+    The reference is the first strategy of every measurement group, except for strategies that do not fit together
+    with the reference; each of these has a measurement group of its own.
 
     Args:
         available_bytes: the machine's free memory, which CPU ranks share; None for GPU ranks.
@@ -194,7 +195,7 @@ def available_bytes(cluster: ClusterConfig) -> int | None:
 
 
 def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes: list[str]) -> list[AnyStrategy]:
-    """Returns the strategies that can run, in the order of `STRATEGIES`; adds a note for each that cannot.
+    """Returns the strategies that can run, in the order of `STRATEGIES`; adds a note for each of the others.
 
     Raises:
         ConfigError: a strategy that the user named cannot run.
@@ -215,7 +216,7 @@ def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes
 
 
 def _of_option(problem: Problem, strategy: AnyStrategy) -> Problem:
-    """Rewords a problem of a strategy that the user named, so that the fix is about `--strategies`."""
+    """Rewrites the fix of a problem with a strategy that the user named, so that it is about `--strategies`."""
     if problem.key == "engine.strategy":
         return Problem(key="--strategies", value=strategy, reason=problem.reason, fix=f"leave {strategy} out")
     return replace(problem, fix=f"leave {strategy} out of --strategies; or {problem.fix}")
@@ -224,8 +225,8 @@ def _of_option(problem: Problem, strategy: AnyStrategy) -> Problem:
 def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str]) -> RunConfig:
     """Sets engine.splitting=qkv if the strategies would otherwise split weights differently.
 
-    layerwise and sc split only q, k and v. Other strategies may split further, and would then update
-    different matrices.
+    layerwise and sc split only q, k and v. Other strategies may split more weights, and would then update different
+    matrices.
     """
     shapes = {matrix_shapes(with_strategy(config, name)) for name in names if name != "adamw"}
     if len(shapes) < 2:
@@ -240,7 +241,7 @@ def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_s
     """Sets the standard form for all strategies if one of them runs Megatron's code, which has no other form.
 
     Args:
-        form_set: True if the user set `optimizer.form`, which is then left as it is.
+        form_set: True if the user set `optimizer.form`; it is then not changed.
 
     Returns:
         The configuration and the sentence for `BenchResult.arithmetic`, which is empty if nothing had to be
@@ -255,13 +256,14 @@ def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_s
         return config, f"optimizer.form={optimizer.form} in canzona's strategies, standard in Megatron's ({listed})"
     remark = (
         f"the standard form in all strategies, because Megatron's code ({listed}) has no other form; "
-        "optimizer.form=auto lets canzona's strategies use theirs"
+        "with optimizer.form=auto, canzona's strategies choose the faster form"
     )
     return replace(config, optimizer=replace(optimizer, form="standard")), remark
 
 
 def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, layout: Layout) -> RunConfig:
-    """Gives every data-parallel rank one micro-batch per pipeline stage, to keep steps short.
+    """Returns the run with a small batch, to keep steps short: for every data-parallel rank, one micro-batch per
+    pipeline stage.
 
     On CPU ranks a micro-batch is one sequence unless the user set its size. The mesh does not change.
     """
@@ -296,7 +298,7 @@ def entrant(config: RunConfig, layout: Layout, name: str) -> Entrant:
 def _too_large(config: RunConfig, name: str, memory: MemoryEstimate) -> Problem:
     reason = (
         f"needs {memory.total / GIB:.2f} GiB on {memory.worst_rank} of this layout, but {config.cluster.name} has "
-        f"only {memory.capacity / GIB:.2f} GiB to use"
+        f"only {memory.capacity / GIB:.2f} GiB"
     )
     fix = f"leave {name} out, or use more GPUs or tensor-parallel ranks"
     return Problem(key="--strategies", value=name, reason=reason, fix=fix)

@@ -1,4 +1,4 @@
-"""Checks the options of `canzona bench` and chooses the values of a sweep. No torch."""
+"""Checks the options of `canzona bench` and chooses the values of a sweep. Does not import torch."""
 
 import math
 import os
@@ -23,7 +23,7 @@ AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
     "alpha": ("canzona", "paper"),
     "c_max": ("canzona", "paper"),
 }
-"""The strategies that the swept setting affects; a sweep that is missing here affects all of them."""
+"""The strategies that a swept setting affects. Other sweeps affect all strategies."""
 _KEYS: Mapping[SweepKind, str] = {
     "alpha": "engine.alpha",
     "c_max": "engine.c_max_mib",
@@ -69,7 +69,7 @@ CLASHES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The checked options of a bench: strategies, length, outputs, sweep; and the problems with them."""
+    """The checked options of a bench, and the problems with them."""
 
     strategies: tuple[AnyStrategy, ...] | None
     """The strategies that the user named; None for every possible strategy."""
@@ -96,16 +96,16 @@ def read_options(
     simulate: bool = False,
     gpus: str | None = None,
 ) -> Options:
-    """Checks the options. Problems are returned in `Options.problems`, so that they can be raised together
-    with the problems of the run.
+    """Checks the options. Problems are returned in `Options.problems`, so that they can be raised together with the
+    problems of the run.
 
     Args:
-        strategies: the typed words, each of which may hold several strategies, separated by commas.
-        values: the typed words, each of which may hold several values of the sweep, separated by commas.
+        strategies: the words on the command line, each with one or more strategies, separated by commas.
+        values: the words on the command line, each with one or more values of the sweep, separated by commas.
         gpus: numbers and ranges; None means `SIMULATED_GPUS` with --simulate.
     """
     names = _words(strategies)
-    typed = {
+    given = {
         "--strategies": ",".join(names),
         "--values": ",".join(_words(values)),
         "--gpus": gpus,
@@ -116,14 +116,14 @@ def read_options(
         "--simulate of gpus": simulate and sweep == "gpus",
     }
     problems = [*_unknown(names), *_lengths(rounds, steps_per_turn), *page_problems(html), *_out_problems(out)]
-    problems += clashes(typed, CLASHES)
+    problems += clashes(given, CLASHES)
     counts = parse_gpus(SIMULATED_GPUS) if simulate else ()
     if simulate and gpus is not None:
         with gathered(problems):
             counts = parse_gpus(gpus)
     return Options(
         strategies=tuple(name for name in STRATEGIES if name in names) or None,
-        # Wrong numbers are already in `problems`; valid ones here let the rest of the run be checked.
+        # Wrong numbers are already in `problems`. They are corrected here so that the rest can be checked.
         rounds=max(1, rounds),
         steps_per_turn=max(2, steps_per_turn),
         out=out,
@@ -135,19 +135,19 @@ def read_options(
     )
 
 
-def _words(typed: Sequence[str]) -> list[str]:
-    return [word.strip() for part in typed for word in part.split(",") if word.strip()]
+def _words(parts: Sequence[str]) -> list[str]:
+    return [word.strip() for part in parts for word in part.split(",") if word.strip()]
 
 
 def _unknown(names: Sequence[str]) -> Iterator[Problem]:
     for name in names:
         if name not in STRATEGIES:
-            meant = closest(name, STRATEGIES)
+            hint = closest(name, STRATEGIES)
             yield Problem(
                 key="--strategies",
                 value=name,
                 reason=f"is not one of {', '.join(STRATEGIES)}",
-                fix=f"did you mean {meant}?" if meant else "--strategies canzona,sc",
+                fix=f"did you mean {hint}?" if hint else "--strategies canzona,sc",
             )
 
 
@@ -161,7 +161,7 @@ def _lengths(rounds: int, steps_per_turn: int) -> Iterator[Problem]:
 
 
 def page_problems(html: Path | None) -> Iterator[Problem]:
-    """Yields a problem if the page cannot be written to the path of --html."""
+    """Yields a problem if the page cannot be written to `html`, the path of --html."""
     if html is not None and html.suffix.lower() != ".html":
         yield Problem(key="--html", value=html, reason="must end in .html", fix=f"use --html {html.stem}.html")
     elif html is not None and (reason := _not_writable(html)):
@@ -174,27 +174,30 @@ def _out_problems(out: Path | None) -> Iterator[Problem]:
 
 
 def _not_writable(path: Path) -> str:
-    """Returns the reason why no file can be written to a path; empty if one can."""
+    """Returns the reason why no file can be written to a path; empty if it is writable."""
     existing = existing_folder(path.absolute())
     if path.is_dir():
         return "is a directory"
     if not path.exists() and not existing.is_dir():
         return f"{existing} is a file, not a folder"
-    return "" if os.access(existing, os.W_OK) else f"{'it' if path.exists() else existing} is not writable"
+    if os.access(existing, os.W_OK):
+        return ""
+    return "is not writable" if path.exists() else f"{existing} is not writable"
 
 
 def without_swept(overrides: Sequence[str], kind: SweepKind) -> list[str]:
-    """Returns the overrides without those that set the swept setting."""
+    """Returns the overrides without those of the swept setting."""
     return [word for word in overrides if key_of(word) != _KEYS[kind]]
 
 
 def with_value(overrides: Sequence[str], kind: SweepKind, value: str) -> list[str]:
-    """Returns the overrides with the swept setting at this value."""
+    """Returns the overrides with the swept setting set to `value`."""
     return [*without_swept(overrides, kind), f"{_KEYS[kind]}={'null' if value == _AUTO else value}"]
 
 
 def default_values(kind: SweepKind, config: RunConfig) -> tuple[str, ...]:
-    """Returns the values to sweep if the user names none; for C_max the last is `auto`, the planner's choice."""
+    """Returns the values to sweep if the user does not name any. The last value of C_max is `auto`, the planner's
+    choice."""
     if kind == "alpha":
         return ("0", "0.25", "0.5", "0.75", "1")
     if kind == "optimizer":
@@ -206,7 +209,7 @@ def default_values(kind: SweepKind, config: RunConfig) -> tuple[str, ...]:
 
 
 def capacities_mib(config: RunConfig) -> tuple[float, ...]:
-    """Returns C_max in MiB for micro-groups of 1, 2, 4 and 8 matrices of the largest size."""
+    """Returns the values of C_max in MiB that allow micro-groups of 1, 2, 4 and 8 matrices of the largest size."""
     largest = max(math.prod(shape) for shape in matrix_shapes(config)) * max(exchange_bytes(config))
     return tuple(times * largest / _MIB for times in (1, 2, 4, 8))
 
@@ -217,7 +220,7 @@ def simulate_sweep(
     """Simulates all sizes and numbers of GPUs for each swept value; returns the simulations by value.
 
     Raises:
-        ConfigError: the options exclude each other, or a run is impossible; with the problems of all values
+        ConfigError: options contradict each other, or a run is impossible; the problems of all values are reported
             at once.
     """
     refuse(options.problems)

@@ -1,4 +1,4 @@
-"""Step times that others measured and published, and the simulator's predictions for the same layouts.
+"""Published step times, measured by others, and the simulator's predictions for the same layouts.
 
 The published times are in `published.yaml` in this folder. `make published` prints them with the predictions.
 """
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def settings(self) -> dict[str, int | bool]:
-        """The values that are given, by the names of the settings."""
+        """The values that are set, by setting."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -69,13 +69,13 @@ class Series:
     profile: str = "h100-80g"
     recompute: Literal["none", "selective", "full"] = "none"
     also_recomputed: str | None = None
-    """The parts that the run recomputed and canzona cannot, so that more memory is predicted than it took."""
+    """The parts that the run recomputed and canzona cannot recompute, so that predicted memory is too high."""
     step_s: dict[int, float]
     """The seconds of a step, by number of GPUs."""
     memory_bytes: dict[int, int] = field(default_factory=dict)
     """The peak memory that torch allocated on a GPU, by number of GPUs."""
     why_not_fitted: str | None = None
-    """The reason why the series is not used to fit the profile or to compute errors; null if it is used."""
+    """The reason why the series does not count in fits of the profile and in errors; null if it counts."""
     source: str
     date: object
     """The year, month or day of publication."""
@@ -87,12 +87,12 @@ class Series:
 
     @property
     def publication(self) -> tuple[str, str]:
-        """The publisher and the date. Times of one publication were measured with the same software."""
+        """The publisher and the date. All times of one publication were measured with the same software."""
         return self.source.partition(",")[0], str(self.date)
 
     @property
     def layout(self) -> str:
-        """The layout for tables: `TP 4 PP 4x5 CP 2 MBS 1`; axes of size 1 are left out."""
+        """The layout in tables: `TP 4 PP 4x5 CP 2 MBS 1`, without parallel sizes of 1."""
         stages = f"PP {self.pp}" + (f"x{self.vpp}" if self.vpp > 1 else "")
         sizes = (f"TP {self.tp}", stages, f"CP {self.cp}", f"EP {self.ep}")
         return " ".join((*(size for size in sizes if not size.endswith(" 1")), f"MBS {self.micro_batch_size}"))
@@ -104,7 +104,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A published figure that cannot be predicted, because its layout is unknown or not one of canzona's."""
+    """A published figure that cannot be predicted, because its layout is unknown or impossible with canzona."""
 
     name: str
     figure: str
@@ -122,7 +122,7 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A measured step time on a number of GPUs, and its prediction."""
+    """A measured step time on one number of GPUs, and its prediction."""
 
     gpus: int
     measured_s: float
@@ -132,7 +132,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """The relative error of the predicted time; 0.1 means 10% too long."""
+        """The relative error of the predicted time; 0.1 is 10% too long."""
         return self.predicted_s / self.measured_s - 1
 
     @property
@@ -156,7 +156,7 @@ class PredictedSeries:
 
     @property
     def drift(self) -> tuple[float, float]:
-        """The relative growth of the step time from the fewest to the most GPUs: (measured, predicted)."""
+        """The relative growth of the step time from the fewest to the most GPUs, measured and predicted."""
         first, last = self.rows[0], self.rows[-1]
         return last.measured_s / first.measured_s - 1, last.predicted_s / first.predicted_s - 1
 
@@ -180,8 +180,8 @@ def load_published(path: Path = ROWS) -> Published:
 
 
 def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
-    """Returns the run, with AdamW, that predicts a published step, and its layout, even if it does not fit by
-    our memory estimate.
+    """Returns the run with AdamW that predicts a published step, and its layout, even if it does not fit according
+    to canzona's memory estimate.
 
     Raises:
         ConfigError: the layout is impossible.
@@ -211,7 +211,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
 
 
 def compare(published: Published, profile: Mapping[str, float] | None = None) -> Iterator[PredictedSeries]:
-    """Predicts every series that canzona could run.
+    """Yields the predictions of every series that canzona could run.
 
     Args:
         profile: values that replace fields of the cluster profile (`ClusterConfig`).
@@ -224,10 +224,10 @@ def compare(published: Published, profile: Mapping[str, float] | None = None) ->
 
 
 def fitted(compared: Sequence[PredictedSeries], *, experts: bool = False) -> list[PredictedSeries]:
-    """Returns the series to which the profile is fitted, and over which errors are computed.
+    """Returns the series to which the profile is fitted and for which errors are computed.
 
     Args:
-        experts: True for the series of models with experts, to which only the costs of experts are fitted.
+        experts: True for the series of models with experts; only the costs of experts are fitted to these.
     """
     counted = (predicted for predicted in compared if predicted.series.why_not_fitted is None)
     return [predicted for predicted in counted if predicted.experts is experts]
@@ -239,18 +239,14 @@ def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
 
 
 def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSeries, PredictedSeries, bool]]:
-    """Yields pairs of layouts of one model, each with True if the prediction puts the two in the right order
-    by time per sequence.
+    """Yields pairs of layouts of one model, each with True if they are predicted in the measured order of time per
+    sequence.
 
-    A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence
-    length, in the same publication: between publications, software may differ more than layouts do.
+    A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence length in
+    the same publication. Between publications, software may make a larger difference than layouts do.
     """
     for a, b in combinations(compared, 2):
-        alike = (
-            (a.series.model, a.series.seq_length, a.series.publication)
-            == (b.series.model, b.series.seq_length, b.series.publication)
-        )  # fmt: skip
-        if not alike or a.series.layout == b.series.layout:
+        if _conditions(a.series) != _conditions(b.series) or a.series.layout == b.series.layout:
             continue
         by_gpus = {row.gpus: row for row in b.rows}
         for row in a.rows:
@@ -260,6 +256,11 @@ def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSerie
                 measured = row.measured_s / batches[0] < other.measured_s / batches[1]
                 predicted = row.predicted_s / batches[0] < other.predicted_s / batches[1]
                 yield a, b, measured == predicted
+
+
+def _conditions(series: Series) -> tuple[object, ...]:
+    """Returns the conditions under which two layouts can be compared."""
+    return series.model, series.seq_length, series.publication
 
 
 def _row(series: Series, shape: Shape, gpus: int, profile: Mapping[str, float]) -> Row:

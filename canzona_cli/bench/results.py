@@ -1,14 +1,14 @@
-"""The result of `canzona bench`: measured and predicted values, for the reports and for `--json`. No torch.
+"""The result of `canzona bench`: measured and predicted values, for the reports and for `--json`. Does not import
+torch.
 
-Times are seconds. A turn is a few consecutive training steps of one strategy; its first step is not counted.
-A round is one turn of every strategy of a measurement group (called `sitting` in code and files), a process
-group in which strategies take turns on the same batches. If not all strategies fit into memory together,
+Times are in seconds. A turn is a few consecutive training steps of one strategy; its first step does not count. A
+measurement group (called `sitting` in code and files) is a process group in which strategies take turns on the same
+batches, and a round is one turn of each of its strategies. If the strategies do not all fit into memory together,
 there are several measurement groups.
 
 Strategies that compute the same update must have the same losses; otherwise their times are not compared. All
-strategies start from the same weights and see the same batches, so the losses of the first step, before any
-update, differ only by the order of sums in the forward pass. After that, roundings make bf16 runs drift apart
-slowly.
+strategies start from the same weights and see the same batches, so the losses of the first step, before any update,
+differ only by the order of sums in the forward pass. After that, rounding makes bf16 runs diverge slowly.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,29 +33,29 @@ class Measured:
     """The measurements of one strategy in one measurement group."""
 
     iteration_s: tuple[float, ...]
-    """Seconds of a complete training step on the slowest rank, by round; the mean over the measured steps of
-    a turn."""
+    """The seconds of a complete training step on the slowest rank, by round, averaged over the measured steps of
+    the turn."""
     optimizer_s: tuple[float, ...]
-    """Seconds from reduced gradients to the next forward pass, by round. Exchange, matrix updates and AdamW's
-    update are those of the slowest rank. Norm and clip, and the wait for gathered parameters, are those of
-    the rank that gets there last, because the other ranks' times include the wait for that rank."""
+    """The seconds from reduced gradients to the next forward pass, by round. The time of exchange, matrix updates
+    and AdamW's update is the slowest rank's. The time of norm and clip, and of the wait for gathered parameters, is
+    that of the rank that arrives last, because the times of other ranks include the wait for this rank."""
     processor_s: tuple[float, ...]
-    """Processor seconds of one step by round, summed over ranks. With more ranks than cores, this shows the
+    """The processor seconds of one step by round, summed over ranks. With more ranks than cores, they show the
     amount of work better than wall time does."""
     phases: Mapping[str, OverRanks]
-    """The phases of a step and their `_total`s, by the names of the breakdown."""
+    """The seconds of each phase of a step and of the `_total`s, by their names in the breakdown."""
     load_balance: float
-    """The longest of the ranks' matrix updates over their mean; 1.0 without matrix updates."""
+    """The time of matrix updates on the slowest rank relative to the mean of all ranks; 1.0 without updates."""
     losses: tuple[float, ...]
     """The loss of each training step, including warm-up steps."""
     tensor_bytes: tuple[int, ...]
-    """Bytes of buffers, masters, optimizer state, messages and scratch memory, by rank; without activations."""
+    """The bytes of buffers, masters, optimizer state, messages and scratch memory, by rank, without activations."""
     update_s: tuple[float, ...] = ()
-    """Seconds of matrix updates in one step by rank, mean over the measured steps; empty if not recorded."""
+    """The seconds of matrix updates in one step by rank, averaged over the measured steps; empty if not recorded."""
 
     @property
     def means(self) -> dict[str, float]:
-        """Seconds by phase, mean over ranks; without the phases that this strategy does not have."""
+        """The seconds of each phase that this strategy has, averaged over ranks."""
         return {name: over_ranks.mean_s for name, over_ranks in self.phases.items()}
 
 
@@ -66,10 +66,10 @@ class Predicted:
     iteration_s: float
     optimizer_s: float
     phases: Mapping[str, float]
-    """Seconds by phase, mean over ranks."""
+    """The seconds of each phase, averaged over ranks."""
     load_balance: float
     tensor_bytes: int | None
-    """The prediction of `Measured.tensor_bytes` on the rank that uses the most; None without a plan."""
+    """The predicted maximum of `Measured.tensor_bytes` over ranks; None without a plan."""
     memory_bytes: int
     """The memory of the rank that uses the most, including activations."""
 
@@ -81,10 +81,9 @@ class StrategyBench:
     measured: Measured
     predicted: Predicted
     sitting: int
-    """The number of the measurement group in which the strategy was measured, from 0."""
+    """The number of the measurement group in which the strategy was measured, counted from 0."""
     arithmetic: str = ""
-    """A key of the updates: strategies with the same key compute the same updates, so their losses must
-    agree."""
+    """A key for the updates. Strategies with the same key compute the same updates, so their losses must agree."""
     alone: bool = False
     """True if the strategy ran alone, because it did not fit into memory together with the reference."""
 
@@ -107,12 +106,11 @@ class TurnsResult:
     rounds: int
     """The number of measured rounds."""
     notes: tuple[str, ...] = ()
-    """Remarks for the user: settings that were chosen automatically, strategies that were left out and why, a
-    busy machine."""
+    """The remarks for the user: automatic settings, omitted strategies with the reason, a busy machine."""
 
     @property
     def planned(self) -> bool:
-        """True if predictions are shown beside measurements."""
+        """True if reports show predictions next to measurements."""
         return describes_machine(self.device, calibrated=self.calibrated)
 
     @staticmethod
@@ -140,51 +138,50 @@ class BenchResult(TurnsResult):
     """The strategy with which the others are compared: canzona if it ran, otherwise the first."""
     strategies: Mapping[str, StrategyBench]
     references: tuple[Measured, ...]
-    """The measurements of the reference, by measurement group. A group without the reference has those of the
-    first group, which are also in `strategies`."""
+    """The measurements of the reference, by measurement group. For a group without the reference they are copied
+    from the first group."""
     arithmetic: str = ""
-    """A sentence about the forms of the update, where canzona's strategies have a form that Megatron's lack;
-    otherwise empty."""
+    """A sentence about the forms of the update, for comparisons of canzona's strategies with Megatron's, which have
+    only the standard form; otherwise empty."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
-        """Returns the time of a strategy's optimizer step over the reference's in the same measurement group."""
+        """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement group."""
         bench = self.strategies[strategy]
         return Speedup.of(bench.measured.optimizer_s, self.references[bench.sitting].optimizer_s)
 
     def iteration_speedup(self, strategy: str) -> Speedup:
-        """Returns the time of a strategy's complete step over the reference's in the same measurement group."""
+        """Returns the ratio of a strategy's complete step to the reference's in the same measurement group."""
         bench = self.strategies[strategy]
         return Speedup.of(bench.measured.iteration_s, self.references[bench.sitting].iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
-        """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW, or if AdamW was not
-        measured.
+        """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW, or if AdamW was not measured.
 
-        Strategies of different measurement groups are compared by their ratios to the reference in their own
-        groups.
+        A strategy from another measurement group than AdamW is compared by the ratios of both to the reference in
+        their groups.
         """
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
-        mine, adamw = self.strategies[strategy], self.strategies["adamw"]
-        if strategy == self.reference or mine.sitting == adamw.sitting:
-            measured = self.references[adamw.sitting] if strategy == self.reference else mine.measured
+        bench, adamw = self.strategies[strategy], self.strategies["adamw"]
+        if strategy == self.reference or bench.sitting == adamw.sitting:
+            measured = self.references[adamw.sitting] if strategy == self.reference else bench.measured
             return Speedup.of(measured.iteration_s, adamw.measured.iteration_s)
-        by_mine, by_adamw = self.iteration_speedup(strategy).ratio, self.iteration_speedup("adamw").ratio
+        ratio, adamw_ratio = self.iteration_speedup(strategy).ratio, self.iteration_speedup("adamw").ratio
         return Speedup(
             ratio=Quartiles(
-                low=by_mine.low / by_adamw.median,
-                median=by_mine.median / by_adamw.median,
-                high=by_mine.high / by_adamw.median,
+                low=ratio.low / adamw_ratio.median,
+                median=ratio.median / adamw_ratio.median,
+                high=ratio.high / adamw_ratio.median,
             ),
-            distinct=not by_mine.overlaps(by_adamw),
+            distinct=not ratio.overlaps(adamw_ratio),
         )
 
     def predicted_overhead(self, strategy: str) -> float | None:
         """Returns the predicted overhead of a strategy's iteration over AdamW's; 0.01 is 1%."""
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
-        mine, adamw = self.strategies[strategy], self.strategies["adamw"]
-        return mine.predicted.iteration_s / adamw.predicted.iteration_s - 1
+        bench, adamw = self.strategies[strategy], self.strategies["adamw"]
+        return bench.predicted.iteration_s / adamw.predicted.iteration_s - 1
 
     def error(self, strategy: str) -> float:
         """Returns the relative error of the predicted optimizer step; 0.1 means 10% too long."""
@@ -198,52 +195,53 @@ class BenchResult(TurnsResult):
 
 
 FIRST_STEP = 1e-3
-"""The largest accepted relative difference of the losses of the first step. Measured differences were 0,
-because all strategies run the same forward pass."""
+"""The tolerance for the relative difference of losses in the first step. Measured differences were 0, because all
+strategies run the same forward pass."""
 LATER = 0.03
-"""The largest accepted relative difference of later losses. Measured over 21 steps of qwen3-tiny in bf16,
+"""The tolerance for the relative difference of losses in later steps. Measured over 21 steps of qwen3-tiny in bf16,
 with one sequence on each data-parallel rank: at most 0.002 with Muon, 0.005 with Shampoo, 0.011 with SOAP. A
-learning rate that is 10% off leads to 0.034 within 8 steps."""
+learning rate that is 10% too high or too low gives 0.034 within 8 steps."""
 COMPARED = 30
-"""The number of steps whose losses are compared; after more steps, rounding alone makes equal runs differ."""
+"""The number of steps whose losses are compared. After more steps, rounding alone makes equal runs differ."""
 
 
 class StrategiesDisagree(CanzonaError):
-    """Strategies that compute the same update had different losses, so their times must not be compared."""
+    """An error because strategies that compute the same update had different losses, so that their times must not
+    be compared."""
 
     headline = "Strategies disagree"
 
 
 def check_losses(result: BenchResult) -> None:
-    """Checks that strategies which compute the same update had the same losses.
+    """Checks that strategies that compute the same update had the same losses.
 
     Raises:
-        StrategiesDisagree: lists each strategy whose losses differ.
+        StrategiesDisagree: losses differ. The error lists each of these strategies.
     """
     refuse(disagreements(result), StrategiesDisagree)
 
 
 def disagreements(result: BenchResult) -> list[Problem]:
-    """Returns a problem for each strategy whose losses differ from those of the strategy that they must equal
-    (`kin`), with the first step at which they differ.
+    """Returns a problem for each strategy whose losses differ from those that they must match (`kin`), with the
+    first step at which they differ.
 
-    The reference is compared with itself across measurement groups.
+    The reference's losses are also compared between measurement groups.
     """
     problems: list[Problem] = []
     for number, reference in enumerate(result.references):
         name = f"{result.reference} in measurement group {number + 1}"
         problems += _apart(name, reference.losses, result.reference, result.references[0].losses)
     for name, like in kin(result).items():
-        mine, theirs = (result.strategies[strategy].measured.losses for strategy in (name, like))
-        problems += _apart(name, mine, like, theirs)
+        losses, expected = (result.strategies[strategy].measured.losses for strategy in (name, like))
+        problems += _apart(name, losses, like, expected)
     return problems
 
 
 def kin(result: BenchResult) -> dict[str, str]:
     """Returns, for each strategy, the strategy whose losses it must match.
 
-    This is the reference if both compute the same updates, otherwise the first strategy with the same
-    updates, which may be the strategy itself. For AdamW it is AdamW.
+    This is the reference if both compute the same updates, otherwise the first strategy with the same updates, which
+    may be the strategy itself. AdamW only has to match itself.
     """
     firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
     return {
@@ -253,17 +251,17 @@ def kin(result: BenchResult) -> dict[str, str]:
 
 
 def _apart(name: str, losses: tuple[float, ...], reference: str, expected: tuple[float, ...]) -> Iterator[Problem]:
-    for step, (mine, theirs) in enumerate(zip(losses[:COMPARED], expected[:COMPARED], strict=True), 1):
+    for step, (loss, expected_loss) in enumerate(zip(losses[:COMPARED], expected[:COMPARED], strict=True), 1):
         tolerance = FIRST_STEP if step == 1 else LATER
-        difference = abs(mine - theirs) / abs(theirs)
+        difference = abs(loss - expected_loss) / abs(expected_loss)
         if not difference <= tolerance:  # NaN also fails
             reason = (
-                f"{reference} has loss {theirs:.5f} at this step, with the same initial weights and data: the losses "
-                f"differ by {difference:.2%}, but rounding explains at most {tolerance:.1%}"
+                f"{reference} has loss {expected_loss:.5f} at this step, with the same initial weights and data: the "
+                f"losses differ by {difference:.2%}, but rounding explains at most {tolerance:.1%}"
             )
             fix = "no speed-ups are shown, because the strategies compute different updates; bench.json has the losses "
             fix += "of every step"
-            yield Problem(key=f"{name}, step {step}", value=f"loss {mine:.5f}", reason=reason, fix=fix)
+            yield Problem(key=f"{name}, step {step}", value=f"loss {loss:.5f}", reason=reason, fix=fix)
             return
 
 
@@ -271,9 +269,9 @@ _FIX = "write it again with `canzona bench ... --out FILE.json`"
 
 
 def content_of(result: BenchResult) -> dict[str, object]:
-    """Returns the content of bench.json: figures to read, and in `result` the data they are computed from.
+    """Returns the content of bench.json: the figures, and under `result` the data from which they are computed.
 
-    A speed-up that is not certain is null; `withheld` has the reason.
+    A speed-up that is not certain is null; `withheld` gives the reason.
     """
     disagreeing = disagreements(result)
     ratios = {name: _claim(speedup, bool(disagreeing)) for name, speedup in _speedups(result)}
@@ -322,7 +320,7 @@ def _speedups(result: BenchResult) -> Iterator[tuple[str, Speedup | str]]:
 
 
 def _claim(speedup: Speedup | str, disagree: bool) -> Quartiles | str:
-    """Returns the ratio, or the reason why it must not be shown."""
+    """Returns a speed-up's ratio, or the reason why it must not be shown."""
     if isinstance(speedup, str):
         return speedup
     if disagree:
@@ -351,7 +349,7 @@ def _measured(bench: StrategyBench) -> Mapping[str, object]:
 
 
 def save(result: BenchResult, path: Path) -> None:
-    """Writes a result as bench.json, with folders as needed.
+    """Writes a result as bench.json; creates missing folders.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,7 +1,7 @@
 """A bench session: checks and resolves the run, launches the ranks of each measurement group, and builds the
-result. Some of its functions also serve `canzona tune`.
+result. `canzona tune` uses some of these functions too.
 
-This module runs in the launcher, so it imports no torch.
+This module runs in the launcher, so it does not import torch.
 """
 
 import os
@@ -45,7 +45,7 @@ _BUSY = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A bench that is ready to run; nothing has been written or started yet."""
+    """A bench that is ready to run. No file has been written and no process started yet."""
 
     overrides: tuple[str, ...]
     line_up: LineUp
@@ -74,14 +74,14 @@ def prepare(
     Args:
         strategies: the strategies to run; None for every possible strategy.
         rounds: the number of measured rounds, at least 1.
-        steps_per_turn: the number of steps, at least 2, because the first step of a turn is not counted.
-        directory: the bench directory; None for `run.dir`, or without it a new one in `run.root`.
+        steps_per_turn: the number of steps in a turn, at least 2, because the first does not count.
+        directory: the bench directory; None for `run.dir`, or else for a new directory in `run.root`.
         problems: problems with the command line, which are raised together with those of the run.
 
     Raises:
-        ConfigError: the settings or the data are wrong; with all problems at once.
+        ConfigError: the settings or the data are wrong; all problems are reported at once.
         DoesNotFit: a strategy needs more memory than the profile has.
-        EnvironmentProblem: this machine lacks something that the run needs.
+        EnvironmentProblem: this machine does not have everything that the run needs.
     """
     wrong = [*problems]
     with gathered(wrong):
@@ -115,7 +115,7 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
     Raises:
         ConfigError: the bench directory is not empty.
         EnvironmentProblem: files cannot be written.
-        CanzonaError: a rank failed; the error of that rank, or WorkerCrashed.
+        CanzonaError: a rank failed. This is the error of that rank, or WorkerCrashed.
         KeyboardInterrupt: the user stopped the bench.
     """
     lined_up, config = session.line_up, session.config
@@ -152,8 +152,9 @@ def prepare_sweep(
     value.
 
     Raises:
-        ConfigError: settings are wrong; with the problems of all benches at once.
-        EnvironmentProblem, DoesNotFit: as in `prepare`.
+        ConfigError: settings are wrong; the problems of all benches are reported at once.
+        DoesNotFit: see `prepare`.
+        EnvironmentProblem: see `prepare`.
     """
     problems = [*options.problems]
     with gathered(problems):
@@ -236,17 +237,17 @@ def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
         )
     if alone:
         yield (
-            f"{' and '.join(alone)} ran alone, because memory did not suffice for {reference} as well: other load on "
-            "the machine distorts this comparison"
+            f"{' and '.join(alone)} ran alone, because there was not enough memory for {reference} as well: other load "
+            "on the machine distorts this comparison"
         )
 
 
 def in_folder(composed: Composed, root: str, directory: str | None = None) -> RunConfig:
-    """Returns the run's configuration with its output in a bench directory and without trackers.
+    """Returns the run's configuration with output to a bench directory and without trackers.
 
     Args:
-        root: the folder for bench directories unless the user set `run.root`.
-        directory: the directory itself; None keeps `run.dir`.
+        root: the folder for bench directories, unless the user set `run.root`.
+        directory: the bench directory; None to keep `run.dir`.
     """
     settings = composed.config.run
     root = settings.root if {"run", "run.root"} & composed.explicit else root
@@ -260,8 +261,8 @@ def unready(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
     The built-in corpus is prepared later, after all checks.
 
     Args:
-        what: the kind of measurement, for messages: `a bench`.
-        otherwise: a suggestion for runs on several machines.
+        what: the kind of measurement in messages: `a bench`.
+        otherwise: the suggestion for runs on several machines.
     """
     problems: list[Problem] = []
     if config.data.source == "prepared":
@@ -276,7 +277,7 @@ def unready(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
 
 
 def corpus_of(config: RunConfig, say: Say) -> PreparedCorpus:
-    """Prepares the run's data if necessary and returns it; announces each stage of the preparation once."""
+    """Returns the run's data, prepared if necessary; announces each stage of the preparation once."""
     announced: set[str] = set()
 
     def progress(stage: str, fraction: float) -> None:
@@ -290,7 +291,7 @@ def corpus_of(config: RunConfig, say: Say) -> PreparedCorpus:
 def machine_now(config: RunConfig) -> Machine:
     """Returns facts about this machine, the number of ranks and the load average of the last minute.
 
-    Call this before starting any work, which would raise the load.
+    Call this before any other work, which would raise the load.
     """
     load = round(os.getloadavg()[0], 2)
     return {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": load}
@@ -307,7 +308,7 @@ def busy(machine: Machine) -> Iterator[str]:
 
 
 def create(config: RunConfig, entrants: Iterable[Entrant]) -> BenchFiles:
-    """Makes the bench directory and writes the configurations and plans, which the workers read.
+    """Creates the bench directory and writes the configurations and plans for the workers.
 
     Raises:
         EnvironmentProblem: the directory cannot be written.
@@ -334,11 +335,11 @@ def sit(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, 
 
     Args:
         first: the entrant whose configuration and layout start the ranks.
-        name: the name of the measurement group, for messages.
+        name: the name of the measurement group in messages.
 
     Raises:
         KeyboardInterrupt: the user stopped the measurement.
-        CanzonaError: a rank failed; the error of that rank.
+        CanzonaError: a rank failed. This is the error of that rank.
     """
     config = replace(first.config, run=replace(first.config.run, dir=str(run_dir)))
     return run_ranks(
@@ -353,7 +354,7 @@ def sit(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, 
 
 
 class _RoundLines(TrainView):
-    """A view that prints a line after each round. A live display would take processor time from the
+    """A view that prints one line after each round, because a live display would take processor time from the
     measurement.
 
     Args:

@@ -1,9 +1,8 @@
-"""`canzona bench --simulate`: predicted step times of every model size and strategy by number of GPUs. No
-torch.
+"""`canzona bench --simulate`: predicted step times of every model size and strategy by number of GPUs. Does not
+import torch.
 
-For each size and number of GPUs, this simulates an iteration of every strategy in the layout that `canzona
-train` would choose. AdamW and layerwise are also simulated in the layout that is fastest for each of them.
-Nothing is measured.
+For each size and number of GPUs, an iteration of every strategy is simulated in the layout that `canzona train`
+would choose. AdamW and layerwise are also simulated in their own fastest layouts. Nothing is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +27,9 @@ SIZES_WITH_EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b")
 YARDSTICKS: tuple[AnyStrategy, ...] = ("adamw", "layerwise")
 """The strategies that are also simulated in their own fastest layout, as a fair baseline for canzona."""
 MOST_GPUS = 65_536
-"""The largest number of GPUs. A plan for more would take minutes, and no profile describes such a network."""
+"""The maximum number of GPUs. A plan for more would take minutes, and no profile describes such a network."""
 VERSION = 3
-"""The version of the `--json` output; additions do not change it."""
+"""The version of the `--json` output. New keys do not change it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +43,19 @@ class SimulatedCell:
     reason: str = ""
     """The reason why no layout is possible; empty if `study` is set."""
     yardsticks: Mapping[str, Tried | None] = MappingProxyType({})
-    """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that fits in no layout."""
+    """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that does not fit in any
+    layout."""
 
     def overhead(self, yardstick: str) -> float | None:
         """Returns canzona's overhead per sequence over a yardstick in its fastest layout; 0.01 is 1%.
 
-        None without a study, or if the yardstick fits in no layout.
+        Returns None without a study, or if the yardstick does not fit in any layout.
         """
         best = self.yardsticks.get(yardstick)
         if self.study is None or best is None:
             return None
-        mine = self.study.planned.result.iteration_s / self.study.layout.global_batch_size
-        return mine / best.per_sequence_s - 1
+        per_sequence_s = self.study.planned.result.iteration_s / self.study.layout.global_batch_size
+        return per_sequence_s / best.per_sequence_s - 1
 
     def ratio(self, strategy: str) -> float | None:
         """Returns the ratio of a strategy's optimizer step to canzona's; None if the strategy does not fit."""
@@ -128,10 +128,10 @@ class Simulation:
 def parse_gpus(text: str) -> tuple[int, ...]:
     """Parses numbers of GPUs and returns them in ascending order.
 
-    `8..1024` doubles from 8 to 1024, `8,64,256` is a list, and a list may contain such ranges.
+    `8..1024` doubles from 8 to 1024, `8,64,256` is a list, and a list may contain ranges.
 
     Raises:
-        ConfigError: the text is not valid; with all problems at once.
+        ConfigError: the text is not valid; all problems are reported at once.
     """
     counts: set[int] = set()
     problems: list[Problem] = []
@@ -153,12 +153,12 @@ def run_simulation(
     sizes: Sequence[str] = SIZES,
     recipes_dirs: Sequence[Path] = (),
 ) -> Simulation:
-    """Simulates every size on every number of GPUs. Each takes a second or two, and ten seconds on 1,024
+    """Simulates every size on every number of GPUs. Each simulation takes a second or two, or ten seconds with 1,024
     GPUs.
 
     Args:
         overrides: settings for all runs; a `recipe=` among them selects a single size.
-        gpus: the numbers of GPUs, ascending.
+        gpus: the numbers of GPUs in ascending order.
         sizes: the recipes to simulate if `overrides` has no `recipe=`.
 
     Raises:
@@ -179,7 +179,7 @@ def run_simulation(
             except ConfigError as error:
                 refused.append(error)
                 cells.append(_impossible(recipe, count, error))
-        if len(refused) == len(gpus):  # refused for every number of GPUs: the settings are wrong
+        if len(refused) == len(gpus):  # then the settings are wrong for every number of GPUs
             raise ConfigError(*dict.fromkeys(problem for error in refused for problem in error.problems))
     return Simulation(
         optimizer=configs[0].optimizer.name,
@@ -213,7 +213,7 @@ def _numbers(text: str) -> Sequence[int] | str:
 
 
 def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
-    """Refuses a gpus= override and more than one recipe= override."""
+    """Refuses gpus= overrides and more than one recipe= override."""
     gpus = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "gpus"]
     problems = []
     if gpus:
@@ -226,8 +226,8 @@ def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
 
 
 def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> RunConfig:
-    """Returns the resolved run on a number of GPUs, with the canzona strategy. CPU ranks share this machine's
-    cores unless the profile says how many."""
+    """Returns the resolved run on `gpus` GPUs with strategy canzona. CPU ranks share the profile's number of cores,
+    or else this machine's."""
     composed = compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides], recipes_dirs=recipes_dirs, training=False)
     config, _ = plannable(composed.config)
     return with_cores(replace(config, engine=replace(config.engine, strategy="canzona")))

@@ -1,11 +1,11 @@
-"""The files through which the launcher and the ranks of a measurement group communicate, and their samples.
+"""The samples of a measurement group, and the files through which its ranks and the launcher communicate.
 
-The launcher uses this module too, so it imports no torch.
+The launcher uses this module too, so it does not import torch.
 """
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,9 +17,8 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 _UPDATING: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
 """The phases of the optimizer step in which a rank works alone or communicates only with its TP group."""
 _WAITING: tuple[str, ...] = ("norm_clip", "param_gather")
-"""The phases in which early ranks wait for late ones: until all have finished their backward pass, or until
-all have reached the gathering in the next forward pass. The last rank waits only for the communication
-itself."""
+"""The phases in which early ranks wait for late ones: for the end of the last backward pass, or for the last rank's
+gathering in the next forward pass. The last rank waits only for the communication itself."""
 
 
 @dataclass(frozen=True)
@@ -49,30 +48,30 @@ class BenchFiles:
 
     @staticmethod
     def failure(sitting: RunFiles, name: str) -> Path:
-        """Returns the path of the file in which the first failing rank writes why a turn failed."""
+        """Returns the path of the file in which the first failing rank writes the reason."""
         return sitting.root / f"failed-{name}.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """The turns of a measurement group: which strategies (or layouts) run, in which order and how often."""
+    """The turns of a measurement group: its strategies (or layouts), their order and the number of steps."""
 
     names: tuple[str, ...]
-    """The names in the order of the first round. Each round starts one name later than the round before."""
+    """The names in the order of the first round. Each round starts one name later than the previous round."""
     rounds: int
     """The number of rounds, including warm-up rounds."""
     steps_per_turn: int
     warm_up_steps: int = 0
     """The number of steps at the start of a turn that are not measured."""
     settling: int = 0
-    """The most extra warm-up steps of a turn. They run as long as the step before had to redo updates (Muon's
-    Gram form in standard form), which takes longer than planned."""
+    """The maximum number of extra warm-up steps in a turn. A turn has them while steps redo updates of Muon's Gram
+    form in standard form, which takes longer than planned."""
     apart: bool = False
-    """True if each turn runs in separate processes. Layouts need this, because Megatron supports only one
-    layout in a process."""
+    """True if each turn runs in separate processes. Layouts need this, because Megatron supports only one layout in
+    a process."""
 
     def order(self, round_: int) -> Sequence[str]:
-        """Returns the names in the order of a round."""
+        """Returns the names in the order of their turns in a round."""
         shift = round_ % len(self.names)
         return (*self.names[shift:], *self.names[:shift])
 
@@ -100,7 +99,7 @@ class Samples:
     losses: tuple[float, ...]
     """The loss of each training step."""
     tensor_bytes: tuple[int, ...]
-    """The bytes that stay allocated between steps, by rank."""
+    """The bytes of tensors that stay allocated between steps, by rank."""
     ranks: tuple[tuple[StepSample, ...], ...]
     """The samples of all steps of all turns, by rank."""
 
@@ -117,23 +116,26 @@ def read_samples(files: RunFiles) -> dict[str, Samples]:
 def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skipped: int = 1) -> Measured:
     """Summarises a strategy's samples, without warm-up rounds and without the first steps of each turn.
 
-    In the first step of a turn, parameters are already gathered and the caches hold another strategy's data.
+    In the first step of a turn, parameters are already gathered and the caches contain another strategy's data.
 
     Args:
-        skipped: the number of steps at the start of each turn that are not counted.
+        skipped: the number of steps at the start of each turn that do not count.
     """
-    steps = len(samples.losses)
-    turns = [  # the samples by turn, counted step and rank
-        [[rank[step] for rank in samples.ranks] for step in range(first + skipped, first + steps_per_turn)]
-        for first in range(warm_up_rounds * steps_per_turn, steps, steps_per_turn)
-    ]
+    steps = list(zip(*samples.ranks, strict=True))  # the samples of all ranks, by step
+    first_steps = range(warm_up_rounds * steps_per_turn, len(samples.losses), steps_per_turn)
+    turns = [steps[first + skipped : first + steps_per_turn] for first in first_steps]
     ranks = range(len(samples.ranks))
     phases = by_phase([mean_phases([step[rank].phases for turn in turns for step in turn]) for rank in ranks])
     updates = phases.get("matrix_update", [0.0 for _ in ranks])
+
+    def by_round(seconds: Callable[[Sequence[StepSample]], float]) -> tuple[float, ...]:
+        """Returns the mean of `seconds` over the steps of each turn."""
+        return tuple(statistics.fmean(map(seconds, turn)) for turn in turns)
+
     return Measured(
-        iteration_s=tuple(statistics.fmean(max(s.step_s for s in step) for step in turn) for turn in turns),
-        optimizer_s=tuple(statistics.fmean(_optimizer_s(step) for step in turn) for turn in turns),
-        processor_s=tuple(statistics.fmean(sum(s.processor_s for s in step) for step in turn) for turn in turns),
+        iteration_s=by_round(lambda step: max(sample.step_s for sample in step)),
+        optimizer_s=by_round(_optimizer_s),
+        processor_s=by_round(lambda step: sum(sample.processor_s for sample in step)),
         phases={name: OverRanks.of(times) for name, times in phases.items()},
         load_balance=load_balance(updates),
         losses=samples.losses,
@@ -144,8 +146,8 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skip
 
 def last_steps(samples: Samples, count: int) -> Measured:
     """Summarises the last `count` steps of a turn that ran in separate processes."""
-    taken = len(samples.losses)
-    return measured(samples, warm_up_rounds=0, steps_per_turn=taken, skipped=taken - count)
+    steps = len(samples.losses)
+    return measured(samples, warm_up_rounds=0, steps_per_turn=steps, skipped=steps - count)
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:

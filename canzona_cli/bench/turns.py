@@ -21,7 +21,7 @@ from canzona_cli.training.step import train_step
 
 @dataclass(kw_only=True)
 class RunningStrategy:
-    """A strategy on this rank, with its measurements so far."""
+    """A strategy on this rank and its measurements so far."""
 
     trainee: Trainee
     batches: Iterator[Batch]
@@ -34,19 +34,19 @@ def take_turns(
     strategies: Mapping[str, RunningStrategy],
     *,
     stop_requested: Callable[[], bool],
-    tell: Callable[[str, float], None],
+    on_turn: Callable[[str, float], None],
 ) -> bool:
-    """Runs all rounds. Collective.
+    """Runs all rounds. All ranks have to call this.
 
     Args:
         stop_requested: returns True if this rank knows of a request to stop.
-        tell: receives the name of the strategy and its last loss after every turn, outside the measured time.
+        on_turn: called after every turn, outside of the measured time, with the strategy's name and its last loss.
 
     Returns:
         True after all rounds; False after a request to stop.
 
     Raises:
-        Diverged: a loss or a gradient is not finite; raised on all ranks.
+        Diverged: a loss or a gradient is not finite. All ranks raise this together.
     """
     with no_garbage_collection():
         for number in range(turns.rounds):
@@ -63,7 +63,7 @@ def take_turns(
                     key, reason = f"{name}, step {len(strategy.losses)}", "the loss is no longer a finite number"
                     fix = "lower optimizer.lr; the times of a diverged run are meaningless"
                     raise Diverged(Problem(key=key, value=loss, reason=reason, fix=fix))
-                tell(name, loss)
+                on_turn(name, loss)
     return True
 
 
@@ -76,24 +76,24 @@ class _Measured:
 
 
 def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Samples]:
-    """Gathers the measurements of all ranks on every rank; returns them by strategy. Collective."""
+    """Gathers the measurements of all ranks on every rank; returns them by strategy. All ranks have to call this."""
     samples = {}
     for name, strategy in strategies.items():
-        mine = tuple(
+        steps = tuple(
             StepSample(step_s=timing.step_s, processor_s=processor_s, phases=dict(timing.phases))
             for timing, processor_s in zip(strategy.trainee.timer.timings(), strategy.processor_s, strict=True)
         )
-        everyone = gather(_Measured(steps=mine, tensor_bytes=tensor_bytes(strategy.trainee)))
+        by_rank = gather(_Measured(steps=steps, tensor_bytes=tensor_bytes(strategy.trainee)))
         samples[name] = Samples(
             losses=tuple(strategy.losses),
-            tensor_bytes=tuple(rank.tensor_bytes for rank in everyone),
-            ranks=tuple(rank.steps for rank in everyone),
+            tensor_bytes=tuple(measured.tensor_bytes for measured in by_rank),
+            ranks=tuple(measured.steps for measured in by_rank),
         )
     return samples
 
 
 def tensor_bytes(trainee: Trainee) -> int:
-    """Returns the bytes that this rank's tensors keep between steps: buffers, masters, optimizer state,
+    """Returns the bytes of this rank's tensors that stay allocated between steps: buffers, masters, optimizer state,
     messages and scratch memory."""
     optimizer = trainee.optimizer
     buffers = [buffer for chunk in trainee.chunks for buffer in chunk.buffers]
@@ -108,8 +108,9 @@ def tensor_bytes(trainee: Trainee) -> int:
         else:
             tensors += leaf.get_parameters()
             states = [leaf.optimizer.state]
-        tensors += [value for state in states for entry in state.values() for value in entry.values()]
-    storages = {  # count each storage once, however many tensors are views of it
+        entries = [entry for state in states for entry in state.values()]
+        tensors += [value for entry in entries for value in entry.values()]
+    storages = {  # each storage counts once, even if several tensors are views of it
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)
@@ -120,13 +121,13 @@ def tensor_bytes(trainee: Trainee) -> int:
 def _take_turn(strategy: RunningStrategy, turns: Turns, stop_requested: Callable[[], bool]) -> bool:
     """Runs the steps of one turn between two barriers; returns False after a request to stop."""
     trainee = strategy.trainee
-    gc.collect()  # the garbage of earlier turns; older objects are frozen
+    gc.collect()  # the garbage of earlier turns; all other objects are frozen
     torch.distributed.barrier()
     settling, number = turns.settling, 1
     while number <= turns.steps_per_turn:
-        worked = time.process_time()
+        begin = time.process_time()
         step = train_step(trainee, strategy.batches, stop_requested=stop_requested)
-        strategy.processor_s.append(time.process_time() - worked)
+        strategy.processor_s.append(time.process_time() - begin)
         strategy.losses.append(step.loss)
         if step.stop:
             return False
@@ -134,7 +135,7 @@ def _take_turn(strategy: RunningStrategy, turns: Turns, stop_requested: Callable
             settling -= 1
         else:
             number += 1
-    # Otherwise gathering would run during the next strategy's steps.
+    # An unfinished gathering would run during the next strategy's steps.
     finish_gathering(trainee.chunks)
     torch.distributed.barrier()
     return True

@@ -1,10 +1,9 @@
 """One rank of a measurement group: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun.
 
-Strategies take their turns in this process. Layouts cannot, because Megatron supports only one layout in a
-process, so each turn of a layout runs in a separate process. On CPUs this is a fork of this process, which
-has imported everything but computed nothing. On GPUs it is a new Python process, because device state does
-not survive a fork. If a layout fails on one rank, its turn ends on all ranks and it has no further turns; the
-other layouts continue.
+Strategies take their turns in this process. Each turn of a layout runs in a separate process, because Megatron
+supports only one layout in a process. On CPUs the separate process is a fork of this one, which has imported
+everything but computed nothing. On GPUs it is a new Python process, because device state does not survive a fork. If
+a layout fails on one rank, its turn ends on all ranks and it has no further turns; the other layouts continue.
 """
 
 import logging
@@ -31,8 +30,8 @@ from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
 from canzona_cli.training.records import Journal, RankRecord
 
 SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.bench.turns")
-_LOOK_S = 0.5
-"""The seconds between a rank's checks whether its turn has failed on another rank."""
+_CHECK_S = 0.5
+"""The interval in seconds at which a rank checks if its turn has failed on another rank."""
 
 
 def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
@@ -54,8 +53,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
     forks = forks_ranks(load_resolved(inputs.config(turns.names[0])))
-    # Python warns of forks in a process with threads. The only other thread here waits for signals; a forked
-    # process needs nothing that it holds.
+    # Python warns of forks in a process with threads. The only other thread here waits for signals, and a forked
+    # process needs none of the locks that it may hold.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     start: Callable[..., BaseProcess] = ForkProcess if forks else SpawnProcess
     length = f"{plural(turns.rounds, 'round')} of {plural(len(turns.names), 'layout')}"
@@ -68,8 +67,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         process = start(target=_turn, args=(files, rank, number, name))
         process.start()
         while process.is_alive() and not failure.exists():
-            process.join(_LOOK_S)
-        process.kill()  # this rank might wait for the failed rank for minutes
+            process.join(_CHECK_S)
+        process.kill()  # if another rank has failed, this process might wait for it for minutes
         process.join()
         if process.exitcode == ExitCode.INTERRUPTED:
             return "interrupted"
@@ -79,13 +78,14 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def _report(failure: Path, reason: str) -> None:
-    """Writes why a turn failed, unless another rank already has: the first failure causes the others."""
+    """Writes the reason for a turn's failure, unless another rank has written one: the first failure causes the
+    others."""
     with suppress(FileExistsError), failure.open("x", encoding="utf-8") as file:
         file.write(reason)
 
 
 def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
-    """Builds the run in one layout, runs one turn of it and exits. The target of a turn's process."""
+    """Builds the run in one layout, runs one turn and exits. This is the target of a turn's process."""
     record = RankRecord(files, rank)
     if AGENT_VARIABLE in os.environ:
         os.environ[AGENT_VARIABLE] = str(os.getppid())
@@ -101,7 +101,7 @@ def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
         logging.getLogger(__name__).exception("rank %d failed in the turn of %s", rank, name)
         reason = f"rank {rank}: {type(error).__name__}: {error}"
         if isinstance(error, CanzonaError):
-            reason = error.problems[0].reason  # without the rank: it is the same on all ranks
+            reason = error.problems[0].reason  # without the rank, because all ranks have the same problem
         _report(BenchFiles.failure(files, name), redacted(reason))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -145,17 +145,17 @@ def _take_turns(
         plan = read_plan(inputs.plan(name)) if config.execution is Execution.PLANNED else None
         running[name] = RunningStrategy(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
 
-    # As in training, so that the measured kernels are those that a run would choose on this machine.
+    # Choose the same kernels as training on this machine.
     ours = next((config for config in configs.values() if config.execution.ours), first)
     choose_kernels(ours, world.device, begin=lambda shape: record.heart.progress())
 
-    def tell(name: str, loss: float) -> None:
+    def on_turn(name: str, loss: float) -> None:
         record.step, record.loss = len(running[name].losses), loss
         if rank == 0:
             append_json_line(files.metrics, {"step": record.step, "loss": loss, "name": name, "time": time.time()})
 
     journal.stage("train", f"{turns.rounds} rounds of {', '.join(turns.names)}")
-    if not take_turns(turns, running, stop_requested=lambda: rank == 0 and files.stop_requested(), tell=tell):
+    if not take_turns(turns, running, stop_requested=lambda: rank == 0 and files.stop_requested(), on_turn=on_turn):
         return False
     samples = gather_samples(running)
     if rank == 0:

@@ -1,9 +1,9 @@
 """The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements and writes a cluster
 profile.
 
-A loop over a single operation has warm caches and ranks that arrive at the same time; a training step does
-not. Therefore two short benches run with the new profile, one with data-parallel ranks and one with pairs of
-tensor-parallel ranks. For each phase, the measured time over the predicted time becomes a factor in the
+In a loop over a single operation, caches are warm and ranks arrive at the same time; in a training step they are
+not and do not. Therefore two short benches run with the new profile, one with data-parallel ranks and one with
+pairs of tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a factor in the
 profile.
 """
 
@@ -51,7 +51,7 @@ from canzona_cli.run.machine import cores
 
 WORKER_MODULE = "canzona_cli.calibrate.worker"
 NOISE = 0.2
-"""The relative spread (interquartile range over median) above which a measurement is reported as noisy."""
+"""The relative spread (interquartile range divided by median) above which a measurement is reported as noisy."""
 VERSION = 1
 """The version of the `--json` output; additions do not change it."""
 
@@ -62,18 +62,18 @@ class Calibration:
 
     base: ClusterConfig
     profile: ClusterConfig
-    """The base profile with the measured values in it."""
+    """The base profile, updated with the measured values."""
     record: Record
     outcome: Outcome
     seconds: float
     load: float
-    """The load average of the minute before the start."""
+    """The load average over the minute before the start."""
     logs: Path | None
     """The folder with the ranks' logs; None unless the ranks failed."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings about the quality of the measurements: other load, large spreads, missing parts."""
+        """The warnings about the quality of the measurements: a busy machine, large spreads, missing parts."""
         warnings = []
         if self.load > cores() / 2:
             warnings.append(
@@ -92,8 +92,8 @@ class Calibration:
 
 
 def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Returns the run to calibrate for and its layout: all ranks data-parallel on one machine, without
-    overlap.
+    """Returns the run that the calibration measures, and its layout: all ranks are data-parallel on one machine,
+    without overlap.
 
     Raises:
         ConfigError: the ranks are on several machines, or there are too few CPU ranks for a collective.
@@ -108,19 +108,19 @@ def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
         raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=fix))
     if cluster.device == "cpu" and config.gpus < 2:
         reason = "is too few: collectives cannot be measured with fewer than 2 CPU ranks"
-        fix = "gpus=4 measures groups of 2 and 4, gpus=8 also those of 8"
+        fix = "gpus=4 measures groups of 2 and 4, gpus=8 also groups of 8"
         raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=fix))
     micro_batch = config.train.micro_batch_size or 1
     if config.train.micro_batch_size is None:
         with suppress(CanzonaError):  # the recipe's own run may not be possible on this machine
             micro_batch = resolve(config)[1].micro_batch_size
     layout = Layout.plain(dp=config.gpus, micro_batch_size=micro_batch)
-    alone = replace(
+    single_machine = replace(
         config,
         cluster=replace(cluster, nodes=1, node_rank=None, rdzv_endpoint=None, rdzv_id=None),
         parallel=replace(config.parallel, overlap_grad_reduce=False, overlap_param_gather=False),
     )
-    return fill(alone, layout), layout
+    return fill(single_machine, layout), layout
 
 
 def calibrate(
@@ -129,24 +129,25 @@ def calibrate(
     """Measures this machine. After Ctrl-C or a crash, all measurements made so far are kept.
 
     Args:
-        config, layout: the result of `prepared`.
+        config: the run to measure, from `prepared`.
+        layout: its layout, from `prepared`.
         name: the name of the new profile.
         effort: the time budgets of the measurements.
         worker: the module that each rank runs.
 
     Raises:
-        EnvironmentProblem: this machine lacks GPUs, memory or packages.
+        EnvironmentProblem: this machine does not have the GPUs, the memory or the packages.
     """
     preflight.check_machine(shortened(config), layout)
     files = RunFiles(Path(tempfile.mkdtemp(prefix="canzona-calibrate-")))
-    begun, load = time.time(), os.getloadavg()[0]
+    started, load = time.time(), os.getloadavg()[0]
     keep_logs = False
     try:
         files.ranks.mkdir()
         files.logs.mkdir()
         write_text_atomic(files.config, dump_resolved(config))
         write_json_atomic(files.layout, asdict(layout))
-        # A GPU's speed does not depend on other GPUs, so one measures. CPU ranks share caches and cores, so
+        # A GPU's speed does not depend on other GPUs, so one rank measures. CPU ranks share caches and cores, so
         # all of them measure at the same time, as in a run.
         workers = config.gpus if config.cluster.device == "cpu" else 1
         Orders(effort=effort.on(config.cluster.device), workers=workers).write(files)
@@ -157,11 +158,11 @@ def calibrate(
     finally:
         if not keep_logs:
             shutil.rmtree(files.root, ignore_errors=True)
-    seconds = time.time() - begun
+    seconds = time.time() - started
     facts = {
         **machine_facts(config.cluster.device),
         "ranks": config.gpus,
-        "date": time.strftime("%Y-%m-%d", time.localtime(begun)),
+        "date": time.strftime("%Y-%m-%d", time.localtime(started)),
         "seconds": round(seconds, 1),
         "load": round(load, 2),
         "base": config.cluster.name,
@@ -192,8 +193,8 @@ def content_of(calibration: Calibration, written: Path | None) -> dict[str, obje
     }
 
 
-_PLACES = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
-"""The cluster settings that belong to a run, not to a machine; a profile does not have them."""
+_RUN_SETTINGS = ("nodes", "node_rank", "rdzv_endpoint", "rdzv_id")
+"""The cluster settings that belong to a run, not to a machine. Profiles do not contain them."""
 _ELSEWHERE = "--out FILE.yaml in a folder you may write to"
 
 
@@ -202,21 +203,25 @@ _TABLES: Mapping[str, tuple[Quantity, int]] = {
     "measured_updates": ("updates", 3),
     "collectives": ("collectives", 3),
 }
-"""The profile fields that are tables with a measurement in each row: the measured quantity, and how many
-values at the start of a row are its key."""
+"""The profile fields that are tables with one measurement per row: the measured quantity, and the number of
+leading values in a row that form its key."""
 
 
 def default_path(base: str) -> Path:
-    """Returns the path of the new profile if the user names none."""
+    """Returns the path of the new profile if the user does not name one.
+
+    Args:
+        base: the name of the base profile.
+    """
     return Path(f"{base.removesuffix('-calibrated')}-calibrated.yaml")
 
 
 def check_writable(path: Path, *, force: bool) -> None:
-    """Checks that the profile can be written to a path, before anything is measured. Makes the folder.
+    """Checks, before anything is measured, that the profile can be written to a path. Creates its folder.
 
     Raises:
         ConfigError: the path does not end in .yaml, or the file exists and `force` is False.
-        EnvironmentProblem: the folder cannot be made or is not writable.
+        EnvironmentProblem: the folder cannot be created or is not writable.
     """
     check_destination(path, force=force, what="a profile", key="--out")
     try:
@@ -244,22 +249,23 @@ def profile_text(calibration: Calibration) -> str:
 
 
 def _header(calibration: Calibration) -> Iterator[str]:
-    profile, on = calibration.profile, calibration.profile.measured_on
-    yield f"# Measured by `canzona calibrate` on {on.get('date', '?')} in {calibration.seconds:.0f} s."
+    profile, machine = calibration.profile, calibration.profile.measured_on
+    yield f"# Measured by `canzona calibrate` on {machine.get('date', '?')} in {calibration.seconds:.0f} s."
     yield f"# Values that are not measured come from profile {calibration.base.name}."
-    where = f"{on.get('processor', '?')}, {on.get('cores', '?')} cores, torch {on.get('torch', '?')}"
-    gpu = f"{on['gpu']}, " if "gpu" in on else ""
-    yield f"# On {gpu}{where}; load average {calibration.load:.1f} at the start."
-    workers = on.get("workers")
+    host = f"{machine.get('processor', '?')}, {machine.get('cores', '?')} cores, torch {machine.get('torch', '?')}"
+    gpu = f"{machine['gpu']}, " if "gpu" in machine else ""
+    yield f"# On {gpu}{host}; load average {calibration.load:.1f} at the start."
+    workers, threads = machine.get("workers"), machine.get("threads", "?")
     if workers is not None:
-        yield f"# {on.get('ranks', '?')} ranks, {workers} computing at a time, {on.get('threads', '?')} threads each."
-    yield "# Values are medians. '+- 3% of 40': half the interquartile range is 3%, of 40 repetitions over all ranks."
+        yield f"# {machine.get('ranks', '?')} ranks, {workers} computing at a time, {threads} threads each."
+    yield "# Values are medians. '+- 3% of 40': half the interquartile range is 3% of the median, from 40 repetitions"
+    yield "# on all ranks together."
     for warning in calibration.warnings:
         yield f"# Warning: {warning}"
     for skipped in calibration.record.skipped:
         yield f"# Left to the cost model: {skipped}"
     if profile.not_measured:
-        yield "# INCOMPLETE: the parts in not_measured come from the profile above."
+        yield f"# INCOMPLETE: the parts in not_measured come from profile {calibration.base.name}."
 
 
 def _settings(calibration: Calibration) -> Iterator[str]:
@@ -267,7 +273,7 @@ def _settings(calibration: Calibration) -> Iterator[str]:
     single: dict[str, Measurement] = {m.quantity: m for m in calibration.record.measurements if not m.key}
     for field in fields(ClusterConfig):
         name, value = field.name, getattr(profile, field.name)
-        if name in _PLACES:
+        if name in _RUN_SETTINGS:
             continue
         if name in _TABLES and value:
             yield f"{name}:"
@@ -309,16 +315,17 @@ RANKS = 2
 _LAYERS = 2
 _ROUNDS, _STEPS = 3, 2
 _REPLACED = ("gpus", "cluster", "parallel", "optimizer", "engine", "run", "train.steps")
-"""The settings that the short benches choose themselves and that the user's overrides cannot change."""
+"""The settings that the short benches choose themselves. The user's overrides do not change them."""
 
 
 class ShortBenches:
-    """Short benches of the recipe's model, shortened to a few layers.
+    """The short benches of a calibration, with a few layers of the recipe's model.
 
     Args:
         overrides: the overrides of the calibration.
-        config: the run that they compose to.
+        config: the run that these overrides compose to.
         profile: the file of the cluster profile that the benches use.
+        say: shows a line of progress.
     """
 
     def __init__(
@@ -327,8 +334,8 @@ class ShortBenches:
         on_cpu = config.cluster.device == "cpu"
         # CPU ranks that share a core evict each other's data from its caches, so the benches have as many
         # ranks as the run, but at most two per core.
-        most = min(config.gpus, 2 * cores() if on_cpu else RANKS)
-        self.ranks = most if most < RANKS else most // RANKS * RANKS
+        limit = min(config.gpus, 2 * cores() if on_cpu else RANKS)
+        self.ranks = limit if limit < RANKS else limit // RANKS * RANKS
         self.overrides = [
             *(override for override in overrides if not _replaced(override)),
             f"cluster={profile.absolute()}",
@@ -339,10 +346,10 @@ class ShortBenches:
         self._say, self._recipes_dirs = say, recipes_dirs
 
     def bench(self, ranks: int, tp: int) -> BenchResult:
-        """Benches the strategies of `BENCHED` on a number of ranks with a tensor-parallel size.
+        """Benches the strategies of `BENCHED` on `ranks` ranks with tensor-parallel size `tp`.
 
         Raises:
-            CanzonaError: as in `session.prepare` and `session.run`.
+            CanzonaError: see `session.prepare` and `session.run`.
             KeyboardInterrupt: the user stopped the bench.
         """
         folder = Path(tempfile.mkdtemp(prefix="canzona-calibrate-"))
@@ -363,16 +370,16 @@ class ShortBenches:
 def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[[Calibration], None]) -> Calibration:
     """Runs the short benches and adds the factors of complete steps to the profile.
 
-    If a bench fails or is stopped, factors come only from the benches before, and "steps" is added to the
+    If a bench fails or is stopped, the factors come only from earlier benches, and "steps" is added to the
     profile's `not_measured`.
 
     Args:
-        write: called once with the result; writes the profile.
+        write: writes the profile; called once, with the result.
     """
-    begun = time.time()
+    started = time.time()
 
     def with_profile(profile: ClusterConfig) -> Calibration:
-        seconds = calibration.seconds + time.time() - begun
+        seconds = calibration.seconds + time.time() - started
         measured_on = {**profile.measured_on, "seconds": round(seconds, 1)}
         return replace(calibration, seconds=seconds, profile=replace(profile, measured_on=measured_on))
 

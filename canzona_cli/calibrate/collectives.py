@@ -1,19 +1,19 @@
 """Measures collectives on the real backend by kind, group size and bytes.
 
-On CPU ranks, the result is the time that a collective adds to a loop of computation, with all groups of a
-size at the same time. In a loop of collectives alone, every rank is awake, every cache is warm and every core
-is free: in training steps of four ranks on two cores, collectives took two to six times as long as in such a
-loop.
+On CPU ranks, the result is the time that a collective adds to a loop of computation, in all groups of the same size
+at once. In a loop of collectives alone, every rank is awake, every cache is warm and every core is free: in
+training steps of four ranks on two cores, collectives took two to six times as long as in such a loop.
 
-On GPUs, the skew between ranks after a barrier and the launch time would be as long as the collective.
-Therefore a row of collectives is timed between two events on the device. Before the row, all-reduces
-synchronise the devices and keep them busy until the host has launched the row.
+On GPUs, launching a collective takes as long as the collective itself, and so does the skew between ranks after a
+barrier. Therefore a row of several collectives is timed between two events on the device. Before the row,
+all-reduces synchronise the devices and keep them busy until the host has launched the row.
 """
 
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,28 +27,31 @@ from canzona_cli.run.machine import cores
 from canzona_cli.run.statistics import Quartiles
 
 LEAST, MOST = 5, 200
+"""The minimum and maximum number of repetitions."""
 ROW = 16
 """The number of collectives between two events on a GPU."""
 _CALLS = 4
-"""The most collectives, with computation between them, of a sample on CPU ranks; long collectives have fewer."""
+"""The maximum number of collectives, with computation between them, in a sample on CPU ranks; fewer if they take
+long."""
 _SIDE, _TOUCHED = 384, 1 << 20
 """The computation between collectives on CPU ranks: a bf16 product of square matrices of this side, and this
 many bytes read and written. This takes about a millisecond."""
 _PILOTS = 2
-_GATHERING_BYTES = 64 << 20
-"""The bytes of each all-reduce before a row; the all-reduce takes at least 0.2 ms over NVLink."""
+"""The number of measurements that estimate a duration in advance."""
+_SYNCHRONISING_BYTES = 64 << 20
+"""The size in bytes of each all-reduce before a row, which takes at least 0.2 ms over NVLink."""
 _HEAD_START = 1.5
-"""The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row.
-Otherwise, for collectives of less than 30 us, the host's launches would be measured."""
-_MOST_AHEAD = 16
+"""The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row. With
+less, the result for collectives of under 30 us would be the time of their launches."""
+_MAX_SYNCHRONISING = 16
+"""The maximum number of all-reduces before a row."""
 _LEAST_S = 1e-6
 _LARGE_S = 1.5
-"""The limit in seconds for the repetitions of the largest size; a size that would take longer is not
-measured."""
+"""The limit in seconds for the repetitions of the largest size. If they would take longer, it is not measured."""
 
 Transfer = Callable[[], None]
 Make = Callable[[int, "Members"], Transfer]
-"""A function that allocates buffers of a number of bytes and returns the collective on them."""
+"""A function that allocates buffers of the given bytes and returns the collective on these buffers."""
 
 
 class Members:
@@ -61,7 +64,7 @@ class Members:
     def __init__(self, team: Team, size: int) -> None:
         """Makes the groups. Collective over all ranks of the job."""
         self.team, self.size, self.device = team, size, team.device
-        # Groups with the default backend (NCCL or gloo), which a run's collectives use as well.
+        # Use the default backend (NCCL or gloo), as a run's collectives do.
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, team.size, size)]
         self.groups = len(groups)
         place, self.rank = divmod(team.rank, size)
@@ -78,13 +81,13 @@ class Members:
 
 
 def group_sizes(ranks: int) -> list[int]:
-    """Returns the group sizes to measure: the powers of two from 2, and the number of ranks."""
+    """Returns the group sizes to measure: the powers of two from 2 up to the number of ranks, and that number."""
     sizes = [2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks]
     return sizes if ranks in sizes or ranks == 1 else [*sizes, ranks]
 
 
 def measure_collectives(members: Members, effort: Effort, recorder: Recorder) -> None:
-    """Measures all kinds and sizes of collectives in groups of one size. Collective over the members."""
+    """Measures all kinds and sizes of collectives in groups of one size. All members have to call this."""
     for kind, make in KINDS.items():
         if kind == "send" and members.size != 2:
             continue
@@ -111,39 +114,48 @@ def measure(members: Members, kind: Collective, make: Make, size: int, budget_s:
     return Quartiles.of(values).median
 
 
+class _Times(NamedTuple):
+    """The mean times of one iteration of a loop on this rank."""
+
+    wall_s: float
+    processor_s: float
+
+
 def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[list[float], float]:
     """Measures a collective interleaved with matrix products on CPU ranks.
 
     Returns:
-        For each repetition the seconds that the collective adds on the slowest rank, and the number of
-        processor cores that one group's collective occupies.
+        for each repetition the seconds that the collective adds on the slowest rank, and the number of
+        processor cores that the collective of one group occupies.
     """
     team, factor = members.team, torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
     product, touched = torch.empty_like(factor), torch.ones(_TOUCHED // 4)
 
-    def row(calls: int, *, communicating: bool) -> tuple[float, float]:
-        """Makes `calls` calls; returns the wall and processor seconds of each, on average."""
+    def row(calls: int, *, communicating: bool) -> _Times:
+        """Runs the computation `calls` times; returns the mean times of one iteration."""
         team.meet()
-        begin, worked = time.perf_counter(), time.process_time()
+        begin, begin_processor = time.perf_counter(), time.process_time()
         for _ in range(calls):
             torch.mm(factor, factor, out=product)
             touched.neg_()
             if communicating:
                 run()
-        return (time.perf_counter() - begin) / calls, (time.process_time() - worked) / calls
+        wall_s, processor_s = time.perf_counter() - begin, time.process_time() - begin_processor
+        return _Times(wall_s=wall_s / calls, processor_s=processor_s / calls)
 
-    def pair(calls: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    def pair(calls: int) -> tuple[_Times, _Times]:
         return row(calls, communicating=True), row(calls, communicating=False)
 
-    pilot = team.decide(min(sum(wall for wall, _ in pair(1)) for _ in range(_PILOTS)))
+    pilot = team.decide(min(sum(times.wall_s for times in pair(1)) for _ in range(_PILOTS)))
     calls = max(1, min(_CALLS, int(budget_s / LEAST / pilot)))
     pairs = [pair(calls) for _ in range(_repetitions(budget_s, calls * pilot))]
-    with_it = _slowest(team, [wall for (wall, _), _ in pairs])
-    without = _slowest(team, [wall for _, (wall, _) in pairs])
+    both_s = _slowest(team, [both.wall_s for both, _ in pairs])
+    alone_s = _slowest(team, [alone.wall_s for _, alone in pairs])
     # A difference within the noise of the computation counts as a microsecond.
-    added = [max(_LEAST_S, both - alone) for both, alone in zip(with_it, without, strict=True)]
-    processor = [statistics.median(both - alone for (_, both), (_, alone) in pairs)]
-    busy = sum(of_rank for (of_rank,) in team.gather(processor)) / members.groups / Quartiles.of(added).median
+    added = [max(_LEAST_S, both - alone) for both, alone in zip(both_s, alone_s, strict=True)]
+    processor_s = statistics.median(both.processor_s - alone.processor_s for both, alone in pairs)
+    total_processor_s = sum(seconds for (seconds,) in team.gather([processor_s]))
+    busy = total_processor_s / members.groups / Quartiles.of(added).median
     return added, min(max(busy, 0.0), float(cores()))
 
 
@@ -152,35 +164,35 @@ def _repetitions(budget_s: float, pilot: float) -> int:
 
 
 def _slowest(team: Team, seconds: Sequence[float]) -> list[float]:
-    """Returns the longest time over ranks of each repetition: a collective ends when the last rank is done."""
+    """Returns each repetition's longest time over all ranks, because a collective ends when its last rank does."""
     return [max(each) for each in zip(*team.gather(seconds), strict=True)]
 
 
 def _in_a_row(members: Members, run: Transfer) -> Callable[[], float]:
-    """Prepares the measurement of a row on GPUs; returns a function that measures the seconds of one
-    collective."""
-    gathering = _all_reduce(_GATHERING_BYTES, members)
+    """Prepares the measurement of `ROW` collectives in a row on GPUs. Returns a function that measures the seconds of
+    one collective."""
+    synchronise = _all_reduce(_SYNCHRONISING_BYTES, members)
 
     def row() -> None:
         for _ in range(ROW):
             run()
 
-    def launching() -> float:
-        """Returns the seconds that the host takes to launch a row."""
+    def launch_seconds() -> float:
+        """Returns the seconds that the host needs to launch `ROW` collectives."""
         begin = time.perf_counter()
         row()
         return time.perf_counter() - begin
 
     row()  # the first call makes NCCL's communicator
-    busy_s = min(device_seconds(gathering) for _ in range(_PILOTS))
-    launch_s = min(launching() for _ in range(_PILOTS))
+    busy_s = min(device_seconds(synchronise) for _ in range(_PILOTS))
+    launch_s = min(launch_seconds() for _ in range(_PILOTS))
     needed = members.team.decide(_HEAD_START * launch_s / max(busy_s, 1e-9))
-    ahead = min(max(1, math.ceil(needed)), _MOST_AHEAD)
+    count = min(max(1, math.ceil(needed)), _MAX_SYNCHRONISING)
 
     def once() -> float:
         members.team.meet()
-        for _ in range(ahead):
-            gathering()
+        for _ in range(count):
+            synchronise()
         return device_seconds(row) / ROW
 
     return once
@@ -192,13 +204,13 @@ def _all_reduce(size: int, members: Members) -> Transfer:
 
 
 def _reduce(size: int, members: Members) -> Transfer:
-    """Prepares asynchronous reductions to owners, which a run uses for gradients."""
+    """Prepares asynchronous reductions to owners, as a run uses them for gradients."""
     parts = _ranges(members.buffer(size, torch.float32).zero_(), members)
     return lambda: _finish(*reduce_each(parts, members.group))
 
 
 def _broadcast(size: int, members: Members) -> Transfer:
-    """Prepares asynchronous broadcasts from owners, which a run uses for weights."""
+    """Prepares asynchronous broadcasts from owners, as a run uses them for weights."""
     parts = _ranges(members.buffer(size, torch.bfloat16), members)
     return lambda: _finish(*broadcast_each(parts, members.group))
 
@@ -224,7 +236,7 @@ def _reduce_scatter(size: int, members: Members) -> Transfer:
 
 
 def _all_to_all(size: int, members: Members) -> Transfer:
-    """Prepares an all-to-all of equal parts: `size` bytes go to the other ranks; one more part stays here."""
+    """Prepares an all-to-all of equal parts. `size` bytes go to the other ranks, and one more part stays here."""
     sent = members.buffer(max(1, size * members.size // (members.size - 1)), torch.float32)
     received = torch.empty_like(sent)
     return lambda: _finish(dist.all_to_all_single(received, sent, group=members.group, async_op=True))

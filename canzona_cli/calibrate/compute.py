@@ -1,15 +1,16 @@
 """Measures work without communication: products, decompositions, memory, forward and backward passes, matrix
 updates.
 
-An update is timed as the engine runs it, except for the exchange: clip the gradient, step, check that the new
-weight is finite, and write it in the model's precision. As many different matrices as the model has layers
-are updated one after another, because in training each update finds the caches full of other matrices.
+An update is timed as the engine runs it, without the exchange: clip the gradient, step, check that the new weight
+is finite, and write the weight in the model's precision. One matrix per layer of the model is updated after
+another, because in training each update finds the caches full of other matrices.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -39,9 +40,9 @@ class Sizes:
     symmetric: int = 1024
     """The side of eigendecompositions."""
     copied_bytes: int = 128 << 20
-    """The bytes of a buffer that is too large for any cache."""
+    """The size in bytes of the buffer that is copied; it is too large for any cache."""
     precisions: tuple[tuple[Quantity, ProductPrecision], ...] = (("fp32_tflops", "fp32"),)
-    """The precisions in which products of fp32 matrices are measured, with their quantities."""
+    """The precisions in which products of fp32 matrices are measured, each with the name of its result."""
 
 
 SIZES = {
@@ -57,13 +58,13 @@ SIZES = {
 """The sizes by type of device."""
 _LAUNCHES = 200
 _MODEL_BUDGET = 12
-"""The budget for forward and backward, in units of `Effort.item_s`. It is large because every prediction of a
-step depends on them."""
+"""The time budget for forward and backward passes, as a multiple of `Effort.item_s`. It is large because every
+predicted step time depends on these passes."""
 
 
 def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
-    """Measures the rates of matrix products and decompositions, and the time of a launch. Collective over the
-    team."""
+    """Measures the rates of matrix products and decompositions, and the time of a launch. All members have to call
+    this."""
     sizes = SIZES[team.device.type]
     for size in sizes.products:
         factors = (torch.randn(size, size, device=team.device).bfloat16() for _ in range(3))
@@ -73,7 +74,7 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
     for quantity, precision in sizes.precisions:
         with products(precision):
             _rate(team, effort, recorder, quantity, 2.0 * size**3, lambda: _mm(x, y, z))
-    # FLOPs as `optimizers.facts.Work` counts them.
+    # The numbers of FLOPs are those of `optimizers.facts.Work`.
     _rate(team, effort, recorder, "qr_tflops", 8 / 3 * size**3, lambda: _discard(torch.linalg.qr(x)))
     size = sizes.symmetric
     symmetric = x[:size, :size] @ x[:size, :size].mT
@@ -92,8 +93,8 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
 def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
     """Measures memory bandwidth by a copy between buffers that are too large for any cache.
 
-    The measured rate is divided by `COPY_EFFICIENCY`, the share of the bandwidth that a copy reaches.
-    Collective over the team.
+    The measured rate is divided by `COPY_EFFICIENCY`, the share of the bandwidth that a copy reaches. All members
+    have to call this.
     """
     elements = SIZES[team.device.type].copied_bytes // 4
     source, target = (torch.ones(elements, device=team.device) for _ in range(2))
@@ -104,12 +105,12 @@ def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 
 def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, recorder: Recorder) -> None:
-    """Measures forward and backward of the recipe's model, shortened to a few layers, with random tokens.
-    Collective.
+    """Measures forward and backward of the recipe's model, shortened to a few layers, with random tokens. All ranks
+    have to call this.
 
-    All ranks measure at the same time, because ranks that share a core evict each other's data and
-    instructions from its caches. Two sizes of micro-batch separate the fixed time of a pass from the time per
-    token. Gradients are added to Megatron's buffers, without communication.
+    All ranks measure at the same time, because ranks that share a core evict each other's data and instructions
+    from its caches. Two micro-batch sizes separate the fixed time of a pass from the time per token. Gradients are
+    added to Megatron's buffers, without communication.
 
     Args:
         config: the result of `profile.shortened`.
@@ -148,9 +149,7 @@ def _passes(
         begin = time.perf_counter()
         while len(samples) < LEAST or time.perf_counter() - begin < budget_s:
             samples.append(step())
-    forward, backward = (
-        [sample for of_rank in team.gather(mine) for sample in of_rank] for mine in zip(*samples, strict=True)
-    )
+    forward, backward = (list(chain.from_iterable(team.gather(times))) for times in zip(*samples, strict=True))
     return list(zip(forward, backward, strict=True))
 
 
@@ -179,7 +178,7 @@ def _discard(_: object) -> None:
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")
 ADAMW_ELEMENTS = 4 << 20
 _BYTES_AT_ONCE = {"cpu": 256 << 20, "cuda": 8 << 30}
-"""The most bytes of all matrices in a `Group`, with gradients and state, by type of device."""
+"""The limit on the bytes of all matrices in a `Group`, with gradients and state, by type of device."""
 _CLIP = 0.999
 _NEVER = 1 << 40
 """A number of steps between refreshes that is so large that no refresh happens."""
@@ -216,7 +215,7 @@ def shapes(config: RunConfig) -> list[tuple[int, int]]:
 def measure_updates(
     team: Team, config: RunConfig, effort: Effort, recorder: Recorder, elapsed: Callable[[], float]
 ) -> None:
-    """Measures every variant's update of every shape, quick ones first. Collective over the team.
+    """Measures every variant's update of every shape, fast updates first. All members have to call this.
 
     Updates that would take too long to measure are left to the cost model and recorded as skipped.
 
@@ -236,7 +235,7 @@ def measure_updates(
 
 def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recorder) -> None:
     """Measures AdamW's nanoseconds per element: the update of a flat fp32 shard and the copy into the model's
-    weights. Collective over the team."""
+    weights. All members have to call this."""
     shard = torch.nn.Parameter(torch.randn(ADAMW_ELEMENTS, device=team.device))
     shard.grad = torch.randn_like(shard)
     weight = torch.empty(ADAMW_ELEMENTS, dtype=_dtype(config), device=team.device)
@@ -253,8 +252,8 @@ def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recor
 def expected(variant: Variant, rows: int, cols: int) -> float:
     """Returns the approximate seconds that the measurement of an update takes, by the cost model.
 
-    For SOAP and Shampoo, this is the time of three refreshes: of three periods, if refreshes are spread over
-    them; otherwise of the three longest steps, which take far longer than others.
+    For SOAP and Shampoo, this is the time of three refresh periods if refreshes are spread over all steps,
+    otherwise of three refresh steps, which take far longer than other steps.
     """
     update, cluster = algorithm(variant.config), replace(variant.config.cluster, measured_updates=())
     if isinstance(variant.config.optimizer, MomentumConfig):
@@ -266,9 +265,9 @@ def expected(variant: Variant, rows: int, cols: int) -> float:
 def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s: float) -> list[float]:
     """Measures the seconds of one update of one (rows, columns) matrix; returns the samples of all members.
 
-    For SOAP and Shampoo a sample is the mean over a refresh period. If refreshes are not spread over it, it is
-    the mean of one sample of a step without refresh and of the median step with refresh, weighted by how often
-    each occurs.
+    For SOAP and Shampoo a sample is the mean over a refresh period. If refreshes are not spread over all steps, it
+    is computed from one measured step without a refresh and the median of the measured steps with one, weighted by
+    how often each occurs.
     """
     group = Group(variant, rows, cols, team.device)
     optimizer = group.optimizer
@@ -289,10 +288,10 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
     group.fill_factors(optimizer)
     optimizer.precondition_frequency = 1
     team.meet()
-    mine = [timed(group.update, team.device)]
-    if mine[0] < budget_s:
-        mine = repeat(group.update, team.device, budget_s)
-    refreshes = sorted(sample / group.count for of_rank in team.gather(mine) for sample in of_rank)
+    samples = [timed(group.update, team.device)]
+    if samples[0] < budget_s:
+        samples = repeat(group.update, team.device, budget_s)
+    refreshes = sorted(sample / group.count for sample in chain.from_iterable(team.gather(samples)))
     refresh = refreshes[len(refreshes) // 2]
     return [((period - 1) * sample + refresh) / period for sample in plain]
 
@@ -327,8 +326,8 @@ class Group:
     def _memory(
         self, variant: Variant, rows: int, cols: int
     ) -> tuple[list[torch.nn.Parameter], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Allocates masters, gradients, weights and scratch for rounding: each evenly spaced, as those of experts
-        are, if updates are stacked, otherwise each in its own memory."""
+        """Allocates masters, gradients, weights and scratch for rounding. If updates are stacked, the tensors of
+        each kind are evenly spaced in one block, as for experts; otherwise every tensor has its own block."""
         optimizer, dtype = variant.config.optimizer, _dtype(variant.config)
         stacked = isinstance(optimizer, MomentumConfig) and bool(optimizer.stack)
         sizes = [self.count] if stacked else [1] * self.count
@@ -362,14 +361,14 @@ class Group:
             self.update()
 
     def begin_period(self, optimizer: KroneckerOptimizer) -> None:
-        """Makes the next update the first one of a period in which a refresh is spread."""
+        """Makes the next update the first of a refresh period."""
         for master in self._masters:
             optimizer.state[master]["step"] = 2 * optimizer.precondition_frequency
 
     def fill_factors(self, optimizer: KroneckerOptimizer) -> None:
         """Makes all eigenvalues of the factors distinct by adding random numbers to the diagonals.
 
-        Factors of few gradients have low rank, and their decomposition would be faster than in training.
+        Factors from few gradients have low rank and decompose faster than factors in training.
         """
         for master in self._masters:
             for side in SIDES:
@@ -383,8 +382,8 @@ class Group:
 
 
 def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
-    """Returns the number of matrices in a group: one per layer, but no more than `_BYTES_AT_ONCE` allows, and
-    only one for large matrices of SOAP and Shampoo, whose updates take long."""
+    """Returns the number of matrices in a group: one per layer, within `_BYTES_AT_ONCE`; only one for large
+    matrices with SOAP and Shampoo, whose updates take long."""
     squares = 0 if isinstance(variant.config.optimizer, MomentumConfig) else rows * rows + cols * cols
     if squares and max(rows, cols) > 1024:
         return 1

@@ -1,4 +1,5 @@
-"""The measurements that the ranks of a calibration report, and the cluster profile made from them. No torch."""
+"""The measurements that the ranks of a calibration report, and the cluster profile made from them. Does not import
+torch."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,10 +52,10 @@ Quantity = Literal[
     "forward",
     "backward",
 ]
-"""The measured quantities: fields of the profile in their units (grouped_collectives is 1 or 0), and updates,
-collectives, forward and backward in seconds."""
+"""The measured quantities: fields of the profile in the units of these fields (grouped_collectives is 1 or 0), and
+updates, collectives, forward and backward in seconds."""
 
-WHAT: dict[Part, str] = {
+PART_NAMES: dict[Part, str] = {
     "arithmetic": "matrix products, decompositions, launches",
     "memory": "memory bandwidth",
     "adamw": "AdamW",
@@ -66,23 +67,24 @@ WHAT: dict[Part, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The time budgets of a calibration. A measurement is repeated until its budget is spent."""
+    """The time budgets of a calibration. Each measurement is repeated until its budget is spent."""
 
     item_s: float = 0.3
-    """The budget in seconds for each product, decomposition, size of a collective and shape of an update."""
+    """The budget in seconds for each product, decomposition, collective size and update shape."""
     largest_item_s: float = 40.0
-    """The longest expected measurement of an update, in seconds; longer ones are left to the cost model."""
+    """The maximum expected seconds of an update's measurement; updates that take longer are left to the cost
+    model."""
     end_s: float = 70.0
-    """The seconds since the start by which a measurement of an update must be expected to end, unless it
-    takes less than a second."""
+    """The deadline in seconds after the start. A measurement of an update that would probably end later is
+    skipped, unless it takes less than a second."""
     sizes: tuple[int, ...] = (8, 64 << 10, 1 << 20, 8 << 20)
     """The sizes of collectives, in bytes."""
     large: int | None = 32 << 20
     """A further size of collectives in bytes, measured if it is quick enough; None for no further size."""
 
     def on(self, device: Device) -> "Effort":
-        """Returns the effort with the sizes for a type of device: on GPUs up to the buckets of the largest
-        models."""
+        """Returns the effort with the collective sizes for a type of device. On GPUs these go up to the buckets of
+        the largest models."""
         return self if device == "cpu" else replace(self, sizes=GPU_SIZES, large=None)
 
 
@@ -113,8 +115,8 @@ class Measurement:
 
     quantity: Quantity
     key: tuple[str | int, ...] = ()
-    """The row of the quantity's table. matmul_tflops: (n,); updates: (label, rows, columns); collectives:
-    (kind, ranks, bytes); forward and backward: (sequences,)."""
+    """The row in the quantity's table: (n,) for matmul_tflops, (label, rows, columns) for updates, (kind, ranks,
+    bytes) for collectives, (sequences,) for forward and backward; empty for quantities without a table."""
     spread: Quartiles
     repetitions: int
     """The number of samples, summed over the ranks that measured."""
@@ -127,7 +129,7 @@ class Measurement:
 
     @property
     def name(self) -> str:
-        """The name for messages."""
+        """The name in messages."""
         if self.quantity == "collectives":
             return f"{self.key[0]} of {self.key[2]:,} bytes among {self.key[1]} ranks"
         if self.quantity == "updates":
@@ -146,24 +148,24 @@ class Facts:
     workers: int
     """The number of ranks that computed at the same time."""
     bf16_in_fp32: bool
-    """The value of the profile's field of this name."""
+    """The value for `ClusterConfig.bf16_in_fp32`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The reports of a calibration's ranks so far."""
+    """The results of a calibration so far."""
 
     measurements: tuple[Measurement, ...] = ()
     done: tuple[Part, ...] = ()
     """The parts that are complete."""
     skipped: tuple[str, ...] = ()
-    """The updates that are left to the cost model, with the reason."""
+    """The updates that are left to the cost model, each with the reason."""
     facts: Facts | None = None
 
 
 class Recorder:
-    """The writer of measurements on a rank. Rank 0 writes every number before the next is measured; other
-    ranks write nothing."""
+    """The writer of a rank's measurements. Rank 0 writes each number before it measures the next; other ranks write
+    nothing."""
 
     def __init__(self, files: RunFiles, *, writes: bool) -> None:
         self._path, self._writes = _measured(files), writes
@@ -178,7 +180,7 @@ class Recorder:
 
 
 def read_record(files: RunFiles) -> Record:
-    """Reads the record that rank 0 wrote so far, without incomplete lines."""
+    """Reads the complete lines of the record that rank 0 has written so far."""
     lines, _ = read_lines(_measured(files), Record)
     return Record(
         measurements=tuple(measurement for line in lines for measurement in line.measurements),
@@ -193,7 +195,7 @@ def _measured(files: RunFiles) -> Path:
 
 
 def parts(ranks: int) -> Iterator[Part]:
-    """Yields the parts of a calibration on a number of ranks; on a single rank there are no collectives."""
+    """Yields the parts of a calibration on `ranks` ranks; a single rank has no collectives."""
     yield from (part for part in get_args(Part) if part != "collectives" or ranks > 1)
 
 
@@ -201,8 +203,8 @@ MODEL_LAYERS = 2
 
 
 def shortened(config: RunConfig) -> RunConfig:
-    """Returns the run for the measurement of forward and backward: with a few layers, and with AdamW, whose
-    buffers are Megatron's own."""
+    """Returns the run in which forward and backward are measured: with a few layers and with AdamW, which uses
+    Megatron's own buffers."""
     return replace(
         config,
         model=replace(config.model, num_layers=min(MODEL_LAYERS, config.model.num_layers)),
@@ -211,18 +213,18 @@ def shortened(config: RunConfig) -> RunConfig:
 
 
 def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
-    """Returns the run with each optimizer to measure: Muon, SOAP, Shampoo and the recipe's optimizer with its
-    settings.
+    """Returns a copy of the run for each optimizer to measure: Muon, SOAP, Shampoo and the recipe's own optimizer
+    with its settings.
 
-    An optimizer with forms comes in each of its forms, with and without stacking of matrices.
+    There is a copy for each form of an optimizer, with and without stacking of matrices.
     """
     settings, lr = config.optimizer, config.optimizer.lr
-    usual = (MuonConfig(name="muon", lr=lr), SoapConfig(name="soap", lr=lr), ShampooConfig(name="shampoo", lr=lr))
-    chosen: dict[str, OptimizerConfig] = {optimizer.name: optimizer for optimizer in usual}
+    defaults = (MuonConfig(name="muon", lr=lr), SoapConfig(name="soap", lr=lr), ShampooConfig(name="shampoo", lr=lr))
+    by_name: dict[str, OptimizerConfig] = {optimizer.name: optimizer for optimizer in defaults}
     if isinstance(settings, NewtonSchulzConfig | KroneckerConfig):
-        chosen[settings.name] = settings
+        by_name[settings.name] = settings
     optimizers: list[OptimizerConfig] = []
-    for optimizer in chosen.values():
+    for optimizer in by_name.values():
         if not isinstance(optimizer, MomentumConfig):
             optimizers.append(optimizer)
             continue
@@ -240,35 +242,34 @@ def profile_of(
     name: str,
     facts: Mapping[str, str | int | float],
 ) -> ClusterConfig:
-    """Returns the base profile of `config` with the measured values in it.
+    """Returns the base profile of `config`, updated with the measured values.
 
-    A row of a table that was not measured stays from the base if the base was calibrated on this machine.
+    Rows of tables that were not measured are taken from the base if it was calibrated on this machine.
     """
     base = config.cluster
-    known = {m.quantity: m.spread.median for m in record.measurements if not m.key}
-    from_base = (
-        base if base.calibrated and not profile_mismatches(base) else replace(base, measured_updates=(), collectives=())
-    )
-    here = {} if record.facts is None else asdict(record.facts)
-    bf16_in_fp32 = here.pop("bf16_in_fp32", base.bf16_in_fp32)
-    # These quantities have the names of their fields. Forward and backward become factors below.
+    medians = {m.quantity: m.spread.median for m in record.measurements if not m.key}
+    same_machine = base.calibrated and not profile_mismatches(base)
+    tables = base if same_machine else replace(base, measured_updates=(), collectives=())
+    rank_facts = {} if record.facts is None else asdict(record.facts)
+    bf16_in_fp32 = rank_facts.pop("bf16_in_fp32", base.bf16_in_fp32)
+    # All other quantities have the name of their field. Forward and backward become factors below.
     others = ("forward", "backward", "grouped_collectives")
-    measured = {name: significant(value) for name, value in known.items() if name not in others}
+    measured = {name: significant(value) for name, value in medians.items() if name not in others}
     products = tuple((int(m.key[0]), significant(m.spread.median)) for m in _of_quantity(record, "matmul_tflops"))
     if not products or "arithmetic" not in record.done:
-        products = base.matmul_tflops  # large sizes are measured last: a partial table would make products look slow
+        products = base.matmul_tflops  # large sizes are measured last, so a partial table would show slow products
     profile = replace(
         base,
         name=name,
         matmul_tflops=products,
         bf16_in_fp32=bf16_in_fp32,
-        measured_updates=_updates(from_base, record),
-        collectives=_collectives(from_base, record),
-        grouped_collectives=bool(known.get("grouped_collectives", base.grouped_collectives)),
+        measured_updates=_updates(tables, record),
+        collectives=_collectives(tables, record),
+        grouped_collectives=bool(medians.get("grouped_collectives", base.grouped_collectives)),
         step_factors={},
         crowding=1.0,
         cores=cores() if base.device == "cpu" else base.cores,
-        measured_on={**facts, **here},
+        measured_on={**facts, **rank_facts},
         not_measured=tuple(part for part in parts(config.gpus) if part not in record.done),
         nodes=None,
         **measured,  # type: ignore[arg-type]
@@ -284,9 +285,9 @@ def with_peak(profile: ClusterConfig) -> ClusterConfig:
     """Returns the profile with a measured peak rate (`bf16_tflops`) for CPU ranks; GPU profiles are not
     changed.
 
-    No datasheet has the peak of this many threads on this processor. The peak is the rate of the fastest
-    product. If a factor of forward or backward is below 1, passes ran faster than products measured alone,
-    and the peak is divided by the smallest factor, so that no pass exceeds the peak.
+    No datasheet lists the peak of this number of threads on this processor, so the rate of the fastest product is
+    used. If a factor of forward or backward is below 1, passes ran faster than the products alone, and the rate is
+    divided by the smaller factor, so that no pass exceeds the peak.
     """
     if profile.device != "cpu":
         return profile
@@ -316,10 +317,8 @@ def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, f
 
 
 def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
-    """Returns the profile with intra-node latency and bandwidth, measured by an all-to-all of two ranks.
-
-    They are used for sizes and kinds of collectives without a row in the table.
-    """
+    """Returns the profile with intra-node latency and bandwidth, measured by an all-to-all of two ranks. They apply
+    to kinds of collectives without a measurement."""
     pairs = sorted(
         (int(m.key[2]), m.spread.median)
         for m in _of_quantity(record, "collectives")
@@ -335,12 +334,12 @@ def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
 def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterConfig:
     """Returns the profile of `config` with the factors and fixed times of forward and backward.
 
-    They are the slope and intercept of measured over predicted seconds by size of micro-batch; the intercept
-    is divided by the number of modules.
+    Measured seconds are a linear function of predicted seconds, fitted over micro-batch sizes. The factor is its
+    slope; the fixed time of a module is its intercept divided by the number of modules.
     """
-    plain = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
-    # A measured pass has no pipeline schedule, so the cost of a pass in a schedule is left out.
-    short = replace(shortened(config), cluster=replace(plain, backward_module_us=0.0, pass_us=0.0))
+    neutral = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
+    # A measured pass is not part of a pipeline schedule, so it does not include the cost of a pass in one.
+    short = replace(shortened(config), cluster=replace(neutral, backward_module_us=0.0, pass_us=0.0))
     changes: dict[str, float] = {}
     for direction in ("forward", "backward"):
         points, modules = [], 1
@@ -360,7 +359,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Returns (slope, intercept) of the line through the first and the last point; neither is negative."""
     (least, quick), (most, slow) = points[0], points[-1]
     slope = (slow - quick) / (most - least) if most > least else 0.0
-    if not 0 < slope <= slow / most:  # because of noise; use a line through the origin
+    if not 0 < slope <= slow / most:  # caused by noise; use a line through the origin instead
         slope = slow / most
     return slope, max(0.0, slow - slope * most)
 
@@ -375,17 +374,17 @@ class StepFactors:
     """The ratios of measured to predicted time in complete steps."""
 
     computing: float
-    """The ratio for forward and backward, by which the profile's factors for them are multiplied."""
+    """The ratio for forward and backward together."""
     phases: Mapping[str, float]
-    """The ratios for the other phases, for `ClusterConfig.step_factors`."""
+    """The ratios for the other phases, by key of `ClusterConfig.step_factors`."""
 
 
 def fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
-    """Returns the profile with factors from its benches (at least one)."""
+    """Returns the profile with factors from the results of at least one bench."""
     steps = factors(results)
     scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
     changes = {name: significant(getattr(profile, name) * steps.computing) for name in scaled}
-    # `canzona tune` leaves these layouts out when it reports errors of predictions.
+    # `canzona tune` excludes these layouts when it reports errors of predictions.
     layouts = ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
     measured_on = {**profile.measured_on, "fitted_on": layouts}
     changed = replace(profile, step_factors=dict(steps.phases), measured_on=measured_on, **changes)  # type: ignore[arg-type]
@@ -393,12 +392,14 @@ def fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterCon
 
 
 def factors(results: Sequence[BenchResult]) -> StepFactors:
-    """Computes the factors from the data-parallel bench and, if it was run, the tensor-parallel bench after
-    it.
+    """Computes the factors from the data-parallel bench and, if there is one, the tensor-parallel bench.
 
-    Forward and backward share a factor. It comes from the data-parallel bench, where they have no
-    collectives, and includes the waits for gradients and parameters, because the operating system gives the
-    ranks unequal shares of the cores, and the faster ranks wait there.
+    Forward and backward share a factor from the data-parallel bench, in which they have no collectives. It
+    includes the waits for gradients and parameters, because the operating system gives the ranks unequal shares of
+    the cores, and faster ranks wait for slower ones.
+
+    Args:
+        results: the data-parallel bench first.
     """
     phases: dict[str, float] = {}
     for prefix, updating, elementwise in (("", "canzona", "canzona"), ("megatron/", "sc", "adamw")):
@@ -409,7 +410,7 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
             "adamw_update": elementwise,
         }
         for phase, strategy in benched.items():
-            # Early ranks wait for late ones in norm and clip, so the shortest time is the one without a wait.
+            # Early ranks wait for late ranks in norm and clip, so only the shortest time contains no wait.
             rank: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
             factor = _factor([result.strategies[strategy] for result in results], (phase,), rank)
             if factor is not None:
@@ -421,8 +422,12 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
 
 
 def _factor(benches: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
-    """Returns measured over predicted time, summed over phases and benches; None if no bench has the
-    phases."""
+    """Returns the ratio of measured to predicted time, summed over phases and benches; None if no bench has the
+    phases.
+
+    Args:
+        rank: the rank whose measured time counts: the fastest, or the mean of all.
+    """
     measured = predicted = 0.0
     for bench, phase in itertools.product(benches, phases):
         expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)

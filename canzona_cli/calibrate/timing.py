@@ -4,6 +4,7 @@ import datetime
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,16 @@ class _Values:
 
 
 LEAST, MOST = 3, 400
-"""The fewest and the most samples of a measurement; fewer only if `LEAST` samples would take over four times
-the budget."""
+"""The minimum and maximum number of samples in a measurement. There are fewer only if `LEAST` samples would take
+more than four times the budget."""
 _SAMPLE_S = 1e-3
-"""The shortest sample in seconds; a sample of quicker work consists of several calls."""
+"""The minimum length of a sample in seconds. A sample of faster work consists of several calls."""
 
 
 class Team:
     """The first `size` ranks of the job, which measure while the other ranks sleep.
 
-    The ranks synchronise over gloo even on GPUs, because a rank that waits in gloo does not use a processor.
+    The ranks synchronise over gloo even on GPUs, because a rank that waits in gloo does not occupy a core.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -50,21 +51,17 @@ class Team:
 
     def decide(self, value: float) -> float:
         """Returns the largest of all members' values, so that all members make the same decision."""
-        return max(of_member for (of_member,) in self.gather([value]))
+        return max(member_value for (member_value,) in self.gather([value]))
 
     def samples(self, work: Work, budget_s: float) -> list[float]:
         """Measures the seconds of one call of `work` while all members run it; returns the samples of all
         members."""
         self.meet()
-        return [sample for of_rank in self.gather(repeat(work, self.device, budget_s)) for sample in of_rank]
+        return list(chain.from_iterable(self.gather(repeat(work, self.device, budget_s))))
 
 
 def joined(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
-    """Returns a group made by `new_group`, with the type of a group.
-
-    Raises:
-        AssertionError: this rank is not a member.
-    """
+    """Returns the result of `new_group` as a process group. This rank has to be a member of the group."""
     assert isinstance(group, dist.ProcessGroup), "not a member"
     return group
 
@@ -72,7 +69,7 @@ def joined(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
 def repeat(work: Work, device: torch.device, budget_s: float) -> list[float]:
     """Measures the seconds of one call of `work`, with as many samples as the budget allows.
 
-    The first call, and a second that decides how many calls a sample has, are not counted.
+    The first two calls do not count: one warms up, the other determines the number of calls in a sample.
     """
     first = timed(work, device)
     calls = max(1, round(_SAMPLE_S / max(timed(work, device), 1e-7))) if first < _SAMPLE_S else 1
@@ -99,9 +96,9 @@ def clock(device: torch.device) -> float:
     """Returns a time in seconds from an arbitrary start: processor time on CPU ranks with one thread,
     otherwise wall time.
 
-    A rank that shares a core sleeps while other ranks run, for longer than most measured operations take, so
-    wall times would either include all of a sleep or none of it. Processor time does not include sleep or
-    other programs, but it includes the effect of the other ranks on the caches.
+    A rank that shares a core sleeps while other ranks run, and a sleep is longer than most measured operations. So
+    a wall time would include either all of a sleep or none of it. Processor time excludes sleep and other programs,
+    but includes the effect of the other ranks on the caches.
     """
     single_threaded = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time() if single_threaded else time.perf_counter()

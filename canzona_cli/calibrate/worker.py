@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from canzona_cli.calibrate.profile import WHAT, Facts, Orders, Part, Record, Recorder, shortened
+from canzona_cli.calibrate.profile import PART_NAMES, Facts, Orders, Part, Record, Recorder, shortened
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import Ending, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
@@ -16,8 +16,8 @@ SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.calibrate.compute")
 
 
 def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Measures all parts on one rank; rank 0 writes each number as soon as it is known."""
-    begun = time.monotonic()
+    """Measures all parts on one rank. Rank 0 writes each number as soon as it is known."""
+    started = time.monotonic()
     import torch
 
     from canzona_cli.calibrate.collectives import Members, group_sizes, measure_collectives
@@ -60,10 +60,10 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         everybody.meet()
         record.step += 1
         if rank == 0:
-            stage = {"time": time.time(), "event": "stage", "stage": WHAT[name], "detail": ""}
+            stage = {"time": time.time(), "event": "stage", "stage": PART_NAMES[name], "detail": ""}
             append_json_line(files.events, stage)
         yield
-        everybody.meet()  # ranks that do not measure in this part sleep here
+        everybody.meet()  # ranks that do not measure this part sleep here
         recorder.report(Record(done=(name,)))
 
     with part("arithmetic"):
@@ -87,7 +87,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         # Choose the same kernels as training on this machine.
         choose_kernels(config, device, begin=lambda shape: record.heart.progress())
         if workers.member:
-            measure_updates(workers, config, effort, recorder, lambda: time.monotonic() - begun)
+            measure_updates(workers, config, effort, recorder, lambda: time.monotonic() - started)
     parallel.shutdown()
     return "done"
 

@@ -1,9 +1,9 @@
-"""Commits a checkpoint atomically: it becomes visible complete, or not at all.
+"""Commits a checkpoint atomically: it becomes visible when it is complete, or not at all.
 
 Every rank writes into a hidden folder next to the checkpoints, and leaves a part file there when it is done.
-Rank 0 waits for all part files, adds the manifest, and renames the folder. Ranks synchronise through these
-files alone, so a save adds no collective to those of training. Whenever the run is killed, the store holds
-all earlier complete checkpoints, with or without the new one.
+Rank 0 waits for all part files, adds the manifest, and renames the folder. Ranks synchronise only through these
+files, so a save adds no collective to training. Whenever the run is killed, the store has all earlier complete
+checkpoints, and either all or nothing of the new one.
 """
 
 import errno
@@ -42,8 +42,8 @@ _POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
 _NAMED_RANKS: Final = 8
 _REMOVALS: Final = 8
-"""The number of attempts to remove a folder. A rank that is still writing creates up to three files, each
-possibly after the folder was listed for removal."""
+"""The number of attempts to remove a folder. A rank that is still writing may create up to three files there,
+each after an attempt has listed the folder."""
 _FIXES: Final[Mapping[int | None, str]] = {
     errno.ENOSPC: "make room on that disk, or keep fewer checkpoints (checkpoint.keep)",
     errno.EDQUOT: "make room within your quota, or keep fewer checkpoints (checkpoint.keep)",
@@ -55,13 +55,13 @@ _FIXES: Final[Mapping[int | None, str]] = {
 
 
 def begin(store_root: Path, step: int) -> Path:
-    """Makes the empty folder into which all ranks write the checkpoint of `step`.
+    """Creates the empty folder into which all ranks write the checkpoint of `step`.
 
-    Only rank 0 calls it, before any rank writes. The other ranks compute the path with
+    Only rank 0 calls this, before any rank writes. The other ranks compute the path with
     `manifest.partial_path`. Folders of earlier, unfinished saves are removed.
 
     Raises:
-        SaveFailed: the folder cannot be made.
+        SaveFailed: the folder cannot be created.
     """
     partial = partial_path(store_root, step)
     try:
@@ -70,8 +70,8 @@ def begin(store_root: Path, step: int) -> Path:
             sync_folder(store_root.parent)
         for name in os.listdir(store_root):
             if (hidden := hidden_name(name)) is not None and hidden[1] == "partial":
-                # A rank may still be writing into a folder that rank 0 has abandoned. If its removal fails
-                # for that reason, the next save tries again.
+                # A rank may still be writing into a folder that rank 0 has abandoned. If the removal fails for
+                # this reason, the next save tries again.
                 shutil.rmtree(store_root / name, ignore_errors=name != partial.name)
         partial.mkdir(mode=0o755)
     except OSError as error:
@@ -83,8 +83,8 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
     """Writes one rank's share of a checkpoint, then its part file, which tells rank 0 that the share is
     complete.
 
-    Every rank calls it, from any thread. If it fails, the part file has the reason; if the disk does not even
-    have room for that, an empty marker file is left.
+    Every rank calls this, from any thread. If writing fails, the part file contains the reason; if the disk does
+    not even have room for a part file, an empty marker file is left.
 
     Args:
         partial: the folder that `begin` made.
@@ -125,17 +125,17 @@ def finish(
 ) -> Path:
     """Waits for every rank's part, writes the manifest, and makes the checkpoint visible.
 
-    Only rank 0 calls it, after its own `write_part`.
+    Only rank 0 calls this, after its own `write_part`.
 
     Args:
         partial: the folder that `begin` made.
         header: the fields of the manifest other than its tables.
         texts: the text of further files, by name: `config.yaml`, `layout.json`, `plan.json`.
-        timeout_s: the seconds without growth of any file after which the save has failed.
+        timeout_s: the seconds after which the save fails if no file grows.
 
     Returns:
-        The checkpoint's folder, `step-00000030`. An existing checkpoint of the same step is replaced;
-        readers see the old one until then.
+        The checkpoint's folder, `step-00000030`. An existing checkpoint of the same step is replaced; readers
+        see the old one until the new one is complete.
 
     Raises:
         SaveFailed: a rank failed or did not finish, or a file could not be written. The partial folder is
@@ -197,7 +197,7 @@ def _shard_path(partial: Path, rank: int) -> Path:
 
 
 def _part_path(partial: Path, rank: int) -> Path:
-    """Returns the file in which a rank says that its share is written, or why it is not."""
+    """Returns the path of the part file, in which a rank reports that it has written its share, or the error."""
     return partial / f"part-{rank:05d}.json"
 
 

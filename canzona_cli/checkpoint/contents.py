@@ -1,10 +1,10 @@
 """Checks a checkpoint's manifest against its run: the saved settings, and the tensors' names, types and
 shapes.
 
-`canzona_cli.checkpoint.verify` makes sure that the files agree with the manifest, so a checkpoint can be
-judged before any of its tensors is read: by the launcher before it starts workers (`saved_run`), by
-`canzona checkpoint verify` (`verify_chosen`), and by the workers (`content_problems`). The values of tensors
-(NaN, for example) are checked where they are read.
+`canzona_cli.checkpoint.verify` makes sure that the files agree with the manifest. Therefore these checks need no
+tensors: the launcher makes them before it starts workers (`saved_run`), and so do `canzona checkpoint verify`
+(`verify_chosen`) and the workers (`content_problems`). The values of tensors (NaN, for example) are checked when
+they are read.
 """
 
 import re
@@ -41,11 +41,11 @@ from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
 
 MASTER: Final = "master"
 GROUP: Final = "group:"
-"""The prefix of the keys of an optimizer's parameter-group values, which all its matrices share."""
+"""The prefix in the keys of values from an optimizer's parameter group, which all its matrices share."""
 ELEMENTWISE: Final = ("adamw", "muon")
-"""The optimizers whose state is elementwise, so that it can be divided differently when a run resumes."""
+"""The optimizers with elementwise state, which can be divided differently when a run resumes."""
 RANDOM: Final = "random."
-"""The prefix of the names of a rank's random states."""
+"""The prefix in the names of a rank's random states."""
 _LIKE_WEIGHTS: Final = (MASTER, MOMENTUM, *MOMENTS)
 """The fields that have the shape of the weight."""
 _ORTHOGONALISED: Final = ("muon", "normuon")
@@ -69,11 +69,11 @@ class Verified:
 
 
 def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> list[Problem]:
-    """Lists the entries of a checkpoint's manifest that do not belong to the model; opens none of its files."""
+    """Lists the entries of a checkpoint's manifest that do not belong to the model, without opening other files."""
     reasons = list(_reasons(manifest, model))
     if not reasons:
         return []
-    first = problem_of(folder, MANIFEST, reasons[0])  # the others share its fix, for which other folders are read
+    first = problem_of(folder, MANIFEST, reasons[0])  # all share one fix, which takes time: it reads other folders
     return [replace(first, reason=reason) for reason in reasons]
 
 
@@ -91,7 +91,7 @@ def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
         if full_name in manifest.tensors or not _tiled(
             parts, *_rectangle(whole_shape(full_name.rpartition("/")[0], model))
         ):
-            yield f"tensors.{full_name}: its pieces overlap, or leave gaps"
+            yield f"tensors.{full_name}: its pieces overlap or leave gaps"
     for stored, value in manifest.scalars.items():
         if wrong := _wrong_scalar(stored, value, manifest):
             yield f"scalars.{stored}: {wrong}"
@@ -108,7 +108,7 @@ def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifes
     if field != MASTER and kind is None:
         return ""
     if field not in _LIKE_WEIGHTS and kind != "matrix":
-        return "no optimizer keeps this for the weight"
+        return "no optimizer keeps this state for the weight"
     if tensor.dtype != "F32":
         return f"it is {tensor.dtype}, but masters and their optimizer state are F32"
     if field not in _LIKE_WEIGHTS:
@@ -124,8 +124,8 @@ def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifes
 def _optimizer_kind(name: str, optimizer: str) -> str | None:
     """Returns the kind of optimizer that keeps state for a weight.
 
-    `element` is AdamW or another optimizer with elementwise state, `matrix` the run's optimizer for matrices,
-    and None a user's own optimizer, which may keep anything.
+    Returns `element` for AdamW and other optimizers with elementwise state, `matrix` for the run's optimizer of
+    matrices, and None for a user's own optimizer, which may keep any state.
     """
     if name.endswith("weight") or optimizer in ELEMENTWISE:
         return "element"
@@ -139,14 +139,13 @@ def _in_model(name: str, model: ModelConfig) -> bool:
     part = name.split(".", 2)[2]
     known = part in _in_layer(model) or part.endswith("norm.weight")
     if head := _HEAD.fullmatch(part):
-        of_queries = part.startswith("q")
-        known = int(head[1]) < (model.num_attention_heads if of_queries else model.num_query_groups)
+        known = int(head[1]) < (model.num_attention_heads if part.startswith("q") else model.num_query_groups)
     return known and int(layer[1]) < model.num_layers
 
 
 @lru_cache(maxsize=4)
 def _in_layer(model: ModelConfig) -> frozenset[str]:
-    """Returns the names of a layer's matrices, of any splitting but per head, and of its routers."""
+    """Returns the names of a layer's routers, and of its matrices in every splitting except per head."""
     family = family_of(model)
     matrices = (f"{weight.inside}{kind}" for weight in family.weights(model) for kind in weight.kinds)
     return frozenset([*matrices, *(router.name for router in family.routers(model))])
@@ -158,10 +157,10 @@ def _rectangle(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
-    """Returns True if the pieces cover a tensor of `all_rows` and `all_cols` exactly once.
+    """Returns True if the pieces cover an (all_rows, all_cols) tensor exactly once.
 
-    Only one arrangement is accepted: bands of rows, each divided into rectangles by columns, each rectangle
-    divided into consecutive runs of elements.
+    Only one arrangement is accepted: the rows are divided into bands, each band by columns into rectangles, and
+    each rectangle into consecutive runs of elements.
     """
     rectangles: dict[tuple[int, int, int, int], list[tuple[int, int]]] = defaultdict(list)
     for piece in pieces:
@@ -175,7 +174,7 @@ def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
 
 
 def _consecutive(runs: Sequence[tuple[int, int]], end: int) -> bool:
-    """Returns True if the runs (start, end) follow one another from 0 to `end` without gap or overlap."""
+    """Returns True if the (start, end) runs cover 0 to `end` without gaps or overlaps."""
     reached = 0
     for first, last in sorted(runs):
         if first != reached:
@@ -205,8 +204,8 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
     tensors.
 
     Raises:
-        CheckpointInvalid: a file is missing, a file that was read is damaged, or the tensors listed are not
-            those of the model.
+        CheckpointInvalid: a file is missing, a file that was read is damaged, or the listed tensors do not belong
+            to the model.
     """
     manifest = read_manifest(checkpoint)
     problems: list[Problem | None] = []
@@ -251,10 +250,10 @@ def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ..
     """Hashes all files of every chosen checkpoint, and compares the manifests with the saved models.
 
     Returns:
-        The results, and the names of the checkpoints that were removed meanwhile.
+        The results, and the names of the checkpoints that were removed during verification.
 
     Raises:
-        CheckpointInvalid: every chosen checkpoint was removed meanwhile.
+        CheckpointInvalid: all chosen checkpoints were removed during verification.
     """
     verified = {checkpoint.name: _verified(checkpoint, on_bytes) for checkpoint in chosen.checkpoints}
     results = tuple(result for result in verified.values() if result is not None)
@@ -265,8 +264,8 @@ def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ..
 
 
 def _verified(checkpoint: StoredCheckpoint, on_bytes: OnBytes) -> Verified | None:
-    """Verifies one checkpoint; None if it is removed meanwhile."""
-    counts: list[int] = []  # appending is safe from several threads
+    """Verifies one checkpoint; returns None if it is removed during verification."""
+    counts: list[int] = []  # a list, because several threads may append to it safely
     began = time.perf_counter()
 
     def count(done: int) -> None:

@@ -1,10 +1,10 @@
 """The manifest of a checkpoint, and the names of the folders in a store of checkpoints.
 
-A checkpoint is a folder `step-00000030`: safetensors files, one per rank that writes something, `config.yaml`
-and `layout.json` of the run, and `manifest.json`, written last. Tensors have the names of the model, not of
-any rank (`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`). Each
-is stored whole or in pieces with their positions, so a run with another layout can read them. Visible folders
-are complete; hidden ones are being written, replaced or removed.
+A checkpoint is a folder `step-00000030`: one safetensors file for each rank that writes tensors, `config.yaml` and
+`layout.json` of the run, and `manifest.json`, written last. Tensors have the names of the model, not of any rank
+(`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`). Each tensor is
+stored whole or in pieces with their positions, so a run with another layout can read it. Visible folders are
+complete; hidden folders are being written, replaced or removed.
 
 This module does not import torch, so that commands start fast.
 """
@@ -24,10 +24,10 @@ from canzona_cli.run.codec import parse
 FORMAT: Final = "canzona-checkpoint"
 VERSION: Final = 2
 READABLE: Final = (1, VERSION)
-"""The versions of a manifest that can be read. In version 1 no tensor is stored in pieces."""
+"""The versions of manifests that can be read. Version 1 has no pieces."""
 MANIFEST: Final = "manifest.json"
 NO_OPTIMIZER: Final = "none"
-"""The `Header.optimizer` of imported weights: masters without optimizer state."""
+"""The value of `Header.optimizer` for imported weights, which are masters without optimizer state."""
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
@@ -35,11 +35,11 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64"), 8),
 }
-"""The bytes of an element, by the name that safetensors has for its type."""
+"""The bytes of an element, by safetensors' name of its type."""
 
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-"""The names allowed for files of a checkpoint. Other names could point outside its folder, or be hidden."""
+"""The names allowed for files of a checkpoint. Other names could point outside the folder or be hidden."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 _STEP = re.compile(r"step-(\d{8,15})")
 _HIDDEN = re.compile(r"\.(step-\d{8,15})\.(partial|replaced|removed)")
@@ -49,15 +49,15 @@ Hidden = Literal["partial", "replaced", "removed"]
 """The state of a hidden folder.
 
 partial: the checkpoint is being written.
-replaced: a newer checkpoint of the same step is taking its name; until then, readers still use this one.
-removed: the checkpoint is being deleted, hidden so that nobody sees half of it.
+replaced: a newer checkpoint of the same step is taking its name; readers use this folder until it has.
+removed: the checkpoint is being deleted, and hidden so that readers never see half of it.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossMemory:
-    """The guards' memory of losses, in nats per token, so that a resumed run is judged like an uninterrupted
-    one."""
+    """The losses that the guards remember, in nats per token, so that they treat a resumed run like an
+    uninterrupted one."""
 
     first: Finite | None = None
     """The loss of the first step."""
@@ -66,18 +66,18 @@ class LossMemory:
     best: Finite | None = None
     """The lowest value of `smooth` so far."""
     excess: Finite = 0.0
-    """The accumulated amount by which losses were above the divergence limit, in multiples of the limit."""
+    """The accumulated amount by which losses exceeded the divergence limit, in multiples of the limit."""
     since: CountOrZero = 0
-    """The step at which `excess` last rose from zero; of no meaning while `excess` is zero."""
+    """The step at which `excess` last rose from zero; meaningless while `excess` is zero."""
     first_validation: Finite | None = None
     sound: CountOrZero = 0
-    """The step of the last validation that was acceptable."""
+    """The step of the last acceptable validation."""
     worse: CountOrZero = 0
-    """The number of validations since then, all of which were too high."""
+    """The number of validations since step `sound`, all of which were too high."""
     usual: tuple[Finite, ...] = ()
-    """The recent losses that do not belong to a spike."""
+    """The recent losses outside of spikes."""
     high: tuple[Finite, ...] = ()
-    """The losses of the spike that has not ended."""
+    """The losses of a spike that has not ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Progress:
     """The number of sequences consumed, which is the position in the data order."""
     tokens: Annotated[int, Range(at_least=0, at_most=10**18)]
     skipped: CountOrZero = 0
-    """The number of steps so far that changed nothing because their gradients were not finite."""
+    """The number of steps so far that were skipped because their gradients were not finite."""
     fallbacks: CountOrZero = 0
     """The number of matrix updates so far that failed and were replaced by the optimizer's fallback."""
     losses: LossMemory = LossMemory()
@@ -105,7 +105,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Elements [start, end), in row-major order, of a rectangle of a unit."""
+    """The elements [start, end), in row-major order, of a rectangle within a unit."""
 
     unit: str
     row: CountOrZero
@@ -120,7 +120,7 @@ class Piece:
         return self.end - self.start
 
     def name(self, field: str) -> str:
-        """Returns the name that a field of this piece is stored under: `layers.3.q/master@0.0.512`."""
+        """Returns the name under which a field of this piece is stored: `layers.3.q/master@0.0.512`."""
         return f"{self.unit}/{field}@{self.row}.{self.col}.{self.start}"
 
 
@@ -133,14 +133,13 @@ class StoredTensor:
     """The type as safetensors names it: F32, BF16, I64, U8, ..."""
     shape: tuple[CountOrZero, ...]
     piece: Piece | None = None
-    """The piece that is stored, as a flat tensor; None if the tensor is stored whole."""
+    """The piece that this entry stores as a flat tensor; None for a whole tensor."""
 
     def whole(self, stored: str) -> str:
         """Returns the name of the whole tensor, `layers.3.q/master`.
 
         Args:
-            stored: the name that this tensor is stored under, which for a piece has its position after an
-                `@`.
+            stored: the name under which this tensor is stored; for a piece it ends with `@` and the position.
         """
         return stored if self.piece is None else stored.rpartition("@")[0]
 
@@ -168,7 +167,7 @@ class Manifest(Header):
     """All files except the manifest itself."""
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
-    """State other than tensors, with names like those of tensors: `layers.3.q/step`."""
+    """The state other than tensors, named like tensors: `layers.3.q/step`."""
 
     @property
     def bytes(self) -> int:
@@ -178,17 +177,17 @@ class Manifest(Header):
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """A tensor that is to be written, as bytes in host memory: row-major, little-endian."""
+    """A tensor to be written, as row-major, little-endian bytes in host memory."""
 
     dtype: str
     shape: tuple[int, ...]
     data: memoryview | Callable[[], Iterator[memoryview]]
-    """The unsigned bytes, or a function that yields them in chunks while the file is written."""
+    """The bytes, or a function that yields them in chunks while the file is written."""
     piece: Piece | None = None
-    """The piece that the `StoredTensor` will have."""
+    """The value of `StoredTensor.piece`."""
 
-    def pieces(self) -> Iterator[memoryview]:
-        """Yields the bytes in chunks; each view is valid until the next one is requested."""
+    def chunks(self) -> Iterator[memoryview]:
+        """Yields the bytes in chunks. Each view is valid until the next one is requested."""
         return self.data() if callable(self.data) else iter((self.data,))
 
 
@@ -201,12 +200,12 @@ class Shard:
 
 
 def step_name(step: int) -> str:
-    """Returns the name of a step's checkpoint, `step-00000030`. Up to step 99,999,999 names sort by step."""
+    """Returns the name of a step's checkpoint, `step-00000030`. Names sort by step up to step 99,999,999."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Returns the step in the name of a checkpoint; None for any other name."""
+    """Returns the step in a checkpoint's name; None if this is not the name of a checkpoint."""
     match = _STEP.fullmatch(name)
     if match is None or step_name(step := int(match[1])) != name:
         return None
@@ -214,7 +213,8 @@ def step_of(name: str) -> int | None:
 
 
 def hidden_name(name: str) -> tuple[str, str] | None:
-    """Returns the checkpoint's name and the state (see `Hidden`) in the name of a hidden folder; else None."""
+    """Returns the checkpoint's name and the state (see `Hidden`) in the name of a hidden folder; None for other
+    names."""
     match = _HIDDEN.fullmatch(name)
     return None if match is None or step_of(match[1]) is None else (match[1], match[2])
 
@@ -225,7 +225,7 @@ def partial_path(store_root: Path, step: int) -> Path:
 
 
 def hidden_path(checkpoint: Path, state: Hidden) -> Path:
-    """Returns the path that the folder `checkpoint` has while it is hidden in this state."""
+    """Returns the path of the folder `checkpoint` while it is hidden in this state."""
     return checkpoint.with_name(f".{checkpoint.name}.{state}")
 
 
@@ -237,7 +237,7 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
 def manifest_text(manifest: Manifest) -> str:
     """Returns the text of `manifest.json`.
 
-    The first line has the SHA-256 of the rest. Infinities are written as `Infinity`, which strict JSON lacks.
+    The first line contains the SHA-256 of the rest. Infinities are written as `Infinity`, an extension of JSON.
     """
     values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     tables = [_table(name, values.pop(name)) for name in ("files", "tensors", "scalars")]
@@ -259,7 +259,7 @@ def parse_manifest(text: bytes) -> Manifest:
     """
     first = _FIRST_LINE.match(text)
     if first is None:
-        raise ValueError("damaged: its first line is not that of a manifest")
+        raise ValueError("damaged: its first line is not the first line of a manifest")
     body = memoryview(text)[first.end() :]
     if hashlib.sha256(body).hexdigest() != first[1].decode():
         raise ValueError("damaged: its content does not match the hash in its first line")
@@ -278,7 +278,7 @@ def parse_manifest(text: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Checks what the types cannot: file names, hashes, that tensors fit their files, that pieces are
+    """Checks everything that the types do not: file names, hashes, sizes of tensors and files, and that pieces are
     consistent.
 
     Raises:
@@ -294,7 +294,7 @@ def _check(manifest: Manifest) -> None:
         if tensor.file not in tensor_sizes:
             raise ValueError(f"tensors.{name}: its file {tensor.file} is not listed under files")
         if tensor.dtype not in ITEM_BYTES:
-            raise ValueError(f"tensors.{name}: {tensor.dtype} {tensor.shape} is not a type and shape of a tensor")
+            raise ValueError(f"tensors.{name}: {tensor.dtype} {tensor.shape} is not a tensor's type and shape")
         if not _fits(name, tensor):
             raise ValueError(f"tensors.{name}: its name, shape and piece do not match")
         tensor_sizes[tensor.file] += tensor_bytes(tensor.dtype, tensor.shape)

@@ -1,6 +1,6 @@
-"""Reads tensors of a checkpoint by the model's names: whole tensors, or any rectangle of a unit.
+"""Reads a checkpoint's tensors by the model's names: whole tensors, or any rectangle of a unit.
 
-Stored pieces are put together as needed. Does not import Megatron, so that weights can be read without it.
+Stored pieces are assembled as needed. Does not import Megatron, so that weights can be read without it.
 """
 
 from collections import defaultdict
@@ -20,8 +20,8 @@ from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 
 class Reader:
-    """A reader of a checkpoint: of whole stored tensors, of scalars, and of any part of a unit (a tensor in model
-    space, see `model.geometry`), however the unit is stored.
+    """A reader of a checkpoint's stored tensors and scalars, and of any part of a unit (a tensor in model space, see
+    `model.geometry`), whichever tensors the unit is stored in.
 
     Files are memory-mapped, and only the requested parts are read.
     """
@@ -30,11 +30,10 @@ class Reader:
         self._folder, self._manifest, self.model = folder, manifest, model
         self._files: dict[str, safe_open] = {}
         self._sources: dict[str, list[tuple[str, Block]]] = defaultdict(list)
-        """The tensors that contain a block of a unit, by the unit: the tensor's name, and the block."""
+        """The tensors that contain a part of each unit: the name of each tensor, and the part as a block."""
         self._fields: dict[str, list[str]] = defaultdict(list)
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        """The stored name and the position of every piece, by the name of the tensor that is stored in
-        pieces."""
+        """The stored names and positions of the pieces of each tensor that is stored in pieces."""
         for stored, tensor in manifest.tensors.items():
             full_name, shape = tensor.whole(stored), tensor.shape
             name, _, field = full_name.rpartition("/")
@@ -68,7 +67,7 @@ class Reader:
         return self._fields.get(name, [])
 
     def unit_fields(self, unit: str) -> list[str]:
-        """Lists the fields of the first tensor that the unit is stored in.
+        """Lists the fields of the first tensor in which a unit is stored.
 
         Raises:
             CheckpointInvalid: the unit is not stored.
@@ -77,10 +76,10 @@ class Reader:
         return self.fields(name)
 
     def whole(self, name: str, field: str) -> torch.Tensor:
-        """Reads a complete tensor, put together from its pieces if it is stored in pieces.
+        """Reads a complete tensor, assembled from its pieces if necessary.
 
         Raises:
-            CheckpointInvalid: the tensor or a piece is not stored, or it has values that cannot be used.
+            CheckpointInvalid: the tensor or a piece is not stored, or its values cannot be used.
         """
         stored = f"{name}/{field}"
         if stored in self._pieces:
@@ -94,10 +93,10 @@ class Reader:
         """Reads a unit's fp32 master weight.
 
         Args:
-            rows: the rows of a matrix or elements of a vector to read; None for all.
+            rows: the rows of a matrix, or the elements of a vector, to read; None for all.
 
         Raises:
-            CheckpointInvalid: a part is not stored, or the values read are not finite.
+            CheckpointInvalid: a part is not stored, or values are not finite.
         """
         shape = unit_shape(unit, self.model)
         rows = range(shape[0]) if rows is None else rows
@@ -109,7 +108,7 @@ class Reader:
         """Reads the elements of a piece as a flat tensor.
 
         Raises:
-            CheckpointInvalid: as for `region`.
+            CheckpointInvalid: see `region`.
         """
         first, last = piece.start // piece.cols, -(-piece.end // piece.cols)
         rows, cols = range(piece.row + first, piece.row + last), range(piece.col, piece.col + piece.cols)
@@ -117,19 +116,19 @@ class Reader:
         return self.region(piece.unit, field, rows, cols).reshape(-1)[piece.start - skipped : piece.end - skipped]
 
     def block(self, block: Block, field: str) -> torch.Tensor:
-        """Reads a block of a unit, (rows, columns).
+        """Reads a block of a unit as a (rows, columns) tensor.
 
         Raises:
-            CheckpointInvalid: as for `region`.
+            CheckpointInvalid: see `region`.
         """
         rows = range(block.unit_row, block.unit_row + block.rows)
         return self.region(block.unit, field, rows, range(block.unit_col, block.unit_col + block.cols))
 
     def region(self, unit: str, field: str, rows: range, cols: range) -> torch.Tensor:
-        """Reads a rectangle of a unit into host memory, (rows, columns).
+        """Reads a rectangle of a unit into host memory as a (rows, columns) tensor.
 
         Raises:
-            CheckpointInvalid: a part is not stored, or it has values that cannot be used.
+            CheckpointInvalid: a part is not stored, or its values cannot be used.
         """
         parts = []
         for name, block in self._stored(unit):
@@ -137,13 +136,13 @@ class Reader:
             if first < last:
                 part = self._rows(name, field, block.row + first - block.unit_row, last - first)
                 parts.append(part[:, cols.start : cols.stop])
-        region = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0, 0)
+        region = torch.cat(parts) if len(parts) > 1 else next(iter(parts), torch.empty(0, 0))
         if region.shape != (len(rows), len(cols)):
             raise CheckpointInvalid(lacking(f"{unit}/{field}"))
         return self._sound(unit, field, region)
 
     def step(self, unit: str) -> float | None:
-        """Returns the number of AdamW steps that a unit has had; None if that is not stored."""
+        """Returns the stored number of AdamW steps of a unit; None if there is none."""
         steps = self.scalars(unit).get("step")
         return float(steps) if isinstance(steps, int | float) else None
 
@@ -152,44 +151,44 @@ class Reader:
         return self._scalars.get(name, {})
 
     def marks(self, units: Iterable[str]) -> dict[str, Scalar]:
-        """Returns the largest `distrusted` value of the tensors that these units are stored in; empty if none
-        has one.
+        """Returns the largest `distrusted` value of the tensors in which these units are stored; empty if there is
+        none.
 
         Raises:
             CheckpointInvalid: a unit is not stored.
         """
-        wholes = {name for unit in units for name, _ in self._stored(unit)}
-        marks = [value for name in wholes if isinstance(value := self.scalars(name).get(DISTRUSTED), int)]
+        names = {name for unit in units for name, _ in self._stored(unit)}
+        marks = [value for name in names if isinstance(value := self.scalars(name).get(DISTRUSTED), int)]
         return {DISTRUSTED: max(marks)} if marks else {}
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """Reads the random states that this rank of the saving run had, by generator."""
+        """Reads the random states of a rank of the saving run, by generator."""
         name = f"{RANDOM}{rank:05d}"
         return {field: self.whole(name, field) for field in self.fields(name)}
 
     def problem(self, reason: str) -> Problem:
-        """Returns the problem for stored state that cannot be used for this `reason`."""
+        """Returns the problem of stored state that cannot be used, with the given reason."""
         return problem_of(self._folder, MANIFEST, reason)
 
     def _sound(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor unchanged after checking that training can resume with it.
 
-        Masters must be finite. Optimizer state must not contain NaN, except that of a user's own optimizer.
+        Masters must be finite. Optimizer state must not contain NaN, except for a user's own optimizer.
 
         Raises:
-            CheckpointInvalid: the tensor has other values.
+            CheckpointInvalid: the values do not meet these conditions.
         """
         if field == MASTER and tensor.numel() and all(bound.isfinite() for bound in torch.aminmax(tensor)):
-            return tensor  # the usual case, without the memory that isfinite() of all elements would need
+            return tensor  # the usual case; isfinite() of all elements would need more memory
         bad = ~tensor.isfinite() if field == MASTER else tensor.isnan()
         if (field == MASTER or self._manifest.optimizer != "custom") and bool(bad.any()):
             kind = "infinite or NaN" if field == MASTER else "NaN"
-            reason = f"{int(bad.sum()):,} of the {tensor.numel():,} elements read of {name}/{field} are {kind}"
+            reason = f"{int(bad.sum()):,} of {tensor.numel():,} elements read from {name}/{field} are {kind}"
             raise CheckpointInvalid(self.problem(reason))
         return tensor
 
     def _stored(self, unit: str) -> Sequence[tuple[str, Block]]:
-        """Lists the tensors that a unit is stored in, with the unit's block in each, in the order of rows."""
+        """Lists the tensors in which a unit is stored, each with the unit's block in it, in the order of rows."""
         if unit not in self._sources:
             raise CheckpointInvalid(lacking(unit))
         return sorted(self._sources[unit], key=lambda source: source[1].unit_row)
@@ -205,7 +204,7 @@ class Reader:
         return part
 
     def _from_pieces(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
-        """Reads `rows` rows, from `row` on, of a unit that is stored in pieces: (rows, columns)."""
+        """Reads `rows` rows, starting at `row`, of a unit that is stored in pieces, as a (rows, columns) tensor."""
         shape = unit_shape(name, self.model)
         region = torch.empty(rows, shape[-1])
         missing = region.numel()
@@ -216,8 +215,7 @@ class Reader:
                 data: torch.Tensor = self._open(stored).get_slice(stored)[first - piece.start : last - piece.start]  # type: ignore[no-untyped-call]
                 top, bottom = first // piece.cols, -(-last // piece.cols)
                 target = region[piece.row + top - row : piece.row + bottom - row, piece.col : piece.col + piece.cols]
-                # A piece may start or end within a row, so it is written into a flat copy of all rows it
-                # touches.
+                # A piece may start or end within a row, so it is written into a flat copy of all its rows.
                 flat = target.clone(memory_format=torch.contiguous_format).view(-1)
                 flat[first - top * piece.cols : last - top * piece.cols] = data
                 target.copy_(flat.view_as(target))
@@ -236,7 +234,7 @@ class Reader:
 
 
 def lacking(name: str) -> Problem:
-    """Returns the problem of a name that the run needs and the checkpoint does not have."""
-    reason = "the checkpoint does not have this: it was written by another model or optimizer"
+    """Returns the problem of a tensor that the run needs and the checkpoint does not have."""
+    reason = "the checkpoint does not have this tensor: another model or optimizer wrote it"
     fix = "resume with the recipe that the run was started with, or start a new run with run.dir=DIR"
     return Problem(key="checkpoint.resume", value=name, reason=reason, fix=fix)

@@ -1,8 +1,8 @@
-"""Loads a checkpoint into a run of any layout, strategy or plan; each rank reads only the state that it
+"""Loads a checkpoint into a run with any layout, strategy or plan. Each rank reads only the state that it
 updates.
 
-The weights are then computed from the masters as after an update: rounded, sent to the tensor-parallel ranks,
-and gathered over the data-parallel ranks.
+The weights are then made from the masters as after an update: rounded, sent to the tensor-parallel ranks, and
+gathered over the data-parallel ranks.
 """
 
 import logging
@@ -36,10 +36,10 @@ _log = logging.getLogger(__name__)
 def verify_together(world: World, folder: Path) -> Manifest:
     """Hashes every file of a checkpoint, with the files divided among the ranks, and returns the manifest.
 
-    Collective. No rank returns before all files have been verified.
+    All ranks have to call this. No rank returns before all files have been verified.
 
     Raises:
-        CheckpointInvalid: on all ranks together, listing every file that does not match the manifest.
+        CheckpointInvalid: files do not match the manifest. All ranks raise this with the same list of files.
     """
     with together(world, folder):
         manifest = read_manifest(folder)
@@ -56,14 +56,15 @@ def verify_together(world: World, folder: Path) -> Manifest:
 def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only: bool = False) -> None:
     """Restores weights, masters, optimizer state, schedule and random states from a checkpoint.
 
-    Collective. Random states belong to ranks, so they are only restored if the number of ranks is the same.
+    All ranks have to call this. Random states belong to ranks, so they are restored only if the number of ranks is
+    the same.
 
     Args:
-        weights_only: restores weights and masters only, whatever optimizer and splitting the checkpoint has.
+        weights_only: restore only weights and masters, whichever optimizer and splitting the checkpoint has.
 
     Raises:
-        CheckpointInvalid: on all ranks together: the checkpoint lacks something, or has state that cannot be
-            used.
+        CheckpointInvalid: the checkpoint does not have all state, or has state that cannot be used. All ranks
+            raise this together.
     """
     world, config = trainee.world, trainee.config
     with together(world, folder):
@@ -73,10 +74,10 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
             _restore_held(list(pieces), reader, weights_only=weights_only)
         if isinstance(trainee.optimizer, CanzonaOptimizer):
             _restore_matrices(trainee.optimizer.matrices, reader, manifest, weights_only=weights_only)
-        has_states = any(name.startswith(RANDOM) for name in manifest.tensors)  # those of an import are Megatron's
-        same = manifest.world_size == world.world_size and has_states and not weights_only
-        states = reader.random_states(world.rank) if same else {}
-        if same:
+        stored = any(name.startswith(RANDOM) for name in manifest.tensors)  # imported checkpoints have none
+        usable = stored and manifest.world_size == world.world_size and not weights_only
+        states = reader.random_states(world.rank) if usable else {}
+        if usable:
             check_random_states(states)
     masters_to_model(trainee.optimizer)
     if isinstance(trainee.optimizer, CanzonaOptimizer):
@@ -97,10 +98,10 @@ class _Problems:
 
 @contextmanager
 def together(world: World, folder: Path) -> Iterator[None]:
-    """Raises CheckpointInvalid on all ranks if the block raised any exception on one of them.
+    """Raises CheckpointInvalid on all ranks if the block raises any exception on one of them.
 
-    Collective. The error lists each distinct problem once. Without this, a rank that fails alone would leave
-    the others waiting in their next collective.
+    All ranks have to enter it. The error lists each distinct problem once. If only the failing rank raised, the
+    others would wait for it forever in their next collective.
     """
     problems: list[Problem] = []
     try:
@@ -111,16 +112,17 @@ def together(world: World, folder: Path) -> Iterator[None]:
         _log.exception("rank %d cannot read %s", world.rank, folder)
         reason = f"rank {world.rank} cannot read it: {type(error).__name__}: {error}"
         problems.append(problem_of(folder, MANIFEST, reason))
-    everyone = gather(_Problems(problems=tuple(problems)))
-    if distinct := {(problem.key, problem.reason): problem for theirs in everyone for problem in theirs.problems}:
+    by_rank = gather(_Problems(problems=tuple(problems)))
+    distinct = {(problem.key, problem.reason): problem for reported in by_rank for problem in reported.problems}
+    if distinct:
         raise CheckpointInvalid(*distinct.values())
 
 
 def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool) -> None:
-    """Restores a master and its optimizer state from the pieces that it consists of.
+    """Restores a master and its optimizer state.
 
     Args:
-        pieces: all pieces of one held master.
+        pieces: all pieces of the master.
     """
     item = pieces[0].held
     unit = pieces[0].piece.unit
@@ -188,17 +190,18 @@ def unlike(
     counts: Mapping[str, Scalar],
     shared: Mapping[str, Scalar],
 ) -> str:
-    """Returns in words how the stored state of a matrix differs from the state that its optimizer keeps.
+    """Describes how the stored state of a matrix differs from the state that its optimizer keeps.
 
-    Empty if they match, if no state is stored, or if the optimizer is a user's own.
+    Returns an empty string if they match, if no state is stored, or if the optimizer is a user's own.
 
     Args:
-        tensors, counts: the stored state of the matrix, without its master.
+        tensors: the stored tensors of the matrix, without its master.
+        counts: the stored scalars of the matrix.
         shared: the stored values of the parameter group, which all matrices share.
     """
     for key, value in shared.items():
-        now = optimizer.param_groups[0].get(key, value)
-        if not isinstance(now, bool | int | float | str) or isinstance(now, str) != isinstance(value, str):
+        current = optimizer.param_groups[0].get(key, value)
+        if not isinstance(current, bool | int | float | str) or isinstance(current, str) != isinstance(value, str):
             return f"{key} of a parameter group cannot be a {type(value).__name__}"
     expected = optimizer.state_shapes(master) if isinstance(optimizer, MatrixOptimizer) else None
     if expected is None or not (tensors or counts.keys() & expected.keys()):
@@ -218,11 +221,10 @@ def unlike(
 def _from_units(
     matrix: Matrix, reader: Reader, *, weights_only: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """Assembles the master, state and marks of a matrix from units, for a matrix that was saved in another
-    splitting.
+    """Assembles the master, state and marks of a matrix that was saved in another splitting.
 
     Returns:
-        The tensors (only the master with `weights_only`), and the marks.
+        The tensors by field (with `weights_only` only the master), and the marks.
     """
     model = reader.model
     blocks = stored_blocks(matrix.name, (matrix.rows, matrix.cols), model)
@@ -246,10 +248,11 @@ def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:
 
 @torch.no_grad()
 def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
-    """Loads every parameter of this rank from its stored master, rounded as in training. Collective.
+    """Loads every parameter of this rank from its stored master, rounded as in training. All ranks have to call
+    this.
 
     Raises:
-        CheckpointInvalid: on all ranks together: a weight is not stored, or is not finite.
+        CheckpointInvalid: a weight is not stored or not finite. All ranks raise this together.
     """
     world, shape = model.world, model.config.model
     with together(world, folder):

@@ -1,7 +1,7 @@
-"""Writes and checks safetensors files: 8 bytes for the header's length, a JSON header, the tensors without
+"""Writes and checks safetensors files: 8 bytes with the header's length, a JSON header, and the tensors without
 gaps.
 
-We do not use the library's writer because it needs all tensors in memory, and neither hashes nor fsyncs.
+The library's own writer needs all tensors in memory, and neither hashes nor syncs the file.
 """
 
 import json
@@ -41,18 +41,18 @@ def write_shard(
     """Writes and hashes a new safetensors file, and syncs it to the disk.
 
     Args:
-        tensors: the tensors by name. They are written from their own memory, which must not change meanwhile.
-            Buffers with a function are read in chunks, one tensor after the other.
-        metadata: the header's `__metadata__`; None for none.
+        tensors: the tensors by name. Their memory is not copied and must not change during the call. Buffers with
+            a function are read in chunks, one tensor after another.
+        metadata: the header's `__metadata__`; None to leave it out.
 
     Returns:
         The size and hash of the file, and its table of tensors.
 
     Raises:
-        OSError: the file could not be written; a part of it may be left.
-        ValueError: a buffer's size does not match its type and shape, or safetensors lacks the type.
+        OSError: the file could not be written. A part of it may be left.
+        ValueError: a buffer's size does not match its type and shape, or safetensors does not have the type.
     """
-    # There are no gaps between tensors. Larger elements first keeps every tensor aligned to its element size.
+    # There are no gaps between tensors. With larger elements first, every tensor is aligned to its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-_item_bytes(*item), item[0])))
     header = _header(ordered, metadata)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -62,7 +62,7 @@ def write_shard(
             written.add(header)
             for name, buffer in ordered.items():
                 before = written.bytes
-                for data in buffer.pieces():
+                for data in buffer.chunks():
                     written.add(data)
                 _check_size(name, buffer, written.bytes - before)
             os.fsync(descriptor)
@@ -78,7 +78,7 @@ def write_shard(
 def _item_bytes(name: str, buffer: Buffer) -> int:
     if buffer.dtype not in ITEM_BYTES:
         raise ValueError(f"{name}: safetensors has no type {buffer.dtype}")
-    if not callable(buffer.data):  # fails before anything is written
+    if not callable(buffer.data):  # check before anything is written
         _check_size(name, buffer, buffer.data.nbytes)
     return ITEM_BYTES[buffer.dtype]
 
@@ -110,8 +110,7 @@ class _HashedFile:
         self._descriptor, self._hash_thread, self._started = descriptor, hash_thread, 0
 
     def add(self, data: memoryview) -> None:
-        """Writes the data while another thread hashes it; both release the GIL. No reference to the data
-        remains."""
+        """Writes the data while another thread hashes it; both release the GIL. Keeps no reference to the data."""
         failed = Event()
         hashed = self._hash_thread.submit(_hash, self.hasher, data, failed)
         try:
@@ -127,8 +126,7 @@ class _HashedFile:
             done = os.write(self._descriptor, rest)
             rest, self.bytes = rest[done:], self.bytes + done
         if (new := self.bytes - self._started) >= _CHUNK:
-            # Makes the kernel start to write these pages to the disk now, rather than all of them at the
-            # fsync.
+            # The kernel starts to write these pages to the disk now, instead of all pages at the fsync.
             os.posix_fadvise(self._descriptor, self._started, new, os.POSIX_FADV_DONTNEED)
             self._started = self.bytes
 
@@ -149,11 +147,11 @@ def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]
     """Reads the type and shape of every tensor from the header of a safetensors file.
 
     Returns:
-        Type and shape by the tensor's name, and the size in bytes that the file should have.
+        The type and shape of each tensor by name, and the size in bytes that the file should have.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a valid safetensors file; the message is for the user.
+        ValueError: the file is not a valid safetensors file; the message is for the user.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -1,9 +1,8 @@
 """Copies the state for a checkpoint to host memory, so that it can be written while training continues.
 
-Weights are not saved, because they are the rounded masters. Everything has the model's names
-(`canzona_cli.model.geometry`), and every element is written by one of the ranks that hold it. Hosts write the
-matrices that they host; state that is spread over ranks, such as fragments of shared matrices, is written in
-pieces.
+Weights are not saved, because they are the rounded masters. State is stored under the model's names
+(`canzona_cli.model.geometry`), and one of the ranks that hold an element writes it. Hosts write the matrices that
+they host; state that is spread over ranks, such as fragments of shared matrices, is written in pieces.
 """
 
 import random
@@ -32,8 +31,8 @@ from canzona_cli.model.families import EMBEDDING
 from canzona_cli.model.geometry import Block, fragment_blocks, matrix_blocks, unit_shape
 
 PINNED_SHARE = 0.5
-"""The share of a node's memory that its ranks together may pin for saves. Pinned pages cannot be swapped or
-reclaimed."""
+"""The share of a node's memory that its ranks together may pin for saves; the system cannot swap out pinned
+pages."""
 DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -50,12 +49,12 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The smallest amount of state that one rank writes: a matrix, or a piece of a unit, each with its state."""
+    """The unit of work of a save: a matrix with its state, or a piece of a unit with its state."""
 
     name: str
     """The name of the matrix or the unit."""
     piece: Piece | None = None
-    """None for a matrix."""
+    """The piece; None for a matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ class Holding:
 
     parts: tuple[Part, ...]
     bytes: tuple[int, ...]
-    """The size of each part."""
+    """The size of each part in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ class _Contents:
 
     part: Part
     tensors: Mapping[str, torch.Tensor]
-    """The tensors by the names that they are stored under."""
+    """The tensors by stored name."""
     scalars: Mapping[str, Scalar]
     piece: Piece | None = None
     """The piece of a unit that each tensor contains; None for complete tensors."""
@@ -89,10 +88,10 @@ class Snapshots:
         self._writers: Mapping[Part, int] = {}
 
     def take(self) -> Shard:
-        """Copies this rank's share of the state to host memory; call it between two steps. Collective.
+        """Copies this rank's share of the state to host memory. All ranks have to call this between two steps.
 
-        It overwrites the memory of the shard that the last call returned, which must have been written by
-        then.
+        The copy overwrites the memory of the shard that the previous call returned, so that shard must already have
+        been written to disk.
 
         Raises:
             ConfigError: a user's own optimizer keeps state that a checkpoint cannot store.
@@ -116,9 +115,10 @@ class Snapshots:
         return Shard(tensors=saved, scalars=scalars)
 
     def _agree(self, contents: Sequence[_Contents]) -> Mapping[Part, int]:
-        """Returns the rank that writes each part, the same on every rank. Collective.
+        """Returns the rank that writes each part, with the same result on every rank. All ranks have to call this.
 
-        It is decided again only when the holdings of some rank have changed, as when state first appears.
+        The assignment is computed again only if the holdings of some rank have changed, for example after the first
+        update has created state.
         """
         sizes = tuple(sum(tensor.nbytes for tensor in item.tensors.values()) for item in contents)
         holding = Holding(parts=tuple(item.part for item in contents), bytes=sizes)
@@ -130,8 +130,8 @@ class Snapshots:
         return self._writers
 
     def _copy(self, name: str, tensor: torch.Tensor, piece: Piece | None = None) -> Buffer:
-        """Copies a tensor to its host buffer. A copy from a GPU is asynchronous, so the caller must
-        synchronise before reading the buffer."""
+        """Copies a tensor to its host buffer. Copies from a GPU are asynchronous, so the caller must synchronise
+        before it reads the buffer."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[name] = self._new_buffer(tensor)
@@ -139,9 +139,9 @@ class Snapshots:
         return Buffer(dtype=DTYPES[buffer.dtype], shape=tuple(buffer.shape), data=raw_bytes(buffer), piece=piece)
 
     def _new_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocates host memory for a copy of the tensor, pinned on GPUs as long as `PINNED_SHARE` allows.
+        """Allocates host memory for a copy of the tensor; with GPUs it is pinned, within `PINNED_SHARE`.
 
-        Copies from a GPU to pinned memory are asynchronous; those to other memory stop training for longer.
+        Copies from a GPU to pinned memory are asynchronous; copies to other memory pause training for longer.
         """
         pinned = self._trainee.world.device.type == "cuda"
         if pinned:
@@ -162,7 +162,7 @@ class HeldPiece:
 
 
 def held_pieces(trainee: Trainee) -> list[HeldPiece]:
-    """Lists, as pieces of units, everything that this rank updates except the matrices that it hosts."""
+    """Lists everything that this rank updates as pieces of units, except the matrices that it hosts."""
     pieces, world, model = [], trainee.world, trainee.config.model
     for item in held(trainee.optimizer, trainee.chunks):
         tp, rank = world.cut(item.parameter, model)
@@ -181,7 +181,7 @@ def held_pieces(trainee: Trainee) -> list[HeldPiece]:
 
 
 def _piece(block: Block, start: int, end: int) -> Piece:
-    """Returns elements `start` to `end` of a block as a piece."""
+    """Returns the elements `start` to `end` of a block as a piece."""
     row, col = block.unit_row, block.unit_col
     return Piece(unit=block.unit, row=row, col=col, rows=block.rows, cols=block.cols, start=start, end=end)
 
@@ -189,12 +189,11 @@ def _piece(block: Block, start: int, end: int) -> Piece:
 def _pieces(trainee: Trainee) -> Iterator[_Contents]:
     """Yields the masters and elementwise state of the pieces of units that this rank updates."""
     model = trainee.config.model
-    copied = None if trainee.world.is_first_stage or not model.tied_embeddings else EMBEDDING
-    """The unit that this rank skips: with tied embeddings the last stage has a copy, and the first stage
-    writes it."""
+    # With tied embeddings the last stage has a copy of the embedding, but the first stage writes it.
+    skipped = None if trainee.world.is_first_stage or not model.tied_embeddings else EMBEDDING
     for item in held_pieces(trainee):
         piece, shape = item.piece, unit_shape(item.piece.unit, model)
-        if piece.unit == copied:
+        if piece.unit == skipped:
             continue
         is_whole = piece.elements == prod(shape)
         tensors: dict[str, torch.Tensor] = {}
@@ -206,7 +205,7 @@ def _pieces(trainee: Trainee) -> Iterator[_Contents]:
                 else:
                     tensors[piece.name(field)] = part
         scalars: dict[str, Scalar] = {}
-        if piece.row == piece.col == piece.start == 0:  # the first piece of each unit has the unit's scalars
+        if piece.row == piece.col == piece.start == 0:  # a unit's scalars are stored with its first piece
             if item.held.step is not None:
                 scalars[f"{piece.unit}/step"] = item.held.step
             if isinstance(item.held, HeldFragment):
@@ -241,12 +240,12 @@ def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
         if value is None or isinstance(value, bool | int | float | str):
             return value
     reason = f"the optimizer keeps a {type(value).__name__} for {name} under this key, which a checkpoint cannot store"
-    fix = "keep dense tensors, numbers or text, under text keys without a slash and other than `master`"
+    fix = "keep dense tensors, numbers or text under text keys that contain no slash and are not `master`"
     raise ConfigError(Problem(key="optimizer.source", value=str(key), reason=reason, fix=fix))
 
 
 def share(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part, int]:
-    """Assigns each part to the rank, among those that hold it, that has the fewest bytes to write so far.
+    """Assigns each part to one of the ranks that hold it: the rank with the fewest bytes to write so far.
 
     Args:
         holdings: the parts of each rank, by rank.
@@ -270,14 +269,12 @@ def share(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part, int]:
     for unit, count in elements.items():
         if count != prod(unit_shape(unit, model)):
             raise ValueError(f"{unit} has {prod(unit_shape(unit, model))} elements, but its pieces have {count}")
-    load = [0] * len(holdings)
-    """The bytes that each rank writes."""
+    loads = [0] * len(holdings)  # the bytes that each rank writes
     writers: dict[Part, int] = {}
-    # Matrices before pieces. Among each, parts with fewer holders first, because the others can even out the
-    # load.
+    # Assign matrices before pieces, and parts with fewer holders before others, which can then even out the loads.
     for part in sorted(holders, key=lambda part: (part.piece is not None, len(holders[part]), str(part))):
-        writers[part] = min(holders[part], key=lambda rank: (load[rank], rank))
-        load[writers[part]] += sizes[part]
+        writers[part] = min(holders[part], key=lambda rank: (loads[rank], rank))
+        loads[writers[part]] += sizes[part]
     return writers
 
 
@@ -305,12 +302,12 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def check_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Checks that `states` can be restored, by type and shape and by trial on new generators.
+    """Checks that `states` can be restored: compares types and shapes, and sets the states of new generators.
 
     The states of CUDA and of Megatron's tracker are not checked, because their length depends on the device.
 
     Raises:
-        Exception: a state is not valid; the type of the exception depends on the generator.
+        Exception: a state is not valid. The type of the exception depends on the generator.
     """
     for name, current in random_states().items():
         if name != "cuda" and not name.startswith(_MEGATRON):

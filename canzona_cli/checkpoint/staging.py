@@ -1,4 +1,4 @@
-"""Writes what imports and exports leave: checkpoints of one process and folders, complete or not at all."""
+"""Writes the results of imports and exports, checkpoints of one process and folders: completely or not at all."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from canzona_cli.data.locks import Busy, exclusive
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, SaveFailed, unwritable
 from canzona_cli.run.files import RunFiles, sync_folder
 
-_MAKE_ROOM: Final = "make room there, or name a place that can be written"
+_MAKE_ROOM: Final = "make room there, or choose a writable folder"
 _PATIENCE_S: Final = 60.0
 """The timeout of `finish`, in seconds. It is never reached, because all parts are already written."""
 
@@ -27,10 +27,11 @@ _PATIENCE_S: Final = 60.0
 def write_checkpoint(
     files: RunFiles, shards: Sequence[Shard], config: RunConfig, progress: Progress, *, optimizer: str
 ) -> Path:
-    """Writes a checkpoint of one process, whose matrices are units; it appears complete or not at all.
+    """Writes a checkpoint of one process that stores whole units (see `model.geometry`). The checkpoint appears
+    only once it is complete.
 
     Args:
-        optimizer: the optimizer whose state it has, or `NO_OPTIMIZER`.
+        optimizer: the optimizer whose state the shards contain, or `NO_OPTIMIZER`.
 
     Raises:
         SaveFailed: the checkpoint cannot be written.
@@ -58,8 +59,7 @@ def write_checkpoint(
 
 @contextmanager
 def _without_advice_on_checkpoints() -> Iterator[None]:
-    """Replaces the fix of a SaveFailed: unlike a run, an import has no other checkpoints that could be
-    deleted."""
+    """Replaces the fix of a SaveFailed, because an import has no older checkpoints that could be deleted."""
     try:
         yield
     except SaveFailed as error:
@@ -68,18 +68,18 @@ def _without_advice_on_checkpoints() -> Iterator[None]:
 
 @contextmanager
 def staged(out: Path, *, key: str) -> Iterator[Path]:
-    """Yields a hidden folder next to `out`, and renames it to `out` after the block; removes it if the block
-    fails.
+    """Yields a hidden folder next to `out`, and renames it to `out` after the block. If the block fails, the
+    hidden folder is removed.
 
-    Files in it must be synced to the disk by the end of the block. If the process is killed, the next call
-    for the same place removes the hidden folder.
+    The block has to sync the files in the folder to the disk. If the process is killed, the next call with the
+    same `out` removes the hidden folder.
 
     Args:
-        key: the option or setting that named the place, for messages.
+        key: the option or setting that `out` comes from, for messages.
 
     Raises:
-        ConfigError: the place is not empty, or another process is writing there.
-        EnvironmentProblem: the place cannot be written.
+        ConfigError: `out` is not empty, or another process is writing there.
+        EnvironmentProblem: `out` cannot be written.
     """
     place = Path(os.path.abspath(out))
     check_empty(place, key=key)
@@ -99,20 +99,20 @@ def staged(out: Path, *, key: str) -> Iterator[Path]:
                 raise
             sync_folder(place.parent)
     except Busy:
-        fix = "wait for it, or name another place"
+        fix = "wait until it has finished, or choose another folder"
         raise ConfigError(Problem(key=key, value=out, reason="is being written by another process", fix=fix)) from None
     except OSError as error:
         raise unwritable(key, out, error, fix=_MAKE_ROOM) from None
-    except SaveFailed as error:  # its path is in the hidden folder, which is gone
+    except SaveFailed as error:  # name `out`, because the error names a path in the hidden folder
         raise EnvironmentProblem(*(replace(each, key=key, value=out) for each in error.problems)) from None
 
 
 def check_empty(place: Path, *, key: str) -> None:
-    """Checks that a place does not exist or is an empty folder, because existing files are never replaced.
+    """Checks that a path does not exist or is an empty folder, because existing files are never replaced.
 
     Raises:
-        ConfigError: the place has something.
+        ConfigError: the path exists and is not an empty folder.
     """
     if os.path.lexists(place) and (place.is_symlink() or not place.is_dir() or any(place.iterdir())):
-        fix = "name a folder that does not exist yet, or an empty one"
+        fix = "choose an empty folder, or one that does not exist"
         raise ConfigError(Problem(key=key, value=place, reason="already exists and is not an empty folder", fix=fix))

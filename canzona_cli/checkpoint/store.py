@@ -15,19 +15,19 @@ from canzona_cli.run.files import RunFiles, sync_folder
 
 _KEY = "checkpoint.resume"
 _PLACES = "give a run directory, or a checkpoint in one, such as RUN/checkpoints/step-00000030"
-_GLANCES = 5
-_GLANCE_S = 0.02
+_ATTEMPTS = 5
+_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """One checkpoint of a store; usable or not, as far as its manifest and the sizes of its files show."""
+    """One checkpoint of a store. Its manifest and the sizes of its files have been checked."""
 
     name: str
     step: int
     path: Path
     manifest: Manifest | None
-    """None if the checkpoint cannot be used."""
+    """The manifest; None if the checkpoint cannot be used."""
     problems: tuple[Problem, ...] = ()
     """The reasons why the checkpoint cannot be used."""
 
@@ -38,7 +38,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The folder `checkpoints` of a run directory; it need not exist."""
+    """The folder `checkpoints` of a run directory, which may not exist yet."""
 
     root: Path
 
@@ -49,15 +49,15 @@ class CheckpointStore:
 
     def checkpoints(self) -> tuple[StoredCheckpoint, ...]:
         """Lists all checkpoints, usable or not, in the order of steps."""
-        return self._steadily(lambda: tuple(self._backwards())[::-1])
+        return self._consistently(lambda: tuple(self._backwards())[::-1])
 
     def latest(self) -> StoredCheckpoint | None:
         """Returns the checkpoint of the highest step, usable or not; None in an empty store."""
-        return self._steadily(lambda: next(self._backwards(), None))
+        return self._consistently(lambda: next(self._backwards(), None))
 
     def newest(self) -> StoredCheckpoint | None:
         """Returns the usable checkpoint of the highest step; None if there is none."""
-        return self._steadily(lambda: next((checkpoint for checkpoint in self._backwards() if checkpoint.sound), None))
+        return self._consistently(lambda: next((stored for stored in self._backwards() if stored.sound), None))
 
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
         """Removes all checkpoints older than the newest `keep` usable ones, except at multiples of
@@ -74,7 +74,7 @@ class CheckpointStore:
         usable, removed = 0, []
         for name, path in reversed(self._paths().items()):
             if usable < keep:
-                # Damaged checkpoints are not counted, so that they never cause the removal of a sound one.
+                # Only usable checkpoints count, so that a damaged one never causes the removal of a usable one.
                 # Older checkpoints are not even read.
                 usable += judge(name, path).sound
             elif keep_every is None or (step_of(name) or 0) % keep_every:
@@ -103,7 +103,8 @@ class CheckpointStore:
     def clear_partials(self) -> tuple[str, ...]:
         """Removes the hidden folders that killed saves and removals left behind. No save may be in progress.
 
-        If a replacement was killed between its two renames, the old checkpoint gets its name back.
+        If a save was killed while it replaced a checkpoint, between the two renames, the old checkpoint gets its
+        name back.
 
         Returns:
             The names of the removed folders.
@@ -134,8 +135,7 @@ class CheckpointStore:
     def _paths(self) -> dict[str, Path]:
         """Returns the path of every checkpoint by its name, in the order of steps.
 
-        A checkpoint that is hidden because it is being replaced, or that a killed replacement left hidden, is
-        included.
+        Includes checkpoints that are hidden because a save is replacing them, or was killed while it did.
         """
         replaced: dict[str, Path] = {}
         visible: dict[str, Path] = {}
@@ -152,16 +152,16 @@ class CheckpointStore:
         for name, path in reversed(self._paths().items()):
             yield judge(name, path)
 
-    def _steadily[T](self, look: Callable[[], T]) -> T:
-        """Calls `look` until no folder changes meanwhile, at most five times: a save may be replacing a
-        checkpoint."""
-        for _ in range(_GLANCES):
+    def _consistently[T](self, read: Callable[[], T]) -> T:
+        """Returns the result of `read`; repeats it up to `_ATTEMPTS` times if folders changed during the call, because
+        a save may be replacing a checkpoint."""
+        for _ in range(_ATTEMPTS):
             before = self._identities()
-            seen = look()
+            result = read()
             if self._identities() == before:
                 break
-            time.sleep(_GLANCE_S)
-        return seen
+            time.sleep(_PAUSE_S)
+        return result
 
     def _identities(self) -> set[tuple[Path, int]]:
         identities = set()
@@ -172,12 +172,12 @@ class CheckpointStore:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Returns True if the path has the name of a checkpoint, or contains a manifest."""
+    """Returns True if the path has the name of a checkpoint or contains a manifest."""
     return step_of(path.name) is not None or (path / MANIFEST).exists()
 
 
 def judge(name: str, path: Path) -> StoredCheckpoint:
-    """Checks a checkpoint's manifest and the sizes of its files, and returns the result."""
+    """Checks a checkpoint's manifest and the sizes of its files; returns the checkpoint with the problems."""
     manifest, problems = None, tuple[Problem, ...]()
     if path.is_symlink():
         problems = (Problem(key=name, reason="is a symbolic link; give the path of its target to use it"),)
@@ -193,7 +193,7 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
     """Finds the folder of the checkpoint that `checkpoint.resume` names, and checks its manifest and sizes.
 
     Args:
-        run_checkpoints: the `checkpoints` folder of the run being started; it need not exist.
+        run_checkpoints: the `checkpoints` folder of the run being started, which may not exist yet.
         resume: `auto`, a name such as `step-00000030`, or the path of a checkpoint or of a run directory.
         key: the setting that `resume` comes from, for messages.
 
@@ -202,8 +202,8 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
 
     Raises:
         ConfigError: there is no such checkpoint.
-        CheckpointInvalid: the checkpoint cannot be used. The message suggests an older one, which is not used
-            without being asked for.
+        CheckpointInvalid: the checkpoint cannot be used. The message suggests an older one, but the user has to
+            choose it.
     """
     store = CheckpointStore(run_checkpoints)
     if resume == "auto":
@@ -252,7 +252,7 @@ def _available(store: CheckpointStore) -> str:
 
 
 def _remove(path: Path, hidden: Path) -> None:
-    """Renames a checkpoint to its hidden name, then deletes it, so that nobody sees half of it."""
+    """Renames a checkpoint to its hidden name, then deletes it, so that readers never see half of it."""
     if path.is_symlink():
         path.unlink()
         return
@@ -275,7 +275,7 @@ class Chosen:
         return self.required().checkpoints[-1]
 
     def at(self, step: int | None) -> StoredCheckpoint:
-        """Returns the checkpoint of a step; for None, the newest.
+        """Returns the checkpoint of a step, or the newest if `step` is None.
 
         Raises:
             ConfigError: there is no such checkpoint.
@@ -284,24 +284,24 @@ class Chosen:
             return self.newest
         checkpoint = next((checkpoint for checkpoint in self.required().checkpoints if checkpoint.step == step), None)
         if checkpoint is None:
-            fix = f"steps there: {', '.join(str(checkpoint.step) for checkpoint in self.checkpoints[-5:])}"
-            reason = f"{self.root} has no checkpoint of that step"
+            fix = f"use one of {', '.join(str(checkpoint.step) for checkpoint in self.checkpoints[-5:])}"
+            reason = f"{self.root} has no checkpoint of this step"
             raise ConfigError(Problem(key="--step", value=step, reason=reason, fix=fix))
         return checkpoint
 
     def required(self) -> "Chosen":
-        """Returns itself; raises ConfigError if there is no checkpoint."""
+        """Returns self; raises ConfigError if there is no checkpoint."""
         if not self.checkpoints:
             raise ConfigError(_no_choice(self.root, "the run has no checkpoint yet"))
         return self
 
 
 def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
-    """Returns the checkpoint at a path, or all checkpoints of the run there.
+    """Returns the checkpoint at a path, or all checkpoints of the run at that path.
 
     Args:
-        where: the path of a checkpoint, a run directory or a folder of checkpoints. None for the current
-            directory if it is a run's, otherwise for the run under `runs` that was saved last.
+        where: the path of a checkpoint, a run directory or a folder of checkpoints. None means the current
+            directory if it is a run directory, otherwise the run under `runs` that was saved last.
 
     Raises:
         ConfigError: there is neither a run nor a checkpoint; the problem's key is `RUN_OR_CHECKPOINT`.
@@ -322,7 +322,7 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
 
 
 def _newest_run(runs: Path) -> Path:
-    """Returns the current directory if it is a run's, otherwise the run under `runs` that was saved last."""
+    """Returns the current directory if it is a run directory, otherwise the run under `runs` that was saved last."""
     if RunFiles(Path()).checkpoints.is_dir():
         return Path()
     try:

@@ -1,7 +1,7 @@
-"""Verifies a checkpoint before its tensors are used: the manifest by its own hash, all other files by the
+"""Verifies a checkpoint before its tensors are used: the manifest by the hash in it, all other files by the
 manifest.
 
-Nothing that a checkpoint contains is executed, no link is followed, and no name can point outside its folder.
+No content of a checkpoint is executed, no link is followed, and no name can point outside its folder.
 """
 
 import os
@@ -20,7 +20,7 @@ from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.run.machine import cores
 
 OnBytes = Callable[[int], None]
-"""A callback that is given the number of bytes hashed since the last call, from several threads."""
+"""A callback with the number of bytes hashed since the previous call. Several threads call it."""
 
 _CHUNK = 4 << 20
 _MOST_THREADS = 8
@@ -29,12 +29,11 @@ _SHARDS = ".safetensors"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest, and checks that the files exist with the right sizes, without reading
-    them.
+    """Reads a checkpoint's manifest and checks, without reading them, that all files exist with the right sizes.
 
     Raises:
-        CheckpointInvalid: the manifest is not valid, or files are missing or have another size. The first ten
-            are named, with the previous usable checkpoint.
+        CheckpointInvalid: the manifest is not valid, or files are missing or have another size. The error names the
+            first ten, and the previous usable checkpoint.
     """
     manifest = _parsed(folder)
     reasons = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
@@ -44,7 +43,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, list[Problem]]:
-    """Hashes every file of a checkpoint, several at a time, and compares their tensors with the manifest.
+    """Hashes every file of a checkpoint, several at a time, and compares the files' tensors with the manifest.
 
     Returns:
         The manifest, and a problem for every file that does not match the manifest.
@@ -64,7 +63,7 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
     with ThreadPoolExecutor(max_workers=min(_MOST_THREADS, cores())) as pool:
         try:
             results = [*pool.map(lambda item: verify_file(folder, *item, on_bytes=count), files.items())]
-        except BaseException:  # after Ctrl-C, the pool's exit must not wait until large files are hashed
+        except BaseException:  # after Ctrl-C, the pool must end without hashing the rest of large files
             interrupted.set()
             raise
     sound = [name for name, problem in zip(files, results, strict=True) if problem is None]
@@ -73,8 +72,7 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
 
 
 def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes | None = None) -> Problem | None:
-    """Checks the size and then the hash of one file of a checkpoint; returns the problem, None if it is
-    sound."""
+    """Checks the size and the hash of one file of a checkpoint; returns the problem, or None if there is none."""
     reason = _size_problem(folder, name, entry)
     if reason is None:
         try:
@@ -90,7 +88,7 @@ def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes
 def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[Problem]:
     """Returns a problem for every safetensors file among `names` whose header does not match the manifest.
 
-    A header proves nothing about the tensors unless the file has been hashed before.
+    Hash the files first: a header alone proves nothing about the tensors.
     """
     problems = []
     for name in sorted(name for name in names if name.endswith(_SHARDS)):
@@ -103,7 +101,7 @@ def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> li
         differing = sorted(key for key in in_file.keys() | listed.keys() if in_file.get(key) != listed.get(key))
         if differing:
             more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-            reason = f"its tensors differ from the manifest's: {differing[0]}{more}"
+            reason = f"its tensors differ from those in the manifest: {differing[0]}{more}"
             problems.append(problem_of(folder, name, reason))
         elif size != manifest.files[name].bytes:
             problems.append(problem_of(folder, name, "there are bytes after its tensors"))
@@ -111,13 +109,12 @@ def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> li
 
 
 def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """Lists the names in the folder that do not belong to the checkpoint; such files are never read."""
+    """Lists the names in the folder that do not belong to the checkpoint. These files are never read."""
     return tuple(sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files}))
 
 
 def shortened(problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: str = "checkpoint") -> list[Problem]:
-    """Returns the first `most` problems, and if there are more, a last one under `key` with the number of the
-    rest."""
+    """Returns the first `most` problems; if there are more, a last problem with key `key` counts the rest."""
     shown = list(problems[:most])
     if len(problems) > len(shown):
         shown.append(Problem(key=key, reason=f"and {len(problems) - len(shown)} more"))
@@ -125,10 +122,10 @@ def shortened(problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: s
 
 
 def previous_sound(folder: Path) -> Path | None:
-    """Finds the newest earlier checkpoint in the same store whose manifest and file sizes are right; None if
-    none is.
+    """Finds the newest earlier checkpoint in the same store whose manifest and file sizes are right; None if there
+    is none.
 
-    If the folder does not have the name of a checkpoint, every checkpoint beside it counts as earlier.
+    If the folder does not have the name of a checkpoint, every checkpoint next to it counts as earlier.
     """
     step = step_of(folder.name)
     try:
@@ -150,8 +147,7 @@ def way_out(folder: Path, *, by_path: bool = False) -> str:
     """Returns the fix for a checkpoint that cannot be used: resume from the previous one, or start again.
 
     Args:
-        by_path: give the previous checkpoint's path, because a name would mean a checkpoint of the run
-            itself.
+        by_path: name the previous checkpoint by its path, because it does not belong to the run that resumes.
     """
     previous = previous_sound(folder)
     if previous is not None:
@@ -188,7 +184,7 @@ def _size_problem(folder: Path, name: str, entry: StoredFile) -> str | None:
 
 def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
     hasher, buffer = blake3(), memoryview(bytearray(_CHUNK))
-    # O_NOFOLLOW refuses links; O_NONBLOCK does not wait for the other end of a pipe.
+    # O_NOFOLLOW refuses links. O_NONBLOCK prevents waiting for the other end of a pipe.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while read := file.readinto(buffer):

@@ -52,8 +52,8 @@ _PROBE_TIMEOUT_S = 60.0
 _RESOLVE_TIMEOUT_S = 3.0
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that torchrun sets for its workers. Left over in a shell, they mislead programs started
-there."""
+"""The variables that torchrun sets for its workers. If a shell still has them, they mislead programs that it
+starts."""
 _WATCHED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_", "NVTE_", "OMP_", "MKL_", "CUBLAS_", "PYTORCH_", "CANZONA_CACHE")
 """The prefixes of environment variables that change how workers run."""
 
@@ -65,7 +65,7 @@ class Finding:
     group: Group
     name: str
     status: Status
-    """ok; info: worth knowing; warn: something will be slow or unavailable; fail: no run is possible."""
+    """The severity. info: worth knowing; warn: something will be slow or unavailable; fail: no run is possible."""
     value: str
     """The value on this machine."""
     meaning: str
@@ -77,7 +77,7 @@ class Finding:
 def _finding(
     group: Group, name: str, ok: bool, value: str, meaning: str, fix: str = "", *, otherwise: Status = "warn"
 ) -> Finding:
-    """Makes a finding with status `ok`, or, if not ok, with status `otherwise` and the fix."""
+    """Makes a finding: with status `ok` if `ok`, otherwise with status `otherwise` and the fix."""
     status: Status = "ok" if ok else otherwise
     return Finding(group=group, name=name, status=status, value=value, meaning=meaning, fix="" if ok else fix)
 
@@ -91,8 +91,8 @@ class Diagnosis:
     """The number of visible GPUs that torch can use."""
     slurm: bool
     """True if jobs can be submitted from here."""
-    tried: bool
-    """True if torch was tried to its end; False if it took too long, and nothing is known about it."""
+    torch_checked: bool
+    """True if the check of torch ended; False if it took too long, so that nothing is known about torch."""
 
     @property
     def ok(self) -> bool:
@@ -113,25 +113,25 @@ class Diagnosis:
             "version": VERSION,
             "ok": self.ok,
             "exit_code": int(self.exit_code),
-            "can": {"cpu": self.ok and self.tried, "cuda": self.ok and self.gpus > 0, "slurm": self.slurm},
+            "can": {"cpu": self.ok and self.torch_checked, "cuda": self.ok and self.gpus > 0, "slurm": self.slurm},
             "gpus": self.gpus,
             "findings": [asdict(finding) for finding in self.findings],
         }
 
 
 def diagnose() -> Diagnosis:
-    """Examines this machine as a run would use it; takes a few seconds and changes nothing."""
+    """Examines this machine as a run would use it. Takes a few seconds and changes nothing."""
     visible, installed, probed = gpu_inventory(), len(installed_gpus()), _probe()
     usable = None
     if probed is not None:
         usable = not isinstance(probed, str) and probed.get("cuda_available") is True
-    here = (*_machine(), *_storage(bool(visible)), *network())
+    hardware = (*gpus(usable, visible, installed), *_machine(), *_storage(bool(visible)), *network())
     slurm = _slurm()
     return Diagnosis(
-        findings=(*packages(), *_torch(probed), *gpus(usable, visible, installed), *here, slurm, *_environment()),
+        findings=(*packages(), *_torch(probed), *hardware, slurm, *_environment()),
         gpus=len(visible) if usable else 0,
         slurm=slurm.status == "ok",
-        tried=probed is not None,
+        torch_checked=probed is not None,
     )
 
 
@@ -178,10 +178,11 @@ def package(requirement: Requirement) -> Finding:
 def _probe() -> dict[str, object] | str | None:
     """Imports torch in a subprocess and lets two ranks connect over gloo.
 
-    Returns the results; the error message if torch is broken; None if there was no answer in time, which may
-    only mean that the machine is busy.
+    Returns:
+        the results; the error message if torch is broken; None if the subprocess did not end in time, which may
+        only mean that the machine is busy.
     """
-    # The same interface as in a run on one machine.
+    # Use the same interface as a run on one machine.
     environment = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]
@@ -205,7 +206,7 @@ def _torch(probed: Mapping[str, object] | str | None) -> Iterator[Finding]:
     if probed is None:
         value = f"importing and trying torch took longer than {_PROBE_TIMEOUT_S:.0f} s"
         value += f", with a load average of {os.getloadavg()[0]:.0f} on {cores()} cores"
-        meaning = "torch may be fine: a busy machine or a slow disk delays it, and a driver that hangs does too"
+        meaning = "torch may be fine: a busy machine, a slow disk or a hanging driver can delay it"
         fix = f"try again when the machine is less busy; see where it waits: {sys.executable} -X importtime -m {_PROBE}"
         yield _finding("torch", "import", False, value, meaning, fix)
         return
@@ -224,16 +225,16 @@ def _torch(probed: Mapping[str, object] | str | None) -> Iterator[Finding]:
     value = str(nccl or "not in this build")
     yield _finding("torch", "NCCL", bool(nccl), value, "the backend of GPU ranks", otherwise="info")
     lacking = torch_lacks()
-    meaning = "training is right without" if lacking else "all features that canzona uses on GPUs"
+    meaning = "training is correct without them" if lacking else "all features that canzona uses on GPUs"
     value = f"without {', '.join(lacking)}" if lacking else "complete"
     yield _finding("torch", "features", not lacking, value, meaning, otherwise="info")
 
 
 def gpus(usable: bool | None, visible: Sequence[GpuInfo], installed: int) -> Iterator[Finding]:
-    """Checks the GPUs and what ranks on GPUs need.
+    """Checks the GPUs and the software that ranks on GPUs need.
 
     Args:
-        usable: True if torch can use the GPUs; None if that is not known.
+        usable: True if torch can use the GPUs; None if this is unknown.
         visible: the GPUs that this shell may use.
         installed: the number of GPUs in the machine.
     """
@@ -272,7 +273,7 @@ def _needed(name: str, value: str, problem: Problem | None, meaning: str) -> Fin
 
 
 def _machine() -> Iterator[Finding]:
-    """Checks the cores and the memory that this process may use; containers and Slurm may limit both."""
+    """Checks the cores and the memory that this process may use. Containers and Slurm may limit both."""
     meaning = "shared by CPU ranks; more ranks than cores run, but slowly"
     yield _finding("machine", "CPU cores", True, f"{cores()} of {os.cpu_count()}, {processor_name()}", meaning)
     memory = psutil.virtual_memory()
@@ -283,7 +284,7 @@ def _machine() -> Iterator[Finding]:
     total = min(memory.total, limit)
     available = min(memory.available, total)
     value = f"{available / _GIB:.1f} GiB free of {total / _GIB:.1f} GiB"
-    meaning, fix = "a CPU rank takes about 0.75 GiB besides its model", "close other programs, or use fewer ranks"
+    meaning, fix = "a CPU rank needs about 0.75 GiB plus its model", "close other programs, or use fewer ranks"
     yield _finding("machine", "memory", available >= 3 * _GIB, value, meaning, fix)
 
 
@@ -305,10 +306,10 @@ def _storage(on_gpus: bool) -> Iterator[Finding]:
 
 
 def _place(name: str, path: Path, meaning: str, setting: str, *, unwritable: Status = "warn") -> Finding:
-    """Checks that a directory, or the nearest existing one above it, is writable and has 2 GiB free."""
+    """Checks that a directory, or its nearest existing parent, is writable and has 2 GiB free."""
     existing, fix = existing_folder(path.expanduser().absolute()), f"{setting}=DIR with a directory you may write to"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        value = f"{path}: {existing} cannot be written"
+        value = f"{path}: {existing} is not writable"
         return _finding("storage", name, False, value, meaning, fix, otherwise=unwritable)
     free = shutil.disk_usage(existing).free
     value = f"{path}, {free / _GIB:.1f} GiB free"
@@ -340,8 +341,8 @@ def _address(name: str) -> str:
         with suppress(OSError):
             addresses.append(str(socket.getaddrinfo(name, None)[0][4][0]))
 
-    # In a thread, because a resolver without an answer blocks for many seconds and has no timeout; a process
-    # could take longer to start, on a busy machine, than the resolver.
+    # A lookup without an answer blocks for many seconds and has no timeout, so it runs in a thread. On a busy
+    # machine, starting a process could take longer than the lookup.
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
     thread.join(_RESOLVE_TIMEOUT_S)
@@ -349,7 +350,7 @@ def _address(name: str) -> str:
 
 
 def _slurm() -> Finding:
-    """Checks for sbatch."""
+    """Checks if Slurm's sbatch is installed."""
     version = tool_output("sbatch", "--version")
     meaning = "jobs can be submitted" if version else "runs start on this machine only"
     value = version.strip() if version else "sbatch is not installed"

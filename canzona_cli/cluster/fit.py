@@ -1,6 +1,7 @@
 """Chooses the layout of a run, and suggests changes if no layout fits.
 
-The user's settings are hard constraints. Every null is searched, with the same result on every machine.
+The user's settings are hard constraints. Settings that are null are searched, with the same result on every
+machine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ SHORTEST_SUGGESTED_SEQUENCE = 512
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Chooses a value for every null of `config`; returns the completed configuration and its layout.
+    """Chooses a value for every layout setting that is null; returns the completed configuration and its layout.
 
     Resolving the result again changes nothing.
 
@@ -45,20 +46,19 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
 def choose(config: RunConfig) -> Candidate | None:
     """Returns the layout with the shortest simulated time per sequence; None if no layout fits.
 
-    If every layout setting is given, or no plan fits, it returns the layout that needs the least memory
-    instead.
+    If every layout setting is given, or no plan fits, returns the layout that needs the least memory instead.
 
     Raises:
         ConfigError: the settings are impossible.
     """
     parallel, train = config.parallel, config.train
     vpp = 1 if parallel.pp == 1 else parallel.vpp
-    typed = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, train.micro_batch_size, train.recompute)
-    divided = len(expert_ranks(config, config.gpus // (parallel.pp or 1))) > 1
-    fastest = () if typed and not divided else search(config).best
+    all_given = None not in (parallel.tp, parallel.pp, vpp, parallel.cp, train.micro_batch_size, train.recompute)
+    ep_open = len(expert_ranks(config, config.gpus // (parallel.pp or 1))) > 1
+    fastest = () if all_given and not ep_open else search(config).best
     if fastest:
         return Candidate(layout=fastest[0].layout, memory=estimate(config, fastest[0].layout))
-    # Either there is nothing to search, or no plan fits, which planning will report in more detail.
+    # Either there is nothing to search, or no plan fits. In the latter case planning reports the details.
     fitting = [candidate for candidate in candidates(config) if candidate.fits]
     return min(fitting, key=lambda candidate: candidate.memory.total, default=None)
 
@@ -78,19 +78,17 @@ def _does_not_fit(config: RunConfig) -> Problem:
         f"{has}; the layout that needs the least memory is tp={layout.tp} pp={layout.pp}{chunks} dp={layout.dp}"
         f"{experts}, micro-batch {layout.micro_batch_size}, recompute {layout.recompute} (GiB: {parts})"
     )
-    fix = (
-        ("each of these changes makes it fit: " if len(changes) > 1 else "use ") + "; ".join(changes)
-        if changes
-        else "use a smaller model, or a cluster profile with more memory"
-    )
+    fix = "use a smaller model, or a cluster profile with more memory"
+    if changes:
+        fix = f"{'each of these changes makes it fit:' if len(changes) > 1 else 'use'} {'; '.join(changes)}"
     return problem_with(config, "gpus", reason, fix)
 
 
 def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """Yields single changes that make `config` fit, each as overrides and as the changed configuration.
 
-    The change that alters the job least comes first. Only the smallest number of GPUs and the longest
-    sequences that fit are yielded.
+    Changes that alter the job less come first. Of several numbers of GPUs only the smallest that fits is yielded,
+    and of several sequence lengths only the longest.
     """
     for ladder in _changes(config):
         for override, changed in ladder:
@@ -104,7 +102,7 @@ def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
-    """Yields lists of changes, from small to large; `suggestions` takes the first of each list that fits."""
+    """Yields lists of changes; `suggestions` takes the first change of each list that fits."""
     parallel, train, cluster = config.parallel, config.train, config.cluster
     pinned = [name for name in ("tp", "pp", "vpp", "cp", "ep") if getattr(parallel, name) is not None]
     if pinned:
@@ -160,7 +158,8 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     """Composes and resolves every run of a sweep, so that none is refused hours later.
 
     Raises:
-        CanzonaError: at least one run is refused; a problem of only some runs names the first one's values.
+        CanzonaError: at least one run is refused. A problem that only some runs have names the swept values of
+            the first of them.
     """
     runs: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
@@ -181,7 +180,7 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
         for problem in failure.problems:
             reported.setdefault((problem.key, problem.reason), []).append((problem, combination.words))
     _, first_failure = failed[0]
-    raise type(first_failure)(*(_merged(alike, len(requested)) for alike in reported.values()))
+    raise type(first_failure)(*(_merged(occurrences, len(requested)) for occurrences in reported.values()))
 
 
 def _with_scaled_minimum(
@@ -190,11 +189,11 @@ def _with_scaled_minimum(
     """Keeps the recipe's ratio of minimum to peak for swept learning rates, so that all schedules have the
     same shape.
 
-    The ratio is added as an override, so that the printed overrides repeat the run.
+    The ratio is added as an override, so that the printed overrides reproduce the run.
     """
     overrides = combination.overrides
-    typed = {key_of(override) for override in overrides}
-    if "optimizer.lr" not in combination.values or typed & {"optimizer.min_lr", MIN_LR_RATIO}:
+    keys = {key_of(override) for override in overrides}
+    if "optimizer.lr" not in combination.values or keys & {"optimizer.min_lr", MIN_LR_RATIO}:
         return combination
     recipe = recipe_of(tuple(override for override in overrides if key_of(override) != "optimizer.lr"))
     if recipe.min_lr_ratio is not None or recipe.min_lr == 0:
@@ -202,11 +201,11 @@ def _with_scaled_minimum(
     return replace(combination, overrides=(*overrides, f"{MIN_LR_RATIO}={recipe.min_lr / recipe.lr:.6g}"))
 
 
-def _merged(alike: Sequence[tuple[Problem, str]], runs: int) -> Problem:
-    """Merges the same problem of several runs into one; adds the first run's values unless all `runs` have
-    the problem."""
-    (problem, words), *more = alike
-    if len(alike) == runs:
+def _merged(occurrences: Sequence[tuple[Problem, str]], runs: int) -> Problem:
+    """Merges the same problem of several runs into one. If not all of the `runs` have it, the reason names the
+    swept values of the first run that does."""
+    (problem, words), *more = occurrences
+    if len(occurrences) == runs:
         return problem
     others = f" and {plural(len(more), 'other')}" if more else ""
     return replace(problem, reason=f"{problem.reason}, in the run with {words}{others}")

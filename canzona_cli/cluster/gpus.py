@@ -1,8 +1,7 @@
-"""The GPUs of this machine, and what a plan asks about them. Imports only fast modules, because plans load
-it.
+"""The GPUs of this machine. Imports nothing slow, because every plan loads this module.
 
-GPUs are listed by nvidia-smi, which is part of the driver, or else read from /proc. CUDA_VISIBLE_DEVICES is
-applied as CUDA does: the first entry that names no device hides all entries after it.
+The list comes from nvidia-smi, which is part of the driver, or else from /proc. CUDA_VISIBLE_DEVICES is applied as
+by CUDA: the first entry that names no device hides all entries after it.
 """
 
 import importlib.util
@@ -20,10 +19,10 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def with_layers_here(cluster: ClusterConfig) -> ClusterConfig:
-    """Fills in `transformer_engine` if it is null: True if the profile has fused layers and they are
+    """Fills in `transformer_engine` if it is null: True if the profile has fused layers and Transformer Engine is
     installed here.
 
-    A machine without GPUs can only plan for other machines, which are assumed to have Transformer Engine.
+    A machine without GPUs can only plan for other machines. These are assumed to have Transformer Engine.
     """
     if cluster.transformer_engine is not None:
         return cluster
@@ -37,7 +36,7 @@ class GpuInfo:
 
     name: str
     memory_bytes: int
-    """0 if unknown: /proc does not report it."""
+    """The GPU's memory; 0 if it is unknown, because /proc does not report it."""
     uuid: str = ""
     """`GPU-...`; empty if unknown."""
     driver: str = ""
@@ -56,10 +55,8 @@ def gpu_inventory() -> tuple[GpuInfo, ...]:
 
 @cache
 def installed_gpus() -> tuple[GpuInfo, ...]:
-    """Lists all GPUs of the machine in PCI order; empty without an NVIDIA driver.
-
-    The result is cached, because the query may take a second.
-    """
+    """Lists all GPUs of the machine in PCI order; empty without an NVIDIA driver. Cached, because the query may
+    take a second."""
     fields = ",".join(_SMI_FIELDS)
     gpus = read_smi(tool_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", timeout_s=30))
     return read_proc(_PROC_GPUS) if gpus is None else gpus
@@ -68,9 +65,9 @@ def installed_gpus() -> tuple[GpuInfo, ...]:
 def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...]:
     """Returns the GPUs that a value of CUDA_VISIBLE_DEVICES makes visible.
 
-    None shows all GPUs, an empty value none. An entry is an index, or the start of a UUID that fits exactly
-    one GPU. Any other entry, such as -1, ends the list, and a GPU named twice makes CUDA show none. A MIG
-    entry counts as a device of the size of its GPU.
+    None shows all GPUs, an empty value none. An entry is an index, or the start of a UUID that matches exactly
+    one GPU. Any other entry, such as -1, ends the list. If a GPU is named twice, CUDA shows none. A MIG entry
+    counts as the whole GPU that it names, or else as the first one.
     """
     if visible is None:
         return gpus
@@ -94,8 +91,9 @@ def _index(gpus: tuple[GpuInfo, ...], entry: str) -> int | None:
     if entry.isdecimal():
         return int(entry) if int(entry) < len(gpus) else None
     if entry.startswith("MIG-"):
-        parent = re.match(r"MIG-(GPU-[^/]+)/", entry)  # the newer MIG-<uuid> does not name its GPU
-        return (_index(gpus, parent[1]) if parent else 0) if gpus else None
+        if parent := re.match(r"MIG-(GPU-[^/]+)/", entry):
+            return _index(gpus, parent[1])
+        return 0 if gpus else None  # the newer MIG-<uuid> does not name its GPU
     if entry.startswith("GPU-"):
         matches = [index for index, gpu in enumerate(gpus) if gpu.uuid.startswith(entry)]
         return matches[0] if len(matches) == 1 else None
@@ -103,7 +101,7 @@ def _index(gpus: tuple[GpuInfo, ...], entry: str) -> int | None:
 
 
 def read_smi(listing: str | None) -> tuple[GpuInfo, ...] | None:
-    """Parses the output of nvidia-smi, one line per GPU; returns None if there is no output."""
+    """Parses the output of nvidia-smi, which has one line per GPU; returns None without output."""
     if listing is None:
         return None
     rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]

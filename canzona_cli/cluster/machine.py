@@ -34,7 +34,7 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 def machine_facts(device: Device) -> dict[str, str | int | float]:
-    """Returns processor, cores, memory, torch's version, and for "cuda" the GPU; nothing that identifies the
+    """Returns the processor, cores, memory, torch's version, and for "cuda" the GPU. Nothing in it identifies the
     machine."""
     facts: dict[str, str | int | float] = {
         "device": device,
@@ -49,8 +49,8 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
 
 
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
-    """Returns a warning if a profile was measured on a different machine; empty if not, or if the profile was
-    not measured."""
+    """Returns a warning if a profile was measured on a different machine; empty if it was measured here, or not
+    measured at all."""
     here: dict[str, str | int] = {"processor": processor_name(), "cores": cores(), "torch": torch_version()}
     if cluster.device == "cuda":
         # Times depend on the GPU, so a different host processor is not a mismatch.
@@ -59,7 +59,7 @@ def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
     mismatches = [
         f"{name} {measured[name]} there, {value} here"
         for name, value in here.items()
-        # torch.__version__ has its build (2.13.0+cu130), the version of the package may not.
+        # torch.__version__ includes the build (2.13.0+cu130); the package's version may not.
         if name in measured and str(measured[name]).partition("+")[0] != str(value).partition("+")[0]
     ]
     if not mismatches:
@@ -96,8 +96,8 @@ def installed_version(package: str) -> str | None:
 
 
 def requirement(package: str) -> Requirement | None:
-    """Returns canzona's requirement for a package, required or optional; None without one, or if canzona is
-    not installed as a package."""
+    """Returns the requirement for a package in canzona's metadata, optional ones included; None if there is no
+    such requirement, or if canzona is not installed as a package."""
     try:
         requirements = map(Requirement, metadata.requires("canzona") or ())
     except metadata.PackageNotFoundError:
@@ -106,14 +106,14 @@ def requirement(package: str) -> Requirement | None:
 
 
 def admits(requirement: Requirement, version: str) -> bool:
-    """Returns True if a version satisfies a requirement; a pre-release counts as its release (2.10.0a0 as
+    """Returns True if a version satisfies a requirement. A pre-release counts as its release (2.10.0a0 as
     2.10.0)."""
     return requirement.specifier.contains(Version(version).base_version)
 
 
 def loopback_problem(ranks: int) -> str | None:
-    """Returns the error if this many ranks cannot each open a port and connect on the loopback interface;
-    None if they can."""
+    """Returns the error if `ranks` ranks cannot each open a port and connect on the loopback interface; None if
+    they can."""
     try:
         with ExitStack() as sockets:
             for _ in range(ranks + 1):  # one more for torchrun's store
@@ -125,11 +125,11 @@ def loopback_problem(ranks: int) -> str | None:
 
 
 _DRIVERS: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
-"""The first driver that runs each major release of CUDA, with all minor releases.
+"""The first driver that supports all minor releases of each major release of CUDA.
 https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html"""
 _GET_TORCH = "install a torch that is built for it (pytorch.org/get-started)"
 
-_COVERS_COALESCED = Version("2.15")
+_NCCL2_WAITS = Version("2.15")
 """The first torch whose nccl2 backend waits for all collectives of a coalesced group (its
 `ProcessGroupNCCL.hpp`)."""
 
@@ -138,9 +138,9 @@ Release = tuple[int, int]
 
 
 def driver_problem() -> Problem | None:
-    """Returns the problem of a driver that cannot run torch's CUDA, or of a torch without CUDA.
+    """Returns a problem if the driver cannot run torch's CUDA release, or if torch was built without CUDA.
 
-    None if the driver can run it, or if either version is unknown.
+    Returns None if the driver can run it, or if either version is unknown.
     """
     needed, here = torch_cuda(), driver_cuda()
     if here is None or needed is None:
@@ -160,9 +160,9 @@ def driver_problem() -> Problem | None:
 
 
 def driver_cuda() -> Release | None:
-    """Returns the newest CUDA release that the driver runs; None without a driver.
+    """Returns the newest CUDA release that the driver supports; None without a driver.
 
-    If NVIDIA's compatibility package is on the library path, this is the package's release.
+    If NVIDIA's compatibility package is on the library path, its release is returned instead.
     """
     version = ctypes.c_int()
     try:
@@ -174,8 +174,8 @@ def driver_cuda() -> Release | None:
 
 
 def torch_cuda() -> Release | None:
-    """Returns the CUDA release that the installed torch is built for; (0, 0) for a build without CUDA, None
-    if unknown."""
+    """Returns the CUDA release that the installed torch was built for; (0, 0) for a build without CUDA, None if
+    unknown."""
     spec = importlib.util.find_spec("torch")
     try:
         text = Path(spec.origin).with_name("version.py").read_text("utf-8") if spec and spec.origin else ""
@@ -186,37 +186,40 @@ def torch_cuda() -> Release | None:
 
 
 def torch_lacks() -> list[str]:
-    """Lists the features that canzona uses if torch has them, and that the torch installed here lacks.
-
-    Training is correct without them. Does not import torch.
-    """
+    """Lists the optional features that the installed torch does not have, without importing it. Training is
+    correct without them."""
     spec, version = importlib.util.find_spec("torch"), installed_version("torch")
     if version is None or spec is None or spec.origin is None:
         return []
     lacking = []
     if not Path(spec.origin).with_name("_vendor").joinpath("quack").is_dir():
-        lacking.append("a copy of QuACK's symmetric products (from 2.15; cuBLAS multiplies instead)")
-    if Version(version) < _COVERS_COALESCED:
-        lacking.append("an NCCL backend nccl2 that waits for all reductions of a bucket (from 2.15; the other is used)")
+        lacking.append("a copy of QuACK's symmetric products (since torch 2.15; cuBLAS is used instead)")
+    if Version(version) < _NCCL2_WAITS:
+        lacking.append(
+            "an NCCL backend nccl2 that waits for all reductions of a bucket (since torch 2.15; nccl is used instead)"
+        )
     return lacking
 
 
 def backend_problem(chosen: str | None) -> Problem | None:
-    """Returns the problem of a TORCH_DIST_USE_NCCL2 that selects a backend which may use gradients before
-    they arrive.
+    """Returns a problem if TORCH_DIST_USE_NCCL2 selects a backend that may use gradients before they arrive.
 
-    Before torch 2.15 the end of a coalesced group in that backend waits for sends and receives, but is not
+    Before torch 2.15, the end of a coalesced group in the nccl2 backend waits for sends and receives, but is not
     documented to wait for reductions.
+
+    Args:
+        chosen: the value of TORCH_DIST_USE_NCCL2; None if it is not set.
     """
     version = installed_version("torch")
-    if chosen in (None, "0") or version is None or Version(version) >= _COVERS_COALESCED:
+    if chosen in (None, "0") or version is None or Version(version) >= _NCCL2_WAITS:
         return None
     reason = f"selects an NCCL backend that may not wait for all reductions of a bucket in torch {version}"
     return Problem(key="TORCH_DIST_USE_NCCL2", value=chosen, reason=reason, fix="unset it, or install torch 2.15")
 
 
 def fused_layers_problem() -> Problem | None:
-    """Returns the problem of a Transformer Engine that is missing or untested with megatron-core; else None."""
+    """Returns a problem if Transformer Engine is missing, or its version is untested with megatron-core; else
+    None."""
     version, needed = installed_version("transformer-engine"), requirement("transformer-engine")
     key, without = "cluster.transformer_engine", "cluster.transformer_engine=false, which trains the same without"
     fix = f"{install_fused_layers()}, or {without}"
@@ -229,9 +232,9 @@ def fused_layers_problem() -> Problem | None:
 
 
 def install_fused_layers() -> str:
-    """Returns the command that installs Transformer Engine, with a note of what the command needs.
+    """Returns the command that installs Transformer Engine, with its requirements in parentheses.
 
-    The PyTorch extension comes as source, and an isolated build would not find torch (NVIDIA's installation
+    The PyTorch extension is a source package, and an isolated build would not find torch (NVIDIA's installation
     guide).
     """
     needed = requirement("transformer-engine")
@@ -245,18 +248,18 @@ def _sorted(requirement: Requirement) -> str:
 
 
 def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
-    """Returns the problem of an NCCL_SOCKET_IFNAME that matches no usable network interface; None if one
-    matches.
+    """Returns a problem if NCCL_SOCKET_IFNAME matches no usable network interface; None if it matches one.
 
     Args:
-        chosen: the value: prefixes of names; full names after a leading `=`; a leading `^` excludes them.
-        alone: True if the run uses this machine only, so that the loopback interface is usable.
+        chosen: the value of NCCL_SOCKET_IFNAME: prefixes of names, or full names after a leading `=`. A leading
+            `^` excludes the matches instead. None or empty if it is not set.
+        alone: True if the run uses only this machine, so that the loopback interface is usable.
     """
     if not chosen:
         return None
     up = _interfaces()
     usable = up if alone else {name for name in up if not name.startswith("lo")}
-    if named(chosen, usable):
+    if matching_interfaces(chosen, usable):
         return None
     others = ", ".join(sorted(usable)) or "none"
     where = "" if alone else " and leads to other machines"
@@ -268,16 +271,13 @@ def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
     )
 
 
-def named(chosen: str, interfaces: Set[str]) -> set[str]:
+def matching_interfaces(chosen: str, interfaces: Set[str]) -> set[str]:
     """Returns the interfaces that match a value of NCCL_SOCKET_IFNAME, as in NCCL's src/misc/socket.cc."""
     patterns = chosen.removeprefix("^")
     exact = patterns.startswith("=")
     names = [name.partition(":")[0] for name in patterns.removeprefix("=").split(",") if name]
-    matches = {
-        interface
-        for interface in interfaces
-        if any(interface == name if exact else interface.startswith(name) for name in names)
-    }
+    prefixes = tuple(names)
+    matches = {name for name in interfaces if (name in names if exact else name.startswith(prefixes))}
     return set(interfaces - matches) if chosen.startswith("^") else matches
 
 
@@ -297,10 +297,10 @@ def _dotted(release: Release) -> str:
 
 
 def compiling_lacks() -> str | None:
-    """Returns the name of something that torch.compile needs and this machine lacks; None if it has all.
+    """Returns the first requirement of torch.compile that this machine does not meet; None if it meets all.
 
-    torch.compile generates Triton kernels. Triton compiles the C code that launches them on each machine,
-    with $CC, gcc or clang and Python's headers (`triton.runtime.build`).
+    torch.compile generates Triton kernels. On each machine Triton compiles the C code that launches them, with
+    $CC, gcc or clang and Python's headers (`triton.runtime.build`).
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton"

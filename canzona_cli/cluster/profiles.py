@@ -1,4 +1,4 @@
-"""Cluster profiles as files, built-in and the user's, with the problems and warnings of each."""
+"""The files of cluster profiles, built-in and the user's own, with their problems and warnings."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from canzona_cli.config.recipes import (
 from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.errors import ConfigError, Problem
 
-WITHOUT_FUSED_LAYERS = "13 to 20% fewer tokens a second"
+WITHOUT_FUSED_LAYERS = "13 to 20% fewer tokens per second"
 """The cost of cluster.transformer_engine=false that `canzona train --dry-run` predicts for 0.6B to 32B on 1
 to 256 H100s."""
 
@@ -46,28 +46,36 @@ class Profile:
 
 
 def list_profiles(recipes_dirs: Sequence[Path] = ()) -> list[Profile]:
-    """Lists the user's profiles by name, then the built-in ones. Raises ConfigError for a missing folder."""
+    """Lists the user's profiles by name, then the built-in ones.
+
+    Raises:
+        ConfigError: one of `recipes_dirs` does not exist.
+    """
     dirs = (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir())
     profiles = [_read(name, path, str(path)) for name, path in group_options("cluster", dirs).items()]
     return sorted(profiles, key=lambda profile: (profile.builtin, profile.name))
 
 
-def find_profile(asked: str, recipes_dirs: Sequence[Path]) -> Profile:
-    """Returns the profile with a name, or in a file. Raises ConfigError if there is none."""
+def find_profile(name_or_file: str, recipes_dirs: Sequence[Path]) -> Profile:
+    """Returns the profile with a given name, or in a given file.
+
+    Raises:
+        ConfigError: there is no such profile.
+    """
     dirs = (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir())
-    if is_file_name(asked):
-        path = find_file("cluster", asked, dirs)
-        return _read(path.stem, path, asked)
-    name = find_option("cluster", asked, dirs)
+    if is_file_name(name_or_file):
+        path = find_file("cluster", name_or_file, dirs)
+        return _read(path.stem, path, name_or_file)
+    name = find_option("cluster", name_or_file, dirs)
     path = group_options("cluster", dirs)[name]
     return _read(name, path, str(path))
 
 
-def _read(name: str, path: Path, asked: str) -> Profile:
+def _read(name: str, path: Path, name_or_file: str) -> Profile:
     builtin = path.parent.parent == builtin_recipes_dir()
     try:
         # A profile is checked as part of a run, so use a recipe that fits on any machine.
-        cluster = compose_run(["recipe=qwen3-tiny", "gpus=1", f"cluster={asked}"], training=False).config.cluster
+        cluster = compose_run(["recipe=qwen3-tiny", "gpus=1", f"cluster={name_or_file}"], training=False).config.cluster
     except ConfigError as error:
         return Profile(name=name, path=path, builtin=builtin, cluster=None, problems=error.problems)
     return Profile(name=name, path=path, builtin=builtin, cluster=cluster)
@@ -77,7 +85,7 @@ def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[
     """Lists warnings for the user of a profile.
 
     Args:
-        training: True if a run starts here, so that the profile should be of this machine.
+        training: True if a run starts here, so that the profile should describe this machine.
     """
     warnings = []
     if cluster.not_measured:
@@ -93,7 +101,7 @@ def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[
             f"{WITHOUT_FUSED_LAYERS} in simulations; to install it: {install_fused_layers()}"
         )
     if training:
-        from canzona_cli.cluster.machine import profile_mismatches  # imported here, because plans do without
+        from canzona_cli.cluster.machine import profile_mismatches  # imported here, because plans do not need it
 
         warnings += profile_mismatches(cluster)
     return tuple(warnings)

@@ -1,4 +1,4 @@
-"""The files that keep the results of searches for a layout, so that a run that was searched before starts at once."""
+"""A cache of layout searches: a run whose layout has been searched for already starts at once."""
 
 import hashlib
 import json
@@ -16,29 +16,32 @@ from canzona_cli.run.codec import save
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-ASKED: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "parallel")
+SECTIONS: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "parallel")
 """The sections of a run's settings that a search may depend on."""
 CODE: Final = ("config", "optimizers", "model", "costs", "planner", "simulate", "cluster")
 """The folders with code that a search may depend on."""
-KEPT: Final = 500
-"""The most search results in the cache folder; the oldest are deleted."""
+MAX_FILES: Final = 500
+"""The maximum number of search results in the cache folder; older ones are deleted."""
 
 
 def search_file(config: RunConfig, count: int) -> Path:
-    """Returns the file for the result of one search, named by a hash of everything that the result depends
-    on."""
+    """Returns the file for the result of a search. Its name is a hash of everything that the result depends on.
+
+    Args:
+        count: the number of layouts that the search returns.
+    """
     parts = asdict(config)
-    key = json.dumps([_code(), count, {name: parts[name] for name in ASKED}], sort_keys=True, default=str)
+    key = json.dumps([_code(), count, {name: parts[name] for name in SECTIONS}], sort_keys=True, default=str)
     return cache_root(config) / "layouts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 def remember(file: Path, result: "DataclassInstance") -> None:
-    """Writes a result and deletes the oldest ones; does nothing if the folder cannot be written."""
+    """Writes a result and deletes the oldest results; does nothing if the folder is not writable."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         save(file, result, indented=False)
         files = sorted(file.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
-        for old in files[:-KEPT]:
+        for old in files[:-MAX_FILES]:
             old.unlink(missing_ok=True)
 
 

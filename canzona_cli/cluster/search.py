@@ -1,8 +1,8 @@
 """The possible layouts of a run, and the search for the fastest.
 
-Layouts that keep the user's settings get a quick estimate; with more recomputation only after the same layout with
-less. They are simulated in the order of their estimates, until the estimates of all remaining layouts are longer than
-the shortest simulated steps.
+Every layout that keeps the user's settings gets a quick estimate; a layout with more recomputation gets one only after
+the same layout with less. Layouts are simulated in the order of their estimates, until the estimates of all remaining
+layouts exceed the fastest simulated steps.
 """
 
 import math
@@ -32,8 +32,8 @@ from canzona_cli.simulate.predict import Spent, simulate_run, spent
 from canzona_cli.simulate.step import StrategyResult
 
 BATCH_TOLERANCE = 0.125
-"""The largest relative difference between a chosen batch and `train.batch_tokens`, so that the number of GPUs
-does not silently change the training job."""
+"""The largest relative difference between a chosen batch and `train.batch_tokens`. The limit prevents the number of
+GPUs from silently changing the training job."""
 MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -51,7 +51,7 @@ class Candidate:
 
 
 def candidates(config: RunConfig) -> list[Candidate]:
-    """Lists every possible layout of a run with its memory; at least one, in no particular order.
+    """Lists every possible layout of a run with its memory; at least one layout, in no particular order.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -65,14 +65,14 @@ def any_fits(config: RunConfig) -> bool:
     Raises:
         ConfigError: the settings are impossible.
     """
-    # No larger micro-batch and no other recomputation needs less memory. Layouts that need the least come last.
+    # The smallest micro-batch and full recomputation need the least memory. Layouts that need little come last.
     train = config.train
     least = replace(train, micro_batch_size=train.micro_batch_size or 1, recompute=train.recompute or "full")
     return any(estimate(config, layout).fits for layout in reversed(possible_layouts(replace(config, train=least))))
 
 
 def possible_layouts(config: RunConfig) -> list[Layout]:
-    """Lists every layout that keeps the user's settings, regardless of memory; at least one.
+    """Lists every layout that keeps the user's settings, regardless of memory; at least one layout.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -85,7 +85,7 @@ def possible_layouts(config: RunConfig) -> list[Layout]:
 
 
 def fill(config: RunConfig, layout: Layout) -> RunConfig:
-    """Returns `config` with the layout filled in, and with the schedule and the number of nodes completed."""
+    """Returns `config` with the layout filled in and the schedule and the number of nodes completed."""
     mesh = {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "sequence_parallel")}
     batch = {name: getattr(layout, name) for name in ("micro_batch_size", "global_batch_size", "recompute")}
     return replace(
@@ -132,7 +132,8 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
 def expert_ranks(config: RunConfig, cells: int) -> tuple[int, ...]:
     """Returns the possible expert-parallel sizes of a stage with `cells` ranks.
 
-    Only GPUs divide experts unless the user sets it: CPU ranks share the cores that would compute elsewhere.
+    Unless the user sets `parallel.ep`, only GPU ranks divide experts. CPU ranks share their cores, so moving experts
+    to other ranks would not make them faster.
     """
     if config.parallel.ep is not None:
         return (config.parallel.ep,)
@@ -150,8 +151,8 @@ def _least_batch(pp: int, vpp: int, dp: int, micro: int) -> int:
 
 
 def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields every (tp, pp, vpp, cp, dp) for the number of GPUs; tp * cp exceeds a node only if the user sets
-    it so."""
+    """Yields every possible (tp, pp, vpp, cp, dp) for the number of GPUs. tp * cp exceeds the GPUs of a node only if
+    the user's settings ask for it."""
     parallel, model, sequence = config.parallel, config.model, config.train.seq_length
     per_node = min(config.cluster.gpus_per_node, config.gpus)
     needed = parallel.sequence_parallel or model.num_experts > 0
@@ -180,7 +181,7 @@ def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
 
 
 def _global_batch(config: RunConfig, step: int) -> int | None:
-    """Returns the sequences of an optimizer step, a multiple of `step`; None if no multiple matches the
+    """Returns the number of sequences in an optimizer step, a multiple of `step`; None if no multiple matches the
     settings."""
     train = config.train
     if train.global_batch_size is not None:
@@ -191,11 +192,8 @@ def _global_batch(config: RunConfig, step: int) -> int | None:
 
 
 def _no_batch(config: RunConfig) -> Problem:
-    """Returns the problem of a run without any layout: nothing divides the GPUs, or no layout divides the
-    batch.
-
-    All other problems have been refused before (`layout_problems`).
-    """
+    """Returns the problem of a run without possible layouts: no parallel sizes divide the GPUs, or no layout
+    divides the batch. All other problems have already been refused (`layout_problems`)."""
     train = config.train
     micro = train.micro_batch_size or 1
     steps = sorted({_least_batch(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(config)})
@@ -220,25 +218,25 @@ ALIKE = 1e-5
 """The relative difference up to which two step times count as equal."""
 
 MARGIN = 1.005
-"""The factor that decides when to stop simulating: the remaining layouts are left out once their estimated
-steps exceed the slowest of the best simulated steps by more. Estimates hardly ever exceed the simulation by
-more."""
+"""The factor by which the estimates of all remaining layouts must exceed the slowest of the best simulated steps
+before the search stops. Estimates hardly ever exceed simulations by more."""
 MARGIN_WITH_EXPERTS = 1.03
 """The same factor for models with experts, whose traffic is harder to estimate."""
 EXHAUSTIVE_RANKS = 1024
 """The largest number of ranks for which every layout within `MARGIN` is simulated."""
-MOST_BEYOND = 10
-"""The largest number of simulations for runs with more ranks, where each takes a second; more if more layouts
-are asked for."""
+MAX_SIMULATIONS = 10
+"""The limit on simulations for runs with more ranks, where each takes a second. A search for more layouts than this
+simulates more."""
 MANY_MATRICES = 4096
-"""The number of matrices above which a plan takes seconds, which only models with experts have."""
-MOST_WITH_MANY_MATRICES = 2
-"""The largest number of simulations of plans for such models; more if more layouts are asked for."""
+"""The number of matrices above which a plan takes seconds. Only models with experts have so many."""
+MAX_SIMULATIONS_MANY_MATRICES = 2
+"""The limit on simulations for models with more matrices than `MANY_MATRICES`. A search for more layouts than this
+simulates more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A layout that was planned and simulated. The result does not depend on this machine's number of cores."""
+    """A layout that was planned and simulated. Its times do not depend on this machine's number of cores."""
 
     layout: Layout
     iteration_s: float
@@ -259,8 +257,8 @@ class LayoutSearch:
     """The result of a search."""
 
     best: tuple[Tried, ...]
-    """The fastest layouts, the fastest first, as many as asked for. Of layouts with equal times only the
-    simplest is listed. Empty if no plan fits."""
+    """The requested number of layouts, fastest first. Of layouts with equal times only the simplest is listed.
+    Empty if no plan fits."""
     legal: int
     """The number of layouts that fit and were compared."""
     simulated: int
@@ -268,8 +266,7 @@ class LayoutSearch:
 
 
 def search(config: RunConfig, count: int = 1) -> LayoutSearch:
-    """Returns the `count` fastest possible layouts that fit, by simulation. Results are kept in the cache
-    folder.
+    """Returns the `count` fastest possible layouts that fit, by simulation. Results are cached in files.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -277,33 +274,29 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
     config = replace(config, cluster=with_layers_here(config.cluster))
     file = search_file(config, count)
     result = load_if_sound(file, LayoutSearch)
-    if result is None or not _holds(config, result):
+    if result is None or not _still_valid(config, result):
         result = _search(config, count)
         remember(file, result)
     return result
 
 
 def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> Tried | None:
-    """Returns the fastest layout of the run with another strategy, one without a plan; None if no layout fits.
+    """Returns the fastest layout of the run with another strategy that needs no plan; None if no layout fits.
 
     The planned layout is always tried too, because a search with limited simulations may miss it. On GPUs the
-    layout is simulated with buckets of the sizes that plans choose from, because such a yardstick may have them
-    too, with `parallel.bucket_elements`.
+    fastest layout is also simulated with the bucket sizes that plans choose from, because a user of this strategy
+    could set them with `parallel.bucket_elements`.
     """
     other = with_strategy(config, strategy)
-    here = _try(other, planned) if estimate(other, planned).fits else None
-    fastest = min(
-        [*search(other).best, *([] if here is None else [here.tried()])],
-        key=lambda tried: tried.per_sequence_s,
-        default=None,
-    )
+    same_layout = _try(other, planned) if estimate(other, planned).fits else None
+    results = [*search(other).best, *([same_layout.tried()] if same_layout else [])]
+    fastest = min(results, key=lambda tried: tried.per_sequence_s, default=None)
     if fastest is None or config.cluster.device == "cpu" or config.parallel.bucket_elements is not None:
         return fastest
-    _, *others = bucket_limits(default_bucket_elements(fastest.layout.owners))  # `fastest` has the default
-    sized = [replace(other.parallel, bucket_elements=limit) for limit in others]
-    runs = [replace(other, parallel=parallel) for parallel in sized]
-    tried = [_try(run, fastest.layout) for run in runs if estimate(run, fastest.layout).fits]
-    return min([fastest, *(each.tried() for each in tried if each)], key=lambda tried: tried.iteration_s)
+    _, *limits = bucket_limits(default_bucket_elements(fastest.layout.owners))  # `fastest` has the default
+    runs = [replace(other, parallel=replace(other.parallel, bucket_elements=limit)) for limit in limits]
+    simulated = [_try(run, fastest.layout) for run in runs if estimate(run, fastest.layout).fits]
+    return min([fastest, *(each.tried() for each in simulated if each)], key=lambda tried: tried.iteration_s)
 
 
 def _search(config: RunConfig, count: int) -> LayoutSearch:
@@ -311,8 +304,8 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
     seconds_without: dict[Layout, float] = {}
-    """The seconds per sequence of simulated layouts, by layout without recomputation. The same layout with
-    more recomputation is never faster, so it can be skipped."""
+    """The seconds per sequence of simulated layouts, by layout without recomputation. A layout with more
+    recomputation is never faster, so it can be skipped."""
     simulated, most = 0, _most_simulated(config)
     margin = MARGIN_WITH_EXPERTS if config.model.num_experts else MARGIN
     for estimated_s, layout in _quickest_first(config, fitting):
@@ -320,9 +313,8 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
         enough = best and simulated >= max(count, most)
         if estimated_s > margin * slowest or enough:
             break
-        # k times as many slices of sequences with k times the micro-batch leave tokens, messages and owners
-        # the same. If the estimate is the same, too, attention takes as long, and a simulation would give the
-        # same result.
+        # A layout with k times the context parallelism and k times the micro-batch has the same tokens, messages
+        # and owners. If the estimate is equal too, so is attention, and a simulation would give the same result.
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
         same = (unsliced, layout.micro_batch_size / layout.cp, estimated_s)
         plain = replace(layout, recompute="none")
@@ -340,16 +332,16 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
 
 
 def _most_simulated(config: RunConfig) -> float:
-    """Returns the number of layouts to simulate at most."""
+    """Returns the maximum number of layouts to simulate."""
     many = config.model.num_layers * len(matrix_shapes(config)) > MANY_MATRICES
     if many and config.execution is Execution.PLANNED:
-        return MOST_WITH_MANY_MATRICES
-    return MOST_BEYOND if many or config.gpus > EXHAUSTIVE_RANKS else math.inf
+        return MAX_SIMULATIONS_MANY_MATRICES
+    return MAX_SIMULATIONS if many or config.gpus > EXHAUSTIVE_RANKS else math.inf
 
 
 def _eligible(config: RunConfig) -> list[list[Layout]]:
-    """Returns the layouts that a choice is made from: those that leave the profile's headroom free, or if there are
-    none, those that fit. Layouts that differ only in recomputation are in one list, the least recomputation first."""
+    """Returns the layouts to choose from: those that leave the profile's headroom free, or, if there are none, those
+    that fit. Layouts that differ only in recomputation are in one list, in order of increasing recomputation."""
     roomy, fitting = list[list[Layout]](), list[list[Layout]]()
     for _, alike in groupby(possible_layouts(config), attrgetter("tp", "pp", "vpp", "cp", "ep", "micro_batch_size")):
         several, fits = list(alike), list[Layout]()
@@ -365,11 +357,11 @@ def _eligible(config: RunConfig) -> list[list[Layout]]:
 
 
 def _quickest_first(config: RunConfig, layouts: Iterable[Sequence[Layout]]) -> Iterator[tuple[float, Layout]]:
-    """Yields layouts with their estimated seconds per sequence.
+    """Yields layouts with their estimated seconds per sequence, fastest first.
 
     Args:
-        layouts: see `_eligible`. A layout is estimated once the one before it in its list has been yielded, because
-            with more recomputation it is not faster.
+        layouts: see `_eligible`. A layout is estimated only after the previous layout of its list has been yielded,
+            because more recomputation does not make it faster.
     """
 
     def entry(several: Sequence[Layout]) -> tuple[float, tuple[int, ...], Sequence[Layout]]:
@@ -414,7 +406,7 @@ class _Simulated:
 
 
 def _try(config: RunConfig, layout: Layout) -> _Simulated | None:
-    """Simulates a layout; returns None if no plan fits or the settings are refused."""
+    """Plans and simulates a layout; returns None if no plan fits or the settings are refused."""
     run = fill(config, layout)
     try:
         plan = plan_of_run(run, layout)
@@ -425,14 +417,14 @@ def _try(config: RunConfig, layout: Layout) -> _Simulated | None:
 
 def _plainness(layout: Layout) -> tuple[int, ...]:
     """Returns a sort key that puts the simplest layout first."""
-    again = RECOMPUTE.index(layout.recompute)
-    return layout.pp, layout.vpp, layout.cp, layout.tp, layout.ep, again, -layout.micro_batch_size
+    recompute = RECOMPUTE.index(layout.recompute)
+    return layout.pp, layout.vpp, layout.cp, layout.tp, layout.ep, recompute, -layout.micro_batch_size
 
 
-def _holds(config: RunConfig, remembered: LayoutSearch) -> bool:
-    """Returns True if remembered layouts are possible for the run and fit.
+def _still_valid(config: RunConfig, remembered: LayoutSearch) -> bool:
+    """Returns True if cached layouts are possible for the run and fit.
 
-    A file may be from another run, or from before a rule changed, and the run would train in its layout.
+    A cache file may be from another run or from before a rule changed, and the run would train in its layout.
     """
     layouts = {tried.layout for tried in remembered.best}
     return layouts <= set(possible_layouts(config)) and all(estimate(config, layout).fits for layout in layouts)

@@ -35,7 +35,7 @@ def bench(
         ),
     ] = None,
     rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", help="Measured rounds; each strategy runs once a round.")
+        int, typer.Option("--rounds", metavar="N", help="Measured rounds; each strategy runs once per round.")
     ] = 6,
     steps_per_turn: Annotated[
         int,
@@ -50,14 +50,14 @@ def bench(
     html: HtmlFile = None,
     sweep: Annotated[
         Literal["gpus", "optimizer", "alpha", "c_max"] | None,
-        typer.Option("--sweep", help="Run a bench, or with --simulate a prediction, for each value of a setting."),
+        typer.Option("--sweep", help="Run a bench (with --simulate: predict) for each value of a setting."),
     ] = None,
     values: Annotated[
         list[str] | None,
         typer.Option("--values", metavar="VALUE,VALUE", help="The values for --sweep. [default: chosen for the run]"),
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run nothing; predict the recipe, or every Qwen3 size, on --gpus.")
+        bool, typer.Option("--simulate", help="Only predict: the recipe, or every Qwen3 size, on --gpus.")
     ] = False,
     gpus: Annotated[
         str | None,
@@ -65,7 +65,7 @@ def bench(
     ] = None,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Run strategies of one recipe interleaved on the same data; compare speed, memory and prediction error.
+    """Compare speed, memory and prediction error of strategies that run interleaved on the same data.
 
     Results, configurations, plans and logs are written to bench/RECIPE-TIME. Ctrl-C stops after the current
     step, a second Ctrl-C at once.
@@ -166,11 +166,14 @@ def _conclude(
 ) -> None:
     """Writes a result, checks its losses, and shows it.
 
-    If the losses of strategies differ, `check_losses` raises after the JSON was written, so no speed-up is
-    shown.
+    If the losses of strategies differ, `check_losses` raises after the JSON has been written, so that no speed-up
+    is shown.
 
     Args:
-        kind: the command, as the title of the HTML page.
+        kind: the command, which is the title of the HTML page.
+        content: the content of `--json`.
+        view: the result as a page.
+        measured: the results whose losses are checked.
     """
     from canzona_cli.bench.results import check_losses
 
@@ -186,7 +189,7 @@ def _conclude(
 
 
 def write_json(content: Mapping[str, object], options: "Options", *, as_json: bool) -> None:
-    """Prints the JSON for `--json` and writes it for `--out`.
+    """Prints a result as JSON with `--json`, and writes it with `--out`.
 
     Raises:
         EnvironmentProblem: the file cannot be written.

@@ -22,16 +22,15 @@ def calibrate(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing profile.")] = False,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Fewer repetitions and sizes, no training steps: half a minute, but noisier."),
+        typer.Option("--quick", help="Fewer repetitions and sizes, and no training steps: half a minute, but noisier."),
     ] = False,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
     """Measure this machine and write a cluster profile.
 
-    Measures matrix products, memory, updates of the recipe's matrices, collectives and training steps, in one
-    to three minutes. Any command uses the profile with `cluster=./FILE.yaml`. Ctrl-C keeps what was measured
-    so far.
+    Measures matrix products, memory, updates of the recipe's matrices, collectives and training steps in one to
+    three minutes. Any command can use the profile: `cluster=./FILE.yaml`. Ctrl-C keeps the measurements so far.
     """
     from functools import partial
 

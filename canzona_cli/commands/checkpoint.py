@@ -1,4 +1,4 @@
-"""`canzona checkpoint`: lists, verifies and shows checkpoints; imports and exports folders of Hugging Face and
+"""`canzona checkpoint`: lists, verifies and shows checkpoints; imports from and exports to Hugging Face and
 Megatron."""
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument
 from canzona_cli.commands.output import show as show_page
 
 JSON_VERSION = 1
-"""The version of the JSON of `import` and `export`; added fields do not change it."""
+"""The version of the JSON of `import` and `export`. New fields do not change it."""
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Where = Annotated[
@@ -32,9 +32,9 @@ def checkpoint() -> None:
 
 @app.command("list")
 def list_(where: Where = None, as_json: AsJson = False) -> None:
-    """List checkpoints and whether each is complete.
+    """List checkpoints and show which are complete.
 
-    Reads only manifests and file sizes; `canzona checkpoint verify` reads the content.
+    Reads only manifests and file sizes; `canzona checkpoint verify` reads everything.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.report.checkpoint import Listing
@@ -45,10 +45,10 @@ def list_(where: Where = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(where: Where = None, as_json: AsJson = False) -> None:
-    """Compare every byte of checkpoints with their hashes.
+    """Compare every byte of checkpoints with the hashes.
 
-    Verifies one checkpoint, or all checkpoints of a run. Reports each missing, truncated or damaged file; the
-    exit code is 5 if there is one.
+    Verifies one checkpoint, or all checkpoints of a run. Reports every missing, truncated or damaged file; the
+    exit code is 5 if there are any.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.checkpoint.verify import shortened
@@ -90,7 +90,7 @@ def import_(
     ],
     overrides: Annotated[
         list[str] | None,
-        overrides_argument("A recipe and overrides whose model is that of DIR. [default: derived from DIR]"),
+        overrides_argument("A recipe and overrides with the same model as DIR. [default: derived from DIR]"),
     ] = None,
     recipes_dir: RecipesDirs = None,
     as_json: AsJson = False,
@@ -98,7 +98,7 @@ def import_(
     """Import the weights of a Hugging Face folder as step 0, or a Megatron checkpoint at its own step.
 
     The new checkpoint has fp32 masters, so training can start from its weights with any layout and optimizer. If a
-    Megatron checkpoint has the state of Muon or AdamW, that is imported too, and training can go on from its step.
+    Megatron checkpoint has the state of Muon or AdamW, the state is imported too, and training can continue.
     """
     from canzona_cli.checkpoint.staging import check_empty, staged
     from canzona_cli.commands.output import progress, warn_about
@@ -161,7 +161,7 @@ def _import_from_megatron(
         return
     state = f" and the state of {source.kind} at step {step:,}" if source.kind else ""
     typer.echo(f"Wrote {shown(checkpoint)}: {count(parameters)} parameters in fp32{state}.")
-    progress(f"Train on from it with: canzona resume {shown(out)} gpus=N cluster=NAME data.path=PREFIX")
+    progress(f"Continue training with: canzona resume {shown(out)} gpus=N cluster=NAME data.path=PREFIX")
 
 
 @app.command()
@@ -187,11 +187,11 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Export weights to a Hugging Face folder, or weights and optimizer state to a checkpoint of Megatron's.
+    """Export weights to a Hugging Face folder, or weights and optimizer state to a Megatron checkpoint.
 
     Verifies every byte of the checkpoint first. The folder, which transformers or Megatron-LM can read, is written
-    under a temporary name next to OUT and then renamed, so it is never incomplete. Megatron gets the state of Muon
-    and AdamW; other optimizers' state is left out.
+    under a temporary name next to OUT and then renamed, so it is never incomplete. A Megatron checkpoint gets the
+    state of Muon and AdamW, but not of other optimizers.
     """
     from canzona_cli.checkpoint.manifest import tensor_bytes
     from canzona_cli.checkpoint.staging import check_empty
@@ -208,7 +208,7 @@ def export(
     check_empty(out, key="OUT")
     if to == "megatron":
         given = {"--dtype": dtype, "--tokenizer": tokenizer}
-        reason, fix = "Megatron's checkpoints have the run's precision and no tokenizer", "leave it out, or --to hf"
+        reason, fix = "Megatron's checkpoints have the run's precision and no tokenizer", "leave it out, or use --to hf"
         refuse(Problem(key=key, value=value, reason=reason, fix=fix) for key, value in given.items() if value)
         _export_to_megatron(where, out, step, as_json=as_json)
         return
@@ -236,7 +236,7 @@ def export(
         f"Wrote {shown(out)}: step {checkpoint.step:,}, {size(written.bytes)} in {plural(written.files, 'file')}."
     )
     if not tokenizer_files.tokenizer:
-        progress("note: no tokenizer is known for this run; --tokenizer DIR adds one")
+        progress("note: the run's tokenizer is unknown; --tokenizer DIR adds one")
 
 
 def _export_to_megatron(where: Path, out: Path, step: int | None, *, as_json: bool) -> None:
@@ -263,4 +263,4 @@ def _export_to_megatron(where: Path, out: Path, step: int | None, *, as_json: bo
     state = f" with the state of {written.optimizer_state}" if written.optimizer_state else ""
     typer.echo(f"Wrote {shown(out)}: iteration {written.iteration:,}{state}, {size(written.bytes)}.")
     if not written.optimizer_state:
-        progress(f"note: weights alone: Megatron has no place for the state of {manifest.optimizer}")
+        progress(f"note: only weights were exported: Megatron cannot store the state of {manifest.optimizer}")

@@ -21,7 +21,7 @@ Name = Annotated[str, option_argument("cluster", "The name or the file of a prof
 def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """List the profiles.
 
-    Shows memory and rates of a GPU or CPU rank, its links, and whether they were measured.
+    Shows the memory and rates of a GPU or CPU rank, its links, and which profiles were measured.
     """
     from canzona_cli.cluster.profiles import list_profiles
     from canzona_cli.report.machines import ProfileList
@@ -62,7 +62,11 @@ def copy(
 
 
 def _sound(name: str, recipes_dirs: list[Path] | None) -> "Profile":
-    """Returns the profile with this name or file. Raises ConfigError with everything that is wrong with it."""
+    """Returns the profile with this name or file.
+
+    Raises:
+        ConfigError: there is no such profile, or it has problems; all of them are reported.
+    """
     from canzona_cli.cluster.profiles import find_profile
     from canzona_cli.errors import refuse
 

@@ -1,5 +1,5 @@
 """`canzona data`: converts text, JSONL, Parquet or the standard library's sources to Megatron's .bin/.idx, and
-shows what is in such a pair."""
+shows the content of such data."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -47,13 +47,14 @@ def prepare(
         typer.Option(
             metavar="TOKEN",
             help="End-of-document token of a tokenizer.json. [default: the eos_token of the tokenizer_config.json "
-            "next to it, or a common name]",
+            "next to it, or a token with a common name]",
         ),
     ] = None,
     format: Annotated[
         Literal["auto", "text", "jsonl", "parquet"],
         typer.Option(
-            help="auto: .jsonl, .ndjson and .parquet by name, all else is text; standard input by its first bytes."
+            help="auto: .jsonl, .ndjson and .parquet by name, all other files as text; standard input by its first "
+            "bytes."
         ),
     ] = "auto",
     text_key: Annotated[
@@ -63,19 +64,19 @@ def prepare(
         str,
         typer.Option(
             metavar="TEXT",
-            help="Make a document of several JSONL fields: '{question}\\n{answer}'; or of the messages in the list "
+            help="Make a document from several JSONL fields: '{question}\\n{answer}'; or from the messages in the list "
             "that --text-key names: '{role}: {content}\\n'.",
             show_default=False,
         ),
     ] = "",
     document: Annotated[
         Literal["file", "line"],
-        typer.Option(help="What is a document in plain text. Each JSONL line or Parquet row is a document."),
+        typer.Option(help="The documents of plain text. Each JSONL line or Parquet row is always a document."),
     ] = "file",
     max_bad: Annotated[
         int,
         typer.Option(
-            metavar="N", help="How many lines or rows without a text to skip and report; one more is an error."
+            metavar="N", help="How many lines or rows without text to skip and report; with more, the command fails."
         ),
     ] = 0,
     workers: Annotated[int | None, typer.Option(metavar="N", help="Processes. [default: one per core]")] = None,
@@ -83,9 +84,8 @@ def prepare(
 ) -> None:
     """Tokenise text for `canzona train data=prepared data.path=PREFIX`.
 
-    An existing PREFIX is replaced only when the new one is complete. After a failure or a kill, the same
-    command resumes after the last finished input file, and writes exactly the same bytes as an uninterrupted
-    run.
+    An existing PREFIX is replaced only when the new one is complete. After a failure or a kill, the same command
+    continues after the last finished input file, and writes exactly the same bytes as an uninterrupted run.
     """
     import signal
 
@@ -93,7 +93,7 @@ def prepare(
     from canzona_cli.data.prepare import prepare as run
     from canzona_cli.report.data import preparation_progress, print_prepared
 
-    # Clean up after a closed terminal or a scheduler's SIGTERM as after Ctrl-C.
+    # A closed terminal and a scheduler's SIGTERM clean up like Ctrl-C.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     request = PrepareRequest(
@@ -119,18 +119,18 @@ def prepare(
 def show_data(
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The data: PREFIX.bin and PREFIX.idx.")],
     documents: Annotated[int, typer.Option(min=0, metavar="N", help="Number of documents to show.")] = 2,
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to show of each.")] = 100,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens to show of each.")] = 100,
     seq_length: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Also show a training sequence of N tokens.")
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show these tokens in full, not only the first three lines.")
+        bool, typer.Option("--verbose", "-v", help="Show all lines of each text, not only the first three.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show prepared data as text: lengths and first documents.
+    """Show prepared data as text: the documents' lengths and the first documents.
 
-    Training reads documents in a random order, one after another; a sequence may begin and end inside a
+    Training joins documents in a random order and cuts them into sequences, so a sequence may begin and end inside a
     document.
     """
     from canzona_cli.commands.output import show

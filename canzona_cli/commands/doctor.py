@@ -1,4 +1,4 @@
-"""`canzona doctor`: reports what this machine can run, and how to fix the rest."""
+"""`canzona doctor`: reports which runs are possible on this machine, and how to fix problems."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from canzona_cli.commands.output import AsJson, show
 
 def doctor(
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show every package, and what each finding means.")
+        bool, typer.Option("--verbose", "-v", help="Show every package and the meaning of every finding.")
     ] = False,
     json: AsJson = False,
     gpu_check: Annotated[
@@ -20,13 +20,13 @@ def doctor(
         typer.Option(
             "--gpu-check",
             metavar="FILE.json",
-            help="Instead, test the GPUs here for ten minutes and compare measured with simulated times.",
+            help="Instead, test the GPUs here for ten minutes, compare measured with simulated times, and write FILE.",
         ),
     ] = None,
 ) -> None:
     """Check versions, GPUs, NCCL and gloo, memory, disks, ports and Slurm.
 
-    The exit code is 3 if nothing can run here.
+    The exit code is 3 if no run is possible here.
     """
     if gpu_check is not None:
         from canzona_cli.launch.slurm_job import shipped
@@ -37,7 +37,7 @@ def doctor(
 
     from canzona_cli.cluster.doctor import diagnose
 
-    # On standard error, so that it does not mix with --json; it disappears before the findings are printed.
+    # The status goes to standard error, so that it does not mix with --json, and disappears at the end.
     with Console(stderr=True).status("checking this machine (a few seconds) ..."):
         diagnosis = diagnose()
     if json:

@@ -22,7 +22,7 @@ def eval(
     documents: Annotated[
         Literal["held-out", "all"] | None,
         typer.Option(
-            help="held-out: the documents that the run does not train on. [default: held-out for the run's data, "
+            help="held-out: only documents that the run does not train on. [default: held-out for the run's data, "
             "all for other data]",
         ),
     ] = None,
@@ -39,8 +39,8 @@ def eval(
 ) -> None:
     """Compute loss, perplexity and bits per byte of a checkpoint.
 
-    The checkpoint is not changed, and any layout that fits can be used. Without settings it repeats the run's
-    own validation: same samples, layout and arithmetic, and therefore the same loss.
+    Works in any layout that fits, and does not change the checkpoint. Without settings, it repeats the run's own
+    validation: same samples, layout and arithmetic, and therefore the same loss.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress, show, warn, write_out
@@ -60,12 +60,16 @@ def eval(
     evaluated, folder = evaluation.run(prepared, progress)
     progress(f"logs: {folder}")
     if out is not None:
-        write_out(out, json_text(evaluated.as_json()) + "\n", "--out FILE.json in a folder that you may write to")
+        write_out(out, json_text(evaluated.as_json()) + "\n", "use --out FILE.json in a writable folder")
     show(evaluated.as_json() if as_json else EvaluationView(evaluation=evaluated))
 
 
 def _batches(text: str | None) -> int | Literal["all"] | None:
-    """Parses `--batches`: a positive number, all, or None. Raises ConfigError for anything else."""
+    """Parses `--batches`: a positive number, `all`, or None.
+
+    Raises:
+        ConfigError: the text is anything else.
+    """
     if text is None:
         return None
     if text == "all":

@@ -34,12 +34,14 @@ def generate(
     ] = 128,
     temperature: Annotated[
         float,
-        typer.Option(metavar="T", min=0, max=100, help="0: always the likeliest token; 1: the model's probabilities."),
+        typer.Option(
+            metavar="T", min=0, max=100, help="0: always the most likely token; 1: the model's probabilities."
+        ),
     ] = 0.0,
     top_p: Annotated[
         float,
         typer.Option(
-            metavar="P", min=0.001, max=1, help="Sample from the likeliest tokens with this total probability."
+            metavar="P", min=0.001, max=1, help="Sample from the most likely tokens with this total probability."
         ),
     ] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed; the same seed gives the same text.")] = 0,
@@ -101,25 +103,29 @@ def generate(
 
 
 def _silence_teardown() -> None:
-    """Closes standard error at the end of the process: libraries that transformers imports, such as Triton,
-    report leaks of their bindings while Python shuts down."""
+    """Discards further output to standard error: libraries that transformers imports, such as Triton, report leaks
+    of their bindings while Python shuts down."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _require_transformers() -> None:
-    """Raises EnvironmentProblem if transformers is not installed."""
+    """Checks that transformers is installed.
+
+    Raises:
+        EnvironmentProblem: transformers is not installed.
+    """
     from importlib.util import find_spec
 
     from canzona_cli.errors import EnvironmentProblem, Problem
 
     if find_spec("transformers") is None:
-        fix = "pip install 'canzona[hf]'; or use canzona checkpoint export, which does not need it, and another program"
+        fix = "pip install 'canzona[hf]', or canzona checkpoint export, which does not need it, and another program"
         raise EnvironmentProblem(Problem(key="transformers", reason="is not installed here", fix=fix))
 
 
 def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Device | None") -> "Writer":
-    """Verifies every byte of a checkpoint, and loads its model."""
+    """Verifies every byte of a checkpoint and loads its model."""
     from canzona_cli.checkpoint.manifest import tensor_bytes
     from canzona_cli.commands.verified import verified_run
     from canzona_cli.huggingface.folder import DTYPES
@@ -139,9 +145,9 @@ def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Dev
 
 def _converse(writer: "Writer", how: "Choosing") -> None:
     """Generates a text for every line of standard input."""
-    asks = sys.stdin.isatty()
+    shows_prompt = sys.stdin.isatty()
     while True:
-        if asks:
+        if shows_prompt:
             typer.echo("> ", nl=False, err=True)
         line = sys.stdin.readline()
         if not line:

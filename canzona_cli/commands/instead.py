@@ -1,4 +1,4 @@
-"""Suggestions for options and commands that do not exist. This module is imported only when a user types one."""
+"""Suggestions for options and commands that do not exist. Imported only if the command line has one."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -36,24 +36,24 @@ _OTHER_WORDS = {
     "verify": "checkpoint verify",
     "version": "--version",
 }
-"""The commands by names that other programs use, and by names of our own subcommands."""
+"""canzona's commands, by names in other programs and by names of canzona's subcommands."""
 _LEAVE_OUT = "leave it out"
-"""The advice for a setting that canzona does not have; a command cannot be left out."""
+"""The advice for a setting that canzona does not have. It makes no sense for a command."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command whose options could not be read."""
+    """A command whose options could not be parsed."""
 
     name: str
-    """The name as typed: `canzona recipes list`."""
+    """The name on the command line: `canzona recipes list`."""
     options: Collection[str]
-    """The options that the command has: `--dry-run`, ..."""
+    """The command's options: `--dry-run`, ..."""
     takes_overrides: bool
 
 
 def other_options(command: Command, words: Sequence[str], unread: str) -> list[Problem]:
-    """Suggests what to write for each option that the command does not have.
+    """Suggests a replacement for each option that the command does not have.
 
     Args:
         words: the arguments after the command's name.
@@ -72,11 +72,11 @@ def other_options(command: Command, words: Sequence[str], unread: str) -> list[P
 
 
 def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
-    """Suggests what to write for a command that does not exist.
+    """Suggests a replacement for a command that does not exist.
 
     Args:
-        words: the command line from the unknown command on.
-        commands: the commands that exist.
+        words: the command line, starting with the unknown command.
+        commands: the existing commands.
     """
     word, *after = words
     reason = "there is no such command"
@@ -90,14 +90,14 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
         override = word if "=" in word else f"recipe={word}"
         reason, fix = "is not a command", f"write canzona train {shlex.join([override, *after])}"
     else:
-        meant = _OTHER_WORDS.get(word.lower()) or closest(word, commands)
-        fix = f"write canzona {meant} {shlex.join(after)}".rstrip() if meant else f"there are {', '.join(commands)}"
+        hint = _OTHER_WORDS.get(word.lower()) or closest(word, commands)
+        fix = f"write canzona {hint} {shlex.join(after)}".rstrip() if hint else f"there are {', '.join(commands)}"
     return Problem(key=word, reason=reason, fix=fix)
 
 
 def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
-    """Returns the problem for arguments that the parser refuses: one is missing, is one too many, or is not a
-    valid value, or there is no such subcommand.
+    """Returns the problem of arguments that the parser refuses: there is no such subcommand, an argument is missing,
+    there is one too many, or a value is not valid.
 
     Args:
         context: the parser's context of the command.
@@ -106,11 +106,11 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
     """
     path, fix = context.command_path, f"see {context.command_path} --help"
     parameter = getattr(error, "param", None)
-    below = getattr(context.command, "commands", {})
-    if parameter is None and below:
+    subcommands = getattr(context.command, "commands", {})
+    if parameter is None and subcommands:
         word = words[0] if words else ""
-        near = closest(word, below)
-        fix = f"write {path} {near}" if near else f"there are {', '.join(f'{path} {name}' for name in below)}"
+        near = closest(word, subcommands)
+        fix = f"write {path} {near}" if near else f"there are {', '.join(f'{path} {name}' for name in subcommands)}"
         return Problem(key=f"{path} {word}".strip(), reason="there is no such command", fix=fix)
     if parameter is None:
         return Problem(key=path, reason=_sentence(error.format_message()), fix=fix)
@@ -124,7 +124,7 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
 
 
 def _sentence(message: str) -> str:
-    """Returns the parser's message without its capital and full stop, as a reason."""
+    """Returns the parser's message as a reason, without its capital letter and full stop."""
     return message[:1].lower() + message[1:].rstrip(".")
 
 
@@ -132,10 +132,11 @@ def _other_option(command: Command, option: str, value: str) -> Problem:
     if option in REMOVED_OPTIONS:
         return Problem(key=option, value=value or None, reason="was removed", fix=REMOVED_OPTIONS[option])
     near = closest(option, command.options, cutoff=0.75)
-    meant = as_override(option, value, exact=near is not None) if command.takes_overrides else None
-    shown = value if meant is not None else None
-    reason = f"is not an option of {command.name}" + ("; settings are written KEY=VALUE" if meant is not None else "")
-    if option.startswith("--resume") and meant is not None:
-        meant += ": a run continues in its directory"
-    fix = f"write {meant}" if meant is not None else f"did you mean {near}?" if near else f"see {command.name} --help"
+    hint = as_override(option, value, exact=near is not None) if command.takes_overrides else None
+    shown = value if hint is not None else None
+    reason = f"is not an option of {command.name}" + ("; settings are written KEY=VALUE" if hint is not None else "")
+    if option.startswith("--resume") and hint is not None:
+        hint += ": a run continues in its directory"
+    fix = f"did you mean {near}?" if near else f"see {command.name} --help"
+    fix = fix if hint is None else f"write {hint}"
     return Problem(key=option, value=shown or None, reason=reason, fix=fix)

@@ -1,6 +1,6 @@
-"""The output of commands: JSON, text pages, and warnings on standard error; and shared options.
+"""The output of commands (JSON, pages of text, warnings on standard error) and the options that they share.
 
-Imports rich only when printing, so that help stays fast.
+Imports rich only to print, so that help stays fast.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,7 +41,7 @@ def warn(warnings: Iterable[str], printed: set[str] | None = None) -> None:
     """Prints each distinct warning as a yellow line on standard error.
 
     Args:
-        printed: the warnings that were already printed, which are left out; it is extended by the new ones.
+        printed: the warnings that have already been printed and are not repeated; new warnings are added to it.
     """
     for warning in dict.fromkeys(warnings):
         if printed is None or warning not in printed:
@@ -51,22 +51,21 @@ def warn(warnings: Iterable[str], printed: set[str] | None = None) -> None:
 
 
 def warn_about(composed: "Composed", *notes: str, training: bool = True, printed: set[str] | None = None) -> None:
-    """Prints the warnings of composing a run, warnings about its cluster profile, and `notes`; but none that
-    is in `printed`."""
+    """Prints the warnings of a composed run and of its cluster profile, and `notes`, except those in `printed`."""
     from canzona_cli.cluster.profiles import profile_warnings
 
-    of_cluster = profile_warnings(composed.config.cluster, training=training)
-    warn((*composed.warnings, *of_cluster, *notes), printed)
+    from_profile = profile_warnings(composed.config.cluster, training=training)
+    warn((*composed.warnings, *from_profile, *notes), printed)
 
 
 def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
-    """Checks the data of a run without training, warns about problems with the data, and returns the corpus.
+    """Checks the data of a run before training, prints warnings about the data, and returns the corpus.
 
-    The corpus is None for the standard library's sources with a built-in tokenizer, which need no check. For
-    a custom optimizer, a note says that its code is not tested here.
+    Returns None for the standard library's sources with a built-in tokenizer, which need no check. For a custom
+    optimizer, prints a note that its code is not tested here.
 
     Raises:
-        ConfigError: as `canzona_cli.data.corpus.look_at_data`.
+        ConfigError: see `canzona_cli.data.corpus.look_at_data`.
     """
     from canzona_cli.config.schema import CustomConfig
     from canzona_cli.run.corpus import data_warnings
@@ -83,15 +82,15 @@ def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | N
     return corpus
 
 
-def tell_batch(asked: "RunConfig", layout: "Layout") -> None:
+def tell_batch(composed: "RunConfig", layout: "Layout") -> None:
     """Prints a note if the global batch differs from `train.batch_tokens`, because it must be a multiple of
     DP x micro-batch.
 
     Args:
-        asked: the configuration as composed, before its nulls are resolved.
+        composed: the composed configuration, before its nulls are resolved.
     """
-    exact = asked.train.batch_tokens / asked.train.seq_length
-    if asked.train.global_batch_size is None and layout.global_batch_size != exact:
+    exact = composed.train.batch_tokens / composed.train.seq_length
+    if composed.train.global_batch_size is None and layout.global_batch_size != exact:
         progress(
             f"note: the batch has {layout.global_batch_size} sequences instead of {exact:g}: "
             f"it is a multiple of DP {layout.dp} x micro-batch {layout.micro_batch_size} near train.batch_tokens"
@@ -99,7 +98,7 @@ def tell_batch(asked: "RunConfig", layout: "Layout") -> None:
 
 
 def progress(line: str) -> None:
-    """Prints a dim line on standard error, for example what a long command is doing."""
+    """Prints a dim line on standard error, for example about the work of a long command."""
     tell(line, "dim")
 
 
@@ -130,7 +129,7 @@ def write_out(path: Path, text: str, fix: str) -> None:
 
 
 def write_page(path: Path, page: "Document") -> None:
-    """Writes the page of `--html`, and prints its path and title.
+    """Writes the page of `--html` and prints its path and title.
 
     Raises:
         EnvironmentProblem: the file cannot be written.
@@ -148,10 +147,10 @@ def overrides_argument(help: str) -> ArgumentInfo:
 
 
 def option_argument(group: str, help: str) -> ArgumentInfo:
-    """Returns the argument `NAME`, an option of a group, with shell completion."""
+    """Returns the argument `NAME`, an option of a recipe group such as `cluster`, with shell completion."""
 
     def complete(incomplete: str) -> list[str]:
-        return [offer.removeprefix(f"{group}=") for offer in complete_override(f"{group}={incomplete}")]
+        return [word.removeprefix(f"{group}=") for word in complete_override(f"{group}={incomplete}")]
 
     argument: ArgumentInfo = typer.Argument(metavar="NAME", help=help, autocompletion=complete)
     return argument

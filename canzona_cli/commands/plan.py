@@ -1,4 +1,4 @@
-"""`canzona plan`: plans which rank updates which matrix, and simulates a step, without torch or a GPU."""
+"""`canzona plan`: assigns matrices to ranks and simulates a step, without torch or a GPU."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -47,7 +47,7 @@ CLASHES = (
     ),
 )
 SHAPES_RECIPE = "qwen3-8b"
-"""The recipe that gives batch, sequence length and optimizer to shapes that are planned without a recipe."""
+"""The recipe whose batch, sequence length and optimizer are used for `--shapes` without a recipe."""
 
 
 def plan(
@@ -65,7 +65,9 @@ def plan(
     html: HtmlFile = None,
     compare: Annotated[
         Literal["strategies", "alpha", "form"] | None,
-        typer.Option("--compare", help="Show a comparison instead: phases of all strategies, alphas, or Muon's forms."),
+        typer.Option(
+            "--compare", help="Show a comparison instead: of strategies by phase, of alphas, or of Muon's forms."
+        ),
     ] = None,
     shapes: Annotated[
         Path | None,
@@ -80,15 +82,15 @@ def plan(
         typer.Option(
             "--from-megatron",
             metavar="FILE",
-            help="Show what the optimizer of a Megatron-LM run costs, next to canzona's plan for its layout; needs no"
-            " recipe. FILE: a script, which is not run, a command line, or the arguments that Megatron prints.",
+            help="Show the optimizer's cost in a Megatron-LM run, next to canzona's plan for the same layout; needs no"
+            " recipe. FILE: a script (it is not run), a command line, or the arguments that Megatron prints.",
         ),
     ] = None,
     layouts: Annotated[
         bool,
-        typer.Option("--layouts", help="Show the fastest layouts instead of a plan, and why the first is the fastest."),
+        typer.Option("--layouts", help="Instead of a plan, show the fastest layouts, and why the first is fastest."),
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show everything about a plan or layouts.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all details of a plan or of layouts.")] = False,
     assumptions: Annotated[bool, typer.Option("--assumptions", help="List the assumptions of the simulation.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -105,8 +107,8 @@ def plan(
         show(sizes.as_json() if json else sizes)
         return
 
-    typed = {"--out": out, "--html": html, "--compare": compare, "--shapes": shapes, "--from-megatron": from_megatron}
-    problems = [*clashes({**typed, "--layouts": layouts, "--dry-run": dry_run}, CLASHES)]
+    given = {"--out": out, "--html": html, "--compare": compare, "--shapes": shapes, "--from-megatron": from_megatron}
+    problems = [*clashes({**given, "--layouts": layouts, "--dry-run": dry_run}, CLASHES)]
     if html is not None:
         from canzona_cli.bench.options import page_problems
 
@@ -152,7 +154,7 @@ def plan(
     if config.data.source == "prepared":
         from canzona_cli.data.corpus import ensure_corpus  # imports numpy
 
-        with suppress(ConfigError):  # the data of a plan may not exist yet
+        with suppress(ConfigError):  # the data may not exist yet when a run is planned
             corpus = ensure_corpus(config)
     view = PlanView(
         study=study, written=written, compare=compare, verbose=verbose, assumptions=assumptions, corpus=corpus
@@ -165,20 +167,20 @@ def plan(
 
 
 def _plannable(overrides: Sequence[str], recipes_dirs: Sequence[Path], *, shaped: bool) -> "RunConfig":
-    """Composes a run that has a plan, and prints the warnings about it.
+    """Composes a run that has a plan, and prints the run's warnings.
 
     Args:
-        shaped: True if the model is a file of shapes, which needs no recipe.
+        shaped: True if the model comes from a file of shapes, so that no recipe is needed.
 
     Raises:
-        ConfigError: the settings are impossible, or no recipe is given for a model that is not shaped.
+        ConfigError: the settings are impossible, or a recipe is needed and missing.
     """
     from canzona_cli.config.compose import compose_run
     from canzona_cli.planner.make import plannable
 
     if shaped and not _names_recipe(overrides):
         overrides = [f"recipe={SHAPES_RECIPE}", *overrides]
-        progress(f"note: without a recipe, all settings but the model are those of recipe={SHAPES_RECIPE}")
+        progress(f"note: without a recipe, all settings except the model come from recipe={SHAPES_RECIPE}")
     try:
         composed = compose_run(overrides, recipes_dirs=recipes_dirs, training=False)
     except ConfigError as error:
@@ -189,7 +191,7 @@ def _plannable(overrides: Sequence[str], recipes_dirs: Sequence[Path], *, shaped
 
 
 def _with_hint(problem: Problem) -> Problem:
-    """Adds to the problem of a missing recipe the hint that a dry run shows all sizes."""
+    """Adds the hint that a dry run shows all sizes to the problem of a missing recipe."""
     if problem.key != "recipe" or problem.value is not None:
         return problem
     return replace(problem, fix=f"{problem.fix}; or see a plan of every size: canzona plan --dry-run")

@@ -8,12 +8,13 @@ from canzona_cli.errors import ConfigError
 
 
 def show_beside_megatron(
-    path: Path, typed: Sequence[str], recipes_dirs: Sequence[Path], *, json: bool, verbose: bool
+    path: Path, user_overrides: Sequence[str], recipes_dirs: Sequence[Path], *, json: bool, verbose: bool
 ) -> None:
     """Shows a run of Megatron-LM next to canzona's plan.
 
     Args:
-        typed: the user's overrides, which take precedence over the file.
+        path: the file with the run's script, command line or printed arguments.
+        user_overrides: the overrides on the command line, which take precedence over the file.
 
     Raises:
         ConfigError: the file cannot be read or translated, or its arguments are impossible. The problems name
@@ -25,8 +26,8 @@ def show_beside_megatron(
     from canzona_cli.planner.make import plannable
     from canzona_cli.simulate.beside_megatron import beside_megatron
 
-    run = read_megatron_run(path, typed)
-    overrides = [*(f"{key}={value}" for key, value in run.overrides.items()), *typed]
+    run = read_megatron_run(path, user_overrides)
+    overrides = [*(f"{key}={value}" for key, value in run.overrides.items()), *user_overrides]
     try:
         composed = compose_run(overrides, recipes_dirs=recipes_dirs, training=False)
         config, notes = plannable(composed.config, composed.explicit)
@@ -34,7 +35,7 @@ def show_beside_megatron(
     except ConfigError as error:
         raise ConfigError(*map(run.by_argument, error.problems)) from None
     warn_about(composed, *notes, training=False)
-    command = run.command(composed.config, typed, recipes_dirs)
+    command = run.command(composed.config, user_overrides, recipes_dirs)
     beside = beside_megatron(run, fill(config, layout), layout, command)
     if json:
         show(beside.as_json())

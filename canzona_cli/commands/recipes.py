@@ -1,4 +1,4 @@
-"""`canzona recipes`: lists, shows and copies recipes, derives them from Hugging Face, and shows their
+"""`canzona recipes`: lists, shows and copies recipes, derives them from Hugging Face models, and shows their
 layouts."""
 
 from dataclasses import asdict
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from canzona_cli.config.tree import RecipeInfo
 
 JSON_VERSION = 1
-"""The version of the JSON of these commands; added fields do not change it."""
+"""The version of the JSON of these commands. New fields do not change it."""
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Name = Annotated[str, option_argument("recipe", "The name or the file of a recipe.")]
@@ -25,7 +25,7 @@ OverrideList = Annotated[list[str] | None, overrides_argument("Settings to chang
 
 @app.command("list")
 def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
-    """List all recipes, yours and the built-in ones."""
+    """List your recipes and the built-in ones."""
     from canzona_cli.config.recipes import shown
     from canzona_cli.config.tree import list_recipes
     from canzona_cli.model.families import parameter_count
@@ -65,7 +65,7 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
 def show(name: Name, overrides: OverrideList = None, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """Print a composed recipe and the files it comes from.
 
-    Null values are chosen when a run starts.
+    Settings that are null are chosen when a run starts.
     """
     from canzona_cli.config.compose import compose_run, dump_resolved
     from canzona_cli.config.recipes import shown
@@ -97,8 +97,8 @@ def copy(
 ) -> None:
     """Copy a recipe to a file of your own, to edit.
 
-    The file is complete: it has every setting with its value and its meaning. With --short it starts from the
-    recipe (`defaults: [NAME]`) and has only what differs.
+    The file is complete: it has every setting with its value and meaning. With --short it builds on the recipe
+    (`defaults: [NAME]`) and has only the differences.
     """
     from dataclasses import replace
 
@@ -117,26 +117,27 @@ def copy(
 
 
 def _short(recipe: Path, overrides: "Sequence[str]", name: str) -> str:
-    """Returns the text of a recipe file with only the changes. Overrides were checked before.
+    """Returns the text of a recipe that has only the changes and builds on another recipe.
 
     Args:
-        recipe: the file of the recipe that it starts from.
+        recipe: the file of the other recipe.
+        overrides: the changes, which have already been checked.
         name: the name of the new recipe.
 
     Raises:
-        ConfigError: the recipe is not in a group folder, so another recipe cannot start from it.
+        ConfigError: the other recipe is not in a group folder, so recipes cannot build on it.
     """
     from canzona_cli.config.overrides import parse_overrides
     from canzona_cli.config.recipes import lies_flat, short_recipe_text
     from canzona_cli.errors import ConfigError, Problem
 
     if lies_flat(recipe):
-        reason = "is a file of its own, and a recipe can only start from another by its name"
+        reason = "is not in a recipe folder, and a recipe can build only on another recipe's name"
         fix = "leave out --short, or move the file to DIR/recipe/ and use --recipes-dir DIR"
         raise ConfigError(Problem(key="NAME", value=str(recipe), reason=reason, fix=fix))
-    asked = parse_overrides(overrides)
-    values = {key: value for key, value in asked.values.items() if key != "name"}
-    return short_recipe_text(name, recipe.stem, asked.groups, values)
+    changes = parse_overrides(overrides)
+    values = {key: value for key, value in changes.values.items() if key != "name"}
+    return short_recipe_text(name, recipe.stem, changes.groups, values)
 
 
 @app.command("from-hf")
@@ -149,7 +150,7 @@ def from_hf(
 ) -> None:
     """Write a recipe for a Hugging Face model.
 
-    Shape and tokenizer are those of the folder; the rest comes from recipe=NAME, or from the built-in recipe
+    Shape and tokenizer come from the folder; all other settings come from recipe=NAME, or from the built-in recipe
     that is closest in size.
     """
     from dataclasses import replace
@@ -179,8 +180,8 @@ def layouts(
 ) -> None:
     """Show the layout of each size on 1 to 1024 GPUs.
 
-    Also shows the batch and the memory of the fullest GPU or, if the model does not fit, what would make it
-    fit.
+    Also shows the batch and the memory of the fullest GPU or, if the model does not fit, the changes that would make
+    it fit.
     """
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes

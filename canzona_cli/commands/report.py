@@ -1,4 +1,4 @@
-"""`canzona report RUN_DIR`: shows how a run went, from the files in its directory, or compares runs."""
+"""`canzona report RUN_DIR`: shows the results of a run from the files in its directory, or compares runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -51,7 +51,7 @@ def report(
 ) -> None:
     """Show status, loss, validation and step-time breakdown of a run.
 
-    Failed and unfinished runs can be shown too.
+    Works for failed and unfinished runs too.
     """
     run_dirs = run_dirs or _newest()
     _check_usage(run_dirs, compare=compare, trace=trace, html=html, as_json=as_json)
@@ -77,13 +77,13 @@ def report(
 
 
 def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
-    """Shows two runs in detail, or more runs with one row each."""
+    """Shows two runs in detail, or three or more runs with one row each."""
     from canzona_cli.report.compare import ComparedView, SeveralView, several_page
     from canzona_cli.run.compare import compared, several_runs
 
     several = several_runs(run_dirs)
     for path in several.skipped:
-        progress(f"note: {path} holds no run and is left out")
+        progress(f"note: {path} is skipped, because it contains no run")
     if html is not None:
         write_page(html, several_page(several))
     if len(several.runs) == 2:
@@ -96,7 +96,8 @@ def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
 def _newest() -> list[Path]:
     """Returns the current directory if it is a run directory, else the newest run in ./runs.
 
-    Raises ConfigError if there is no run.
+    Raises:
+        ConfigError: there is no run.
     """
     from canzona_cli.errors import ConfigError, Problem
     from canzona_cli.run.files import RunFiles
@@ -110,16 +111,19 @@ def _newest() -> list[Path]:
 
 
 def _check_usage(run_dirs: list[Path], *, compare: bool, trace: Path | None, html: Path | None, as_json: bool) -> None:
-    """Raises ConfigError for options and a number of run directories that do not go together."""
+    """Checks that options and the number of run directories match.
+
+    Raises:
+        ConfigError: options contradict each other or the number of run directories.
+    """
     from canzona_cli.bench.options import page_problems
 
     problems = [*page_problems(html)]
     if compare == (len(run_dirs) == 1):
-        given = {
-            True: "there is one run directory, but --compare needs two or more",
-            False: f"there are {len(run_dirs)} run directories, but only --compare takes several",
-        }
+        reason = f"there are {len(run_dirs)} run directories, but only --compare takes several"
+        if compare:
+            reason = "there is one run directory, but --compare needs two or more"
         fix = "canzona report --compare RUN_A RUN_B ..."
-        problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=given[compare], fix=fix))
+        problems.append(Problem(key="RUN_DIR", value=" ".join(map(str, run_dirs)), reason=reason, fix=fix))
     problems += clashes({"--trace": trace, "--compare": compare, "--html": html, "--json": as_json}, CLASHES)
     refuse(problems)

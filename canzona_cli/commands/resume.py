@@ -17,19 +17,19 @@ def resume(
         list[str] | None, overrides_argument("Settings to change: gpus=8 train.steps=2000 optimizer.lr=1e-3 ...")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved run and what would be resumed; start nothing.")
+        bool, typer.Option("--dry-run", help="Print the resolved run and the checkpoint to resume; start nothing.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and a line at the end.")
+        bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and one line at the end.")
     ] = False,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
     """Resume a run from its newest checkpoint.
 
-    Uses the settings that the run was started with, and overrides on top of them. If they set gpus or the
-    cluster, a layout is chosen again, so that a run can resume on another machine, number of GPUs or layout.
-    Ctrl-C saves after the current step.
+    Uses the settings with which the run was started, except for those that overrides replace. If they set gpus or
+    the cluster, canzona chooses the layout again, so a run can resume on another machine or number of GPUs. Ctrl-C
+    saves after the current step.
     """
     from canzona_cli.checkpoint.manifest import step_of
     from canzona_cli.commands.train import train
@@ -51,7 +51,7 @@ def resume(
     if problems:
         raise ConfigError(*problems)
     arguments = [f"run.dir={text_value(str(run_dir))}", *(overrides or ())]
-    # A run that was sent back to one of its steps has newer checkpoints by now.
+    # A run that resumed from a named step has newer checkpoints by now.
     if step_of(load_resolved(run_dir / NAME).checkpoint.resume) is not None:
         arguments.insert(1, "checkpoint.resume=auto")
     train(arguments, dry_run=dry_run, quiet=quiet, as_json=as_json, recipes_dir=recipes_dir)

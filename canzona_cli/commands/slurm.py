@@ -31,15 +31,15 @@ Sweep = Annotated[
 ]
 JobName = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job. [default: the recipe's]")]
 CpusPerTask = Annotated[
-    int | None, typer.Option(metavar="N", help="Share nodes: ask for N cores on each instead of exclusive nodes.")
+    int | None, typer.Option(metavar="N", help="Share nodes: request N cores on each instead of exclusive nodes.")
 ]
-Requeues = Annotated[int, typer.Option(metavar="N", help="How often a preempted job may be requeued.")]
+Requeues = Annotated[int, typer.Option(metavar="N", help="How many times a preempted job may be requeued.")]
 SignalBefore = Annotated[
     int, typer.Option(metavar="S", help="Save and requeue this many seconds before the time limit.")
 ]
 Sbatch = Annotated[
     list[str] | None,
-    typer.Option(metavar="OPTION", help="A further sbatch option: '--constraint=h100'; may be repeated."),
+    typer.Option(metavar="OPTION", help="An additional sbatch option: '--constraint=h100'; may be repeated."),
 ]
 Needs = Annotated[bool, typer.Option("--needs", help="Only print the number of nodes and of GPUs per node.")]
 
@@ -66,7 +66,7 @@ def slurm(
     """Print a run's sbatch script, or submit it.
 
     The script is scripts/train.sbatch, filled in. A job that is preempted or close to its time limit saves a
-    checkpoint, requeues itself and resumes from the checkpoint.
+    checkpoint, requeues itself and resumes from this checkpoint.
     """
     from canzona_cli.launch.slurm_job import JobOptions
     from canzona_cli.launch.slurm_job import needs as job_needs
@@ -99,14 +99,14 @@ def slurm(
 def _resolved(
     arguments: list[str], options: "JobOptions", recipes_dirs: list[Path], *, sweep: bool
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
-    """Resolves the run, or the first one of a sweep, and checks the options of its job."""
+    """Resolves the run, or the first run of a sweep, and checks the job's options."""
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.errors import ConfigError, Problem
 
     if sweep:
         return _swept(arguments, options, recipes_dirs)
     if options.array is not None:
-        reason = "all tasks would be the same run"
+        reason = "all tasks would train the same run"
         fix = "add --sweep and the values that differ: train.seed=1,2,3,4 --sweep"
         raise ConfigError(Problem(key="--array", value=options.array, reason=reason, fix=fix))
     return *resolve(_composed_with_options(arguments, options, recipes_dirs)), options
@@ -139,7 +139,7 @@ def _submit(config: "RunConfig", options: "JobOptions", arguments: list[str], *,
 
 
 def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted | None" = None) -> dict[str, object]:
-    """Returns the JSON of `--json`; added fields do not change `version`."""
+    """Returns the content of `--json`. New fields do not change `version`."""
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
     return {
@@ -164,11 +164,11 @@ def _run_dir(job: "Submitted", config: "RunConfig") -> str:
 def _swept(
     arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
-    """Resolves all runs of a sweep; returns the first run, and the options with `array` set.
+    """Resolves all runs of a sweep; returns the first run and its layout, and the options with `array` set.
 
     Raises:
-        CanzonaError: as `swept_runs`, or the options are wrong, or the runs need different numbers of nodes
-            or ranks.
+        CanzonaError: a run is refused (see `swept_runs`), the options are wrong, or the runs need different numbers
+            of nodes or ranks.
     """
     from canzona_cli.cluster.fit import swept_runs
     from canzona_cli.errors import Problem, refuse
@@ -180,7 +180,7 @@ def _swept(
     options = replace(options, array=options.array or f"0-{len(runs) - 1}")
     problems = []
     if max(tasks_of(options.array or "")) >= len(runs):
-        reason = f"the sweep has tasks 0 to {len(runs) - 1} only"
+        reason = f"the sweep has only tasks 0 to {len(runs) - 1}"
         problems.append(Problem(key="--array", value=options.array, reason=reason, fix=f"--array 0-{len(runs) - 1}"))
     needed = {(node_count(run.config), ranks_per_node(run.config)) for run in runs}
     if len(needed) > 1:
@@ -192,10 +192,10 @@ def _swept(
 
 
 def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]) -> "RunConfig":
-    """Composes the run, and checks it and the job's options.
+    """Composes the run, and checks the run and the job's options.
 
     Raises:
-        ConfigError: the mistakes of both at once.
+        ConfigError: the run or the options have mistakes; all are reported at once.
     """
     from canzona_cli.config.compose import compose_run
     from canzona_cli.errors import gathered, refuse

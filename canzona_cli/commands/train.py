@@ -1,4 +1,4 @@
-"""`canzona train`: the options of the command. `train_run`, imported later, does the work."""
+"""The options of `canzona train`. `train_run`, which is imported later, does the work."""
 
 from typing import Annotated
 
@@ -64,7 +64,7 @@ def train(
         ),
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and a line at the end.")
+        bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and one line at the end.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run or --prepare-only: print JSON.")] = False,
     recipes_dir: RecipesDirs = None,
@@ -76,8 +76,8 @@ def train(
     from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
 
     printed = dry_run or prepare_only
-    typed = {"--prepare-only": prepare_only, "--json": as_json, "--dry-run": dry_run, "--sweep": sweep}
-    problems = [*clashes({**typed, "a dry run": printed}, CLASHES)]
+    given = {"--prepare-only": prepare_only, "--json": as_json, "--dry-run": dry_run, "--sweep": sweep}
+    problems = [*clashes({**given, "a dry run": printed}, CLASHES)]
     if show_config and not printed:
         files = [text for text in overrides or () if "=" not in text]
         fix = f"write recipe={files[0]}" if files else "add --dry-run"
@@ -89,12 +89,12 @@ def train(
     with handled(requests.add, to_the_end=True):
         try:
             arguments = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile), *_weights(weights_from)]
-            # Importing either takes a while, and signals that arrive meanwhile must be handled.
+            # These imports take a while, and signals that arrive meanwhile must be handled.
             if sweep:
                 from canzona_cli.commands.train_sweep import sweep as train_swept
 
-                how = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
-                train_swept(arguments, recipes_dir or [], requests, **how)
+                options = {"dry_run": dry_run, "prepare_only": prepare_only, "show_config": show_config}
+                train_swept(arguments, recipes_dir or [], requests, **options)
             else:
                 from canzona_cli.commands.train_run import run
 
@@ -108,14 +108,14 @@ def train(
                     show_config=show_config,
                     quiet=quiet and not printed,
                 )
-        except Preempted as asked:
-            outcome = before_workers(None, asked)
+        except Preempted as request:
+            outcome = before_workers(None, request)
             tell(outcome.message)
             raise typer.Exit(outcome.exit_code) from None
 
 
 def _weights(where: str | None) -> list[str]:
-    """Returns the override for `--weights-from`, or none."""
+    """Returns the override for `--weights-from`; empty without the option."""
     from canzona_cli.config.overrides import text_value
 
     return [] if where is None else [f"checkpoint.weights_from={text_value(where)}"]
@@ -125,10 +125,10 @@ def _recorded_steps(**options: str | None) -> list[str]:
     """Turns `--trace 5-7` into the override run.trace_steps=[5,7], and `--trace 5` into a single step.
 
     Args:
-        options: the value by option, `trace` and `profile`; None if it was not typed.
+        options: the values of `trace` and `profile`; None for an option that is not set.
 
     Raises:
-        ConfigError: every option whose value is not a range of steps.
+        ConfigError: a value is not a range of steps; all such options are reported.
     """
     overrides, problems = [], []
     for name, text in options.items():

@@ -1,4 +1,4 @@
-"""The end of `canzona train`: figures, the reason of a failure, where everything is, and the next commands."""
+"""The end of `canzona train`: figures, the reason of a failure, paths, and the next commands."""
 
 import os
 import shlex
@@ -29,7 +29,7 @@ def show_end(
     """Shows how a run ended on this node.
 
     Args:
-        full: True for figures and further commands, too; False for a run that prints one line.
+        full: True to show figures and further commands; False for a run that prints one line.
     """
     done = outcome.status == "done"
     if node_rank:  # node 0 reports everything else, and all nodes often write to the same file
@@ -37,7 +37,7 @@ def show_end(
             tell(f"machine {node_rank}: {outcome.message}")
         return
     if outcome.failed:
-        _say_why(outcome)
+        _show_reason(outcome)
     elif full and run.files.breakdown.exists():
         console.print()
         console.print(BreakdownView(breakdown=load_breakdown(run.path), brief=True))
@@ -46,7 +46,7 @@ def show_end(
         rows += _card_rows(run, config)
     if full or rows or not done:
         console.print()
-    if full or not done or config.run.dir is None:  # else the directory was typed, or chosen by a sweep
+    if full or not done or config.run.dir is None:  # otherwise the user or a sweep chose the directory
         rows.append(f"run directory: {run.path}")
     if done and full:
         rows += _next_rows(run, config)
@@ -55,7 +55,7 @@ def show_end(
 
 
 def _card_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
-    """Yields a line that compares the run with the card of its recipe, if there is one for these settings."""
+    """Yields a line that compares the run with its recipe's card, if there is a card for these settings."""
     card = card_of(config)
     verdict = None if card is None else judge(card, load_summary(run.path), read_corpus(run.files))
     if verdict is not None:
@@ -63,7 +63,7 @@ def _card_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
 
 
 def _next_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
-    """Yields the commands that are most useful after a run."""
+    """Yields the most useful commands after a run."""
     shown = shlex.quote(os.path.relpath(run.path))
     if CheckpointStore(run.files.checkpoints).latest() is not None:
         prompt = "'def main'" if config.data.source == "stdlib" else "TEXT"
@@ -72,7 +72,7 @@ def _next_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
 
 
 def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:
-    """Yields lines that say where the requested traces are, or why there are none."""
+    """Yields lines with the paths of the requested traces, or the reason why there are none."""
     if config.run.trace_steps is not None:
         try:
             ranks = write_trace(run.path, run.files.trace)
@@ -87,7 +87,7 @@ def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:
         yield f"torch's profiler: {traces if run.files.profile.exists() else missing}"
 
 
-def _say_why(outcome: Outcome) -> None:
+def _show_reason(outcome: Outcome) -> None:
     """Shows the error of the rank that failed, then its traceback, then the path of its log."""
     show_failure(outcome.error())
     if outcome.traceback:

@@ -1,6 +1,6 @@
 """The work of `canzona train`: resolve, check, prepare, launch, watch, report.
 
-It is separate from the command's options, so that help and completion do not need these imports.
+This module is separate from the command's options, so that help and completion do not need its imports.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,13 +65,13 @@ def run(
     """Runs `canzona train` for one run.
 
     Args:
-        requests: the stop requests of signals; they raise exceptions until the workers run.
-        dry_run: True to print the resolved run, and write and start nothing.
-        prepare_only: True to write the run directory and print the command that starts the workers.
-        show_config: True to print the resolved configuration in both cases.
-        quiet: True to print only warnings, errors and a line at the end.
-        name: the name of the run in that line; empty for its recipe's.
-        printed: the warnings that earlier runs of the same command printed, which are not repeated.
+        requests: the stop requests of signals, which raise exceptions until the workers run.
+        dry_run: print the resolved run; write and start nothing.
+        prepare_only: write the run directory and print the command that starts the workers.
+        show_config: with `dry_run` or `prepare_only`, also print the resolved configuration.
+        quiet: print only warnings, errors and one line at the end.
+        name: the name of the run in this line; empty for the recipe's name.
+        printed: the warnings that earlier runs of the same command have printed; they are not repeated.
 
     Raises:
         Preempted: a request to stop arrived before the run was resolved.
@@ -91,32 +91,32 @@ def run(
     short = (name or config.name) if quiet else ""
     job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout), short=short, printed=printed)
     if dry_run or prepare_only:
-        look = _Look(console=console, as_json=as_json, show_config=show_config)
-        (_show if dry_run else _prepare)(job, look)
+        format = _Format(console=console, as_json=as_json, show_config=show_config)
+        (_show if dry_run else _prepare)(job, format)
         return
     try:
-        outcome, directory = _launch(job, console, requests, typed=(overrides, recipes_dirs))
-    except Preempted as asked:
+        outcome, directory = _launch(job, console, requests, command_line=(overrides, recipes_dirs))
+    except Preempted as request:
         files = None if config.run.dir is None else RunFiles(Path(config.run.dir).absolute())
-        outcome = before_workers(files, asked)
+        outcome = before_workers(files, request)
         tell(outcome.message)
         raise typer.Exit(outcome.exit_code) from None
     _conclude(outcome, directory, job, console)
 
 
 def _composed(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
-    """Composes the run. If weights come from a Hugging Face folder and no recipe is given, derives the recipe
-    from the folder."""
-    asked = parse_overrides(overrides)
-    folder = Path(str(asked.values.get("checkpoint.weights_from") or "")).expanduser()
-    if "recipe" in asked.groups or not is_hugging_face(folder):
+    """Composes the run. If weights come from a Hugging Face folder and there is no recipe, derives the recipe from
+    the folder."""
+    parsed = parse_overrides(overrides)
+    folder = Path(str(parsed.values.get("checkpoint.weights_from") or "")).expanduser()
+    if "recipe" in parsed.groups or not is_hugging_face(folder):
         return compose_run(overrides, recipes_dirs=recipes_dirs)
     return recipe_of(open_folder(folder, key="checkpoint.weights_from"), overrides, recipes_dirs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """A resolved run, as this node starts it."""
+    """A resolved run on this node."""
 
     config: RunConfig
     layout: Layout
@@ -125,11 +125,11 @@ class _Job:
     short: str = ""
     """The name of the run in the one line that is printed at its end; empty to print everything."""
     printed: set[str] | None = None
-    """The warnings that were already printed; None to print every warning."""
+    """The warnings that have already been printed; None to print every warning."""
 
     @property
     def node_rank(self) -> int:
-        """The rank of this node in the run, from 0."""
+        """The rank of this node in the run, counted from 0."""
         return 0 if torchrun.node_count(self.config) == 1 else self.config.cluster.node_rank or 0
 
     @cached_property
@@ -149,59 +149,59 @@ class _Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Look:
-    """The way in which a run is printed."""
+class _Format:
+    """The format in which a run is printed."""
 
     console: Console
     as_json: bool
     show_config: bool
 
 
-def _show(job: _Job, look: _Look) -> None:
+def _show(job: _Job, format: _Format) -> None:
     config, layout = job.config, job.layout
     corpus = checked_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
-    _print_start(job, look, corpus, run_dir)
+    _print_start(job, format, corpus, run_dir)
     if preflight.is_elsewhere(config):
-        progress("note: no GPU is visible here, so this machine is not checked; on the one that trains: canzona doctor")
+        progress("note: no GPU is visible here, so this machine is not checked; run canzona doctor where you train")
     else:
         preflight.check_machine(config, layout)
     check_free(config, resumes=True)
     checkpoint = resumption(config, layout)
     if checkpoint is not None:
-        progress(f"note: without --dry-run, it would {checkpoint.words}")
+        progress(f"note: without --dry-run, the run would {checkpoint.words}")
         _tell_differences(checkpoint)
         data = corpus or _corpus_before(config)
         warn(filter(None, [reordered(checkpoint, config, layout, data)]) if data is not None else ())
 
 
 def _corpus_before(config: RunConfig) -> PreparedCorpus | None:
-    """Returns the corpus of the earlier launch in the run directory; None if there is none."""
+    """Returns the corpus of an earlier launch in the run directory; None without an earlier launch."""
     return None if config.run.dir is None else load_if_sound(RunFiles(Path(config.run.dir)).corpus, PreparedCorpus)
 
 
-def _prepare(job: _Job, look: _Look) -> None:
-    """Writes everything that the workers need to the run directory, for another launcher to start them."""
+def _prepare(job: _Job, format: _Format) -> None:
+    """Writes everything that the workers need to the run directory, so that another launcher can start them."""
     config, layout = job.config, job.layout
     check_free(config, resumes=True)
     resumption(config, layout)
     corpus = ensure_corpus(config, lambda what, share: progress(what) if share == 0 else None)
     run = RunDirectory.create(config, resumes=True)
-    _bring_in(config, run)
+    _import_weights(config, run)
     _say_resumption(run, run.resume(config, layout))
     job.write_inputs(run, corpus)
     warn(data_warnings(config, layout, corpus))
-    _print_start(job, look, corpus, run.path, prepared=True)
+    _print_start(job, format, corpus, run.path, prepared=True)
 
 
 def _print_start(
-    job: _Job, look: _Look, corpus: PreparedCorpus | None, run_dir: Path, *, prepared: bool = False
+    job: _Job, format: _Format, corpus: PreparedCorpus | None, run_dir: Path, *, prepared: bool = False
 ) -> None:
     """Prints the resolved run and the command that starts it."""
     config = replace(job.config, run=replace(job.config.run, dir=str(run_dir))) if prepared else job.config
     shown = DryRun(
         config=config,
-        config_yaml=dump_resolved(config) if look.show_config else None,
+        config_yaml=dump_resolved(config) if format.show_config else None,
         layout=job.layout,
         corpus=corpus,
         plan=job.plan,
@@ -211,19 +211,19 @@ def _print_start(
         card=card_of(config),
         prepared=prepared,
     )
-    if look.as_json:
+    if format.as_json:
         show(shown.as_json())
     else:
-        look.console.print(shown, soft_wrap=True)
+        format.console.print(shown, soft_wrap=True)
 
 
 def _launch(
-    job: _Job, console: Console, requests: Requests, *, typed: tuple[list[str], list[Path]]
+    job: _Job, console: Console, requests: Requests, *, command_line: tuple[list[str], list[Path]]
 ) -> tuple[Outcome, RunDirectory]:
     """Checks the run, prepares data and run directory, and supervises the ranks of this node until they end.
 
     Args:
-        typed: the overrides and recipe folders as typed, for the command that resumes the run.
+        command_line: the overrides and recipe folders on the command line, for the command that resumes the run.
     """
     config, layout, node_rank = job.config, job.layout, job.node_rank
     _check(job)
@@ -233,29 +233,29 @@ def _launch(
         corpus = ensure_corpus(config, on_progress)
         run = _claim(job)
         if node_rank == 0:
-            _bring_in(config, run)
-        first_meeting = _meet(run, job, corpus, restarts=0)
+            _import_weights(config, run)
+        first_attempt = _prepare_attempt(run, job, corpus, restarts=0)
     if node_rank:
         last = torchrun.node_count(config) - 1
         tell(f"machine {node_rank} of 0 to {last} starts its ranks; machine 0 shows the run; run directory: {run.path}")
     per_node = torchrun.ranks_per_node(config)
-    command_to_resume = resume_command(*typed, config, run.path)
+    command_to_resume = resume_command(*command_line, config, run.path)
     restarts = Restarts(most=config.run.restarts)
 
     def attempt() -> Outcome:
         requests.raising = True
-        view, (machines, command) = first_view, first_meeting
+        view, (machines, command) = first_view, first_attempt
         if restarts.done:
             view = make_view(config, layout, console, short=job.short)
-            machines, command = _meet(run, job, corpus, restarts=restarts.done)
+            machines, command = _prepare_attempt(run, job, corpus, restarts=restarts.done)
         if node_rank == 0:
             job.write_inputs(run, corpus)
             machines.gather(config.cluster.rdzv_endpoint or "", say=tell)
             warn(() if restarts.done else data_warnings(config, layout, corpus), job.printed)
         view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
         requests.raising = False
-        # On a terminal, the console of the view prints above the live frame. On a pipe it may be invisible,
-        # so use standard error.
+        # On a terminal, the view's console prints above the live frame. On a pipe its output may be invisible, so use
+        # standard error.
         say = console.print if console.is_terminal else tell
         trackers, start = () if node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
         with tracked(run.files, trackers, start=start, environment=command.environment, say=say):
@@ -287,8 +287,7 @@ def _check(job: _Job) -> None:
 
 @contextmanager
 def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str, float], None]]:
-    """Shows the progress of the preparation before the launch, and restores the terminal before an error is
-    shown."""
+    """Shows the progress of preparations before the launch, and restores the terminal before an error is shown."""
     shown = False
 
     def on_progress(what: str, fraction: float) -> None:
@@ -298,11 +297,11 @@ def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str,
 
     try:
         yield on_progress
-    except KeyboardInterrupt as asked:
+    except KeyboardInterrupt as request:
         if shown:
             view.close("interrupted", "before training began")
         if shown and requests.reason == "interrupted":
-            raise typer.Exit(ExitCode.INTERRUPTED) from asked
+            raise typer.Exit(ExitCode.INTERRUPTED) from request
         raise
     except Exception:
         if shown:
@@ -311,18 +310,16 @@ def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str,
 
 
 def _claim(job: _Job) -> RunDirectory:
-    """Returns the run directory. Node 0 creates it or resumes in it; the other nodes only read it, because
-    `_meet` waits there for node 0's address."""
+    """Returns the run directory. Node 0 creates it or resumes in it. The other nodes do not create it: in
+    `_prepare_attempt` they wait there for node 0's address."""
     if job.node_rank == 0:
         return RunDirectory.create(job.config, resumes=True)
     return RunDirectory(RunFiles(Path(job.config.run.dir or "").absolute()))
 
 
-def _bring_in(config: RunConfig, run: RunDirectory) -> None:
-    """Imports the weights of a Hugging Face folder as the checkpoint of step 0.
-
-    Does nothing if the run does not start from such a folder, or already has a checkpoint.
-    """
+def _import_weights(config: RunConfig, run: RunDirectory) -> None:
+    """Imports the weights of a Hugging Face folder as the checkpoint of step 0. Does nothing if the run does not start
+    from such a folder or already has a checkpoint."""
     where = config.checkpoint.weights_from
     folder = Path(where or "").expanduser()
     if where is None or not is_hugging_face(folder) or CheckpointStore(run.files.checkpoints).latest() is not None:
@@ -335,12 +332,17 @@ def _bring_in(config: RunConfig, run: RunDirectory) -> None:
     import_weights(pretrained, config, run.files)
 
 
-def _meet(run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int) -> tuple[Machines, LaunchCommand]:
-    """Prepares an attempt: node 0 decides what to resume from; the other nodes wait for the rendezvous
+def _prepare_attempt(
+    run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int
+) -> tuple[Machines, LaunchCommand]:
+    """Prepares an attempt: node 0 chooses the checkpoint to resume from, and the other nodes wait for the rendezvous
     address.
 
+    Args:
+        restarts: the number of restarts before this attempt.
+
     Returns:
-        The link to the other nodes, and the command that starts the ranks of this node.
+        The connection to the other nodes, and the command that starts this node's ranks.
     """
     config = job.config
     machines = Machines(run.files, node_rank=job.node_rank, nodes=torchrun.node_count(config), restarts=restarts)
@@ -354,7 +356,7 @@ def _meet(run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int
 
 
 def _say_resumption(run: RunDirectory, resumption: Resumption | None) -> None:
-    """Prints how a resumed run differs from the saved one, before anything starts."""
+    """Prints how a resumed run differs from the saved run, before anything starts."""
     for note in run.notes:
         progress(f"note: {note}")
     if resumption is not None and resumption.weights_only:
@@ -364,14 +366,14 @@ def _say_resumption(run: RunDirectory, resumption: Resumption | None) -> None:
 
 
 def _tell_differences(resumption: Resumption) -> None:
-    """Prints the settings and the layout that differ from the saved run's."""
+    """Prints the settings, and the layout, that differ from the saved run."""
     warn(resumption.warnings)
     if resumption.spread:
         progress(f"note: different layout: {resumption.spread}")
 
 
 def _conclude(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) -> None:
-    """Shows how the run ended; an error here does not change its exit code."""
+    """Shows how the run ended. An error here does not change the run's exit code."""
     try:
         show_end(outcome, run, job.config, console, node_rank=job.node_rank, full=not job.short)
     except Exception as error:

@@ -1,6 +1,6 @@
 """`canzona train --sweep`: trains one run after another, each in a directory named after its values.
 
-A task of a Slurm array trains only the run with the number of the task.
+A task of a Slurm array trains only the run with the task's number.
 """
 
 import shlex
@@ -39,11 +39,12 @@ def sweep(
     """Runs `canzona train --sweep`.
 
     Args:
-        requests: the stop requests of signals; they raise exceptions while no run trains.
+        requests: the stop requests of signals, which raise exceptions while no run trains.
 
     Raises:
-        CanzonaError: a run cannot be composed; nothing was started.
-        typer.Exit: with the largest exit code of the runs or, after a stop, with the exit code of the stop.
+        CanzonaError: a run cannot be composed. No run has been started.
+        typer.Exit: a run failed or the sweep was stopped. The exit code is the largest one of the runs, or that of
+            the stop.
     """
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
     root = _root(runs, step)
@@ -76,11 +77,8 @@ def sweep(
 
 
 def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], requests: Requests) -> int:
-    """Trains the runs one after another, also after failures, until the sweep is stopped; returns the exit
-    code.
-
-    Runs that finished earlier are skipped.
-    """
+    """Trains the runs one after another, even after failures, until the sweep is stopped; returns the exit code.
+    Runs that have already finished are skipped."""
     codes, printed = [int(ExitCode.OK)], set[str]()
     for number, run in enumerate(runs, 1):
         where = f"run {number} of {len(runs)}: {run.combination.words}"
@@ -95,15 +93,15 @@ def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], r
 
 
 def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, name: str, printed: set[str]) -> int:
-    """Trains one run, with a line at its end, and returns its exit code.
+    """Trains one run, prints one line at its end, and returns its exit code.
 
-    A stop request that arrived too late to affect the run stops the sweep: the exit code is then that of the
-    stop.
+    A stop request that arrives too late for the run still stops the sweep. Then the exit code of the stop is
+    returned.
     """
     code = int(ExitCode.OK)
     try:
         requests.raising = True
-        if requests.reason is None:  # else a stop was requested between two runs
+        if requests.reason is None:  # otherwise a stop was requested between two runs
             train_run.run(overrides, recipes_dirs, requests, dry_run=False, quiet=True, name=name, printed=printed)
     except typer.Exit as end:
         code = end.exit_code
@@ -118,8 +116,7 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *
 
 
 def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
-    """Shows a row for each run with a directory, the runs that were not started, and commands to resume and
-    to report."""
+    """Shows a row for each started run, the names of the other runs, and the commands to resume and to report."""
     started = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
     typer.echo()
     if started:
@@ -134,8 +131,8 @@ def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
 
 
 def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
-    """Returns the parent directory of the runs: run.dir, or a directory named after the Slurm job, whose id a
-    requeue keeps, or a new one named after the time."""
+    """Returns the parent directory of the runs: run.dir, or a directory named after the Slurm job (requeued jobs keep
+    their id), or a new directory named after the time."""
     settings = runs[0].config.run
     if settings.dir is not None:
         return Path(settings.dir).absolute()

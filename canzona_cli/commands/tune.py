@@ -1,4 +1,4 @@
-"""`canzona tune`: measures the simulator's best layouts on real ranks, and writes the fastest as a recipe."""
+"""`canzona tune`: measures the simulator's best layouts on real ranks, and writes a recipe with the fastest."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +13,11 @@ def tune(
     count: Annotated[
         int,
         typer.Option(
-            "--candidates", metavar="N", help="How many of the layouts with the fastest simulated step to measure."
+            "--candidates", metavar="N", help="How many layouts to measure: those with the fastest simulated step."
         ),
     ] = 4,
     everything: Annotated[bool, typer.Option("--all", help="Measure every valid layout that fits in memory.")] = False,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Rounds; each layout runs once a round.")] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Rounds; each layout runs once per round.")] = 3,
     steps: Annotated[
         int, typer.Option("--steps", metavar="K", help="Measured steps per layout and round, after two warm-up steps.")
     ] = 3,
@@ -29,10 +29,10 @@ def tune(
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Measure the simulator's best layouts, and write the fastest as a recipe.
+    """Measure the simulator's best layouts, and write a recipe with the fastest.
 
-    The layouts run interleaved, and are shown with their predictions. Typed settings hold for all layouts.
-    Raw numbers are written to tune/RECIPE-TIME. Ctrl-C stops after the current step.
+    The layouts run interleaved and are shown with their predictions. Overrides apply to all layouts. Raw numbers
+    are written to tune/RECIPE-TIME. Ctrl-C stops after the current step.
     """
     from canzona_cli.bench.layouts import content_of, prepare, run, tuned_recipe
     from canzona_cli.config.recipes import check_destination, shown, write_recipe

@@ -1,9 +1,10 @@
-"""The differences between a resumed run and the saved one, by their effect: resuming is impossible, the loss
-curve changes, or work is distributed differently."""
+"""The differences between a resumed run and the saved run, by effect: resuming is impossible, the loss curve
+changes, or only the distribution of work changes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from canzona_cli.config.overrides import written
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import affecting, leaves
 from canzona_cli.errors import Problem
@@ -17,19 +18,18 @@ class Changes:
     problems: tuple[Problem, ...]
     """The reasons why the run cannot be resumed."""
     warnings: tuple[str, ...]
-    """A warning for each setting whose change alters the loss curve."""
+    """A warning for each changed setting that alters the loss curve."""
     spread: tuple[str, ...]
-    """A note for each setting whose change distributes the work differently, apart from the layout.
-    The loss curve stays the same."""
+    """A note for each changed setting, apart from the layout, that distributes work differently but leaves the loss
+    curve unchanged."""
 
 
 def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
-    """Returns the differences between a saved run and the run that resumes it: what forbids resuming, what
-    changes the loss curve, and what only distributes the work differently.
+    """Returns the differences between a saved run and the run that resumes it.
 
     Args:
-        old: the run as it was saved.
-        new: the run as it would continue.
+        old: the saved run.
+        new: the run that would resume it.
         step: the step of the checkpoint, for messages.
     """
     before, now = _settings(old), _settings(new)
@@ -54,14 +54,19 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
 
 
 def curve_differences(one: RunConfig, other: RunConfig) -> tuple[str, ...]:
-    """Returns the settings that differ between two runs and affect their losses."""
+    """Returns the settings that differ between two runs and affect the losses."""
     values, others = _settings(one), _settings(other)
     keys = dict.fromkeys([*affecting(MODEL), *affecting(OPTIMIZER), *affecting(CURVE)])
     return tuple(key for key in keys if values.get(key) != others.get(key))
 
 
 def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem, ...]:
-    """Returns a problem for each model setting whose difference keeps `old`'s weights from fitting `new`."""
+    """Returns a problem for each model setting in which two runs differ, so that the weights of `old` do not fit
+    `new`.
+
+    Args:
+        source: the origin of the weights, for messages.
+    """
     before, now = _settings(old), _settings(new)
     return tuple(
         Problem(
@@ -78,10 +83,10 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
 def _settings(config: RunConfig) -> dict[str, object]:
     """Returns all settings by dotted key, with the nulls of the schedule resolved.
 
-    The schedule's nulls depend on the number of steps, so a change of `train.steps` may change the schedule.
+    These nulls depend on the number of steps, so a change of `train.steps` may change the schedule.
     """
-    chosen = config.schedule.complete(config.train.steps)
-    return dict(leaves(asdict(config))) | {f"schedule.{name}": value for name, value in vars(chosen).items()}
+    schedule = config.schedule.complete(config.train.steps)
+    return dict(leaves(asdict(config))) | {f"schedule.{name}": value for name, value in vars(schedule).items()}
 
 
 def _impossible(differing: Mapping[str, tuple[object, object]], step: int) -> Iterator[Problem]:
@@ -98,12 +103,10 @@ def _impossible(differing: Mapping[str, tuple[object, object]], step: int) -> It
 
 
 def _same_class(previous: object, value: object) -> bool:
-    """Returns True if two sources name the same class, even in different files: a user may have moved the
+    """Returns True if two sources name the same class, even in different files, because a user may have moved the
     class."""
     return str(previous).rpartition(":")[2] == str(value).rpartition(":")[2]
 
 
 def _shown(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else written(value)

@@ -1,6 +1,6 @@
-"""Checks that the settings of a run work together, and warns of those that have no effect.
+"""Checks that the settings of a run work together, and warns about settings that have no effect.
 
-A run is refused if ignoring a setting would change what is trained (`config.unused`); otherwise there is a
+If ignoring a setting would change what is trained, the run is refused (`config.unused`); otherwise there is a
 warning. The arithmetic of layouts is in `config.layout_rules`.
 """
 
@@ -18,16 +18,16 @@ from canzona_cli.config.source_class import source_problem
 from canzona_cli.errors import Problem
 
 BYTE_TOKENIZER_IDS = 257
-"""The ids of the byte tokenizer: 256 bytes and an end-of-document token."""
+"""The number of ids of the byte tokenizer: 256 bytes and an end-of-document token."""
 SRUN_OPTIONS = ("--nodes", "--ntasks", "--ntasks-per-node", "--kill-on-bad-exit", "--wait")
 """The options of srun that the job script sets."""
 
 
 def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem]:
-    """Returns a problem for each combination of valid values that cannot work; empty if all is well.
+    """Returns a problem for each combination of valid values that cannot work.
 
-    Without `training`, checks of what only a run needs are skipped: planning works before training is
-    possible.
+    Args:
+        training: False for plans, which skips the checks that only a run needs.
     """
     problems = [
         *_values(config),
@@ -45,11 +45,15 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[str]:
-    """Yields a warning for each setting of the command line that is ignored, and for each value that will
-    probably work badly.
+    """Yields a warning for each ignored setting of the command line, and for each value that will probably work
+    badly.
 
-    Ignored settings that would change what is trained are refused instead (`unused_problems`). Without
-    `training`, a plan is made whatever strategy the run has, so the settings of plans are not reported.
+    Ignored settings that were meant to change what is trained are refused instead (`unused_problems`).
+
+    Args:
+        explicit: the dotted keys and the groups that the command line sets.
+        training: False for planning only. A plan is then made for any strategy, so settings of plans are not
+            reported.
     """
     execution, strategy = config.execution, config.engine.strategy
     if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
@@ -73,7 +77,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             yield f"{rate} comes from the recipe, which does not know your optimizer: set optimizer.lr"
         if "optimizer.cost_like" not in explicit:
             like = config.optimizer.cost_like
-            yield f"plans price your optimizer like {like}: set optimizer.cost_like to the one that it resembles"
+            yield f"plans price your optimizer like {like}: set optimizer.cost_like to the most similar optimizer"
     if config.optimizer.lr > (highest := config.optimizer.PLAUSIBLE_LR):
         name = config.optimizer.name
         yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name} training probably diverges"
@@ -97,13 +101,13 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
 
 
 def _values(config: RunConfig) -> Iterator[Problem]:
-    train, most = config.train, settings()["train.global_batch_size"].range.at_most
-    if train.global_batch_size is None and train.batch_tokens // train.seq_length > most:
-        reason = f"is more than {most:,} sequences of {train.seq_length} tokens, the limit of one step"
-        fix = f"use train.batch_tokens={int(most) * train.seq_length} or less"
+    train, limit = config.train, settings()["train.global_batch_size"].range.at_most
+    if train.global_batch_size is None and train.batch_tokens // train.seq_length > limit:
+        reason = f"is more than {limit:,} sequences of {train.seq_length} tokens, the limit of one step"
+        fix = f"use train.batch_tokens={int(limit) * train.seq_length} or less"
         yield Problem(key="train.batch_tokens", reason=reason, fix=fix)
     if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
-        fix = "hold some documents out, or switch validation off with train.eval_interval=0"
+        fix = "use data.validation_fraction=0.02, or switch validation off with train.eval_interval=0"
         yield Problem(key="data.validation_fraction", reason="leaves no documents for validation", fix=fix)
     if config.optimizer.min_lr > config.optimizer.lr and config.schedule.decay != "constant":
         reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
@@ -120,11 +124,11 @@ def _values(config: RunConfig) -> Iterator[Problem]:
 def _experts(config: RunConfig) -> Iterator[Problem]:
     experts, chosen = config.model.num_experts, config.model.experts_per_token
     if 0 < experts < chosen:
-        reason = f"is fewer than the {chosen} experts that a token goes to"
+        reason = f"is fewer than the {chosen} experts of each token"
         fix = f"use model.num_experts={chosen} or more, or 0 for a dense model"
         yield Problem(key="model.num_experts", value=experts, reason=reason, fix=fix)
     if experts and not config.model.qk_norm:
-        reason = "must be true for a model with experts, which is a Qwen3"
+        reason = "must be true for a model with experts, because only Qwen3's are supported"
         yield Problem(key="model.qk_norm", reason=reason, fix="use model.qk_norm=true, or model.num_experts=0")
     if experts and not config.model.gated:
         yield Problem(key="model.gated", reason="experts always have a gate", fix="leave it out")
@@ -180,7 +184,7 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
 
 
 def _custom(config: RunConfig) -> Iterator[Problem]:
-    """Checks the class of a custom optimizer and the options that it is called with."""
+    """Checks the class of a custom optimizer and its options."""
     custom = config.optimizer
     if not isinstance(custom, CustomConfig):
         return
@@ -264,7 +268,7 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
 
 def _plans_only(config: RunConfig) -> Iterator[Problem]:
     if not config.model.gated:
-        reason = "can only be planned: training has no activation for feed-forward layers without a gate"
+        reason = "can only be planned: canzona does not train feed-forward layers without a gate"
         yield Problem(key="model.gated", reason=reason, fix="leave it out, or use `canzona plan --dry-run`")
 
 
@@ -272,11 +276,11 @@ def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
     """Checks that the steps to trace or profile are steps of the run."""
     last = config.train.steps
     for key in ("trace_steps", "profile_steps"):
-        asked = getattr(config.run, key)
-        if asked is not None and not 1 <= asked[0] <= asked[1] <= last:
+        steps = getattr(config.run, key)
+        if steps is not None and not 1 <= steps[0] <= steps[1] <= last:
             reason = f"must be the first and last step to record, in this order, within steps 1 to {last}"
             fix = f"for example run.{key}=[{min(3, last)},{min(5, last)}]"
-            yield Problem(key=f"run.{key}", value=f"[{asked[0]},{asked[1]}]", reason=reason, fix=fix)
+            yield Problem(key=f"run.{key}", value=f"[{steps[0]},{steps[1]}]", reason=reason, fix=fix)
 
 
 def _measurements(config: RunConfig) -> Iterator[Problem]:

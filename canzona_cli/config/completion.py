@@ -1,8 +1,8 @@
 """Shell completion of overrides: recipe names after `recipe=`, options of the other groups, keys, choices.
 
 Bash splits the command line at every `=` and `:` (COMP_WORDBREAKS), and inserts a completion after the last
-such break. `bash_words` joins the words again before Typer reads them, and removes from each completion the
-part before the break. This module must stay fast, because it runs at every press of Tab.
+such character. `bash_words` joins the words again before Typer reads them, and removes the part up to this
+character from each completion. This module must stay fast, because it runs at every press of Tab.
 """
 
 import io
@@ -20,8 +20,8 @@ COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
 CALIBRATED = "`canzona calibrate`"
 """A text in the first line of every calibrated profile."""
 
-# Typer's script for bash, except that no space follows a key, and that files are offered only if there is no
-# other completion.
+# Typer's script for bash with two changes: no space follows a key, and files are offered only if there is no other
+# completion.
 BASH_SCRIPT = """
 %(complete_func)s() {
     local IFS=$'\\n'
@@ -37,23 +37,23 @@ complete -o default -F %(complete_func)s %(prog_name)s
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Returns the completions of one `KEY=VALUE`; empty for a free value (the shell then offers files)."""
+    """Returns the completions of one `KEY=VALUE`; empty if any value is possible (the shell then offers files)."""
     key, equals, _ = incomplete.partition("=")
-    offers = [f"{key}={value}" for value in _values(key)] if equals else [f"{name}=" for name in _keys(incomplete)]
-    return [offer for offer in offers if offer.startswith(incomplete)]
+    words = [f"{key}={value}" for value in _values(key)] if equals else [f"{name}=" for name in _keys(incomplete)]
+    return [word for word in words if word.startswith(incomplete)]
 
 
 @contextmanager
 def bash_words() -> Iterator[None]:
-    """Joins the words that Typer reads in a bash completion, and shortens the completions that it prints.
+    """Joins the words that Typer reads in a bash completion, and shortens the completions that Typer prints.
 
-    Does nothing outside a bash completion, and joins nothing if COMP_WORDBREAKS does not contain `=`.
+    Does nothing outside of a bash completion, and joins nothing if COMP_WORDBREAKS does not contain `=`.
     """
     if not os.environ.get(COMPLETE_VARIABLE, "").endswith("_bash"):
         yield
         return
     words = os.environ.get("COMP_WORDS", "").split("\n")
-    joined, current, already = joined_words(words, int(os.environ.get("COMP_CWORD", "0")))
+    joined, current, prefix = joined_words(words, int(os.environ.get("COMP_CWORD", "0")))
     os.environ["COMP_WORDS"] = "\n".join(shlex.quote(word) if word else "" for word in joined)
     os.environ["COMP_CWORD"] = str(current)
     printed = io.StringIO()
@@ -61,7 +61,7 @@ def bash_words() -> Iterator[None]:
         with redirect_stdout(printed):
             yield
     finally:
-        sys.stdout.write("".join(f"{line.removeprefix(already)}\n" for line in printed.getvalue().splitlines()))
+        sys.stdout.write("".join(f"{line.removeprefix(prefix)}\n" for line in printed.getvalue().splitlines()))
 
 
 def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, str]:
@@ -72,11 +72,11 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
         current: COMP_CWORD, the index of the word at the cursor.
 
     Returns:
-        The joined words, the index of the cursor's word among them, and the prefix of that word that bash
-        keeps: bash inserts a completion after this prefix.
+        The joined words, the index of the word at the cursor among them, and the prefix of this word after which
+        bash inserts a completion.
     """
     joined: list[str] = []
-    place, already = len(words), ""
+    place, prefix = len(words), ""
     glue = False
     for index, word in enumerate(words):
         before = ""
@@ -84,16 +84,15 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
             before = joined.pop()
         joined.append(before + word)
         if index == current:
-            place, already = len(joined) - 1, joined[-1] if word == "=" else before
+            place, prefix = len(joined) - 1, joined[-1] if word == "=" else before
         glue = word == "="
-    return joined, place if current < len(words) else len(joined), already
+    return joined, place if current < len(words) else len(joined), prefix
 
 
 def prepare_completion_options(arguments: list[str]) -> None:
-    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and accept a shell's
-    name.
+    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and accept a shell's name.
 
-    Without a name, Typer detects the shell from the parent processes; in a script or a container there may be
+    Without a name, Typer looks for a shell among the parent processes. In a script or a container there may be
     none.
     """
     from typer import _completion_shared
@@ -119,8 +118,8 @@ def _profiles_here() -> list[str]:
 def _keys(prefix: str) -> list[str]:
     """Returns the keys to offer for a prefix.
 
-    Settings inside sections are offered only once the prefix matches a single section, so that an empty word
-    does not list every setting.
+    Settings of a section are offered only if the prefix matches a single section, so that an empty word does not
+    list every setting.
     """
     from canzona_cli.config.settings import sections, settings
 

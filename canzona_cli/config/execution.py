@@ -1,4 +1,4 @@
-"""The facts that follow from the way a run's updates are executed, `RunConfig.execution`."""
+"""The facts that follow from the execution of a run's updates (`RunConfig.execution`)."""
 
 from dataclasses import replace
 from typing import Literal
@@ -10,34 +10,32 @@ AnyStrategy = Strategy | Literal["adamw"]
 PLANNED: tuple[Strategy, ...] = ("canzona", "paper", "asc")
 """The strategies that execute a plan."""
 IN_ORDER: tuple[Strategy, ...] = ("paper", "asc")
-"""The strategies that keep Megatron's order of buckets, whatever `engine.layout` is, and update every matrix
-on its host."""
+"""The strategies that ignore `engine.layout` and keep Megatron's order of buckets, and that update every matrix on
+its host."""
 
 
 def strategy_of(config: RunConfig) -> AnyStrategy:
-    """Returns the strategy of a run for tables and records: `engine.strategy`, or adamw."""
+    """Returns the strategy of a run in tables and records: `engine.strategy`, or adamw."""
     return "adamw" if config.execution is Execution.ADAMW else config.engine.strategy
 
 
 def splitting_of(config: RunConfig) -> Splitting:
-    """Returns the splitting of weights into matrices that the run uses.
+    """Returns the run's splitting of weights into matrices.
 
-    Megatron's own optimizers only support fused and qkv, so any finer `engine.splitting` becomes qkv there.
+    Megatron's own optimizers support only fused and qkv. For these, a finer `engine.splitting` becomes qkv.
     """
     splitting = config.engine.splitting
     return splitting if config.execution.ours or splitting == "fused" else "qkv"
 
 
 def dispatcher_of(config: RunConfig) -> Dispatcher:
-    """Returns the way tokens reach experts on other ranks."""
+    """Returns the method by which tokens reach experts on other ranks."""
     return config.parallel.dispatcher or "alltoall"
 
 
 def overlaps_param_gather(config: RunConfig) -> bool:
-    """Returns True if parameter gathering is overlapped with the forward pass.
-
-    Needs both overlap settings, and a strategy that gathers parameters at all.
-    """
+    """Returns True if parameter gathering overlaps with the forward pass. This needs both overlap settings, and a
+    strategy that gathers parameters at all."""
     parallel = config.parallel
     return parallel.overlap_param_gather and parallel.overlap_grad_reduce and not config.execution.everywhere
 
@@ -45,8 +43,8 @@ def overlaps_param_gather(config: RunConfig) -> bool:
 def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
     """Returns True if the parameters of an entire model chunk are gathered together.
 
-    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default); otherwise it gathers
-    one bucket ahead of its use. Runs that execute a plan follow the plan's order instead.
+    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default). Otherwise it gathers each
+    bucket while the previous one is in use. Runs that execute a plan follow the plan's order instead.
     """
     planned = config.execution is Execution.PLANNED
     return overlaps_param_gather(config) and layout.vpp > 1 and not planned
@@ -55,8 +53,8 @@ def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
 def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
     """Returns the run with another strategy.
 
-    adamw keeps the learning rates, weight decay, clipping and AdamW settings of the run's optimizer. A plan
-    file is dropped for every strategy except canzona.
+    adamw keeps the learning rates, weight decay, clipping and AdamW settings of the run's optimizer. Strategies
+    other than canzona drop `engine.plan`.
     """
     if strategy == "adamw":
         optimizer = config.optimizer

@@ -1,5 +1,5 @@
-"""The names that Megatron, Hugging Face, torchtitan, torchtune and NeMo use for settings, with canzona's name or
-what to do instead."""
+"""The names of settings in Megatron, Hugging Face, torchtitan, torchtune and NeMo, each with canzona's name or with
+advice."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True)
 class Instead:
-    """An answer to a name that has no setting of the same meaning."""
+    """The answer to a name for which there is no setting with the same meaning."""
 
     reason: str
     """The reason, as a predicate or a sentence."""
@@ -84,12 +84,12 @@ _NAMES: Final[Mapping[str, str]] = {
     "parallel.cp": "context_parallel_size context_parallel_degree context_parallel cp_size",
 }
 RENAMED: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() for name in names.split()}
-"""Canzona's key by the name in another program, where the same value means the same. `resume` is `run.dir`,
+"""canzona's key by the name in another program, if the same value has the same meaning. `resume` is `run.dir`,
 because a run continues in its directory."""
 
 _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
     "expert experts moe": (
-        "canzona does not have this; settings of experts are model.num_experts, .experts_per_token and parallel.ep",
+        "canzona does not have this; its expert settings are model.num_experts, .experts_per_token and parallel.ep",
         "leave it out",
     ),
     "lora qlora peft adapter adapters": ("canzona does not have LoRA; it trains all weights", "leave it out"),
@@ -98,11 +98,11 @@ _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
         "leave it out; init=DIR starts from the weights of a Hugging Face folder",
     ),
     "fsdp fsdp2 zero zero1 zero2 zero3 deepspeed hsdp shard": (
-        "canzona does not have FSDP or ZeRO; each optimizer state exists once in the job anyway",
+        "canzona does not have FSDP or ZeRO; its default strategy divides optimizer state among ranks",
         "leave it out",
     ),
     "dp data_parallel data_parallel_size replicate": (
-        "the data-parallel size follows from the others: gpus / (tp * pp * cp)",
+        "the data-parallel size follows from the other settings: gpus / (tp * pp * cp)",
         "set gpus=N",
     ),
     "fp8 float8 fp4 mxfp8 nvfp4": ("canzona does not have FP8", "use train.precision=bf16"),
@@ -113,7 +113,7 @@ _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
         "accumulation follows from the batch: train.global_batch_size / (train.micro_batch_size * DP)",
         "set train.global_batch_size=N",
     ),
-    "checkpointing": ("recomputation is set by its extent", "write train.recompute=selective, or full"),
+    "checkpointing": ("recomputation is set by its amount", "write train.recompute=selective, or full"),
     "dropout": ("canzona does not have dropout", "leave it out"),
     "tensorboard wandb mlflow": ("trackers are listed in one setting", "write run.trackers=[{}]"),
     "comet neptune aim": (
@@ -124,28 +124,28 @@ _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
     "warmup_ratio lr_warmup_fraction": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
     "untie_embeddings_and_output_weights": (
         "the setting has the opposite meaning here",
-        "write model.tied_embeddings=false for an output layer of its own",
+        "write model.tied_embeddings=false for a separate output layer",
     ),
-    "split": ("what is held out is a share of the data", "write data.validation_fraction=0.01"),
+    "split": ("validation data are set as a share of the data", "write data.validation_fraction=0.01"),
     "packed packing": ("documents are always packed into sequences", "leave it out"),
-    "use_distributed_optimizer": ("the states of the optimizer are divided among ranks anyway", "leave it out"),
+    "use_distributed_optimizer": ("the default strategy divides optimizer state among ranks", "leave it out"),
     "distributed_backend backend": ("follows from the device: NCCL on GPUs, gloo on CPUs", "leave it out"),
-    "num_workers dataloader_num_workers": ("is fixed: two processes a rank on GPUs, none on CPUs", "leave it out"),
-    "offload": ("canzona does not move states to the host's memory", "leave it out"),
+    "num_workers dataloader_num_workers": ("is fixed: two processes per rank on GPUs, none on CPUs", "leave it out"),
+    "offload": ("canzona does not move optimizer state to host memory", "leave it out"),
     "master_addr master_port": ("address and port are one setting", "write cluster.rdzv_endpoint=HOST:PORT"),
-    "enable_profiling profiling": ("the steps to profile are the setting", "write run.profile_steps=[10,12]"),
+    "enable_profiling profiling": ("profiling is set by its steps", "write run.profile_steps=[10,12]"),
     "ema swa z_loss label_smoothing early_stopping sliding_window": ("canzona does not have this", "leave it out"),
     "log_every log_freq log_interval logging_steps log_every_n_steps": (
-        "canzona does not have it: every step is logged",
+        "canzona does not have this: every step is logged",
         "leave it out; metrics.jsonl in the run directory has a line for every step",
     ),
 }
-"""The reason and the fix by words. A word matches a name that it is a part of between dots and underscores; a
-word with underscores matches the name's last part. In a fix, `{}` stands for the matching word."""
+"""The reason and the fix by words. A word matches names that contain it between dots and underscores; a word with
+underscores matches names that end in it after a dot. In a fix, `{}` stands for the matching word."""
 
 
 def instead(name: str) -> Instead | None:
-    """Returns the answer to a name, dotted or not, of something that canzona has no setting for; else None."""
+    """Returns the answer to a name, dotted or not, if canzona does not have such a setting; else None."""
     flat = name.replace("-", "_").lower()
     words, last = {*flat.replace(".", "_").split("_")}, flat.rpartition(".")[2]
     if {flat, last} & RENAMED.keys():

@@ -1,6 +1,6 @@
 """The rules for valid layouts: the divisibility that Megatron-core 0.19 and torchrun require.
 
-Null values are not checked here; `canzona_cli.cluster.fit` chooses them later by the same rules. Sources:
+Null values are not checked here; `canzona_cli.cluster.fit` chooses them later according to these rules. Sources:
 `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (pipeline
 stages, see `canzona_cli.config.stages`), `MoELayer.forward` (experts need sequence parallelism),
 `get_batch_on_this_cp_rank` (2 * cp slices of a sequence), `forward_backward_pipelining_with_interleaving`
@@ -16,24 +16,24 @@ from canzona_cli.errors import Problem
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """Returns all divisors of a positive number, ascending."""
+    """Returns all divisors of a positive number in ascending order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return tuple(small + [number // n for n in reversed(small) if n * n != number])
 
 
 def possible_tp(model: ModelConfig, *, whole_experts: bool = False) -> tuple[int, ...]:
-    """Returns the tensor-parallel sizes that divide heads, query groups, ffn rows and vocabulary, ascending.
+    """Returns the tensor-parallel sizes that divide heads, query groups, ffn rows and vocabulary, in ascending
+    order.
 
     Args:
-        whole_experts: True if ffn rows need not be divided, because they are all experts', which expert
-            parallelism leaves whole.
+        whole_experts: True if ffn rows need not be divided, because expert parallelism does not cut experts.
     """
     return divisors(math.gcd(*(count for count, _ in _cut_by_tp(model, whole_experts=whole_experts))))
 
 
 def may_have_whole_experts(config: RunConfig) -> bool:
-    """Returns True if a layout of the run may divide experts among ranks (`parallel.ep` above 1), which
-    leaves each whole. Unless the user sets the size, only GPUs do."""
+    """Returns True if a layout of the run may divide experts among ranks (`parallel.ep` above 1), so that each expert
+    stays whole. Unless the user sets `parallel.ep`, this is possible only on GPUs."""
     ep, experts = config.parallel.ep, config.model.num_experts
     if experts == 0 or ep is not None:
         return experts > 0 and (ep or 1) > 1
@@ -44,7 +44,7 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
     """Yields one problem if `parts`, the value of `key`, does not divide every count.
 
     Args:
-        counts: pairs of a count and its name: (36, "layers").
+        counts: the (count, name) pairs: (36, "layers").
     """
     uneven = " or ".join(f"{count} {what}" for count, what in counts if count % parts)
     if uneven:
@@ -75,13 +75,13 @@ def _chunk_problems(layers: int, vpp: int) -> Iterator[Problem]:
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
-    """Returns the problems with the parallelism, the nodes and the batch of a run, some without the run's value
-    (`settings.with_own_values`); empty if the layout can work."""
+    """Returns the problems with the parallelism, the nodes and the batch of a run; some do not have the setting's value
+    yet (`settings.with_own_values`)."""
     return [*_parallelism(config), *_machines(config), *_batch(config)]
 
 
 def _cut_by_tp(model: ModelConfig, *, whole_experts: bool) -> list[tuple[int, str]]:
-    """Returns the counts, with their names, that a tensor-parallel size must divide, see `possible_tp`."""
+    """Returns the (count, name) pairs that a tensor-parallel size must divide, see `possible_tp`."""
     counts = [
         (model.num_attention_heads, "attention heads"),
         (model.num_query_groups, "key/value heads"),
@@ -111,12 +111,12 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         product = " * ".join(used) + (f" = {copy_ranks}" if len(used) > 1 else "")
         above = -(-config.gpus // copy_ranks) * copy_ranks
         below = above - copy_ranks
-        reason = f"is not a multiple of {product}, the ranks one copy of the model takes"
+        reason = f"is not a multiple of {product}, the number of ranks for one copy of the model"
         fix = f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size"
         yield Problem(key="gpus", reason=reason, fix=fix)
     yield from _expert_parallelism(config)
     if cp > 1 and train.seq_length % (2 * cp):
-        reason = f"must be a multiple of 2 * cp = {2 * cp}: a rank takes two slices, to balance causal attention"
+        reason = f"must be a multiple of 2 * cp = {2 * cp}: each rank has two slices, to balance causal attention"
         fix = f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}"
         yield Problem(key="train.seq_length", reason=reason, fix=fix)
     if parallel.sequence_parallel is False and model.num_experts and (tp or 1) > 1:
@@ -139,7 +139,7 @@ def _expert_parallelism(config: RunConfig) -> Iterator[Problem]:
     if ep == 1:
         return
     if experts == 0:
-        reason = "divides the experts of a layer among ranks, and the model has none"
+        reason = "divides the experts of a layer among ranks, but the model has no experts"
         yield Problem(key="parallel.ep", value=ep, reason=reason, fix="leave it null, or set model.num_experts")
         return
     yield from uneven_problems("parallel.ep", ep, [(experts, "experts")])
@@ -183,7 +183,7 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         copy_ranks = parallel.tp * parallel.pp * parallel.cp
         dp = config.gpus // copy_ranks if config.gpus % copy_ranks == 0 else 1
     else:
-        dp = 1  # not known yet: `canzona_cli.cluster.fit` chooses a dp that divides the batch
+        dp = 1  # unknown until `canzona_cli.cluster.fit` chooses a dp that divides the batch
     pp = parallel.pp if (parallel.vpp or 1) > 1 else None
     factors = [
         (name, n) for name, n in (("dp", dp), ("micro-batch", micro), ("pp (with vpp > 1)", pp)) if n is not None

@@ -1,6 +1,6 @@
-"""Reads the arguments of a Megatron-LM run from a script, a command line, or what Megatron prints at its start.
+"""Reads the arguments of a Megatron-LM run from a script, a command line, or Megatron's printed arguments.
 
-What an argument means to canzona is in `megatron_arguments.yaml` in this folder.
+The table `megatron_arguments.yaml` in this folder gives the meaning of each argument for canzona.
 """
 
 import re
@@ -40,8 +40,7 @@ def table() -> Mapping[str, Mapping[str, object]]:
 
 
 def meaning(name: str) -> Meaning | None:
-    """Returns the section of the table that an argument of Megatron is in; None for an argument that canzona does not
-    know."""
+    """Returns the section of the table with a Megatron argument; None for an argument that canzona does not know."""
     sections: tuple[Meaning, ...] = ("same", "muon", "used", "refused", "plans_only", "left_out")
     for section in sections:
         if name in table()[section]:
@@ -50,7 +49,7 @@ def meaning(name: str) -> Meaning | None:
 
 
 def default(name: str) -> object:
-    """Returns Megatron's default for an argument of the table; None if it has no default."""
+    """Returns Megatron's default for an argument in the table; None if there is none."""
     section = meaning(name)
     if section is None or section == "no_effect":
         return None
@@ -59,17 +58,17 @@ def default(name: str) -> object:
 
 
 def limited(section: Meaning) -> Iterator[tuple[str, tuple[object, list[object], str]]]:
-    """Yields the arguments of a section of the table that accepts some values only, each with Megatron's default, the
-    accepted values, canzona's first, and the reason."""
+    """Yields the arguments of a table section in which only some values are accepted, each with Megatron's default,
+    the accepted values (canzona's value first), and the reason."""
     for name, entry in table()[section].items():
         assert isinstance(entry, list)
-        usual, accepted, reason = entry
-        yield name, (usual, accepted, reason)
+        megatron_default, accepted, reason = entry
+        yield name, (megatron_default, accepted, reason)
 
 
 def argument_of(flag: str) -> tuple[str, str | None]:
-    """Returns the name of the argument that a flag sets, and the value that the flag implies; None if its
-    value is written after it."""
+    """Returns the name of the argument that a flag sets, and the value that the flag implies; None as the value if it
+    follows the flag."""
     name = flag.lstrip("-").replace("-", "_")
     renamed = table()["flags"].get(name)
     if isinstance(renamed, list):
@@ -84,25 +83,25 @@ def argument_of(flag: str) -> tuple[str, str | None]:
 
 @dataclass(kw_only=True)
 class Arguments:
-    """The arguments of a Megatron-LM run that its file gives."""
+    """The arguments of a Megatron-LM run in a file."""
 
     path: Path
     values: dict[str, str] = field(default_factory=dict)
     """The values by Megatron's names; `true` or `false` for switches."""
     written: dict[str, str] = field(default_factory=dict)
-    """The names as the file writes them, by Megatron's names."""
+    """The names in the file, by Megatron's names."""
     not_understood: list[str] = field(default_factory=list)
-    """The arguments that canzona does not know, as the file writes them."""
+    """The arguments that canzona does not know, as in the file."""
     no_effect: list[str] = field(default_factory=list)
-    """The arguments without effect on a plan, as the file writes them."""
+    """The arguments without effect on a plan, as in the file."""
     sourced: list[str] = field(default_factory=list)
     """The scripts that the file includes with `source`. They are not read."""
     nodes: int | None = None
     per_node: int | None = None
-    """The processes on each node."""
+    """The number of processes on each node."""
 
-    def take(self, name: str, value: str, written: str) -> None:
-        """Adds an argument; a later one takes precedence."""
+    def add(self, name: str, value: str, written: str) -> None:
+        """Adds an argument. If it is added again, the last value counts."""
         match meaning(name):
             case None:
                 self.not_understood.append(written)
@@ -117,7 +116,7 @@ def read_arguments(path: Path) -> Arguments:
     """Reads the arguments of a Megatron-LM run.
 
     Raises:
-        ConfigError: the file cannot be read, or contains no arguments of Megatron.
+        ConfigError: the file cannot be read or contains no Megatron arguments.
     """
     arguments = Arguments(path=path)
     try:
@@ -150,11 +149,11 @@ def _take_printed(text: str, arguments: Arguments) -> None:
 
 
 def _take_value(name: str, value: str, arguments: Arguments) -> None:
-    """Adds an argument, with its value as Python writes it."""
+    """Adds an argument whose value is in Python's notation."""
     if value in _NOTHING or (meaning(name) is None and value == "False"):
         return
     switch = {"True": "true", "False": "false"}.get(value)
-    arguments.take(name, switch or _DTYPES.get(value, value.strip("[]'")), name)
+    arguments.add(name, switch or _DTYPES.get(value, value.strip("[]'")), name)
 
 
 def _take_script(text: str, script: Script, arguments: Arguments) -> None:
@@ -164,14 +163,14 @@ def _take_script(text: str, script: Script, arguments: Arguments) -> None:
     for flag, values in _flags(words):
         name, implied = argument_of(flag)
         switch = isinstance(default(name), bool)
-        # An unknown word that cannot be the flag's value may stand for other flags.
+        # An unknown word that is not the flag's value may expand to other flags.
         hidden = [word for word in values[switch is False and meaning(name) is not None :] if unknown(word)]
         arguments.not_understood += [f"{unknown(word)}" for word in hidden]
         values = [word for word in values if word not in hidden]
         if switch is bool(values) and meaning(name) not in (None, "no_effect") and implied is None:
             arguments.not_understood.append(" ".join([flag, *values]))
         else:
-            arguments.take(name, implied or " ".join(values) or "true", flag)
+            arguments.add(name, implied or " ".join(values) or "true", flag)
     arguments.not_understood += [word for word in script.undecided if word.startswith("--")]
     arguments.sourced = [known_part(words[1]) for words in script.commands if words[0] in ("source", ".") and words[1:]]
     given = {flag.replace("-", "_"): values for flag, values in _flags(launcher)}
@@ -181,16 +180,15 @@ def _take_script(text: str, script: Script, arguments: Arguments) -> None:
         nodes = 1
     arguments.nodes, arguments.per_node = nodes, per_node
     if nodes and per_node:
-        arguments.take("world_size", str(nodes * per_node), "the number of processes")
+        arguments.add("world_size", str(nodes * per_node), "the number of processes")
     elif (size := script.variables.get("WORLD_SIZE", "")).isdecimal():
-        arguments.take("world_size", size, "WORLD_SIZE")
+        arguments.add("world_size", size, "WORLD_SIZE")
 
 
 def _command_line(script: Script) -> tuple[list[str], list[str]]:
-    """Finds the command with the most flags; returns the words up to the Python script, and the words after
-    it.
+    """Finds the command with the most flags; returns the words up to the Python script, and the words after it.
 
-    All lines that begin with a flag count as one command, because a file may contain nothing but arguments.
+    All lines that begin with a flag form one command, because a file may contain only arguments.
     """
     commands = [[word.strip("'\"") for word in " ".join(words).split()] for words in script.commands]
     commands.append([word for words in commands if words and words[0].startswith("--") for word in words])
@@ -214,6 +212,6 @@ def _flags(words: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _whole(values: Sequence[str] | None, *matches: re.Match[str] | None) -> int | None:
-    """Returns the first whole number among a flag's values and the groups of matches."""
+    """Returns the first whole number among a flag's values and the first groups of matches."""
     texts = [*(values or ()), *(match[1] for match in matches if match)]
     return next((int(text) for text in texts if text.isdecimal()), None)

@@ -21,47 +21,50 @@ class MegatronRun:
 
     path: Path
     overrides: Mapping[str, str]
-    """The overrides for `canzona train`: values by key. `recipe` is the first, unless the user gives it."""
+    """The overrides for `canzona train`: values by key. The first is `recipe`, unless the user sets it."""
     arguments: Mapping[str, str]
-    """The arguments by the keys of the settings that they determine, each as the file writes it."""
+    """The argument, as in the file, for each key of a setting that it determines."""
     optimizer: Literal["adamw", "muon"]
     distributed: bool
-    """True if data-parallel ranks divide the optimizer's work and states."""
+    """True if data-parallel ranks divide the optimizer's work and state."""
     tp_mode: TpMode
-    """The way in which Muon orthogonalises matrices that tensor parallelism divides."""
+    """Muon's method to orthogonalise matrices that tensor parallelism divides."""
     tp_overlap: bool
-    """True if tensor-parallel collectives overlap with matrix products, as they do not in canzona."""
+    """True if tensor-parallel collectives overlap with matrix products, which canzona does not do."""
     dispatch_overlap: bool
-    """True if the travel of tokens to experts overlaps with computation, as it does not in canzona."""
+    """True if transfers of tokens to experts overlap with computation, which canzona does not do."""
     not_understood: tuple[str, ...]
-    """The arguments that canzona does not know, as the file writes them."""
+    """The arguments that canzona does not know, as in the file."""
     left_out: tuple[str, ...]
-    """The arguments, with their values, that change a step, but that canzona neither has nor simulates."""
+    """The arguments, with their values, that change a step but that canzona neither has nor simulates."""
     plans_only: tuple[str, ...]
     """The reasons why canzona cannot train the model; empty if it can."""
     no_effect: tuple[str, ...]
-    """The arguments without effect on a plan, as the file writes them."""
+    """The arguments without effect on a plan, as in the file."""
 
-    def command(self, config: RunConfig, typed: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> tuple[str, ...]:
-        """Returns the overrides that give the same run with canzona: those that change a setting of the
-        recipe, and the user's.
+    def command(
+        self, config: RunConfig, user_overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()
+    ) -> tuple[str, ...]:
+        """Returns the overrides that give the same run with canzona: those that differ from the recipe, and the
+        user's.
 
         Args:
-            config: the run that results from all overrides.
+            config: the run with all overrides.
+            user_overrides: the user's overrides.
         """
         recipe = [f"{key}={value}" for key, value in self.overrides.items() if key == "recipe"]
-        groups = [override for override in typed if key_of(override) in GROUPS]
+        groups = [override for override in user_overrides if key_of(override) in GROUPS]
         base = compose_run([*recipe, *groups], recipes_dirs=recipes_dirs, training=False).config
         changed = [
             f"{key}={value}"
             for key, value in self.overrides.items()
             if key != "recipe" and value_of(base, _leaf(key)) != value_of(config, _leaf(key))
         ]
-        return *recipe, *changed, *typed
+        return *recipe, *changed, *user_overrides
 
     def by_argument(self, problem: Problem) -> Problem:
-        """Returns a problem that names the argument which determines its setting; the same problem if there
-        is none."""
+        """Returns the problem with the argument that determines its setting as the key; unchanged if there is no such
+        argument."""
         written = self.arguments.get(problem.key)
         return problem if written is None else replace(problem, key=f"{written} ({problem.key})")
 

@@ -1,7 +1,7 @@
 """Translates the arguments of a Megatron-LM run into canzona's settings.
 
-Arguments of a model or an optimizer that canzona cannot plan are refused by name. Those that only keep
-canzona from training the model, and those that change a step in a way that it does not simulate, are listed.
+Arguments of a model or an optimizer that canzona cannot plan are refused by name. Arguments of a model that canzona
+can plan but not train are listed, and so are arguments that change a step in a way that canzona does not simulate.
 """
 
 import math
@@ -25,14 +25,13 @@ _SHAPE: Final = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "head_dim"),
     *("tied_embeddings", "qk_norm", "num_experts"),
 )
-"""The settings by which a built-in model is recognised."""
+"""The settings that identify a built-in model."""
 _TOKENS: Final = 16384
-"""The number of ids in the tokenizer of the recipes' built-in corpus, which a run without data trains on."""
+"""The number of token ids in the recipes' built-in corpus, on which a run without data trains."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
 _INTERLEAVED: Final = ("overlap_p2p_comm", "align_param_gather")
-"""The arguments that matter only if a stage has several model chunks; otherwise Megatron switches them
-off."""
+"""The arguments that have an effect only if a stage has several model chunks; otherwise Megatron switches them off."""
 _EXCLUDING: Final = (
     ("train_iters", "train_samples", "the length of a run is given in iterations or in samples"),
     (
@@ -41,20 +40,20 @@ _EXCLUDING: Final = (
         "both give the number of model chunks",
     ),
 )
-"""The pairs of arguments of which Megatron accepts only one, with the reason."""
+"""The pairs of arguments that Megatron does not accept together, with the reason."""
 
 
-def read_megatron_run(path: Path, typed: Sequence[str]) -> MegatronRun:
-    """Reads and translates the arguments of a run of Megatron-LM.
+def read_megatron_run(path: Path, user_values: Sequence[str]) -> MegatronRun:
+    """Reads and translates the arguments of a Megatron-LM run.
 
     Args:
-        typed: the user's overrides, which take precedence over the file.
+        user_values: the user's overrides, which take precedence over the file.
 
     Raises:
-        ConfigError: the file cannot be read; or arguments are missing, impossible, or of a model or an
-            optimizer that canzona cannot plan. Lists every problem.
+        ConfigError: the file cannot be read; or arguments are missing, impossible, or for a model or an optimizer
+            that canzona cannot plan. All problems are reported at once.
     """
-    values = {key_of(override): override.partition("=")[2] for override in typed}
+    values = {key_of(override): override.partition("=")[2] for override in user_values}
     if values.get("optimizer", "muon") != "muon":
         reason = "--from-megatron compares Megatron's optimizers with canzona's Muon"
         fix = "leave it out, and use it with the command that --from-megatron shows"
@@ -62,16 +61,16 @@ def read_megatron_run(path: Path, typed: Sequence[str]) -> MegatronRun:
     return translated(read_arguments(path), values)
 
 
-def translated(arguments: Arguments, typed: Mapping[str, str]) -> MegatronRun:
-    """Translates the arguments of a run of Megatron-LM.
+def translated(arguments: Arguments, user_values: Mapping[str, str]) -> MegatronRun:
+    """Translates the arguments of a Megatron-LM run.
 
     Args:
-        typed: the user's values by key, which take precedence over the arguments.
+        user_values: the user's values by key, which take precedence over the arguments.
 
     Raises:
-        ConfigError: arguments are missing, impossible, or of a model or an optimizer that canzona cannot plan.
+        ConfigError: arguments are missing, impossible, or for a model or an optimizer that canzona cannot plan.
     """
-    translation = _Translation(arguments, typed)
+    translation = _Translation(arguments, user_values)
     run = translation.run()
     refuse(translation.problems)
     return run
@@ -81,11 +80,11 @@ class _Translation:
     """The translation of one run: its settings, and the problems with its arguments.
 
     Args:
-        typed: the user's values by key.
+        user_values: the user's values by key.
     """
 
-    def __init__(self, arguments: Arguments, typed: Mapping[str, str]) -> None:
-        self._given, self._typed = arguments, typed
+    def __init__(self, arguments: Arguments, user_values: Mapping[str, str]) -> None:
+        self._given, self._typed = arguments, user_values
         self.problems: list[Problem] = []
         self._overrides: dict[str, str] = {}
         self._names: dict[str, str] = {}
@@ -93,7 +92,7 @@ class _Translation:
         self._plans_only: list[str] = []
 
     def run(self) -> MegatronRun:
-        """Translates everything."""
+        """Translates all arguments; collects problems in `problems`."""
         self._check()
         for name in table()["same"]:
             if (key := exact_key(name)) is not None:
@@ -127,7 +126,8 @@ class _Translation:
         return any(map(self._on, names)) or self._text("optimizer") == "dist_muon"
 
     def _check(self) -> None:
-        """Reports what is missing, refused or contradictory, and lists what canzona leaves out."""
+        """Reports arguments that are missing, refused or contradictory, and lists the reasons why canzona can only
+        plan the model."""
         for name in _REQUIRED:
             if self._text(name) is None and exact_key(name) not in self._typed:
                 elsewhere = "".join(f"; {path}, which the file sources, is not read" for path in self._given.sourced)
@@ -136,12 +136,12 @@ class _Translation:
         for name, (_, accepted, reason) in limited("refused"):
             if not self._is_one(name, accepted):
                 if name not in self._given.values:
-                    reason += f"; without the flag, Megatron's are {self._text(name)}"
+                    reason += f"; without the flag, Megatron uses {self._text(name)}"
                 self._report(name, reason)
         for name, (_, accepted, reason) in limited("plans_only"):
             if not self._is_one(name, accepted):
-                usual = "" if name in self._given.values else " (Megatron's default)"
-                self._plans_only.append(f"{self._listed(name)}{usual}: {reason}")
+                remark = "" if name in self._given.values else " (Megatron's default)"
+                self._plans_only.append(f"{self._listed(name)}{remark}: {reason}")
         for name, other, reason in _EXCLUDING:
             if {name, other} <= self._given.values.keys():
                 self._report(name, f"{reason}, and {self._written(other)} is given, too", "keep one of them")
@@ -154,17 +154,17 @@ class _Translation:
         # A pattern such as `([1]*48)` has experts in every layer.
         pattern = self._text("moe_layer_freq") or "1"
         if pattern != "1" and (pattern.isdecimal() or re.search(r"(?<!\d)0|[^\d\[\]()*+, ]", pattern)):
-            self._report("moe_layer_freq", "all layers of canzona's models are alike")
+            self._report("moe_layer_freq", "in canzona's models all layers are the same")
         if self._text("recompute_method") == "block":
-            self._report("recompute_method", "canzona recomputes the same in every layer", "give uniform")
+            self._report("recompute_method", "canzona recomputes the same part of every layer", "use uniform")
 
     def _model(self) -> None:
         hidden, heads = self._number("hidden_size", 1), self._number("num_attention_heads", 1)
         if self._text("kv_channels") is None and hidden % heads:
             self._report("hidden_size", f"is not a multiple of the {heads} attention heads", "give --kv-channels")
         gated, experts = self._on("swiglu"), self._number("num_experts", 0)
-        usual = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
-        ffn = self._number("ffn_hidden_size", usual)
+        default_ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
+        ffn = self._number("ffn_hidden_size", default_ffn)
         groups = self._number("num_query_groups", 1) if self._on("group_query_attention") else heads
         self._set("model.head_dim", self._number("kv_channels", hidden // heads), "kv_channels")
         self._set("model.num_query_groups", groups, "num_query_groups")
@@ -180,7 +180,7 @@ class _Translation:
         if experts:
             for name, what in (("qk_layernorm", "QK-norm"), ("swiglu", "SwiGLU")):
                 if not self._on(name):
-                    self._report(name, f"is missing; canzona's models with experts have {what}, as Qwen3")
+                    self._report(name, f"is missing; canzona's models with experts have {what}, like Qwen3")
             self._set("model.experts_per_token", self._number("moe_router_topk", 2), "moe_router_topk")
             balancing = self._text("moe_router_load_balancing_type") or ""
             if balancing in _BALANCING:
@@ -205,7 +205,7 @@ class _Translation:
     def _parallel(self) -> None:
         self._gpus = self._number("world_size", 0, key="gpus")
         if not self._gpus:
-            reason = "the file does not say on how many GPUs it runs"
+            reason = "the file does not contain the number of GPUs"
             self.problems.append(Problem(key="gpus", reason=reason, fix="add gpus=N to this command"))
         self._set("gpus", self._gpus, "world_size")
         if self._given.per_node and (self._given.nodes or 1) > 1:
@@ -232,30 +232,31 @@ class _Translation:
             self._set("parallel.vpp", self._chunks, "num_layers_per_virtual_pipeline_stage")
         cut = counted(layers, pp * self._chunks)
         if pp > 1 and cut is not None and cut != counts:
-            which = "nothing" if not any(cut) else "the loss" if not cut.embedding else "embedding and loss"
+            parts = [part for part, is_counted in cut._asdict().items() if is_counted]
             name = f"account_for_{'loss' if cut.loss != counts[1] else 'embedding'}_in_pipeline_split"
-            reason = f"canzona counts {which} as a layer when it cuts {layers} layers into {pp * self._chunks} parts"
-            self._report(name, reason)
+            additional = " and ".join(parts) or "nothing"
+            reason = f"canzona counts {additional} as a layer when it cuts {layers} layers"
+            self._report(name, f"{reason} into {pp * self._chunks} parts")
 
     def _expert_ranks(self) -> None:
         tp, ep = self._number("tensor_model_parallel_size", 1), self._number("expert_model_parallel_size", 1)
         self._set("parallel.ep", ep, "expert_model_parallel_size")
         cut, expected = self._number("expert_tensor_parallel_size", tp), tp if ep == 1 else 1
         if cut != expected:
-            also = ", as the rest of the model" if ep == 1 else " with expert parallelism"
+            also = ", like the rest of the model" if ep == 1 else " with expert parallelism"
             reason = f"would cut experts into {cut} parts; canzona cuts them into {expected}{also}"
-            self._report("expert_tensor_parallel_size", reason, f"give {expected}")
+            self._report("expert_tensor_parallel_size", reason, f"use {expected}")
         if ep > 1:
             self._set("parallel.dispatcher", self._text("moe_token_dispatcher_type"), "moe_token_dispatcher_type")
 
     def _batch(self) -> int:
-        """Sets precision and batch; returns the sequences of a step."""
+        """Sets precision, batch and data; returns the number of sequences in a step."""
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         copy_ranks = 1
         for name in sizes:
             copy_ranks *= max(1, self._number(name, 1))
-        usual = max(1, self._gpus // copy_ranks) * self._number("micro_batch_size", 1)
-        batch = max(1, self._number("global_batch_size", usual))
+        default_batch = max(1, self._gpus // copy_ranks) * self._number("micro_batch_size", 1)
+        batch = max(1, self._number("global_batch_size", default_batch))
         self._set("train.global_batch_size", batch, "global_batch_size")
         self._set("train.recompute", self._text("recompute_granularity") or "none", "recompute_granularity")
         self._set("train.precision", "bf16" if self._on("bf16") else "fp32", "bf16")
@@ -273,7 +274,7 @@ class _Translation:
 
     def _schedule(self, batch: int) -> None:
         def steps(of: str) -> int | None:
-            """Returns a length in steps, which may be given in iterations or in samples."""
+            """Returns a length in steps; the arguments give it in iterations or in samples."""
             iterations, samples = self._number(f"{of}_iters", 0), self._number(f"{of}_samples", 0)
             return iterations or samples // batch or None
 
@@ -301,10 +302,10 @@ class _Translation:
     def _optimizer(self) -> None:
         name = self._text("optimizer")
         if name not in ("adam", "muon", "dist_muon"):
-            reason = "canzona simulates Megatron's adam, muon and dist_muon"
-            self._report("optimizer", reason, "choose one of them, to see its cost")
+            reason = "canzona simulates only Megatron's adam, muon and dist_muon"
+            self._report("optimizer", reason, "use one of these")
         self._set("optimizer", "muon")
-        # As Megatron's Muon, and as canzona's engine in Megatron's loop.
+        # The splitting of Megatron's Muon, and of canzona's engine in Megatron's loop.
         self._set("engine.splitting", "qkv" if self._on("muon_split_qkv") else "fused", "muon_split_qkv")
         if name == "adam":
             return
@@ -313,16 +314,16 @@ class _Translation:
                 self._set(key, self._text(argument), argument)
 
     def _omissions(self) -> None:
-        """Lists what canzona neither has nor simulates."""
-        for name, usual in table()["left_out"].items():
+        """Lists the arguments for features that canzona neither has nor simulates."""
+        for name, accepted in table()["left_out"].items():
             if name in _INTERLEAVED and self._chunks == 1:
                 continue
-            if not self._is_one(name, usual if isinstance(usual, list) else [usual]):
+            if not self._is_one(name, accepted if isinstance(accepted, list) else [accepted]):
                 self._left_out.append(self._listed(name))
 
     def _recipe(self) -> str:
-        """Returns the built-in recipe of the model. If there is none, returns a recipe of the same family,
-        and names the run after its file."""
+        """Returns the built-in recipe of the model. If there is none, returns a recipe of the same family, and names
+        the run after the file."""
         if self._like is not None:
             return self._like
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._given.path.stem).strip("-._") or "megatron"
@@ -334,8 +335,8 @@ class _Translation:
 
     @cached_property
     def _like(self) -> str | None:
-        """The name of the built-in model with the same matrices, which is also the name of its recipe; None
-        if there is none."""
+        """The name of the built-in model with the same matrices, which is also the name of its recipe; None if there
+        is no such model."""
         for name, file in group_options("model", [builtin_recipes_dir()]).items():
             model = {key: known.default for key, known in settings().items() if key.startswith("model.")}
             model |= {f"model.{key}": value for key, value in read_yaml(file).items()}
@@ -349,15 +350,15 @@ class _Translation:
         return any(value == one or _number(value) == _number(one) is not None for one in texts)
 
     def _text(self, name: str) -> str | None:
-        """Returns the value of an argument or its default; None for neither."""
+        """Returns the value of an argument, or else its default; None without either."""
         return self._given.values.get(name, _written(default(name)))
 
     def _on(self, name: str) -> bool:
         return self._text(name) == "true"
 
     def _number(self, name: str, missing: int, *, key: str | None = None) -> int:
-        """Returns the user's value of the setting that an argument determines, else the argument's value,
-        else `missing`."""
+        """Returns the user's value of the setting that an argument determines, or else the argument's value, or else
+        `missing`."""
         key = key or exact_key(name) or ""
         text = self._typed.get(key, self._text(name))
         if text is None:
@@ -370,8 +371,11 @@ class _Translation:
         return int(number)
 
     def _set(self, key: str, value: str | int | None, name: str | None = None) -> None:
-        """Sets a key, unless the user has set it or there is no value; `name` is the argument that determines
-        it."""
+        """Sets a key, unless the user has set it or `value` is None.
+
+        Args:
+            name: the argument that determines the value.
+        """
         if key in self._typed or value is None:
             return
         text = _written(value)
@@ -385,11 +389,11 @@ class _Translation:
 
     def _unusable(self, name: str, text: str, key: str) -> None:
         part, fix = unknown(text), f"add {key}=VALUE to this command" if key else ""
-        reason = "is not a positive number" if part is None else "has a value that the file does not give"
+        reason = "is not a positive number" if part is None else "has a value that is not in the file"
         self._report(name, reason, fix, value=text if part is None else part)
 
     def _listed(self, name: str) -> str:
-        """Returns an argument and its value as the file writes them."""
+        """Returns an argument and its value, as in the file."""
         value = self._text(name)
         return self._written(name) + ("" if value in ("true", None) else f" {unknown(value) or value}")
 
@@ -405,7 +409,7 @@ class _Translation:
 
 
 def _written(value: object) -> str | None:
-    """Returns a value of the table or of Python as the text of an argument or an override."""
+    """Returns a value from the table or from code as the text of an argument or an override."""
     return None if value is None else written(value)
 
 

@@ -1,4 +1,4 @@
-"""Reads `KEY=VALUE` arguments one by one, so that all bad arguments are reported together."""
+"""Parses `KEY=VALUE` arguments one by one, so that all bad arguments are reported together."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from canzona_cli.errors import Problem, closest
 
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
 _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
-"""A text that needs no quotes: letters alone might be true or null, digits alone a number."""
+"""The texts that need no quotes. Letters alone could mean true or null, and digits alone a number."""
 _SHORT = {"init": "checkpoint.weights_from"}
 """The short names of settings on the command line."""
 
@@ -23,15 +23,14 @@ class Overrides:
     """The parsed overrides of a command line."""
 
     groups: Mapping[str, str]
-    """The chosen option by group (`recipe`, `model`, ...); a recipe or cluster may be a path."""
+    """The chosen options by group (`recipe`, `model`, ...). A recipe or cluster may be a path."""
     values: Mapping[str, object]
-    """The value by dotted key; only keys that exist."""
+    """The values by dotted key. All keys are existing settings."""
     texts: Mapping[str, str]
-    """The values as they were typed, by dotted key."""
+    """The values as text, by dotted key."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...] = ()
-    """The warnings about settings that were typed more than once with different values; the last value
-    counts."""
+    """The warnings about settings that have several different values on the command line; the last value counts."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
@@ -77,7 +76,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
 
 
 def _without_spaced(arguments: Sequence[str], problems: list[Problem]) -> list[str]:
-    """Returns the arguments without `KEY = VALUE`, each of which adds one problem."""
+    """Returns the arguments without any `KEY = VALUE`, for each of which it adds one problem."""
     others = [*arguments]
     while (place := next((n for n, argument in enumerate(others[1:-1], 1) if argument == "="), None)) is not None:
         key, _, value = others[place - 1 : place + 2]
@@ -90,19 +89,23 @@ def as_override(option: str, value: str, *, exact: bool) -> str | None:
     """Returns an option as an override, `gpus=4` for `--gpus 4`; None if it does not resemble a setting.
 
     Args:
-        value: the option's value; empty if none was typed.
+        value: the option's value; empty if it has none.
         exact: accept only exact names of settings, not similar ones.
     """
     word = option.lstrip("-").replace("-", "_").lower()
-    key = word if word in GROUPS else exact_key(word) or (None if exact or len(word) < 2 else closest_key(word))
+    key = word if word in GROUPS else exact_key(word)
+    if key is None and not exact and len(word) >= 2:
+        key = closest_key(word)
     if key is None:
         return None
-    switch = key in settings() and settings()[key].kind == "boolean"
-    return f"{key}={value or ('true' if switch else 'DIR' if key == 'run.dir' else 'VALUE')}"
+    placeholder = "DIR" if key == "run.dir" else "VALUE"
+    if key in settings() and settings()[key].kind == "boolean":
+        placeholder = "true"
+    return f"{key}={value or placeholder}"
 
 
 def key_of(override: str) -> str:
-    """Returns the key that `KEY=VALUE` sets, with short names replaced by full ones."""
+    """Returns the key that `KEY=VALUE` sets, in full if it is a short name."""
     key = override.partition("=")[0].strip()
     return _SHORT.get(key, key)
 
@@ -111,18 +114,19 @@ def text_value(text: str) -> str:
     """Returns a text as the value of an override, quoted if Hydra's grammar might read it as something else."""
     if _PLAIN.fullmatch(text):
         return text
-    # In Hydra's grammar a backslash is an escape only in front of a quote, so only those are doubled.
+    # In Hydra's grammar a backslash is an escape only before a quote, so only such backslashes are doubled.
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
 def written(value: object) -> str:
-    """Returns a value in the syntax of overrides; a text as it is, without quotes."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """Returns a value in the syntax of overrides, without quotes."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
-    """Returns the problem for a key that is not a setting, with the setting that was probably meant as its
-    fix."""
+    """Returns the problem of a key that is not a setting. The fix suggests the most similar setting."""
     if (removed := removed_setting_problem(key, text, where=where)) is not None:
         return removed
     names = sections().get(key)
@@ -133,8 +137,8 @@ def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
     if (answer := instead(key)) is not None:
         return Problem(key=key, value=text, reason=f"{answer.reason}{where}", fix=answer.fix)
     group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
-    meant = group or closest_key(key)
-    fix = f"did you mean {meant}?" if meant else "`canzona recipes show NAME` lists every setting of a recipe"
+    hint = group or closest_key(key)
+    fix = f"did you mean {hint}?" if hint else "`canzona recipes show NAME` lists every setting of a recipe"
     return Problem(key=key, value=text, reason=f"there is no such setting{where}", fix=fix)
 
 
@@ -159,14 +163,14 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
         return refused
     try:
         override = OverridesParser.create().parse_override(f"{key}={text}")
-    except (RecursionError, ValueError):  # a thousand brackets; an integer of more digits than Python reads
+    except (RecursionError, ValueError):  # a thousand brackets, or an integer with too many digits for Python
         return Problem(key=key, value=text, reason="is not a valid value", fix=f"write {key}=VALUE")
     except HydraException as error:
         if _takes_text(key):
-            return (text,)  # a path may contain parentheses, equals signs, ..., which are special in the grammar
+            return (text,)  # a path may contain characters that are special in the grammar, such as parentheses
         if (bare := text.rstrip(",; ")) not in ("", text) and not isinstance(_parse_value(key, bare), Problem):
             return Problem(key=key, value=text, reason=f"ends in {text[len(bare) :]!r}", fix=f"write {key}={bare}")
-        reason = str(error).splitlines()[0].partition(" expecting ")[0].rstrip(".")  # what follows is Hydra's grammar
+        reason = str(error).splitlines()[0].partition(" expecting ")[0].rstrip(".")  # the rest is Hydra's grammar
         reason = f"cannot be read: {reason[:1].lower()}{reason[1:]}"
         return Problem(key=key, value=text, reason=reason, fix=f"write a plain value: {key}=VALUE")
     if override.is_sweep_override():
@@ -202,8 +206,8 @@ def _not_an_override(argument: str) -> Problem:
     key, colon, value = argument.partition(":")
     if colon and (key in GROUPS or setting_of(key) is not None):
         return Problem(key=key, value=value, reason="is not of the form KEY=VALUE", fix=f"write {key}={value.strip()}")
-    meant = closest_key(argument) if _BARE_NUMBER.fullmatch(argument) else None
-    fix = f"write {meant}=VALUE" if meant else "write a setting and its value, for example train.steps=100"
+    hint = closest_key(argument) if _BARE_NUMBER.fullmatch(argument) else None
+    fix = f"write {hint}=VALUE" if hint else "write a setting and its value, for example train.steps=100"
     return Problem(key=argument or "''", reason="is not of the form KEY=VALUE", fix=fix)
 
 

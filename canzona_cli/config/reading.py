@@ -1,7 +1,7 @@
 """Reads untrusted YAML and JSON files within limits, before any other code interprets their content.
 
-Accepts only regular files, and limits their size, their depth and the number and magnitude of their values to
-what canzona needs. Every YAML and JSON file is read here. This module is fast to import.
+Only regular files are accepted. Their size, their depth, and the number and magnitude of their values are limited to
+what canzona needs. All YAML and JSON files are read here. This module is fast to import.
 """
 
 import json
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 LARGEST: Final = 256 << 20
-"""The largest file written by a program that is read, in bytes."""
+"""The maximum size in bytes of a file that a program wrote."""
 LARGEST_YAML: Final = 1 << 20
-"""The largest YAML file that is read, in bytes; a calibrated profile has 50 KiB."""
+"""The maximum size of a YAML file in bytes; a calibrated profile has 50 KiB."""
 DEEPEST: Final = 32
-"""The most levels of nested lists and mappings; a recipe has 4."""
+"""The maximum number of nested lists and mappings; a recipe has 4 levels."""
 MOST_VALUES: Final = 100_000
-"""The most values in a YAML file, with aliases expanded."""
+"""The maximum number of values in a YAML file, with aliases expanded."""
 LARGEST_INTEGER: Final = 1 << 63
 
 
 class Unreadable(ValueError):
-    """A file cannot be read or exceeds a limit. The message is a predicate of the file: `is not a regular
-    file`."""
+    """An error for a file that cannot be read or exceeds a limit. The message is a predicate of the file: `is not a
+    regular file`."""
 
 
 class Absent(Unreadable, FileNotFoundError):
-    """The file does not exist."""
+    """An error for a file that does not exist."""
 
 
 def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -> bytes:
     """Returns the content of a regular file. Pipes and terminals are refused, so that nothing blocks.
 
     Args:
-        most: the largest size in bytes; None: no limit, for files that grow during a run.
+        most: the maximum size in bytes; None for no limit, for files that grow during a run.
         follow: True if the path may be a symbolic link.
 
     Raises:
-        Unreadable: the file does not exist (`Absent`), is not a regular file, is too large, or cannot be
-            read.
+        Absent: the file does not exist.
+        Unreadable: the file is not a regular file, is too large, or cannot be read.
     """
     try:
         facts = path.stat(follow_symlinks=follow)
@@ -64,8 +64,7 @@ def parse_json(text: bytes) -> object:
     """Parses a JSON text.
 
     Raises:
-        Unreadable: the text is not JSON, is nested too deeply, or has a number that is not finite or too
-            large.
+        Unreadable: the text is not JSON, is nested too deeply, or has a number that is too large or not finite.
     """
     try:
         value: object = json.loads(text, parse_constant=_no_number)
@@ -80,12 +79,10 @@ def parse_json(text: bytes) -> object:
 
 
 def parse_yaml(text: bytes) -> object:
-    """Parses a YAML text by OmegaConf's rules: duplicate keys are errors, `1e3` is a number, a date is a
-    text.
+    """Parses a YAML text by OmegaConf's rules: duplicate keys are errors, `1e3` is a number, and a date is text.
 
     Raises:
-        Unreadable: the text is not valid, is nested too deeply, expands to too many values, or refers to
-            itself.
+        Unreadable: the text is not valid, is nested too deeply, expands to too many values, or refers to itself.
     """
     from yaml import MarkedYAMLError, YAMLError, load
 
@@ -109,7 +106,7 @@ def parse_yaml(text: bytes) -> object:
 
 
 _EXPONENT: Final = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
-"""Numbers that YAML 1.1 reads as texts, because they have no decimal point or no sign in the exponent."""
+"""The numbers that YAML 1.1 reads as text, because they have no decimal point or no sign in the exponent."""
 _TOO_DEEP: Final = f"is nested more than {DEEPEST} levels deep"
 
 
@@ -118,12 +115,13 @@ def _no_number(name: str) -> object:
 
 
 def _check(value: object, *, finite: bool) -> None:
-    """Raises Unreadable if a value is nested too deeply, or contains anything but texts, numbers, booleans
-    and nulls.
+    """Checks that a value is not nested too deeply, and contains only text, numbers, booleans and nulls.
 
     Args:
-        finite: True to refuse infinities and NaN too. In YAML they are accepted here; the range of a setting
-            decides.
+        finite: True to refuse infinities and NaN too. YAML may contain them; the range of a setting then decides.
+
+    Raises:
+        Unreadable: the value does not pass these checks.
     """
     level: Sequence[object] = [value]
     for _ in range(DEEPEST + 1):
@@ -148,14 +146,17 @@ def _check(value: object, *, finite: bool) -> None:
 
 
 def _check_expansion(text: str) -> None:
-    """Raises Unreadable if aliases expand to too many values or to themselves, before any value is
-    constructed."""
+    """Checks, before any value is constructed, that aliases do not expand to themselves or to too many values.
+
+    Raises:
+        Unreadable: an alias refers to itself, or there are too many values.
+    """
     import yaml
 
     expanded: dict[str | None, int] = {}
-    """The number of values by anchor; anchors of unfinished values are missing."""
+    """The number of values by anchor, without the anchors of unfinished values."""
     open_values: list[tuple[str | None, int]] = []
-    """The lists and mappings around the current event: the anchor, and the number of values before it."""
+    """The lists and mappings that contain the current event: their anchors, and the number of earlier values."""
     total = 0
     for event in yaml.parse(text, Loader=_loader()):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -179,7 +180,7 @@ def _check_expansion(text: str) -> None:
 
 @cache
 def _loader() -> Any:
-    """Returns PyYAML's safe loader with OmegaConf's rules, in C if PyYAML was built with it."""
+    """Returns PyYAML's safe loader with OmegaConf's rules, based on the loader in C if PyYAML has it."""
     import yaml
     from yaml.constructor import ConstructorError
 
@@ -209,16 +210,16 @@ _NO_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 def adapter[T](kind: type[T]) -> "TypeAdapter[T]":
-    """Returns the pydantic adapter of a type, cached because creating it takes longer than using it.
+    """Returns the pydantic adapter of a type, from a cache, because creating it takes longer than using it.
 
-    pydantic's plugins are disabled: searching for them reads the entry points of every installed package.
+    pydantic's plugins are disabled, because the search for plugins reads the entry points of all installed packages.
     """
-    made: TypeAdapter[T] = _made(kind)  # type: ignore[arg-type]
-    return made
+    cached: TypeAdapter[T] = _create_adapter(kind)  # type: ignore[arg-type]
+    return cached
 
 
 @cache
-def _made[T](kind: type[T]) -> "TypeAdapter[T]":
+def _create_adapter[T](kind: type[T]) -> "TypeAdapter[T]":
     from pydantic import TypeAdapter
 
     before = os.environ.get(_NO_PLUGINS)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
 GROUPS = ("recipe", "model", "optimizer", "engine", "cluster", "data")
 _FAMILIES = ("qwen3-", "llama3-")
-"""The beginnings of names that may be left out; the first that gives a name counts."""
+"""The prefixes of names that users may leave out. The first one that completes a name counts."""
 FROM_FILES = ("recipe", "cluster")
-"""The groups whose option may be the path of a file."""
+"""The groups in which an option may be the path of a file."""
 
 
 def builtin_recipes_dir() -> Path:
@@ -35,15 +35,16 @@ def builtin_recipes_dir() -> Path:
 
 
 def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
-    """Returns the user's recipe folders as absolute paths: those of `--recipes-dir`, then
+    """Returns the user's recipe folders as absolute paths: first those of `--recipes-dir`, then those in
     $CANZONA_RECIPES_DIR.
 
-    Raises ConfigError with every folder that does not exist.
+    Raises:
+        ConfigError: folders do not exist; all of them are reported.
     """
     from_environment = [part for part in os.environ.get(RECIPES_DIR_VARIABLE, "").split(os.pathsep) if part]
     named = [("--recipes-dir", path) for path in recipes_dirs]
     named += [(RECIPES_DIR_VARIABLE, Path(part)) for part in from_environment]
-    fix = f"give a folder of recipes, or one that holds some of {', '.join(f'{group}/' for group in GROUPS)}"
+    fix = f"give a folder of recipes, or a folder with some of {', '.join(f'{group}/' for group in GROUPS)}"
     refuse(
         Problem(key=origin, value=str(path), reason="there is no such folder", fix=fix)
         for origin, path in named
@@ -53,11 +54,8 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
 
 
 def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
-    """Returns the files of a group's options, sorted by name; of equal names, the first folder takes
-    precedence.
-
-    A folder without group folders is itself a folder of recipes.
-    """
+    """Returns the files of a group's options, sorted by name. If several folders have the same name, the first takes
+    precedence. A folder without group folders is itself a folder of recipes."""
     options: dict[str, Path] = {}
     for folder in dirs:
         flat = group == "recipe" and not any((folder / name).is_dir() for name in GROUPS)
@@ -67,14 +65,13 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
 
 
 def lies_flat(recipe: Path) -> bool:
-    """Returns True if a recipe is not in a `recipe/` group folder; Hydra then treats it like a file given by
-    path."""
+    """Returns True if a recipe is not in a `recipe/` group folder. Hydra then treats it like a file chosen by path."""
     return recipe.parent.name != "recipe"
 
 
 def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
-    """Returns the option with this name, or with this name after a family's (`8b`, `tiny`, `405b`), ignoring
-    case; else None."""
+    """Returns the option with this name, ignoring case and possibly without the prefix of its family (`8b`, `tiny`,
+    `405b`); None if there is none."""
     lowered = {name.lower(): name for name in options}
     for candidate in (option.lower(), *(f"{family}{option.lower()}" for family in _FAMILIES)):
         if candidate in lowered:
@@ -83,61 +80,68 @@ def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | No
 
 
 def shown(path: Path) -> str:
-    """Returns a path for messages: relative to the current folder if it is inside that folder, else
-    unchanged."""
+    """Returns a path for messages: relative to the current folder if it is inside, otherwise unchanged."""
     try:
         return f"./{path.resolve().relative_to(Path.cwd())}"
     except (ValueError, RuntimeError):  # RuntimeError: a symbolic link to itself
         return str(path)
 
 
-def is_file_name(asked: str) -> bool:
+def is_file_name(choice: str) -> bool:
     """Returns True if an option is the path of a file rather than a name."""
-    return asked.endswith((".yaml", ".yml"))
+    return choice.endswith((".yaml", ".yml"))
 
 
-def find_option(group: str, asked: str, dirs: Sequence[Path]) -> str:
-    """Returns the full name of a group's option. Raises ConfigError with the closest name if there is none."""
-    name = full_name(asked, group_options(group, dirs))
+def find_option(group: str, choice: str, dirs: Sequence[Path]) -> str:
+    """Returns the full name of a group's option.
+
+    Raises:
+        ConfigError: there is no such option. The error suggests the closest name.
+    """
+    name = full_name(choice, group_options(group, dirs))
     if name is None:
-        raise ConfigError(_unknown_option(group, asked, dirs))
+        raise ConfigError(_unknown_option(group, choice, dirs))
     return name
 
 
-def find_file(group: str, asked: str, dirs: Sequence[Path]) -> Path:
-    """Returns the absolute path of a file that is given instead of an option of the group.
+def find_file(group: str, choice: str, dirs: Sequence[Path]) -> Path:
+    """Returns the absolute path of a file that was chosen instead of an option of the group.
 
-    Raises ConfigError if there is no such file, if it is not a YAML mapping, or if it names code to run or
-    refers to environment variables.
+    Raises:
+        ConfigError: there is no such file, it is not a YAML mapping, it names code to run, or it refers to
+            environment variables.
     """
-    path = Path(asked).expanduser()
+    path = Path(choice).expanduser()
     if not path.is_file():
-        raise ConfigError(_no_such_file(group, asked, path, dirs))
+        raise ConfigError(_no_such_file(group, choice, path, dirs))
     from canzona_cli.config.secrets import content_problems  # imports the schema, which help and completion do not need
 
     refuse(content_problems(read_yaml(path), shown(path), "" if group == "recipe" else group))
     return path.resolve()
 
 
-def _unknown_option(group: str, asked: str, dirs: Sequence[Path]) -> Problem:
-    """Returns the problem of an unknown option: its fix is the closest option, and the list of all."""
+def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
+    """Returns the problem of an unknown option. The fix suggests the closest option and lists all."""
     options = group_options(group, dirs)
-    if group == "recipe" and Path(asked).expanduser().is_dir() and (Path(asked) / "config.yaml").is_file():
-        return Problem(key=group, value=asked, reason="is a folder", fix=f"write recipe={Path(asked) / 'config.yaml'}")
-    for file in (f"{asked}.yaml", f"{asked}.yml") if group in FROM_FILES else ():
+    if group == "recipe" and Path(choice).expanduser().is_dir() and (Path(choice) / "config.yaml").is_file():
+        return Problem(
+            key=group, value=choice, reason="is a folder", fix=f"write recipe={Path(choice) / 'config.yaml'}"
+        )
+    for file in (f"{choice}.yaml", f"{choice}.yml") if group in FROM_FILES else ():
         if Path(file).expanduser().is_file():
             reason = f"there is no {group} of this name, but there is a file {file}"
-            return Problem(key=group, value=asked, reason=reason, fix=f"write {group}={shown(Path(file))}")
-    meant = closest_option(asked, options)
+            return Problem(key=group, value=choice, reason=reason, fix=f"write {group}={shown(Path(file))}")
+    hint = closest_option(choice, options)
     available = f"there are {', '.join(options)}"
-    fix = f"did you mean {meant}? ({available})" if meant else available
-    return Problem(key=group, value=asked, reason=f"there is no such {group}", fix=fix)
+    fix = f"did you mean {hint}? ({available})" if hint else available
+    return Problem(key=group, value=choice, reason=f"there is no such {group}", fix=fix)
 
 
 def read_yaml(path: Path) -> dict[str, object]:
     """Reads a YAML file of settings.
 
-    Raises ConfigError if the file cannot be read, is not a non-empty mapping, or has a `hydra` section.
+    Raises:
+        ConfigError: the file cannot be read, is not a mapping, is empty, or has a `hydra` section.
     """
     try:
         content = parse_yaml(read_plain(path, most=LARGEST_YAML))
@@ -146,13 +150,14 @@ def read_yaml(path: Path) -> dict[str, object]:
     if not isinstance(content, dict) or not content:
         raise ConfigError(Problem(key=shown(path), reason="contains no settings", fix="write `key: value` lines"))
     if "hydra" in content:
-        reason = f"would configure Hydra itself; a recipe only contains settings of a run (in {shown(path)})"
+        reason = f"would configure Hydra itself, but a recipe may contain only settings of a run (in {shown(path)})"
         raise ConfigError(Problem(key="hydra", reason=reason, fix="remove it"))
     return {str(key): value for key, value in content.items()}
 
 
 def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
-    """Yields (group, option, file) for each file of a configuration that hides a built-in option of its name."""
+    """Yields (group, option, file) for each file of a configuration that hides the built-in option of the same
+    name."""
     builtin = builtin_recipes_dir()
     for file in files:
         group = file.parent.name
@@ -160,35 +165,35 @@ def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
             yield group, file.stem, file
 
 
-def closest_option(asked: str, options: Mapping[str, Path]) -> str | None:
-    """Returns the option that a misspelt or shortened name was probably meant to be; None if none is similar.
+def closest_option(choice: str, options: Mapping[str, Path]) -> str | None:
+    """Returns the option most similar to a misspelt or shortened name; None if none is similar.
 
-    Numbers are not misspelt: h100 means h100-80g, and never h200.
+    Numbers are assumed to be right: h100 may mean h100-80g, but never h200.
     """
     short = {
         name.removeprefix(family): name for family in reversed(_FAMILIES) for name in options if name.startswith(family)
     }
-    longer = [name for name in options if asked and name.startswith(f"{asked.lower()}-")]
+    longer = [name for name in options if choice and name.startswith(f"{choice.lower()}-")]
     if len(longer) == 1:
         return longer[0]
-    numbers = re.findall(r"\d+", asked)
+    numbers = re.findall(r"\d+", choice)
     alike = [name for name in (*options, *short) if not numbers or re.findall(r"\d+", name)[-len(numbers) :] == numbers]
-    meant = closest(asked, alike)
-    return None if meant is None else short.get(meant, meant)
+    hint = closest(choice, alike)
+    return None if hint is None else short.get(hint, hint)
 
 
-def _no_such_file(group: str, asked: str, path: Path, dirs: Sequence[Path]) -> Problem:
+def _no_such_file(group: str, choice: str, path: Path, dirs: Sequence[Path]) -> Problem:
     siblings = [file.name for file in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    meant = closest(path.name, siblings)
-    if meant is not None:
-        fix = f"did you mean {group}={path.parent / meant}?"
+    hint = closest(path.name, siblings)
+    if hint is not None:
+        fix = f"did you mean {group}={path.parent / hint}?"
     elif full_name(path.stem, group_options(group, dirs)) is not None:
         fix = f"the built-in {'recipe' if group == 'recipe' else 'profile'} is {group}={path.stem}"
     elif group == "recipe":
         fix = "give the path of a recipe file, or a name that `canzona recipes list` shows"
     else:
         fix = f"`canzona calibrate` writes one; there are {', '.join(group_options(group, dirs))}"
-    return Problem(key=group, value=asked, reason="there is no such file", fix=fix)
+    return Problem(key=group, value=choice, reason="there is no such file", fix=fix)
 
 
 _WIDTH = 120
@@ -200,7 +205,7 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
     Args:
         config: the configuration to write; null settings stay null.
         origin: the recipe that it was copied from.
-        notes: further lines for the comment at the top.
+        notes: additional lines for the comment at the top.
     """
     import yaml
 
@@ -226,12 +231,12 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
 
 
 def short_recipe_text(name: str, recipe: str, groups: Mapping[str, str], values: Mapping[str, object]) -> str:
-    """Returns the text of a recipe file that starts from another recipe and has only what differs from it.
+    """Returns the text of a recipe file that builds on another recipe and has only the differences.
 
     Args:
-        name: the new recipe.
-        recipe: the recipe that it starts from.
-        groups: the chosen option by group, without the recipe.
+        name: the name of the new recipe.
+        recipe: the name of the other recipe.
+        groups: the chosen options by group, without the recipe.
         values: the changed settings by dotted key.
     """
     import yaml
@@ -258,7 +263,12 @@ def short_recipe_text(name: str, recipe: str, groups: Mapping[str, str], values:
 def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a recipe") -> None:
     """Writes a recipe or profile.
 
-    Raises ConfigError if `check_destination` refuses the path, or if writing fails.
+    Args:
+        force: replace an existing file.
+        what: the kind of file in messages: `a recipe`, `a profile`.
+
+    Raises:
+        ConfigError: `check_destination` refuses the path, or the file cannot be written.
     """
     check_destination(destination, force=force, what=what)
     try:
@@ -267,17 +277,20 @@ def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a re
             file.write(text)
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
-        fix = "choose a folder that you may write to"
+        fix = "choose a writable folder"
         raise ConfigError(Problem(key="DEST", value=str(destination), reason=reason, fix=fix)) from error
 
 
 def check_destination(destination: Path, *, force: bool, what: str = "a recipe", key: str = "DEST") -> None:
-    """Raises ConfigError if `write_recipe` would refuse this path, before the text is computed.
-
-    Refused are names without .yaml or .yml, folders, and, without `force`, existing files.
+    """Checks, before the text is computed, that `write_recipe` would accept this path.
 
     Args:
-        key: the option or argument that named the path, for the message.
+        force: accept existing files.
+        what: the kind of file in messages: `a recipe`, `a profile`.
+        key: the option or argument with the path, for messages.
+
+    Raises:
+        ConfigError: the name does not end in .yaml or .yml, the path is a folder, or the file exists.
     """
     reason = fix = ""
     if destination.suffix not in (".yaml", ".yml"):

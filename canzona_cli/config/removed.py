@@ -1,7 +1,7 @@
-"""Removed settings, values and options: what to use instead, and how stored configurations are updated.
+"""Removed settings, values and options: their replacements, and the updates of stored configurations.
 
-Removing a setting needs only an entry here. A user who types it gets a message with the replacement; run
-directories and recipes written earlier keep working if the entry says what the old value means today.
+To remove a setting, add an entry here. A user of the setting gets a message with the replacement. Older run
+directories and recipes still work if the entry gives the present meaning of the old value.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class RemovedSetting:
     instead: str
     """The fix, as a complete phrase."""
     without_effect: tuple[object, ...] | None = None
-    """The values that can be dropped from a stored configuration without changing training; None: any value."""
+    """The values that can be dropped from a stored configuration without changing training; None for any value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +27,19 @@ class RemovedValue:
     instead: str
     """The fix, as a complete phrase."""
     stored_as: object
-    """The value that replaces the removed one in stored configurations; the loss curve stays the same."""
+    """The value that replaces the removed one in stored configurations, with the same loss curve."""
 
 
 REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
     "optimizer.highest_lr": RemovedSetting(instead="leave it out: a learning rate that is too high is a warning"),
     "checkpoint.failure_hours": RemovedSetting(
-        instead="leave it out; minutes between saves: sqrt(2 x seconds a save stalls x hours between failures)"
+        instead="use checkpoint.every_minutes; a good value is sqrt(2 x seconds a save stalls x hours between failures)"
     ),
     "run.log_interval": RemovedSetting(instead="leave it out: metrics.jsonl has a line for every step"),
 }
 """The removed settings, by dotted key."""
 
-_BY_OWNER_OR_RING = "use engine.reduction=reduce or ring, or leave it out: the faster is then chosen for each bucket"
+_BY_OWNER_OR_RING = "use engine.reduction=reduce or ring, or leave it out to use the faster one for each bucket"
 _SEARCHED = "use engine.grouping=auto (searched), or greedy (the paper's)"
 
 REMOVED_VALUES: Mapping[tuple[str, str], RemovedValue] = {
@@ -58,11 +58,11 @@ REMOVED_VALUES: Mapping[tuple[str, str], RemovedValue] = {
 REMOVED_OPTIONS: Mapping[str, str] = {
     "--plot": "write --html FILE.html: the page has every chart",
 }
-"""The removed options, with what to use instead."""
+"""The removed options, with their replacements."""
 
 
 def removed_setting_problem(key: str, value: object, *, where: str) -> Problem | None:
-    """Returns the problem for a removed setting; None for any other key."""
+    """Returns the problem of a removed setting; None for any other key."""
     removed = REMOVED_SETTINGS.get(key)
     if removed is None:
         return None
@@ -70,10 +70,10 @@ def removed_setting_problem(key: str, value: object, *, where: str) -> Problem |
 
 
 def bring_up_to_date(tree: dict[str, object]) -> None:
-    """Updates a stored configuration in place: drops removed settings without effect, and replaces removed
-    values.
+    """Updates a stored configuration in place: drops removed settings whose values have no effect, and replaces
+    removed values.
 
-    A removed setting with a value that has an effect stays, and is later refused like any unknown key.
+    A removed setting whose value has an effect stays, and is later refused like any unknown key.
 
     Args:
         tree: sections and settings, changed in place.
@@ -90,7 +90,7 @@ def bring_up_to_date(tree: dict[str, object]) -> None:
 
 
 def _place(tree: dict[str, object], key: str) -> tuple[dict[str, object] | None, str]:
-    """Returns the section that contains a setting, or None if it is not set, and the setting's bare name."""
+    """Returns the section that contains a setting (None if the setting is not set), and the setting's bare name."""
     first, dot, name = key.partition(".")
     section = tree.get(first) if dot else tree
     name = name if dot else first

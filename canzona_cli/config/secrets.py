@@ -1,9 +1,9 @@
-"""Protects configurations and logs: refuses secrets, unrequested code, and characters that are unsafe in file
-names, commands or terminals, and redacts secrets from texts.
+"""Protects configurations and logs: refuses secrets, code that the user did not name, and characters that are unsafe
+in file names, commands or terminals; and redacts secrets in text.
 
-Tokens, keys and passwords are recognised by their names, by their format, or as the value of an environment
-variable with such a name. Imports only the standard library and the schema, because workers use this module
-before their slow imports.
+A text counts as a secret if its setting is named like a token, key or password, if it has the format of one, or if
+it is the value of an environment variable with such a name. Imports only the standard library and the schema,
+because workers use this module before their slow imports.
 """
 
 import logging
@@ -28,7 +28,7 @@ _SECRET_WORDS = frozenset(
 )
 _KEY_KINDS = frozenset(("api", "access", "private", "secret", "signing", "encryption", "ssh", "auth", "license"))
 _PLACES = frozenset(("file", "path", "dir", "folder", "name", "id", "type", "count", "budget"))
-"""The last words of names that give the location or the amount of something, not a secret itself."""
+"""The last words of names whose values are a place or an amount, not a secret."""
 _LOOKS = re.compile(
     r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"  # GitHub, GitLab
@@ -41,21 +41,21 @@ _LOOKS = re.compile(
 _IN_URL = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)(?P<secret>[^\s/@]+)(?=@)", re.IGNORECASE)
 _NAMED = re.compile(r"""(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*["']?)(?P<value>[^\s"',;&]+)""")
 _DIRECTORIES = ("PWD", "OLDPWD")
-"""Variables of the shell with the current and the previous directory. They are not passwords, although named
-`PWD`, and many paths start with them."""
+"""The shell's variables for the current and the previous directory. They are named `PWD` but are not passwords, and
+many paths start with their values."""
 _SHORTEST = 8
-"""The shortest value of an environment variable that counts as a secret, in characters. Shorter values would
-also match ordinary words."""
+"""The minimum length of an environment variable's value that counts as a secret. Shorter values could be ordinary
+words."""
 
 REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")
-"""A reference to another setting, by its name."""
+"""A reference to another setting by name."""
 _ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
-"""Settings that become arguments of torchrun, entirely or with their last path component. A leading dash
-would make them options."""
+"""The settings that become arguments of torchrun, as a whole or with their last path component. A leading dash would
+turn them into options."""
 _OWN_RULES = ("name", "cluster.rdzv_id")
-"""Settings that `canzona_cli.config.checks` checks more strictly."""
+"""The settings that `canzona_cli.config.checks` checks more strictly."""
 _PROSE = ("description",)
-"""Settings that may contain line breaks and tabs."""
+"""The settings that may contain line breaks and tabs."""
 _FOLDERS = ("run.dir", "run.root")
 
 
@@ -79,7 +79,7 @@ def redacted(text: str) -> str:
 
 
 def shown_value(key: str, value: object) -> object:
-    """Returns a setting's value for an error message: `***` if its name is that of a secret, else redacted."""
+    """Returns a setting's value for an error message: `***` if the setting is named like a secret, else redacted."""
     if isinstance(value, bool | int | float | None):
         return value
     if secret_name(key.rpartition(".")[2]):
@@ -96,31 +96,32 @@ def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
     in_environment = _from_environment()
     for key, name, value in _texts(settings):
         if secret_name(name) and value:
-            what = "is named like a secret"
+            finding = "is named like a secret"
         elif _LOOKS.search(value) or _IN_URL.search(value):
-            what = "looks like a secret (a token, a private key, or a password in an address)"
+            finding = "looks like a secret (a token, a private key, or a password in an address)"
         elif any(secret in value for secret in in_environment):
-            what = "contains the value of an environment variable that is named like a secret"
+            finding = "contains the value of an environment variable that is named like a secret"
         else:
             continue
-        reason = f"{what}, and anyone who can read the run directory would see it in config.yaml"
+        reason = f"{finding}, and anyone who can read the run directory would see it in config.yaml"
         fix = "leave it out; let the code that needs it read it from an environment variable"
         yield Problem(key=key, value=HIDDEN, reason=reason, fix=fix)
 
 
 def safety_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem for each secret, unprintable character, and leading dash of a torchrun argument."""
+    """Yields a problem for each secret, for unprintable characters, and for torchrun arguments with a leading dash."""
     tree = asdict(config)
     yield from secret_problems(tree)
     for key, _, text in _texts(tree, names=True):
         if key in _OWN_RULES:
             continue
-        strange = sorted({char for char in text if not char.isprintable() and not (char in "\n\t" and key in _PROSE)})
-        if strange:
-            named = ", ".join(char.encode("unicode_escape").decode("ascii") for char in strange[:4])
+        allowed = "\n\t" if key in _PROSE else ""
+        unprintable = sorted({char for char in text if not char.isprintable() and char not in allowed})
+        if unprintable:
+            escaped = ", ".join(char.encode("unicode_escape").decode("ascii") for char in unprintable[:4])
             reason = (
-                f"contains unprintable characters ({named}), which could disguise a file name, a command or "
-                "what a terminal shows"
+                f"contains unprintable characters ({escaped}), which could disguise a file name, a command or the "
+                "output of a terminal"
             )
             yield Problem(key=key, value=text, reason=reason, fix="leave them out")
         elif key in _ARGUMENTS and Path(text).name.startswith("-"):
@@ -129,10 +130,7 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
-    """Yields a problem if the recipe names custom code, or a folder with `..`, and the command line does not name
-    it, too.
-
-    Both are accepted only from the command line.
+    """Yields a problem if the recipe names custom code or a folder with `..`, which only the command line may name.
 
     Args:
         explicit: the dotted keys that the command line sets.
@@ -149,12 +147,12 @@ def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: 
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         if value is not None and key not in explicit and ".." in Path(value).parts:
-            fix = f"if that is intended: {key}={value} on the command line"
+            fix = f"if this is intended: {key}={value} on the command line"
             yield Problem(key=key, value=value, reason="the recipe points outside the current folder with ..", fix=fix)
 
 
 def content_problems(content: object, where: str, key: str = "") -> Iterator[Problem]:
-    """Yields a problem for each `_target_` key and each resolver anywhere in a YAML tree."""
+    """Yields a problem for each `_target_` key and each resolver in a YAML tree."""
     for place, name, text in _texts(content, key, names=True):
         if name == text == "_target_":
             yield target_problem(place, f"in {where}")
@@ -163,15 +161,15 @@ def content_problems(content: object, where: str, key: str = "") -> Iterator[Pro
 
 
 def target_problem(key: str, where: str) -> Problem:
-    """Returns the problem of a `_target_` key, with which a recipe could name code to run."""
-    return Problem(key=key, reason=f"_target_ {where} would run code; a recipe only contains values", fix="remove it")
+    """Returns the problem of a `_target_` key, which could name code to run."""
+    return Problem(key=key, reason=f"_target_ {where} would run code; a recipe contains only values", fix="remove it")
 
 
 def resolver_problem(key: str, value: str) -> Problem | None:
     """Returns a problem if a value contains any interpolation except `${section.setting}`; else None.
 
-    The results of resolvers, secrets included, would be written to the run directory. Everything that is not
-    a plain reference is refused, because the name of a resolver can be assembled: `${oc.${name}:HOME}`.
+    The results of resolvers, which may be secrets, would be written to the run directory. Everything except plain
+    references is refused, because the name of a resolver can be assembled: `${oc.${name}:HOME}`.
     """
     if "${" not in REFERENCE.sub("", value):
         return None
@@ -183,17 +181,15 @@ def resolver_problem(key: str, value: str) -> Problem | None:
 
 
 class RedactingFormatter(logging.Formatter):
-    """A log formatter that redacts secrets, also in tracebacks."""
+    """A log formatter that redacts secrets, even in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))
 
 
 def _from_environment() -> list[str]:
-    """Returns the values of environment variables that are named like secrets.
-
-    The longest comes first, because a value may contain another one.
-    """
+    """Returns the values of environment variables that are named like secrets, longest first, because a value may
+    contain another one."""
     variables = {
         value
         for name, value in os.environ.items()
@@ -204,7 +200,7 @@ def _from_environment() -> list[str]:
 
 def _hide_named(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"]
-    # "key: value" and "the token: missing" are prose, not assignments.
+    # "key: value" and "the token: missing" are prose.
     prose = name.lower() in ("key", "token") and ":" in match["between"]
     harmless = re.fullmatch(r"-?[\d.]+(e-?\d+)?|None|null|true|false|(VALUE|NAME)[?.]?|\$\w+", value) is not None
     if prose or harmless or not secret_name(name):
@@ -213,12 +209,10 @@ def _hide_named(match: re.Match[str]) -> str:
 
 
 def _texts(value: object, key: str = "", name: str = "", *, names: bool = False) -> Iterator[tuple[str, str, str]]:
-    """Yields (dotted key, name, text) for every text in a tree. Entries of a list have the key and name of
-    the list.
+    """Yields (dotted key, name, text) for every text in a tree. Entries of a list have the key and name of the list.
 
     Args:
-        names: True to yield the names in mappings as texts too; a user may choose the names of optimizer
-            options.
+        names: True to yield names in mappings as texts too, because users choose the names of optimizer options.
     """
     if isinstance(value, Mapping):
         for inner_key, inner in value.items():

@@ -1,7 +1,5 @@
-"""The table of all settings, derived from the schema: dotted keys, types, defaults and annotations.
-
-Also guesses the setting that a misspelt key was meant to be.
-"""
+"""The table of all settings, derived from the schema: dotted keys, types, defaults and annotations. Also finds the
+setting that a misspelt key resembles most."""
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,25 +26,25 @@ class Setting:
     choices: tuple[str, ...] = ()
     """The allowed values of a setting of kind `choice`."""
     optional: bool
-    """True if null (chosen automatically) is an allowed value."""
+    """True if null (chosen automatically) is allowed."""
     required: bool
-    """True if there is no default, so that composition must set a value."""
+    """True if there is no default, so that recipe or command line must set a value."""
     default: object = None
     """The default value."""
     range: Range
     """The range of a number."""
     help: str
-    """The help; a test refuses settings without one."""
+    """The help text. A test requires one for every setting."""
     unit: str
     affects: Affects | None
-    """The effects of a change; None if the field declares none, which a test refuses."""
+    """The effects of a change; None if the field declares none. A test requires a declaration."""
     example: str
     optimizers: frozenset[str] = frozenset()
     """The optimizers that have this `optimizer.*` setting."""
 
     @property
     def meaning(self) -> str:
-        """The help and the unit in one line."""
+        """The help text and the unit in one line."""
         return f"{self.help} In {self.unit}." if self.unit else self.help
 
 
@@ -57,12 +55,7 @@ def settings() -> Mapping[str, Setting]:
     top_level = {setting.key: setting for setting in _settings_of(RunConfig, "")}
     for name, hint in get_type_hints(RunConfig).items():
         if name == "optimizer":
-            for optimizer, variant in OPTIMIZERS.items():
-                for setting in _settings_of(variant, "optimizer."):
-                    known = known_settings.get(setting.key)
-                    having = (known.optimizers if known else frozenset()) | {optimizer}
-                    choices = tuple(OPTIMIZERS) if setting.key == "optimizer.name" else setting.choices
-                    known_settings[setting.key] = replace(setting, optimizers=having, choices=choices)
+            known_settings.update(_optimizer_settings())
         elif is_dataclass(hint):
             assert isinstance(hint, type)
             known_settings.update({setting.key: setting for setting in _settings_of(hint, f"{name}.")})
@@ -71,21 +64,32 @@ def settings() -> Mapping[str, Setting]:
     return known_settings
 
 
+def _optimizer_settings() -> dict[str, Setting]:
+    """Returns the settings of all optimizers by dotted key, each with the optimizers that have it."""
+    by_key: dict[str, Setting] = {}
+    for optimizer, variant in OPTIMIZERS.items():
+        for setting in _settings_of(variant, "optimizer."):
+            earlier = by_key[setting.key].optimizers if setting.key in by_key else frozenset()
+            choices = tuple(OPTIMIZERS) if setting.key == "optimizer.name" else setting.choices
+            by_key[setting.key] = replace(setting, optimizers=earlier | {optimizer}, choices=choices)
+    return by_key
+
+
 def setting_of(key: str) -> Setting | None:
-    """Returns the setting of a dotted key; for an entry like `optimizer.options.momentum`, the setting
-    `optimizer.options`. None for an unknown key."""
+    """Returns the setting of a dotted key; None for an unknown key. The setting of an entry such as
+    `optimizer.options.momentum` is `optimizer.options`."""
     return settings().get(mapping_key(key) or key)
 
 
 def mapping_key(key: str) -> str | None:
-    """Returns the key of the mapping that this key is an entry of; None for any other key."""
+    """Returns the key of the mapping to which this key belongs; None if it is not an entry of a mapping."""
     return next(
         (name for name, known in settings().items() if known.kind == "mapping" and key.startswith(f"{name}.")), None
     )
 
 
 def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Problem:
-    """Returns a problem with a setting of a run, including the value of the setting."""
+    """Returns a problem with a setting, with the run's value of the setting."""
     return Problem(key=key, value=value_of(config, key), reason=reason, fix=fix)
 
 
@@ -98,7 +102,7 @@ def value_of(config: RunConfig, key: str) -> object:
 
 
 def with_own_values(config: RunConfig, problems: Iterable[Problem]) -> list[Problem]:
-    """Returns the problems, filling in the run's value for each problem without a value."""
+    """Returns the problems, in which missing values are filled in from the run."""
     return [
         problem_with(config, problem.key, problem.reason, problem.fix) if problem.value is None else problem
         for problem in problems
@@ -118,10 +122,10 @@ def sections() -> Mapping[str, frozenset[str]]:
 
 @cache
 def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
-    """Returns the settings whose change has this effect, in the order of the schema.
+    """Returns the settings whose changes have this effect, in the order of the schema.
 
     Args:
-        section: return only the settings of this section, by bare name; empty: all settings, by dotted key.
+        section: the section whose settings are returned, by bare name; empty for all settings, by dotted key.
     """
     prefix = f"{section}." if section else ""
     return tuple(
@@ -132,14 +136,12 @@ def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
 
 
 NEAR = 0.8
-"""The least similarity, 0 to 1, of a key that is suggested in place of an unknown one."""
+"""The minimum similarity, from 0 to 1, of a key that is suggested for an unknown one."""
 
 
 def exact_key(word: str) -> str | None:
-    """Returns the setting with this dotted key, bare name, or name in another program.
-
-    Returns None if there is none, or if several settings share the bare name.
-    """
+    """Returns the setting with this dotted key, bare name, or name in another program; None if there is none, or if
+    several settings share the bare name."""
     flat = word.replace("-", "_").lower()
     if flat in RENAMED or flat in settings():
         return RENAMED.get(flat, flat)
@@ -150,9 +152,8 @@ def exact_key(word: str) -> str | None:
 def closest_key(key: str) -> str | None:
     """Returns the setting that the user probably meant by `key`; None if none is similar enough.
 
-    `tp` means `parallel.tp`, `train.lr` means `optimizer.lr`: the bare name counts more than the section.
-    Omitted words cost little: `num_heads` means `num_attention_heads`, although it looks more like
-    `num_layers`.
+    `tp` means `parallel.tp`, and `train.lr` means `optimizer.lr`: the bare name counts more than the section.
+    Missing words count little: `num_heads` means `num_attention_heads`, although it looks more like `num_layers`.
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
     last = flat.rpartition(".")[2]
@@ -164,13 +165,13 @@ def closest_key(key: str) -> str | None:
         section, _, bare = name.rpartition(".")
         entire = SequenceMatcher(None, flat, name).ratio()
         word = SequenceMatcher(None, last, bare).ratio()
-        left_out = set(bare.split("_")) - set(last.split("_"))
+        missing = set(bare.split("_")) - set(last.split("_"))
         if set(last.split("_")) < set(bare.split("_")):
-            word = max(word, 0.95 - 0.05 * len(left_out))
+            word = max(word, 0.95 - 0.05 * len(missing))
         if sorted(last) == sorted(bare):  # letters in another order, such as gpsu
             word = max(word, 0.95)
-        typed_section = flat.rpartition(".")[0] or section
-        score = max(entire, 0.9 * word + 0.1 * SequenceMatcher(None, typed_section, section).ratio())
+        given_section = flat.rpartition(".")[0] or section
+        score = max(entire, 0.9 * word + 0.1 * SequenceMatcher(None, given_section, section).ratio())
         if score > best_score:
             best, best_score = name, score
     return best if best_score >= NEAR else None
@@ -209,7 +210,7 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
 
 
 def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]]:
-    """Reads a type hint; returns the kind of value, the choices, True if None is allowed, and all
+    """Returns the facts in a type hint: the kind of value, the choices, True if None is allowed, and the
     annotations."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)

@@ -1,9 +1,8 @@
-"""Reads the commands of a shell script, with their variables replaced, without running anything.
+"""Reads the commands of a shell script and replaces their variables, without running anything.
 
-The script is read as if it were started without arguments. Variables that it does not set, `$(commands)`, and
-values set under a condition that cannot be decided stay unknown: they are marked in the words that contain
-them. A test takes a variable that is not set as empty, and a test of a file cannot be decided. The body of a
-loop is read once.
+The script is read as if it were started without arguments. Some values stay unknown and are marked in the words that
+contain them: variables that the script does not set, `$(commands)`, and values set under an undecidable condition.
+In tests, variables that are not set are empty; tests of files are undecidable. The body of a loop is read once.
 """
 
 import ast
@@ -19,10 +18,10 @@ from typing import Final
 from canzona_cli.config.reading import Unreadable
 
 LARGEST: Final = 1 << 20
-"""The most characters of a value after its variables are replaced."""
+"""The maximum number of characters in a value after its variables are replaced."""
 _MARK: Final = "\ue000"
-"""The character on both sides of an unknown part of a word. A `?` follows the first one unless the part is
-just a variable that is not set."""
+"""The character on both sides of an unknown part of a word. A `?` follows the first mark, unless the part is just a
+variable that is not set."""
 _ENDS: Final = " \t\n;&|()<>"
 _NAME: Final = re.compile(r"[A-Za-z_]\w*|[0-9@*#?]")
 _ASSIGNED: Final = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -48,20 +47,18 @@ _COMPARED: Final = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A script as far as it can be read."""
+    """The readable part of a script."""
 
     commands: tuple[tuple[str, ...], ...]
     """The words of every command that may run, in order."""
     variables: Mapping[str, str]
     """The last value of every variable; the elements of an array are separated by spaces."""
     undecided: tuple[str, ...]
-    """The words that variables are set to, or that are added to them, under a condition that cannot be
-    decided."""
+    """The words that variables get under an undecidable condition."""
 
 
 def unknown(word: str) -> str | None:
-    """Returns the first unknown part of a word as the script writes it, such as `$TP`; None if all of it is
-    known."""
+    """Returns the first unknown part of a word, as in the script: `$TP`; None if the whole word is known."""
     name = word.split(_MARK)[1].lstrip("?") if _MARK in word else None
     return name and (f"${name}" if name.isalnum() or "_" in name else name)
 
@@ -75,8 +72,7 @@ def read_script(text: str) -> Script:
     """Reads a script.
 
     Raises:
-        Unreadable: a quote or bracket is not closed, a value grows too long, or variables are nested too
-            deeply.
+        Unreadable: a quote or bracket is not closed, a value is too long, or variables are nested too deeply.
     """
     reader = _Reader(text, {})
     try:
@@ -90,7 +86,7 @@ def read_script(text: str) -> Script:
 
 
 class _Truth(IntEnum):
-    """The value of a condition. The lesser of two is their `and`, the greater their `or`."""
+    """The value of a condition. The minimum of two values is their `and`, the maximum their `or`."""
 
     NO = 0
     UNKNOWN = 1
@@ -105,12 +101,12 @@ class _Branch:
     """An open `if`, loop or `case`."""
 
     taken: _Truth = _Truth.YES
-    """The certainty that the part that is being read runs."""
+    """YES if the current part runs, NO if it does not."""
     before: _Truth = _Truth.NO
-    """The certainty that an earlier part of the same `if` runs."""
+    """YES if an earlier part of the same `if` runs, NO if none does."""
     condition: _Truth = _Truth.YES
     reading: bool = False
-    """True while the condition is read."""
+    """True while the condition is being read."""
 
     def enter(self, keyword: str) -> None:
         """Begins the part after `then`, `do`, `elif` or `else`."""
@@ -125,7 +121,7 @@ class _Branch:
 
 
 class _Reader:
-    """A reader of a script, which keeps its position, the variables so far and the commands so far."""
+    """A reader of a script, with its position and the variables and commands so far."""
 
     def __init__(self, text: str, variables: dict[str, str]) -> None:
         self.text, self.at, self.variables = text, 0, variables
@@ -133,12 +129,12 @@ class _Reader:
         self.undecided: list[str] = []
         self._open: list[_Branch] = []
         self._joined = ""
-        """The operator between the previous command and this one."""
+        """The operator between the previous command and the current one."""
         self._documents: list[str] = []
-        """The delimiters of the here-documents that begin on the next line."""
+        """The delimiters of the here-documents that start on the next line."""
 
     def command(self) -> None:
-        """Reads a command and the operator after it."""
+        """Reads a command and the operator that ends it."""
         words, end = self._words()
         self._apply(words, end)
         self._joined = end
@@ -165,7 +161,8 @@ class _Reader:
                 return words, sign
             else:
                 word = self._word()
-                if not (word.isdecimal() and self.text[self.at : self.at + 1] in ("<", ">")):  # not as in `2>&1`
+                redirects = word.isdecimal() and self.text[self.at : self.at + 1] in ("<", ">")  # as in `2>&1`
+                if not redirects:
                     words.append(word)
         return words, "\n"
 
@@ -202,8 +199,8 @@ class _Reader:
             elif sign == "\\":
                 escaped = self.text[self.at : self.at + 1]
                 self.at += 1
-                kept = "\\" if ends == '"' and escaped not in '$`"\\\n' else ""
-                parts.append(kept + ("" if escaped == "\n" else escaped))
+                backslash = "\\" if ends == '"' and escaped not in '$`"\\\n' else ""
+                parts.append(backslash + ("" if escaped == "\n" else escaped))
             elif sign == "`":
                 self.at = self._find("`", closed=True) + 1
                 parts.append(f"{_MARK}?`...`{_MARK}")
@@ -215,7 +212,7 @@ class _Reader:
         return "".join(parts)
 
     def _dollar(self) -> str:
-        """Reads the expansion after a `$`, which is just before the position; returns its value."""
+        """Reads the expansion after a `$`, which precedes the current position; returns its value."""
         for opening, closing in (("((", "))"), ("(", ")"), ("{", "}")):
             if self.text.startswith(opening, self.at):
                 inside = self._bracketed(opening, closing)
@@ -246,7 +243,7 @@ class _Reader:
         return self.variables.get(name, special.get(name, f"{_MARK}{name}{_MARK}"))
 
     def _arithmetic(self, expression: str) -> int | None:
-        """Evaluates an expression of integers; None if it has unknown parts."""
+        """Evaluates an expression of integers; returns None if it has unknown parts."""
         text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self._value(name[1]), expression)
         text = text.strip().replace("/", "//").replace("&&", " and ").replace("||", " or ")
         try:
@@ -256,7 +253,7 @@ class _Reader:
         return value if abs(value) < 1 << 63 else None
 
     def _bracketed(self, opening: str, closing: str) -> str:
-        """Reads a text in brackets, which may contain such brackets; returns what is inside."""
+        """Returns the text between brackets, which may contain further brackets of the same kind."""
         start, depth = self.at + len(opening), 0
         while self.at < len(self.text):
             sign = self.text[self.at]
@@ -270,7 +267,7 @@ class _Reader:
         place = self.text.find(sign, self.at)
         if place < 0 and closed:
             line = self.text.count("\n", 0, self.at) + 1
-            raise Unreadable(f"does not close {'the quote' if sign in _QUOTES else 'what begins'} in line {line}")
+            raise Unreadable(f"does not close the {'quote' if sign in _QUOTES else 'bracket'} in line {line}")
         return place if place >= 0 else len(self.text)
 
     def _redirect(self) -> None:
@@ -291,8 +288,8 @@ class _Reader:
         self._documents = []
 
     def _apply(self, words: list[str], end: str) -> None:
-        """Carries out a command as far as reading needs it: opens and closes branches, sets variables, or
-        records the command."""
+        """Applies the effects of a command on reading: opens and closes branches, sets variables, or records the
+        command."""
         while words and (rest := self._keyword(words)) is not None:
             words = rest
         branch = self._open[-1] if self._open else None
@@ -303,8 +300,7 @@ class _Reader:
             self._record(words)
 
     def _keyword(self, words: list[str]) -> list[str] | None:
-        """Carries out the keyword that a command begins with; returns the words after it, or None if it
-        begins with none."""
+        """Applies the keyword at the beginning of a command; returns the words after it, or None without a keyword."""
         first, branch = words[0], self._open[-1] if self._open else None
         if first in ("if", "while"):
             self._open.append(_Branch(reading=True))
@@ -352,7 +348,7 @@ class _Reader:
         self.variables[name] = value
 
     def _test(self, words: Sequence[str]) -> _Truth:
-        """Returns the result of a test, as far as the script alone determines it."""
+        """Returns the result of a test; UNKNOWN if the script alone does not determine it."""
         words = [word for word in words if word not in ("[", "[[", "]", "]]", "test")]
         if any(f"{_MARK}?" in word for word in words):
             return _Truth.UNKNOWN
@@ -362,15 +358,17 @@ class _Reader:
                 return ~self._test(rest)
             case [expression] if expression.startswith("(("):
                 answer = self._arithmetic(expression[2:-2])
-            case ["true" | "false" | ":" as answered]:
-                answer = answered != "false"
-            case ["-n" | "-z" as asked, text]:
-                answer = (text == "") is (asked == "-z")
+            case ["true" | "false" | ":" as command]:
+                answer = command != "false"
+            case ["-n" | "-z" as option, text]:
+                answer = (text == "") is (option == "-z")
             case [left, "=" | "==" | "!=" as sign, right]:
                 answer = fnmatchcase(left, right) is (sign != "!=")
             case [left, sign, right] if sign in _COMPARED:
                 answer = self._arithmetic(f"{left or 0} {_COMPARED[sign]} {right or 0}")
-        return _Truth.UNKNOWN if answer is None else _Truth.YES if answer else _Truth.NO
+        if answer is None:
+            return _Truth.UNKNOWN
+        return _Truth.YES if answer else _Truth.NO
 
 
 def _evaluate(node: ast.expr) -> int:

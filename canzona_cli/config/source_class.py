@@ -1,4 +1,4 @@
-"""Checks that the file or module of a user's own optimizer has its class, without running the code."""
+"""Checks, without running any code, that the file or module of a custom optimizer has the class."""
 
 import ast
 import symtable
@@ -14,12 +14,13 @@ _DYNAMIC = {"globals", "exec", "setattr"}
 
 
 def source_problem(place: str, name: str) -> str | None:
-    """Returns the reason why a file or module does not have this class, without importing it.
+    """Returns the reason why a file or module does not have a class, without importing it.
 
-    Returns None if the class is there, or if only running the code could show whether it is.
+    Returns None if the class exists, or if this is known only when the code runs.
 
     Args:
         place: the path of a .py file, or the name of an installed module.
+        name: the name of the class.
     """
     if place.endswith(".py"):
         path = Path(place)
@@ -32,8 +33,7 @@ def source_problem(place: str, name: str) -> str | None:
 
 
 def _located(module: str) -> ModuleSpec | str:
-    """Returns the spec of a module, without importing its parent packages; else a message saying what is
-    missing."""
+    """Returns the spec of a module, without importing its parent packages; or a message about the missing part."""
     first, *rest = module.split(".")
     try:
         spec = find_spec(first)

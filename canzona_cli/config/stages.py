@@ -1,13 +1,12 @@
 """The layers of each pipeline stage and model chunk.
 
-With `pp` stages of `vpp` model chunks, a model is cut into `pp * vpp` parts in order; chunk c of stage s is
-part `c * pp + s`. Where the layers do not divide evenly, the loss counts as a layer of the last part, or the
-embedding counts as a layer of the first part as well. These parts then have one layer less than the others.
-Llama-3.1 405B with its 126 layers was trained this way on 16 stages (arXiv 2407.21783, section 3.3.2).
+With `pp` stages of `vpp` model chunks, a model is cut into `pp * vpp` parts in order; chunk c of stage s is part
+`c * pp + s`. If the layers do not divide evenly, the loss counts as a layer of the last part, and possibly the
+embedding as a layer of the first part. These parts then have one layer less than the others. Llama-3.1 405B with its
+126 layers was trained in this way on 16 stages (arXiv 2407.21783, section 3.3.2).
 
-The layout decides what counts: no setting is needed, because for given layers, stages and chunks at most one
-way gives whole layers. The only exception is a cut into two parts, which comes out the same whether both or
-neither counts.
+This needs no setting, because for given layers, stages and chunks at most one of these ways gives whole layers. The
+only exception is a model with two parts, which are the same if embedding and loss both count or neither counts.
 """
 
 from functools import lru_cache
@@ -18,7 +17,7 @@ from canzona_cli.config.schema import Mesh
 
 
 class Counted(NamedTuple):
-    """The parts of the model that count as a layer, besides the layers."""
+    """The parts of the model that count as additional layers."""
 
     embedding: bool
     loss: bool
@@ -29,10 +28,8 @@ WAYS = (Counted(False, False), Counted(False, True), Counted(True, True))
 
 
 def counted(layers: int, parts: int) -> Counted | None:
-    """Returns what counts as a layer when `layers` are cut into `parts`; None if no way gives whole layers.
-
-    Every part has at least one layer.
-    """
+    """Returns the additional parts that count as layers when `layers` layers are cut into `parts` parts of at least
+    one layer each; None if no way gives whole layers."""
     for way in WAYS:
         each, rest = divmod(layers + sum(way), parts)
         if rest == 0 and each - any(way) >= 1:
@@ -42,14 +39,14 @@ def counted(layers: int, parts: int) -> Counted | None:
 
 @lru_cache(maxsize=1024)
 def possible_pp(layers: int) -> tuple[int, ...]:
-    """Returns the numbers of pipeline stages into which `layers` can be cut, ascending."""
+    """Returns, in ascending order, the possible numbers of pipeline stages for `layers` layers."""
     return tuple(pp for pp in range(1, layers + 1) if counted(layers, pp) is not None)
 
 
 @lru_cache(maxsize=1024)
 def possible_vpp(layers: int, pp: int) -> tuple[int, ...]:
-    """Returns the numbers of model chunks into which each of `pp` stages can be cut, ascending; only 1 for a
-    single stage, which has nothing to interleave."""
+    """Returns, in ascending order, the possible numbers of model chunks of each of `pp` stages; only 1 for a single
+    stage, which has no other stage to interleave with."""
     if pp == 1:
         return (1,)
     return tuple(vpp for vpp in range(1, layers // pp + 2) if counted(layers, pp * vpp) is not None)
@@ -59,22 +56,22 @@ def possible_vpp(layers: int, pp: int) -> tuple[int, ...]:
 def _parts(layers: int, parts: int) -> tuple[range, ...]:
     """Returns the layers of each part of the model, in order."""
     way = counted(layers, parts)
-    assert way is not None, f"{layers} layers in {parts} parts are refused before"
+    assert way is not None, f"{layers} layers in {parts} parts should have been refused"
     each = (layers + sum(way)) // parts
     starts = [0, *(part * each - way.embedding for part in range(1, parts)), layers]
     return tuple(range(start, end) for start, end in pairwise(starts))
 
 
 def chunk_layers(layers: int, mesh: Mesh, stage: int, chunk: int) -> range:
-    """Returns the numbers of the layers of a stage's model chunk, in a model with `layers` layers."""
+    """Returns the numbers of the layers in a stage's model chunk, in a model with `layers` layers."""
     return _parts(layers, mesh.pp * mesh.vpp)[chunk * mesh.pp + stage]
 
 
 def stage_layers(layers: int, mesh: Mesh, stage: int) -> int:
-    """Counts the layers of a stage; it is the same for all possible numbers of model chunks."""
+    """Counts the layers of a stage. The result does not depend on the number of model chunks."""
     return len(_parts(layers, mesh.pp)[stage])
 
 
 def most_layers(layers: int, mesh: Mesh) -> int:
-    """Counts the layers of the stage with the most; it is the first or the second stage."""
+    """Counts the layers of the stage with the most layers, which is the first or the second stage."""
     return max(stage_layers(layers, mesh, stage) for stage in range(min(2, mesh.pp)))

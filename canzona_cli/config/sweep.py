@@ -1,4 +1,4 @@
-"""Expands a command line with Hydra's sweeps (`A,B`, `range(1,4)`) into a run for each combination of values."""
+"""Expands a command line with Hydra's sweeps (`A,B`, `range(1,4)`) into one run for each combination of values."""
 
 import itertools
 import re
@@ -12,9 +12,9 @@ from canzona_cli.config.settings import setting_of
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 MOST_RUNS = 1000
-"""The most runs of a sweep: Slurm's default limit for an array."""
+"""The maximum number of runs in a sweep: Slurm's default limit for an array."""
 _LONGEST_NAME = 120
-"""The most characters of a run's directory name; file systems allow 255 bytes."""
+"""The maximum number of characters in a run's directory name. File systems allow 255 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Combination:
     name: str
     """The name of the run's directory, unique in the sweep: `lr=0.001_seed=2`."""
     values: Mapping[str, str]
-    """The swept settings with this run's values, as typed."""
+    """The swept settings with this run's values, as text."""
     overrides: tuple[str, ...]
     """All arguments of the run, with single values."""
 
@@ -37,11 +37,12 @@ class Combination:
 def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     """Returns the runs of a sweep, always in the same order; the last swept setting changes fastest.
 
-    Arguments that are not sweeps or cannot be parsed are kept; composing a run reports their problems.
+    Arguments that are not sweeps, or cannot be parsed, are passed on to all runs. Composing a run reports their
+    problems.
 
     Raises:
-        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or
-            repeat, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
+        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or are
+            not unique, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
     """
     problems: list[Problem] = []
     choices = [_values(argument, problems) for argument in arguments]
@@ -71,8 +72,8 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
 
 
 def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
-    """Returns the overrides that a sweep expands to; empty if the argument is not a sweep or cannot be
-    expanded. Problems of the sweep are added to `problems`."""
+    """Returns the overrides to which a sweep expands; empty if the argument is not a sweep or cannot be expanded. Adds
+    problems with the sweep to `problems`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -89,7 +90,7 @@ def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
     shuffled = getattr(override.value(), "shuffle", False)
     try:
         values = () if shuffled else tuple(itertools.islice(override.sweep_string_iterator(), MOST_RUNS + 1))
-    except HydraException:  # intervals and globs have no list of values
+    except HydraException:  # the values of intervals and globs cannot be listed
         values = ()
     if not values:
         reason = "is not a fixed list of values"
@@ -106,8 +107,7 @@ def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
 
 
 def _name(values: Mapping[str, str]) -> str:
-    """Returns the directory name of a run: `lr=0.001_seed=2`, with the full key where bare names are
-    ambiguous."""
+    """Returns the directory name of a run: `lr=0.001_seed=2`, with full keys if bare names are ambiguous."""
     bare = {key: key.rpartition(".")[2] for key in values}
     count = Counter(bare.values())
     short = {key: name if count[name] == 1 else key for key, name in bare.items()}
@@ -116,7 +116,7 @@ def _name(values: Mapping[str, str]) -> str:
 
 
 def _distinct(combinations: Sequence[Combination]) -> list[Combination]:
-    """Appends the number of the run to each name that is not unique after replacing unsafe characters."""
+    """Makes names unique: appends the number of the run where unsafe characters were replaced by the same text."""
     count = Counter(run.name for run in combinations)
     return [
         run if count[run.name] == 1 else replace(run, name=f"{run.name}_{number}")

@@ -1,4 +1,4 @@
-"""Composes the files of a run with Hydra into a tree of values, and applies the command line's values to it."""
+"""Composes the files of a run with Hydra into a tree of values, and applies the command line's values to the tree."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,42 +29,43 @@ from canzona_cli.errors import ConfigError, Problem, refuse
 SCHEME = "canzona"
 """The URL scheme of the folders that Hydra reads through `_folder_source`."""
 _LONGEST = 10_000
-"""The most characters of a value with its references resolved; a path has at most 4,096."""
+"""The maximum number of characters in a value with its references resolved. A path has at most 4,096."""
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 _UNLOADED = re.compile(r"Could not load 'recipe/([^']+)'")
-"""Hydra's words for a recipe in `defaults:` that does not exist."""
+"""Hydra's message about a recipe in `defaults:` that does not exist."""
 _MISSING = "???"
 _PRIMARY = "_canzona_"
-# The option name of a recipe or profile given as a file. With a separate name, a recipe may build on a
-# built-in recipe that has the same name.
+# The option name of a recipe or profile that was chosen as a file. This name lets a recipe build on a built-in recipe
+# with the same name as its file.
 _GIVEN = "_given_"
-# A section with this setting is complete; a section without it only adjusts the file of its group.
+# The setting that marks a section as complete. A section without it only adjusts the file of its group.
 _COMPLETE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeInfo:
-    """A recipe, as `canzona recipes list` shows it."""
+    """A recipe in `canzona recipes list`."""
 
     name: str
     path: Path
     builtin: bool
     shadows: bool
-    """True for a user's recipe that hides a built-in recipe of the same name."""
+    """True for a user's recipe that hides a built-in recipe with the same name."""
     model: ModelConfig | None
-    """The shape of the model; None if the recipe does not define it completely."""
+    """The model; None if the recipe does not define it completely."""
     gpus: int | None
     cluster: str
     optimizer: str
     description: str
     error: str = ""
-    """The reason why the recipe could not be read; most other fields are then empty."""
+    """The reason why the recipe could not be read, in which case most other fields are empty."""
 
 
 def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
     """Returns the user's recipes by name, then the built-in ones.
 
-    Raises ConfigError for a folder that does not exist.
+    Raises:
+        ConfigError: one of `recipes_dirs` does not exist.
     """
     builtin = builtin_recipes_dir()
     dirs = (*user_recipes_dirs(recipes_dirs), builtin)
@@ -99,60 +100,60 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
 
 
 def composed(
-    options: Mapping[str, str], given: Mapping[str, Path], dirs: Sequence[Path]
+    options: Mapping[str, str], paths: Mapping[str, Path], dirs: Sequence[Path]
 ) -> tuple[dict[str, object], list[Path]]:
     """Composes a tree of values from files with Hydra, without resolving references to other settings.
 
     Args:
-        options: the options chosen by name, by group.
-        given: the files of the recipe or the cluster profile that were chosen by path, by group.
+        options: the options chosen by name, for each group.
+        paths: the files chosen by path, for the groups `recipe` and `cluster`.
         dirs: the folders to search for options; the first folder takes precedence.
 
     Returns:
-        The tree, and the files it was composed from in the order of application.
+        The tree, and the files from which it was composed, in the order of application.
 
     Raises:
         ConfigError: a file cannot be read or composed, names code to run, or refers to environment variables.
     """
-    if given or tuple(dirs) != (builtin_recipes_dir(),):
-        return _composed(options, given, dirs)
-    tree, files = _of_builtin(tuple(options.items()), *dirs)
+    if paths or tuple(dirs) != (builtin_recipes_dir(),):
+        return _composed(options, paths, dirs)
+    tree, files = _composed_builtin(tuple(options.items()), *dirs)
     return deepcopy(tree), [*files]
 
 
 @lru_cache(maxsize=64)
-def _of_builtin(options: tuple[tuple[str, str], ...], folder: Path) -> tuple[dict[str, object], list[Path]]:
-    """Composes built-in files, which do not change while a process runs: Hydra takes a tenth of a second."""
+def _composed_builtin(options: tuple[tuple[str, str], ...], folder: Path) -> tuple[dict[str, object], list[Path]]:
+    """Composes built-in files. Cached, because they do not change during a process and Hydra takes 0.1 s."""
     return _composed(dict(options), {}, (folder,))
 
 
 def _composed(
-    options: Mapping[str, str], given: Mapping[str, Path], dirs: Sequence[Path]
+    options: Mapping[str, str], paths: Mapping[str, Path], dirs: Sequence[Path]
 ) -> tuple[dict[str, object], list[Path]]:
-    """Composes a tree of values as `composed` does, anew."""
+    """Composes a tree of values, see `composed`."""
     from hydra import compose, initialize
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    recipe = given["recipe"] if "recipe" in given else group_options("recipe", dirs)[options["recipe"]]
+    recipe = paths["recipe"] if "recipe" in paths else group_options("recipe", dirs)[options["recipe"]]
     where = shown(recipe)
     folders = ",".join(text_value(f"{SCHEME}://{folder}") for folder in dirs)
-    overrides = [f"{group}='{name}'" for group, name in {**options, **dict.fromkeys(given, _GIVEN)}.items()]
-    # Hydra resolves `defaults:` lists while composing, before the content can be checked, so they must not be
-    # able to read environment variables.
+    overrides = [f"{group}='{name}'" for group, name in {**options, **dict.fromkeys(paths, _GIVEN)}.items()]
+    # Hydra resolves `defaults:` lists while it composes, before the content can be checked. They must not be able to
+    # read environment variables.
     OmegaConf.clear_resolver("oc.env")
     read = _folder_source()
     read.clear()
-    with _stored(options, given), initialize(config_path=None, version_base="1.3"):
+    with _stored(options, paths), initialize(config_path=None, version_base="1.3"):
         try:
             merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *overrides])
             container = OmegaConf.to_container(merged, resolve=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_composition_problem(error, where, dirs)) from error
-        except RecursionError as error:  # Hydra follows a cycle of `defaults:` lists for ever
+        except RecursionError as error:  # Hydra follows a cycle of `defaults:` lists forever
             reason = "builds on itself: its `defaults:` lead back to the same file"
-            fix = "rename the file so that it differs from what it builds on, or give its path: recipe=./FILE.yaml"
+            fix = "give the file a different name from the recipe it builds on, or give its path: recipe=./FILE.yaml"
             raise ConfigError(Problem(key=where, reason=reason, fix=fix)) from error
     assert isinstance(container, dict)
     tree = {str(key): value for key, value in container.items()}
@@ -160,17 +161,15 @@ def _composed(
     # Hydra reads a recipe before the recipes that it builds on, but applies it after them. Files of the other
     # groups are applied before recipes.
     files = {group: [path for path in reversed(read) if path.parent.name == group] for group in GROUPS}
-    for group, path in given.items():
+    for group, path in paths.items():
         files[group].append(path)
     return tree, [path for group in (*GROUPS[1:], GROUPS[0]) for path in files[group]]
 
 
 @cache
 def _folder_source() -> list[Path]:
-    """Registers a Hydra config source that reads folders with `read_yaml` and its limits.
-
-    Returns the list to which the source appends each file that it reads.
-    """
+    """Registers a Hydra config source that reads folders with `read_yaml` and its limits; returns the list to which
+    the source appends each file that it reads."""
     from hydra.core.object_type import ObjectType
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -216,21 +215,21 @@ def _folder_source() -> list[Path]:
 
 
 @contextmanager
-def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[None]:
-    """Puts the primary configuration and the given files into Hydra's ConfigStore during the block."""
+def _stored(options: Mapping[str, str], paths: Mapping[str, Path]) -> Iterator[None]:
+    """Adds the primary configuration and the given files to Hydra's ConfigStore during the block."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
     before = dict(store.repo)
     store.store(_PRIMARY, read_yaml(builtin_recipes_dir() / "config.yaml"), package="")
     try:
-        for group, path in given.items():
+        for group, path in paths.items():
             content = read_yaml(path)
             content.setdefault("name", path.stem)
             if group == "recipe":
                 bring_up_to_date(content)
                 _clear_run_dir(content, path)
-                store.store(_GIVEN, _as_option(content, {*options, *given}), group, package="_global_")
+                store.store(_GIVEN, _as_option(content, {*options, *paths}), group, package="_global_")
             else:
                 store.store(_GIVEN, content, group)
         yield
@@ -239,19 +238,18 @@ def _stored(options: Mapping[str, str], given: Mapping[str, Path]) -> Iterator[N
 
 
 def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
-    """Sets `run.dir` to null in the config.yaml of a run directory, so that as a recipe it does not reuse
-    that directory."""
+    """Sets `run.dir` to null in the config.yaml of a run directory, so that a run with this file as its recipe does
+    not reuse the directory."""
     run = content.get("run")
     if isinstance(run, dict) and path.name == "config.yaml" and Path(str(run.get("dir"))).name == path.parent.name:
         run["dir"] = None
 
 
 def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object]:
-    """Turns the content of a recipe file into an option of the recipe group, by completing its `defaults:`
-    list.
+    """Turns the content of a recipe file into an option of the recipe group: completes its `defaults:` list.
 
-    A complete section (from a run's config.yaml or a copied recipe) replaces the file of its group. If the
-    command line chooses an option of that group, the section is removed instead.
+    A complete section (in a run's config.yaml or a copied recipe) replaces the file of its group. If the command line
+    chooses an option of this group, the section is removed instead.
 
     Args:
         content: the content of the file, changed in place.
@@ -273,26 +271,23 @@ def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object
 
 
 def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> Problem:
-    """Returns Hydra's error about a recipe's files as a problem, without the search path and Hydra's own
-    hints.
+    """Returns Hydra's error about a recipe's files as a problem, without the search path and Hydra's own hints.
 
     Args:
+        where: the recipe's file, for messages.
         dirs: the folders of recipes.
     """
     lines = [line.strip() for line in str(error).splitlines()]
-    meant = [
-        line
-        for line in lines
-        if line and not line.startswith(("Available options", "Config search path", "provider=", "To append"))
-    ]
-    text = " ".join(meant[:4]).replace(f"recipe/{_GIVEN}", where)
+    hints = ("Available options", "Config search path", "provider=", "To append")
+    message = [line for line in lines if line and not line.startswith(hints)]
+    text = " ".join(message[:4]).replace(f"recipe/{_GIVEN}", where)
     if (unknown := _UNLOADED.search(text)) is not None:
         name = unknown[1]
         recipes = group_options("recipe", dirs)
         bare = name.rpartition("/")[2]
         near = bare if bare in recipes else closest_option(bare, recipes)
         fix = f"write `- {near or 'qwen3-tiny'}`; there are {', '.join(recipes)}"
-        reason = f"there is no recipe {name}, from which its `defaults:` start"
+        reason = f"builds on recipe {name} in its `defaults:`, but there is no such recipe"
         return Problem(key=where, reason=reason, fix=fix)
     fix = "see `canzona recipes show qwen3-tiny` for the files a recipe is made of"
     return Problem(key=where, reason=f"cannot be composed: {text.rstrip('.')}", fix=fix)
@@ -301,7 +296,7 @@ def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> 
 def with_values(base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
     """Applies the command line's values to a tree, and resolves references to other settings.
 
-    References that cannot be resolved are added to `problems`, and their settings are left out.
+    For each reference that cannot be resolved, a problem is added to `problems` and the setting is dropped.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -309,7 +304,7 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
     config = OmegaConf.create(_with_defaults(base))
     for key, value in values.items():
         try:
-            # A typed blend replaces the blend of the recipe instead of adding to it.
+            # A blend on the command line replaces the recipe's blend instead of adding to it.
             merge = isinstance(value, Mapping) and key != "data.blend"
             OmegaConf.update(config, key, value, merge=merge, force_add=True)
         except OmegaConfBaseException as error:
@@ -317,9 +312,9 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
     raw = OmegaConf.to_container(config, resolve=False)
     assert isinstance(raw, dict)
     resolved: dict[str, object] = {}
-    written = dict(leaves({str(name): part for name, part in raw.items()}))
-    texts = {key: f"{value}" for key, value in written.items()}
-    for key, value in written.items():
+    unresolved = dict(leaves({str(name): part for name, part in raw.items()}))
+    texts = {key: f"{value}" for key, value in unresolved.items()}
+    for key, value in unresolved.items():
         if value == _MISSING:
             continue
         if _resolved_length(key, texts, ()) > _LONGEST:
@@ -340,14 +335,12 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
 
 
 def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
-    """Returns the length of a setting or section once its references are resolved; for a cycle, a number
-    above `_LONGEST`.
-
-    Only texts with references, and the texts they refer to, are counted.
+    """Returns the length of a setting or section after its references are resolved; for a cycle, a number above
+    `_LONGEST`. Only texts with references, and the texts to which they refer, count.
 
     Args:
         name: the key of the setting or section.
-        within: the keys that are being resolved around it, to detect cycles.
+        within: the keys whose references are being resolved, to detect cycles.
     """
     length = 0
     for key in (name,) if name in texts else [key for key in texts if key.startswith(f"{name}.")]:
@@ -361,30 +354,30 @@ def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...
 
 
 def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
-    """Adds the schema's defaults to a tree, so that `${train.seed}` works if no file sets the seed.
+    """Adds the schema's defaults to a tree, so that `${train.seed}` works even if no file sets the seed.
 
-    A section that is absent and has required settings stays absent; it is later reported as missing.
+    A missing section with required settings is not added; it is reported later.
     """
     known = settings()
     full: dict[str, object] = dict(tree)
     for section, names in sections().items():
         in_section = [known[f"{section}.{name}"] for name in sorted(names)]
-        given = full.get(section, None if any(setting.required for setting in in_section) else {})
-        if isinstance(given, Mapping):
-            optimizer = given.get("name")
+        paths = full.get(section, None if any(setting.required for setting in in_section) else {})
+        if isinstance(paths, Mapping):
+            optimizer = paths.get("name")
             defaults = {
                 setting.key.rpartition(".")[2]: setting.default
                 for setting in in_section
                 if not setting.required and (not setting.optimizers or optimizer in setting.optimizers)
             }
-            full[section] = {**defaults, **_defaults_with_experts(tree, defaults), **given}
+            full[section] = {**defaults, **_defaults_with_experts(tree, defaults), **paths}
     return full
 
 
 def _defaults_with_experts(tree: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
-    """Returns the defaults of a section that differ for a model with experts: `max_preconditioner_dim` is the
-    width of an expert, but at least 1024. Factors for the hidden size would take more memory than everything
-    else, because every expert has factors of its own."""
+    """Returns the defaults of a section that differ for a model with experts: `max_preconditioner_dim` is the width of
+    an expert, but at least 1024. Every expert has its own factors, and factors for the hidden size would take more
+    memory than everything else."""
     model = tree.get("model")
     width = model.get("ffn_hidden_size") if isinstance(model, Mapping) and model.get("num_experts") else None
     if "max_preconditioner_dim" not in defaults or not isinstance(width, int):
@@ -393,7 +386,7 @@ def _defaults_with_experts(tree: Mapping[str, object], defaults: Mapping[str, ob
 
 
 def put(tree: dict[str, object], key: str, value: object) -> None:
-    """Sets the value of a dotted key in place, creating its sections."""
+    """Sets the value of a dotted key in `tree`, which is changed in place; creates missing sections."""
     *sections_above, name = key.split(".")
     for section in sections_above:
         below = tree.setdefault(section, {})

@@ -1,4 +1,4 @@
-"""Converts a tree of values to the typed configuration of a run, or reports everything that is wrong with it."""
+"""Converts a tree of values to the typed configuration of a run, or reports all problems with the values."""
 
 import json
 import math
@@ -23,6 +23,7 @@ _EXAMPLE_OPTIONS = {
     "engine": "canzona",
     "data": "stdlib-bpe",
 }
+_OR_NULL = ", or null to let canzona choose"
 _NO_VALUE, _NOT_CHOSEN, _NOT_SET = "has no value", "is not chosen by the recipe", "is not set by the recipe"
 
 
@@ -31,8 +32,8 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
 
     Args:
         tree: sections and settings, as JSON values.
-        texts: the values as typed on the command line, by dotted key, to show in problems.
-        where: the file that all other values came from, to show in problems.
+        texts: the values on the command line as text, by dotted key, for messages.
+        where: the file of all other values, for messages.
     """
     hints = get_type_hints(RunConfig, include_extras=True)
     problems = list(_unknown(tree, where))
@@ -62,7 +63,8 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
 
 
 def _together(problems: list[Problem], where: str) -> list[Problem]:
-    """Returns the problems, with one in place of those of a recipe that starts from no other and lacks a model."""
+    """Returns the problems. If the recipe builds on no other and has no model, one problem replaces all about missing
+    values."""
     absent = [problem for problem in problems if problem.reason.startswith((_NO_VALUE, _NOT_CHOSEN, _NOT_SET))]
     if not any(problem.key == "model" for problem in absent):
         return problems
@@ -77,7 +79,7 @@ def _together(problems: list[Problem], where: str) -> list[Problem]:
 def _invalid(
     name: str, value: object, error: ValidationError, texts: Mapping[str, str], where: str
 ) -> Iterator[Problem]:
-    """Yields a problem for each value of a section that pydantic refused, and a single one for each list."""
+    """Yields a problem for each value of a section that pydantic refused; only one for each list or mapping entry."""
     lists = set()
     for detail in error.errors(include_url=False):
         location, entry = detail["loc"], detail["input"]
@@ -102,11 +104,11 @@ _BOUNDS = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
-"""The violated bound by pydantic's error type: pydantic's name of the bound, and our words for it."""
+"""The violated bound by pydantic's error type: pydantic's name of the bound, and the words in messages."""
 
 
 def _bound(error: str, context: Mapping[str, float], value: float) -> str:
-    """Returns in words the bound that a number in a list or mapping violates; empty for any other error."""
+    """Describes the bound that a number in a list or mapping violates; empty for any other error."""
     if error not in _BOUNDS:
         return ""
     key, name = _BOUNDS[error]
@@ -122,7 +124,7 @@ def _out_of_range(setting: Setting, value: object, shown: object, place: str) ->
         low = value < setting.range.at_least
         bound = setting.range.at_least if low else min(setting.range.at_most, setting.range.below - 1)
         fix = f"use {setting.key}={bound:.0f} or {'more' if low else 'less'}"
-    fix += ", or null to have it chosen" if setting.optional else ""
+    fix += _OR_NULL if setting.optional else ""
     return Problem(key=setting.key, value=shown, reason=reason, fix=fix)
 
 
@@ -136,12 +138,12 @@ def _bad_optimizer(tree: Mapping[str, object], texts: Mapping[str, str]) -> Prob
     section = tree.get("optimizer")
     if not isinstance(section, Mapping) or "name" not in section:
         return _missing_section("optimizer")
-    asked = texts.get("optimizer.name", section["name"])
-    return _not_a_choice(settings()["optimizer.name"], asked)
+    name = texts.get("optimizer.name", section["name"])
+    return _not_a_choice(settings()["optimizer.name"], name)
 
 
 def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
-    """Yields a problem for each key that is not a setting, or is not a setting of this optimizer."""
+    """Yields a problem for each key that is not a setting, or not a setting of the run's optimizer."""
     known, in_section = settings(), sections()
     variant = _optimizer_type(tree)
     optimizer = next((name for name, kind in OPTIMIZERS.items() if kind is variant), None)
@@ -176,7 +178,7 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
         return _out_of_range(setting, value, shown, place)
     if setting.kind == "list":
         return _bad_inside(key, value, "", texts, where)
-    null = ", or null to have it chosen" if setting.optional else ""
+    null = _OR_NULL if setting.optional else ""
     integral = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
     expected, fix = {
         "integer": ("a whole number", f"write {key}={value:.0f}" if integral else f"give a whole number{null}"),
@@ -188,29 +190,29 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
 
 
 def _bad_inside(key: str, value: object, wrong: str, texts: Mapping[str, str], where: str) -> Problem:
-    """Returns the problem of a list with a wrong entry, or of an entry of a mapping with a wrong value.
+    """Returns the problem of a list with a wrong entry, or of a mapping's entry with a wrong value.
 
     Args:
-        wrong: the reason, if it is more specific than a wrong type; empty otherwise.
+        wrong: the reason if it is more specific than a wrong type; otherwise empty.
     """
     setting = setting_of(key)
     assert setting is not None
-    typed = any(text == key or key.startswith(f"{text}.") for text in texts)
+    on_command_line = any(text == key or key.startswith(f"{text}.") for text in texts)
     expected = "a list of valid entries"
     if setting.kind == "mapping":
         expected = "a number, text, true, false, or a list of them"
-    reason = f"{wrong or f'is not {expected}'}{'' if typed else f' (in {where})'}"
-    fix = _example(setting)
-    return Problem(key=key, value=texts.get(key, "null" if value is None else value), reason=reason, fix=fix)
+    place = "" if on_command_line else f" (in {where})"
+    shown = texts.get(key, "null" if value is None else value)
+    return Problem(key=key, value=shown, reason=f"{wrong or f'is not {expected}'}{place}", fix=_example(setting))
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:
     if (removed := REMOVED_VALUES.get((setting.key, str(value)))) is not None:
         return Problem(key=setting.key, value=value, reason="no longer exists", fix=removed.instead)
-    meant = closest(str(value), setting.choices)
+    hint = closest(str(value), setting.choices)
     listed = ", ".join(setting.choices)
-    null = ", or null to have it chosen" if setting.optional else ""
-    fix = f"did you mean {meant}? ({listed}{null})" if meant else f"use one of {listed}{null}"
+    null = _OR_NULL if setting.optional else ""
+    fix = f"did you mean {hint}? ({listed}{null})" if hint else f"use one of {listed}{null}"
     return Problem(key=setting.key, value=value, reason="is not one of its choices", fix=fix)
 
 
@@ -228,9 +230,9 @@ def _missing_section(name: str) -> Problem:
 
 def _example(setting: Setting) -> str:
     default = "" if setting.default in (None, (), {}) else str(setting.default)
-    usual = {"integer": "100", "number": "0.1", "boolean": "true", "text": "NAME", "list": "[]"}
-    value = setting.example or default or (setting.choices[0] if setting.choices else usual.get(setting.kind, "VALUE"))
-    return f"for example {setting.key}={value}"
+    by_kind = {"integer": "100", "number": "0.1", "boolean": "true", "text": "NAME", "list": "[]"}
+    generic = setting.choices[0] if setting.choices else by_kind.get(setting.kind, "VALUE")
+    return f"for example {setting.key}={setting.example or default or generic}"
 
 
 def _type_words(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Finds settings on the command line that have no effect although they were meant to change what is trained."""
+"""Finds settings on the command line that were meant to change what is trained but have no effect."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,12 @@ from canzona_cli.errors import Problem
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
-    """Returns a problem for each setting of the command line that the run would ignore and that was meant to
-    change what is trained.
+    """Returns a problem for each setting of the command line that was meant to change what is trained but that the run
+    would ignore.
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
-        training: False for planning only, which makes canzona's plan whatever the run's strategy.
+        training: False for planning only, which makes canzona's plan for any strategy.
     """
     problems = [
         *_unused_data(config, explicit),
@@ -30,7 +30,7 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
 def _unused_precision(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     train = config.train
     if "train.grad_reduce_dtype" in explicit and train.grad_reduce_dtype == "bf16" and train.precision == "fp32":
-        reason = "has no effect: train.precision is fp32, whose gradients are summed in fp32"
+        reason = "has no effect: train.precision is fp32, so gradients are summed in fp32"
         yield Problem(key="train.grad_reduce_dtype", reason=reason, fix="leave it out, or use train.precision=bf16")
 
 
@@ -57,7 +57,7 @@ def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Proble
             yield Problem(key=key, reason=reason, fix=f"write data=prepared to train on it, or {key}=null")
     for key in ("data.tokenizer", "data.tokenizer_vocab_size"):
         if key in explicit and data.source == "prepared":
-            reason = "has no effect: prepared data was already tokenised"
+            reason = "has no effect: prepared data has already been tokenised"
             fix = "leave it out, or prepare the data again: canzona data prepare ... --tokenizer NAME"
             yield Problem(key=key, reason=reason, fix=fix)
         elif key == "data.tokenizer_vocab_size" and key in explicit and data.tokenizer != "bpe":
@@ -100,7 +100,7 @@ def _unused_guards(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
 
 
 def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    """Yields settings that only canzona's engine supports, in a run that does not use this engine."""
+    """Yields problems with settings that only canzona's engine supports, if the run does not use this engine."""
     execution, engine, optimizer = config.execution, config.engine, config.optimizer
     adamw = execution is Execution.ADAMW
     if execution is Execution.PLANNED:
@@ -108,7 +108,7 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
     why = "optimizer is adamw" if adamw else f"engine.strategy is {engine.strategy}"
     instead = "leave it out" if adamw else "use engine.strategy=canzona, or leave it out"
     if "train.non_finite" in explicit and not execution.ours:
-        reason = f"has no effect: {why}, which runs Megatron's own optimizer, and that optimizer has no such guard"
+        reason = f"has no effect: {why}, which runs Megatron's own optimizer, and this has no such guard"
         yield Problem(key="train.non_finite", reason=reason, fix=instead)
     if adamw:
         return
@@ -119,11 +119,11 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
     if execution.ours:
         return
     if "engine.splitting" in explicit and engine.splitting in ("split", "per_head"):
-        reason = f"splits further than Megatron's own Muon can ({why}), which keeps gate and up together"
+        reason = f"is not possible: {why}, which runs Megatron's own Muon, and this keeps gate and up together"
         fix = "use engine.splitting=qkv, or engine.strategy=canzona"
         yield Problem(key="engine.splitting", reason=reason, fix=fix)
     if "optimizer.form" in explicit and isinstance(optimizer, MomentumConfig) and optimizer.form == "gram":
-        reason = f"has no effect: {why}, which runs Megatron's own Muon, and that has only the standard form"
+        reason = f"has no effect: {why}, which runs Megatron's own Muon, and this has only the standard form"
         yield Problem(
             key="optimizer.form", reason=reason, fix="use engine.strategy=canzona, or optimizer.form=standard"
         )

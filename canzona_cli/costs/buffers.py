@@ -1,5 +1,5 @@
-"""Counts what a rank holds, in bytes and elements: Megatron's buffers, activations, logits, and the scratch
-of updates. None of it needs a plan.
+"""Counts a rank's memory, in bytes and elements, without a plan: Megatron's buffers, activations, logits, and the
+scratch of updates.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
 attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp, pp, cp and dp.
@@ -23,17 +23,18 @@ from canzona_cli.optimizers.muon_facts import BLOCK
 from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
 
 BATCH_BYTES = 256 << 20
-"""The most bytes of fp32 gradients that an owner copies at once if tp = 1, unless one matrix alone needs
-more."""
+"""The limit on the bytes of fp32 gradients that an owner copies at once if tp = 1. A single larger matrix is
+copied alone."""
 FP32 = 4
 """The bytes of an element of masters, optimizer state and scratch."""
 
 
 def in_batches(elements: Sequence[int]) -> list[slice]:
-    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32, or of one larger matrix.
+    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32; a larger matrix is a batch of
+    its own.
 
     Args:
-        elements: the elements of each matrix that count.
+        elements: the number of each matrix's elements that are copied.
     """
     starts: list[int] = []
     filled = 0
@@ -46,20 +47,22 @@ def in_batches(elements: Sequence[int]) -> list[slice]:
 
 
 def default_bucket_elements(owners: int) -> int:
-    """Returns the elements at which Megatron closes a bucket by default (`DistributedDataParallel`, 0.19)."""
+    """Returns the number of elements at which Megatron closes a bucket by default (`DistributedDataParallel`,
+    0.19)."""
     return max(40_000_000, 1_000_000 * owners)
 
 
 def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
-    """Returns the elements at which Megatron closes a bucket of the first stage; None if gradient reduction
-    does not overlap with the backward pass, so that every buffer is one bucket."""
+    """Returns the number of elements at which Megatron closes a bucket of the first stage; None if gradient
+    reduction does not overlap with the backward pass, so that every buffer is one bucket."""
     if not config.parallel.overlap_grad_reduce:
         return None
     return config.parallel.bucket_elements or default_bucket_elements(layout.owners)
 
 
 def exchange_bytes(config: RunConfig) -> tuple[int, int]:
-    """Returns the bytes of a weight and of a gradient element in a TP exchange; C_max limits the larger."""
+    """Returns the bytes of one weight element and of one gradient element in a TP exchange. C_max limits the
+    larger of these two messages."""
     return config.train.weight_bytes, 2 if config.engine.exchange_dtype == "bf16" else FP32
 
 
@@ -75,20 +78,20 @@ def workspace_bytes(
 ) -> int:
     """Counts the bytes of scratch that one rank's optimizers keep; 0 if they are not canzona's.
 
-    Each part is as large as the largest matrix (or stack of matrices) needs it.
+    Each part has the size that the largest matrix (or stack of matrices) needs.
 
     - Muon, in the type of its products: two iterates and two squares of the short side (four in Gram form),
-      for all stacked matrices of one shape. In fp32: an update direction with Nesterov momentum or NorMuon,
-      otherwise, on GPUs in bf16, for matrices that are updated alone in Gram form; and on CPUs one block.
-      Directions are those of whole stacks, and on CPUs, except for NorMuon, of the matrices in a block.
+      for all stacked matrices of one shape. In fp32: the update direction with Nesterov momentum or NorMuon;
+      without either, on GPUs in bf16, a copy of a matrix that is updated alone in Gram form; and on CPUs one
+      block. A direction covers a whole stack, or on CPUs, except for NorMuon, the matrices in a block.
     - Shampoo and SOAP, in fp32: one square, one matrix, and one matrix for each preconditioned side.
-    - SOAP-Muon: both, in standard form and without stacking.
+    - SOAP-Muon: the scratch of SOAP, and that of Muon in standard form without stacking.
 
     Args:
         together: for each optimizer, the shapes of the matrices that it updates in one step.
-        shared: the elements of the fragment and of a square, for each shared matrix.
-        beside: the same for each shared matrix that is interleaved with one of `shared`; these have their own
-            iterates and squares.
+        shared: for each shared matrix, the elements of its fragment and of one square.
+        beside: the same for each shared matrix that is interleaved with one of `shared`. These matrices have
+            their own iterates and squares.
     """
     if not keeps_workspace(config):
         return 0
@@ -121,9 +124,7 @@ def _muon(
     beside: Iterable[tuple[int, int]],
 ) -> int:
     """Counts the bytes of scratch of Muon's updates, see `workspace_bytes`."""
-    # Elements: of iterates and squares (the first of two interleaved shared matrices', then the second's), of
-    # further squares in Gram form, of the fp32 direction, of an fp32 copy in Gram form, and of a block on
-    # CPUs.
+    # All sizes are in elements. `second_...` belong to the second of two interleaved shared matrices.
     iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
     half = config.cluster.device == "cuda" and config.train.weight_bytes < FP32
     for batch in together:
@@ -155,12 +156,14 @@ def _muon(
 
 def momentary_bytes(config: RunConfig, shapes: Set[Shape]) -> int:
     """Counts the bytes that the update of the largest of `shapes` needs in addition to state and
-    `workspace_bytes`, and frees when it is done.
+    `workspace_bytes`, and frees at its end.
 
-    With a workspace (canzona's optimizers): nothing for Muon; for a refresh of Shampoo or SOAP, five squares
-    of the longest preconditioned side and one matrix, in fp32. Without: for Muon, the fp32 update, its
-    gathered copy and three iterates of the largest matrix, and two Gram matrices of its short side; for
-    Shampoo and SOAP four such squares and three matrices in fp32; for AdamW three matrices in fp32.
+    - canzona's optimizers, which have a workspace: nothing for Muon; for a refresh of Shampoo or SOAP, five
+      squares of the longest preconditioned side and one matrix, in fp32;
+    - Megatron's Muon: the fp32 update, its gathered copy and three iterates of the largest matrix, and two
+      Gram matrices of its short side;
+    - other Shampoo and SOAP: four squares of the longest preconditioned side and three matrices, in fp32;
+    - AdamW: three matrices in fp32.
     """
     how, width, keeps = algorithm(config), config.train.weight_bytes, keeps_workspace(config)
     orthogonal = not RULES[how.name].preconditioned and how.name != "adamw"
@@ -177,19 +180,20 @@ def momentary_bytes(config: RunConfig, shapes: Set[Shape]) -> int:
 
 
 def keeps_workspace(config: RunConfig) -> bool:
-    """Returns True if the matrices' optimizers are canzona's, which keep their scratch from step to step."""
+    """Returns True if canzona's own optimizers update the matrices; these keep their scratch from step to
+    step."""
     return config.execution.ours and config.optimizer.name != "custom"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWeights:
-    """The elements of parameters that one rank of a pipeline stage stores."""
+    """The number of parameter elements that one rank of a pipeline stage stores."""
 
     matrices: int
     """The elements of 2-D layer weights, experts included."""
     experts: int
-    """The elements of experts whose gradients are reduced over fewer ranks (`Mesh.expert_owners`): all of the
-    rank's experts if ep exceeds 1, otherwise 0."""
+    """The elements of the rank's experts if ep exceeds 1, so that their gradients are reduced over fewer ranks
+    (`Mesh.expert_owners`); otherwise 0."""
     others: int
     """The elements that AdamW updates: embedding, output layer, norms, routers."""
     largest: int
@@ -200,7 +204,7 @@ class StageWeights:
         return (self.matrices - self.experts) / layout.owners + self.experts / layout.expert_owners
 
     def share(self, layout: Mesh, *, matrices: bool) -> int:
-        """Returns the elements of a rank's equal share of what AdamW updates.
+        """Returns the elements of a rank's equal share of the parameters that AdamW updates.
 
         Args:
             matrices: True if AdamW updates the matrices too.
@@ -212,7 +216,7 @@ class StageWeights:
 
 
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
-    """Counts the elements that a rank of `stage` stores. With pp > 1 a tied output layer is a second copy of
+    """Counts the elements that a rank of `stage` stores. With pp > 1, a tied output layer is a second copy of
     the embedding."""
     model = config.model
     layers = stage_layers(model.num_layers, layout, stage)
@@ -236,13 +240,13 @@ def _stage_weights(model: ModelConfig, t: int, p: int, ep: int, stage: int, laye
 
 
 def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
-    """Lists (rows, columns) of one layer's matrices as the run's strategy splits them."""
+    """Lists the (rows, columns) of one layer's matrices, as the run's strategy splits them."""
     return layer_shapes(config.model, splitting_of(config))
 
 
 def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
-    """Counts the (rows, columns) of one layer's matrices, as the run's strategy splits them, that the ranks
-    of a TP group store together. If experts are divided among ranks, only those of one rank count."""
+    """Counts, by (rows, columns), the matrices of one layer that the ranks of a TP group store together, as the
+    run's strategy splits them. If experts are divided among ranks, only one rank's experts count."""
     cut, whole = layer_on_rank(config.model, splitting_of(config), layout.ep)
     return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
 
@@ -253,11 +257,11 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     With T = micro-batch * s / c tokens, element size w, and x = t with sequence parallelism, else 1:
     - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of
       everything else;
-    - core attention by torch (no Transformer Engine) with c > 1 and no recomputation: the k and v of the full
-      sequence, 2 T c g d / t, instead of the rotated k, and on GPUs the context once more, T a d / t, because
-      its two chunks are joined.
+    - torch's core attention (without Transformer Engine) with c > 1 and no recomputation: k and v of the full
+      sequence, 2 T c g d / t, instead of the rotated k; and on GPUs a second copy of the context, T a d / t,
+      because its two chunks are joined.
 
-    On CPU SwiGLU is not fused. Recomputation `selective` recomputes core attention; `full` keeps only the
+    SwiGLU is not fused on CPUs. Recomputation `selective` recomputes core attention; `full` keeps only the
     layer's input.
     """
     model, t, width = config.model, layout.tp, config.train.weight_bytes
@@ -269,7 +273,8 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     activations = family.activations(model, not on_cpu)
     cut = activations.cut * tokens // t + activations.copied * tokens * layout.expert_tp // t
     if layout.cp > 1 and not config.cluster.fused_layers and recompute == "none":
-        for attention in (work.attention for work in family.modules(model) if work.attention is not None):
+        attentions = [work.attention for work in family.modules(model) if work.attention is not None]
+        for attention in attentions:
             queries, keys = attention.queries * tokens // t, attention.keys * tokens // t
             cut += 2 * layout.cp * keys - keys + (0 if on_cpu else queries)
     return width * (activations.stream * stream + cut)
@@ -292,12 +297,12 @@ class Transient:
 
     def parts(self, *, reduction: int = 0, gathering: int = 0) -> dict[str, int]:
         """Returns the bytes by part. Memory that is never needed at the same time counts once: `workspace` is
-        only what is needed beyond the memory freed before.
+        only what exceeds the memory freed earlier.
 
         Args:
             reduction: the bytes of scratch for reductions during the backward pass.
-            gathering: the bytes of scratch for gatherings during the forward pass. They may be needed until
-                the last layers, together with all activations but without logits.
+            gathering: the bytes of scratch for gatherings during the forward pass. These may be needed until
+                the last layers, together with all activations, but before there are logits.
         """
         freed = self.activations + self.logits
         working = max(self.working + reduction, gathering) - self.logits
@@ -319,13 +324,13 @@ def forwards_ahead(layout: Layout, stage: int) -> int:
 
 
 def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
-    """Counts the layers whose activations a stage keeps when it keeps the most, once per micro-batch.
+    """Counts the layers whose activations a stage holds at its peak; a layer counts once per micro-batch.
 
-    Megatron runs `forwards_ahead` forward passes, then forward and backward passes in turns. After every pp
-    micro-batches it goes on to the next chunk, in backward passes to the previous one.
+    Megatron runs `forwards_ahead` forward passes, then alternates forward and backward passes. After every pp
+    micro-batches it moves to the next chunk, and in backward passes to the previous chunk.
 
     Args:
-        layers: the layers of the model.
+        layers: the number of layers in the model.
     """
     if layout.vpp == 1:
         return min(forwards_ahead(layout, stage) + 1, layout.num_microbatches) * stage_layers(layers, layout, stage)
@@ -334,19 +339,20 @@ def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) -> int:
-    """Computes `layers_in_flight` of a stage with several model chunks."""
+    """Computes `layers_in_flight` for a stage with several model chunks."""
     layout = Layout.plain(pp=pp, vpp=vpp, num_microbatches=count)
-    held = [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)]
+    layers_of = [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)]
     passes = layout.vpp * layout.num_microbatches
     in_flight = min(forwards_ahead(layout, stage) + 1, passes)
-    if len(set(held)) == 1:
-        return in_flight * held[0]
+    if len(set(layers_of)) == 1:
+        return in_flight * layers_of[0]
     chunk_of = [number // layout.pp % layout.vpp for number in range(in_flight + layout.pp * layout.vpp)]
-    most = kept = sum(held[chunk] for chunk in chunk_of[:in_flight])
-    for number in range(min(passes - in_flight, layout.pp * layout.vpp)):  # then it repeats
-        kept += held[chunk_of[in_flight + number]] - held[layout.vpp - 1 - chunk_of[number]]
-        most = max(most, kept)
-    return most
+    peak = current = sum(layers_of[chunk] for chunk in chunk_of[:in_flight])
+    for number in range(min(passes - in_flight, layout.pp * layout.vpp)):  # the pattern repeats after that
+        forward, backward = chunk_of[in_flight + number], layout.vpp - 1 - chunk_of[number]
+        current += layers_of[forward] - layers_of[backward]
+        peak = max(peak, current)
+    return peak
 
 
 def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
@@ -369,14 +375,14 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
 
 
 def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> int:
-    """Counts the bytes that the loss and the output layer need in addition to activations, which are the most either
-    in the loss or in the backward pass of the output layer.
+    """Counts the bytes that the loss and the output layer need in addition to activations. The peak is either in
+    the loss or in the backward pass of the output layer.
 
-    The loss of bf16 logits needs their softmax in fp32 beside the logits or, later, beside their gradient. Megatron's
-    fused loss, which runs on GPUs, makes the gradient in fp32 first, beside both (tests/dist/test_fusions.py). The
-    loss of fp32 logits turns them into their softmax and then into their gradient in place. The backward pass needs the
-    gradients of logits, input and weights, and on processors without bf16 instructions fp32 copies of both factors and
-    of the product.
+    The loss of bf16 logits needs an fp32 softmax at the same time as the logits or, later, their gradient.
+    Megatron's fused loss, which runs on GPUs, first makes an fp32 gradient at the same time as both
+    (tests/dist/test_fusions.py). The loss of fp32 logits overwrites the logits with their softmax and then with
+    their gradient. The backward pass needs the gradients of the logits, the input and the weights. On processors
+    without bf16 instructions it also needs fp32 copies of both factors and of the product.
 
     Args:
         logits: the logits of a micro-batch on one rank.
@@ -404,7 +410,7 @@ def _scratch(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
         share = FP32 * (weights.others if execution.ours else weights.matrices + weights.others)
     else:
         share = FP32 * weights.share(layout, matrices=not execution.ours)
-    # Gradients that are reduced in bf16 are copied to fp32 for the masters, until the step is over.
+    # Gradients that are reduced in bf16 are copied to fp32 for the masters and kept until the step is over.
     copies = share if config.train.gradient_bytes < FP32 else 0
     # Without Transformer Engine's fused AdamW, torch's foreach version makes one fp32 temporary per updated
     # element.
@@ -416,8 +422,8 @@ def _scratch(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
 
 def stream_elements(config: RunConfig, layout: Layout) -> int:
     """Counts the elements of one micro-batch's residual stream on one rank."""
-    held = micro_batch_tokens(config, layout) * config.model.hidden_size
-    return held // (layout.tp if layout.sequence_parallel else 1)
+    elements = micro_batch_tokens(config, layout) * config.model.hidden_size
+    return elements // (layout.tp if layout.sequence_parallel else 1)
 
 
 def micro_batch_tokens(config: RunConfig, layout: Layout) -> int:

@@ -1,9 +1,9 @@
-"""The parts of an expert layer's time that dense layers lack: products of many experts, the travel of tokens
-to the ranks of their experts and back, and the launches of the router's small kernels.
+"""The parts of an expert layer's time that dense layers do not have: products of many experts, the travel of
+tokens to their experts' ranks and back, and the launches of the router's small kernels.
 
-Tokens are assumed to go to all experts evenly, as the balancing loss intends. With k of E experts chosen for
-a token, T tokens of a micro-batch on a TP group, t = tp, and experts divided among e ranks (`Layout.ep`), a
-rank sends k T / t copies and receives as many: k T e / (t E) for each of its E / e experts.
+Tokens are assumed to be spread evenly over the experts, as the balancing loss intends. With k of E experts
+chosen for a token, T tokens of a micro-batch on a TP group, t = tp, and experts divided among e ranks
+(`Layout.ep`), a rank sends k T / t copies and receives as many: k T e / (t E) for each of its E / e experts.
 """
 
 from canzona_cli.config.execution import dispatcher_of
@@ -15,14 +15,14 @@ from canzona_cli.model.family import Weight, Work
 
 STREAMS = 4
 """The number of experts' products that run at the same time, on the streams of Transformer Engine's grouped
-linear layers. This helps where one product leaves units of the GPU idle."""
+linear layers. Concurrent products are faster if one alone would leave parts of the GPU idle."""
 EXPERT_LAUNCHES = 60
-"""The launches that the GPU waits for in one pass of an expert layer: router, sort and permutation are about
-40 small kernels, and the host loses its lead when it waits for the counts of tokens. Fitted to published step
-times of Qwen3-30B-A3B (bench/published.yaml)."""
+"""The number of kernel launches that the GPU waits for in one pass of an expert layer: router, sort and
+permutation are about 40 small kernels, and the host loses its lead when it waits for the token counts. Fitted
+to published step times of Qwen3-30B-A3B (bench/published.yaml)."""
 HOST_LAUNCHES = 400
 """The time that the host needs for one pass of an expert layer, as a number of kernel launches. Transformer
-Engine's modules cost the host more than the launches of their kernels. Fitted to the same model's steps on
+Engine's modules cost the host more than the launches of their kernels. Fitted to steps of Qwen3-30B-A3B with
 few tokens, with and without CUDA graphs."""
 
 
@@ -37,28 +37,28 @@ def held_weight(layout: Layout, work: Work) -> Weight:
 
 
 def held_experts(layout: Layout, work: Work) -> int:
-    """Counts the experts that a rank has of a module; 1 for a module without experts."""
+    """Counts a module's experts on one rank; 1 for a module without experts."""
     return work.experts // layout.ep if work.experts > 1 else 1
 
 
 def products_seconds(config: RunConfig, layout: Layout, work: Work) -> float:
     """Returns the seconds of a module's products in the forward pass of a micro-batch."""
-    cluster, weight, held = config.cluster, held_weight(layout, work), held_experts(layout, work)
+    cluster, weight, experts = config.cluster, held_weight(layout, work), held_experts(layout, work)
     copies = micro_batch_tokens(config, layout) * work.experts_per_token * layout.expert_tp // layout.tp
-    tokens = max(1, copies // held) if work.experts > 1 else micro_batch_tokens(config, layout)
+    tokens = max(1, copies // experts) if work.experts > 1 else micro_batch_tokens(config, layout)
     volume = float(tokens * weight.elements)
     side = volume ** (1 / 3)
-    if cluster.device == "cuda" and held > 1:
-        # Products that run at the same time have the rate of one product of their total volume, up to that of
-        # the smallest size in the profile's table.
+    if cluster.device == "cuda" and experts > 1:
+        # Concurrent products run at the rate of one product of their total volume, but not faster than a product
+        # of the smallest size in the profile's table.
         smallest, _ = rates(cluster)[0]
-        side = max(side, min(float(smallest), side * min(STREAMS, held) ** (1 / 3)))
-    return held * 2.0 * volume / matmul_rate(cluster, side, config.train.precision)
+        side = max(side, min(float(smallest), side * min(STREAMS, experts) ** (1 / 3)))
+    return experts * 2.0 * volume / matmul_rate(cluster, side, config.train.precision)
 
 
 def launched(cluster: ClusterConfig, seconds: float) -> float:
-    """Returns the seconds that launches add to a pass of an expert layer whose work takes the GPU `seconds`.
-    On CPUs they are part of what a calibration measures."""
+    """Returns the seconds that kernel launches add to a pass of an expert layer whose work takes the GPU
+    `seconds`; 0 on CPUs, where a calibration's measurements include them."""
     if cluster.device == "cpu":
         return 0.0
     waited_s, host_s = (launches * cluster.launch_us * 1e-6 for launches in (EXPERT_LAUNCHES, HOST_LAUNCHES))
@@ -68,20 +68,19 @@ def launched(cluster: ClusterConfig, seconds: float) -> float:
 def copying(config: RunConfig, layout: Layout) -> float:
     """Returns how many times the elements `Work.copied` pass through a rank's memory.
 
-    Copies that arrive by `alltoall` are in the order of their senders, and are sorted by expert once more.
+    Copies that arrive by `alltoall` are in the order of their senders and have to be sorted by expert again.
     """
     sorts = 2 if layout.ep > 1 and dispatcher_of(config) == "alltoall" else 1
     return sorts * layout.expert_tp / layout.tp
 
 
 def dispatch(config: RunConfig, layout: Layout) -> Transfer:
-    """Returns the travel of a micro-batch's tokens to their experts; their results travel back in the same
-    time.
+    """Returns the transfer of a micro-batch's tokens to their experts. The transfer back takes as long.
 
     - allgather: every rank receives all ranks' tokens;
-    - alltoall: every copy travels on its own;
-    - flex (DeepEP): one copy travels to each node, over the network, and on to each rank there that has an
-      expert of the token; both links work at the same time.
+    - alltoall: every copy travels separately;
+    - flex (DeepEP): one copy of a token goes over the network to each node, and from there to each rank of the
+      node with an expert of the token; both links work at the same time.
     """
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).dispatch
     tokens = micro_batch_tokens(config, layout) // layout.tp
@@ -99,15 +98,19 @@ def dispatch(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Transfer:
-    """Returns the travel of tokens, `size` bytes on each rank, to `chosen` experts each, where one copy goes
-    to each node, and on to each rank there that has an expert of the token.
+    """Returns the transfer of tokens by `flex`, see `dispatch`.
 
-    Experts are chosen evenly and independently, so a given one of n nodes or ranks has none of a token's
-    experts with probability (1 - 1/n)^chosen.
+
+    Experts are assumed to be chosen evenly and independently, so the probability that a given one of n nodes or
+    ranks has none of a token's experts is (1 - 1/n)^chosen.
+
+    Args:
+        size: the bytes of tokens on each rank.
+        chosen: the number of experts for each token.
     """
 
     def reached(parts: int) -> float:
-        """Returns the expected number of parts that have an expert of a token."""
+        """Returns the expected number of `parts` nodes or ranks that have at least one of a token's experts."""
         return parts * (1.0 - (1.0 - 1.0 / parts) ** chosen)
 
     outside = (group.machines - 1) / group.machines

@@ -20,44 +20,43 @@ def zeroing_seconds(config: RunConfig, layout: Layout, stage: int, padding: int 
 
 
 NORM_BYTES, CLIP_BYTES = 4, 8
-"""The bytes of memory traffic per fp32 gradient element: read for the norm; read and written for the clip."""
+"""The bytes of memory traffic per fp32 gradient element: the norm reads it; the clip reads and writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormClip:
     """The time of gradient norm and clip, if every rank has its own device."""
 
-    read_s: float
-    """The seconds of the norm for each gradient element that was reduced to a rank."""
-    agree_s: float
+    norm_element_s: float
+    """The seconds that the norm takes for each gradient element reduced to a rank."""
+    all_reduce_s: float
     """The seconds of the all-reduce of a few numbers over all ranks."""
-    scaled_s: float
+    clip_element_s: float
     """The seconds for each element that is clipped in a separate pass."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "NormClip":
         world = Groups.of(layout, config.cluster).world
-        each = step_factor(config.cluster, "norm_clip", implementation(config)) / memory_rate(config.cluster)
+        byte_s = step_factor(config.cluster, "norm_clip", implementation(config)) / memory_rate(config.cluster)
         return cls(
-            read_s=NORM_BYTES * each,
-            agree_s=Links(cluster=config.cluster).all_reduce(8.0, world).seconds if world.size > 1 else 0.0,
-            scaled_s=CLIP_BYTES * each,
+            norm_element_s=NORM_BYTES * byte_s,
+            all_reduce_s=Links(cluster=config.cluster).all_reduce(8.0, world).seconds if world.size > 1 else 0.0,
+            clip_element_s=CLIP_BYTES * byte_s,
         )
 
     def seconds(self, elements: float, clipped: float) -> float:
-        """Returns the seconds from a rank's reduced gradients to its clipped ones, without waiting for other
-        ranks.
+        """Returns the seconds of norm and clip on one rank, without waiting for other ranks.
 
         Args:
             elements: the gradient elements that were reduced to the rank.
             clipped: the elements that are clipped in a separate pass.
         """
-        return elements * self.read_s + self.agree_s + clipped * self.scaled_s
+        return elements * self.norm_element_s + self.all_reduce_s + clipped * self.clip_element_s
 
 
 def least_before_updates(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds of norm, clip and AdamW on the ranks of an average owner in the middle stage, which
-    has the least work."""
+    """Returns the seconds of norm, clip and AdamW for an average owner of the middle stage, the stage with the
+    least of this work."""
     weights, implemented = stage_weights(config, layout, layout.pp // 2), implementation(config)
     others = weights.others / layout.owners
     reduced = weights.reduced(layout)

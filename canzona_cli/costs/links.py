@@ -1,17 +1,17 @@
 """The time of a transfer on a cluster profile: latency plus bytes over the bandwidth of the busiest link.
 
-Every GPU has two links: one to its peers in the same node and one to other nodes. From the geometry of its
-group (`Group`) a collective becomes a `Transfer`: a latency, which nothing else delays, and a time on one
-link at full rate, which grows if transfers share the link (`costs.timeline`).
+Every GPU has two links: one to its peers in the same node and one to other nodes. The geometry of its group
+(`Group`) turns a collective into a `Transfer`: a latency, which nothing else delays, and a time on one link at
+full rate, which grows if transfers share the link (`costs.timeline`).
 
 Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank.
 Over several nodes NCCL runs as many rings as the group has members on a node, each leaving the node through
-another network port. A group with k members a node therefore has the bandwidth of k ports, but at most that
-of the intra-node link.
+another network port. A group with k members on each node therefore has the bandwidth of k ports, up to the
+bandwidth of the intra-node link.
 
 Chains: a reduction or broadcast passes through the same ring, but starts at one rank. A rank forwards a chunk
-once it has received it, so a chain of n ranks first has to be filled: n - 1 hops, each with its latency and
-the time of a chunk.
+only after it has received the whole chunk, so a chain of n ranks first has to fill: n - 1 hops, each with its
+latency and the time of a chunk.
 
 If the profile has measurements of a collective within a node (`ClusterConfig.collectives`), they are used
 instead.
@@ -31,12 +31,10 @@ Link = Literal["machine", "network"]
 EFFICIENCY: dict[Link, float] = {"machine": 0.8, "network": 0.9}
 """The share of a link's nominal bandwidth that large NCCL collectives without in-network reduction reach: 360
 of NVLink 4's 450 GB/s, 45 of the 50 GB/s of a 400 Gb/s port."""
-
-
 CHUNK = 512 << 10
-"""The bytes that a rank of a chain forwards at a time through each channel: one of the eight steps into which
-NCCL divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; NCCL_STEPS, REDUCE_CHUNKSTEPS and
-BROADCAST_CHUNKSTEPS in its sources)."""
+"""The bytes that a rank of a chain forwards at a time through each channel: one of the eight steps into which NCCL
+divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; see NCCL_STEPS, REDUCE_CHUNKSTEPS and BROADCAST_CHUNKSTEPS in its
+sources)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +46,8 @@ class Transfer:
     link_s: float = 0.0
     """The seconds on `link` if nothing else uses it."""
     fill_s: float = 0.0
-    """The part of `latency_s` in which a chain of ranks fills. The first ranks of the chain are done this
-    long before its end, and can start the next chain."""
+    """The part of `latency_s` in which a chain of ranks fills. The first ranks of the chain finish this long
+    before the last, and can already start the next chain."""
     cores: float = 0.0
     """The processor cores that the transfer keeps busy, summed over the group's ranks; 0 if devices move the
     data."""
@@ -60,34 +58,34 @@ class Transfer:
         return self.latency_s + self.link_s
 
     def times(self, factor: float) -> "Transfer":
-        """Returns the transfer, taking `factor` times as long."""
+        """Returns a transfer that takes `factor` times as long."""
         if factor == 1.0:
             return self
         latency_s, link_s, fill_s = (factor * seconds for seconds in (self.latency_s, self.link_s, self.fill_s))
         return replace(self, latency_s=latency_s, link_s=link_s, fill_s=fill_s)
 
     def beside(self, computing_s: float, units: float) -> "Transfer":
-        """Returns the time that the transfer adds to `computing_s` seconds of computation that run at the same time:
-        the part that does not fit into them, and the delay of the computation by the part that does.
+        """Returns the time that the transfer adds to a computation of `computing_s` seconds at the same time: the
+        part that does not overlap, and the delay that the overlapping part causes.
 
         Args:
-            units: the share of a GPU's units that the transfer occupies.
+            units: the share of a GPU's compute units that the transfer occupies.
         """
         if not self.seconds:
             return self
         return self.times(1.0 - (1.0 - units) * min(1.0, computing_s / self.seconds))
 
     def delayed(self, seconds: float) -> "Transfer":
-        """Returns the transfer with `seconds` of work on the ranks before or after it, which use no link."""
+        """Returns the transfer with `seconds` added for work on its ranks that uses no link."""
         return replace(self, latency_s=self.latency_s + seconds) if seconds else self
 
     def on_cores(self, cores: float) -> "Transfer":
-        """Returns the transfer, keeping another number of cores busy."""
+        """Returns the transfer with `cores` cores kept busy."""
         return replace(self, cores=cores)
 
     def then(self, other: "Transfer") -> "Transfer":
-        """Returns this transfer followed by `other`. If they use two links, the time on the less busy link
-        counts as latency."""
+        """Returns this transfer followed by `other`. If they use different links, the time on the less busy
+        link counts as latency."""
         longer = max(self, other, key=lambda transfer: transfer.link_s)
         shared = self.link == other.link or not self.link_s * other.link_s
         link_s = self.link_s + other.link_s if shared else longer.link_s
@@ -102,7 +100,7 @@ class Group:
 
     size: int
     per_machine: int
-    """The number of members on each node; the least if nodes differ."""
+    """The number of members on each node; the smallest number if nodes differ."""
 
     @property
     def machines(self) -> int:
@@ -116,18 +114,18 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The communicators of a layout in Megatron's rank order: tp innermost, then cp, dp, pp. Expert
-    parallelism divides the ranks of a stage anew, with ep innermost."""
+    """The communicators of a layout in Megatron's rank order: tp innermost, then cp, dp, pp. For experts, the
+    ranks of a stage are divided a second time, with ep innermost."""
 
     tp: Group
     cp: Group
     data: Group
     """The group of dp * cp ranks over which gradients are reduced."""
     experts: Group
-    """The group over which the gradients of experts are reduced: the ranks of a stage that have the same
-    experts, every ep-th; `data` if ep is 1."""
+    """The group over which the gradients of experts are reduced: every ep-th rank of a stage, which all have
+    the same experts; `data` if ep is 1."""
     dispatch: Group
-    """The group among which the experts of a layer are divided: ep neighbouring ranks."""
+    """The ep neighbouring ranks among which the experts of a layer are divided."""
     stage_crosses: bool
     """True if some neighbouring pipeline stages are on different nodes."""
     world: Group
@@ -137,13 +135,13 @@ class Groups:
         return _groups(layout.tp, layout.cp, layout.dp, layout.pp, layout.ep, cluster.gpus_per_node)
 
     def holding(self, copies: Copies) -> Group:
-        """Returns the group of ranks that hold copies of a tensor and add up its gradients."""
+        """Returns the group of ranks that hold copies of a tensor and sum its gradients."""
         return self.data if copies == "data" else self.tp
 
 
 @lru_cache(maxsize=1024)
 def _groups(tp: int, cp: int, dp: int, pp: int, ep: int, per_machine: int) -> Groups:
-    """Returns `Groups.of` a layout with these sizes."""
+    """Computes `Groups.of` for a layout with these sizes."""
     owners, ranks = cp * dp, tp * cp * dp * pp
     data = strided(tp, owners, ranks, per_machine)
     return Groups(
@@ -158,8 +156,8 @@ def _groups(tp: int, cp: int, dp: int, pp: int, ep: int, per_machine: int) -> Gr
 
 
 def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
-    """Returns a group of `size` ranks, every `stride`-th of the job's `ranks`. A group that does not tile
-    nodes evenly counts as if every member had its own node."""
+    """Returns a group of `size` ranks at distance `stride` among the job's `ranks`. A group that does not divide
+    evenly over nodes is treated as if each member were on a node of its own."""
     if ranks <= per_machine or per_machine % (stride * size) == 0:
         together = size
     elif per_machine % stride == 0 and stride * size % per_machine == 0:
@@ -170,7 +168,7 @@ def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
 
 
 GLOO_THREADS = 2
-"""The number of collectives of a group that gloo runs at the same time (default of torch's ProcessGroupGloo)."""
+"""The number of a group's collectives that gloo runs at the same time (default of torch's ProcessGroupGloo)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,35 +219,38 @@ class Links:
     def rooted(
         self, kind: Literal["reduce", "broadcast"], sizes: Sequence[float], group: Group, *, collectives: int
     ) -> Transfer:
-        """Returns reductions to (broadcasts from) several owners, of `sizes` bytes each, that are started
-        together.
+        """Returns the transfer of reductions to several owners, or broadcasts from them, that start together.
 
-        Each owner's share passes through a chain that ends at (starts from) the owner. A rank therefore sends
-        every share except its own, and the rank with the smallest share sends most. On GPUs all shares use
-        the same link one after another, and latencies overlap only if the collectives are issued as one NCCL
-        group. Otherwise each of the `collectives` adds its latency.
+        Each owner's share passes through a chain that ends (for a broadcast: starts) at the owner. A rank
+        therefore sends every share except its own, and the rank with the smallest share sends most. On GPUs all
+        shares use the same link one after another, and latencies overlap only if the collectives are issued as
+        one NCCL group. Otherwise each collective adds its latency.
+
+        Args:
+            sizes: the bytes of each owner's share.
+            collectives: the number of collectives.
         """
         on_gpu = self.cluster.device == "cuda"
         chains = collectives if on_gpu and not self.cluster.grouped_collectives else 1
         together = self._measured(kind, sum(sizes), group) if on_gpu else None
         if together is not None:
-            # The profile measured a bucket with one range for each rank, issued as training issues it.
-            alone = 1.0 if self.cluster.grouped_collectives else collectives / group.size
-            return replace(together, latency_s=alone * together.latency_s)
-        each = [self._measured(kind, size, group) for size in sizes]
-        measured = [transfer for transfer in each if transfer is not None]
+            # The profile's measurement is for a bucket with one range for each rank, issued as in training.
+            latencies = 1.0 if self.cluster.grouped_collectives else collectives / group.size
+            return replace(together, latency_s=latencies * together.latency_s)
+        transfers = [self._measured(kind, size, group) for size in sizes]
+        measured = [transfer for transfer in transfers if transfer is not None]
         if not measured:
-            least = min(sizes) if len(sizes) == group.size else 0.0
-            return self.chains(sum(sizes) - least, group, chains)
+            smallest = min(sizes) if len(sizes) == group.size else 0.0
+            return self.chains(sum(sizes) - smallest, group, chains)
         at_once = min(GLOO_THREADS, len(measured))
         seconds = sum(transfer.seconds for transfer in measured) / at_once
         return Transfer(link_s=seconds, cores=at_once * max(transfer.cores for transfer in measured))
 
     def chains(self, size: float, group: Group, launches: int = 1) -> Transfer:
-        """Returns reductions or broadcasts that move `size` bytes through every rank, in `launches` equal
-        launches one after another.
+        """Returns the transfer of reductions or broadcasts that move `size` bytes through every rank, in
+        `launches` equal launches one after another.
 
-        NCCL distributes the chains of one launch over its channels, so that they fill at the same time.
+        NCCL distributes the chains of one launch over its channels, so they fill at the same time.
         """
         ring = self.through(size, group)
         if self.cluster.device == "cpu":
@@ -258,8 +259,8 @@ class Links:
         return replace(ring, latency_s=launches * fill_s, fill_s=fill_s)
 
     def _chunk(self, size: float, group: Group) -> float:
-        """Returns the seconds in which every channel of a chain forwards one chunk; at most `size` bytes in
-        all."""
+        """Returns the seconds in which all channels of a chain forward one chunk each, together at most `size`
+        bytes."""
         cluster = self.cluster
         channels = cluster.intra_node_channels
         if group.machines > 1:
@@ -276,9 +277,9 @@ class Links:
         return Transfer(latency_s=hops * (group.size - 1) / group.size, link=link, link_s=size / rate)
 
     def all_to_all(self, sent: Sequence[float], received: Sequence[float], group: Group) -> Transfer:
-        """Returns an all-to-all, which takes as long as the busiest sender or receiver (incast).
+        """Returns the transfer of an all-to-all, which takes as long as its busiest sender or receiver (incast).
 
-        The share of a rank's traffic that uses its network port is the share of its peers on other nodes.
+        The share of a rank's traffic that goes over the network is the share of its peers on other nodes.
 
         Args:
             sent: the bytes that each rank sends in total.
@@ -307,12 +308,12 @@ class Links:
         return Transfer(latency_s=self.latency(link), link=link, link_s=size / self.bandwidth(link))
 
     def _measured_exchange(self, sent: Sequence[float], busiest: float, group: Group) -> Transfer | None:
-        """Interpolates measured all-to-alls, in which every rank sends the same number of bytes; None without
-        them.
+        """Interpolates the profile's measured all-to-alls, in which every rank sends the same number of bytes;
+        None without measurements.
 
         If the group has more ranks than there are cores, the cores move all bytes one after another, so the
-        mean of the ranks' bytes counts. Otherwise the busiest rank counts, and the others use their cores
-        less.
+        mean of the ranks' bytes counts. Otherwise the busiest rank counts, and the other ranks keep their cores
+        busy for less of the time.
         """
         mean = sum(sent) / group.size
         cores = self.cluster.cores
@@ -322,10 +323,9 @@ class Links:
         return measured and replace(measured, cores=measured.cores * mean / busiest)
 
     def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
-        """Interpolates the profile's measurements of a collective within a node; None if there are none for
-        it.
+        """Interpolates the profile's measurements of a collective within a node; None without measurements.
 
-        Times are linear in bytes between two rows, and extrapolated beyond the last row from the last two.
+        Times are linear in bytes between two rows. Beyond the last row they are extrapolated from the last two.
         """
         if group.machines > 1 or group.size == 1 or not self.cluster.collectives:
             return None
@@ -339,12 +339,12 @@ class Links:
             return Transfer(latency_s=first[1], cores=first[2])
         above = next((number for number, row in enumerate(rows) if row[0] >= size), len(rows) - 1)
         (low, low_s, low_cores), (high, high_s, high_cores) = rows[above - 1], rows[above]
-        place = (size - low) / (high - low)
-        seconds = max(first[1], low_s + place * (high_s - low_s))
+        fraction = (size - low) / (high - low)
+        seconds = max(first[1], low_s + fraction * (high_s - low_s))
         return Transfer(
             latency_s=first[1],
             link_s=seconds - first[1],
-            cores=low_cores + min(1.0, place) * (high_cores - low_cores),
+            cores=low_cores + min(1.0, fraction) * (high_cores - low_cores),
         )
 
 

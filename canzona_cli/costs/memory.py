@@ -1,15 +1,15 @@
 """The memory of a run's fullest GPU: lasting state, memory needed during computation, and the GPU's capacity.
 
-`estimate` needs no plan and estimates memory from shapes alone. It is used to search layouts, and for
-strategies without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets.
-Every command shows `planner.memory.memory_of`, which is the latter wherever there is a plan.
-Both add up the same parts. They differ in which matrices a rank keeps (`placement`, or the plan) and in the
-size of the engine's buffers (`least_step_bytes`, or `step_buffers`). State is counted as Megatron-core 0.19
-keeps it.
+`estimate` needs no plan: it works from shapes alone. The search of layouts uses it, and so do strategies
+without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Every command
+shows `planner.memory.memory_of`: `plan_memory` if there is a plan, otherwise the estimate.
+Both functions add up the same parts. They differ in which matrices a rank keeps (`placement`, or the plan) and
+in the size of the engine's buffers (`least_step_bytes`, or `step_buffers`). State is counted as Megatron-core
+0.19 keeps it.
 
-Buffers of the communication library are not tensors; they are included in the profile's `reserved_gib`.
+Buffers of the communication library are not tensors; the profile's `reserved_gib` includes them.
 
-Everything is bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
+All sizes are bytes on one rank; (t, p, c, D) are tp, pp, cp and dp.
 """
 
 import heapq
@@ -62,7 +62,7 @@ class Memory:
         return sum(self.parts.values())
 
     headroom: int
-    """The bytes of the capacity that a chosen layout leaves free, see `cluster.headroom_gib`."""
+    """The bytes that the search of layouts leaves free, see `cluster.headroom_gib`."""
 
     @property
     def fits(self) -> bool:
@@ -70,7 +70,7 @@ class Memory:
 
     @property
     def roomy(self) -> bool:
-        """True if the headroom stays free."""
+        """True if the run fits and leaves the headroom free."""
         return self.total <= self.capacity - self.headroom
 
 
@@ -80,9 +80,8 @@ class MemoryEstimate(Memory):
 
     parts: Mapping[str, int]
     """The bytes of weights, gradients, optimizer, activations, logits, workspace and exchange. Memory that is
-    never needed at the same time counts once: `workspace` is only what is needed beyond the logits and
-    activations freed before. `exchange` is the least that the engine's buffers and its optimizers' scratch
-    need under any plan."""
+    never needed at the same time counts once: `workspace` is only what exceeds the logits and activations freed
+    earlier. `exchange` is the minimum for the engine's buffers and its optimizers' scratch under any plan."""
 
     @property
     def forward(self) -> int:
@@ -116,7 +115,7 @@ def capacity(config: RunConfig) -> int:
 
 
 def headroom(config: RunConfig) -> int:
-    """Returns the bytes of `capacity` that a chosen layout leaves free."""
+    """Returns the bytes of `capacity` that the search of layouts leaves free."""
     return int(config.cluster.headroom_gib * GIB)
 
 
@@ -124,7 +123,7 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
     """Estimates the memory of the rank that needs the most in `layout`.
 
     Only three stages can need the most: the first has the embedding and the most micro-batches in flight, the
-    last has the output layer and the logits, and the second may have a layer more than these.
+    last has the output layer and the logits, and the second may have one layer more than either.
     """
     stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     candidates = {stage: _stage_parts(config, layout, stage) for stage in stages}
@@ -146,35 +145,35 @@ def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int
 @lru_cache(maxsize=4096)
 def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, int, int]:
     """Counts the bytes of weights, gradients, optimizer and exchange."""
-    weights, held = stage_weights(config, layout, stage), placement(config, layout, stage)
+    weights, fullest = stage_weights(config, layout, stage), placement(config, layout, stage)
     # Megatron pads its layer-wise buffers so that undivided parameters fit equal shards. Every rank stores
     # the padding.
-    stored = weights.others + (weights.matrices if held is None else max(weights.matrices, held.padded))
+    stored = weights.others + (weights.matrices if fullest is None else max(weights.matrices, fullest.padded))
     width, grad = config.train.weight_bytes, config.train.gradient_bytes
     layers = stage_layers(config.model.num_layers, layout, stage)
-    state = sum(_bounded_state(config, layout, weights, held, layers).values())
+    state = sum(_bounded_state(config, layout, weights, fullest, layers).values())
     return width * stored, grad * stored, state, least_step_bytes(config, layout, stage)
 
 
 def _bounded_state(
-    config: RunConfig, layout: Layout, weights: StageWeights, held: Placement | None, layers: int
+    config: RunConfig, layout: Layout, weights: StageWeights, fullest: Placement | None, layers: int
 ) -> dict[str, int]:
     """Counts the bytes of optimizer state on the fullest rank of a stage with `layers` layers.
 
     Args:
-        held: the matrices whose state the fullest rank keeps; None if matrices have no owners. Then a rank
-            keeps the state of its share of all parameters with AdamW, of every matrix that its TP group
-            stores if all are updated on every rank, and else of every matrix that it stores.
+        fullest: the matrices whose state the fullest rank keeps; None if matrices have no owners. A rank without
+            owned matrices keeps the state of its share of all parameters (AdamW), of every matrix that its TP
+            group stores (if every rank updates everything), or else of every matrix that the rank stores.
     """
     execution, how = config.execution, algorithm(config)
     if execution is Execution.ADAMW:
         return optimizer_state(config, how, weights.share(layout, matrices=True), 0, 0)
-    if held is None:
+    if fullest is None:
         counts: Mapping[Shape, int] = {shape: layers * n for shape, n in stored_shapes(config, layout).items()}
         copies = layout.tp if execution is Execution.REDUNDANT else 1
         whole = (weights.matrices - weights.experts) * copies + weights.experts
     else:
-        counts, whole = held.worst_shapes, held.worst
+        counts, whole = fullest.worst_shapes, fullest.worst
     factors = sum(count * factor_bytes(how, rows, cols) for (rows, cols), count in counts.items())
     others = weights.others if execution.everywhere else weights.share(layout, matrices=False)
     return optimizer_state(config, how, others, whole, factors)
@@ -186,7 +185,7 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
     - layerwise: Megatron's packing of TP fragments over D * c ranks, padding included;
     - canzona: matrices over the D * c * t cells of the grid, balanced by elements;
     - asc, paper: matrices over the same cells in natural order;
-    - None for strategies in which matrices do not have owners.
+    - other strategies, in which matrices have no owners: None.
     """
     execution = config.execution
     if not execution.has_owners:
@@ -196,12 +195,12 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
         # Megatron cuts the first stage's buffers only.
         limit = bucket_elements(config, layout) if stage == 0 else None
         chunks = [chunk_layers(model.num_layers, layout, stage, chunk) for chunk in range(layout.vpp)]
-        held = [
+        buffers = [
             layerwise_placement(sizes, len(layers), ranks, limit)
             for sizes, ranks in _layerwise_buffers(model, layout)
             for layers in chunks
         ]
-        worst, padded = sum(buffer.worst for buffer in held), sum(buffer.padded for buffer in held)
+        worst, padded = sum(buffer.worst for buffer in buffers), sum(buffer.padded for buffer in buffers)
         return Placement(worst=worst, worst_shapes=MappingProxyType({}), padded=padded)
     in_order = config.engine.strategy in IN_ORDER
     layers = stage_layers(model.num_layers, layout, stage)
@@ -209,8 +208,8 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
 
 
 def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
-    """Returns, for each of a rank's layer-wise buffers, the elements of the parameters of one layer in it and
-    the number of ranks that share it."""
+    """Returns, for each of a rank's layer-wise buffers, the sizes in elements of one layer's parameters and the
+    number of ranks that share the buffer."""
     cut, whole = layer_on_rank(model, "fused", layout.ep)
     buffers = [(tuple(matrix.elements // layout.tp for matrix in cut), layout.owners)]
     return [*buffers, (tuple(matrix.elements for matrix in whole), layout.expert_owners)] if whole else buffers
@@ -218,34 +217,34 @@ def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[i
 
 @lru_cache(maxsize=4096)
 def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> Placement:
-    """Returns the placement by `lay_out` of `layers` layers, whose parameters have `sizes` elements each."""
+    """Returns the placement by `lay_out` of `layers` layers; the parameters of a layer have `sizes` elements."""
     loads = [0] * shards
     padded = 0
     parameters = sizes * layers
     for padded_bucket in lay_out(parameters, shards, bucket):
         padded += padded_bucket.elements
-        for shard, held in enumerate(padded_bucket.shards):
-            loads[shard] += sum(parameters[place] for place in held)
+        for shard, places in enumerate(padded_bucket.shards):
+            loads[shard] += sum(parameters[place] for place in places)
     return Placement(worst=max(loads), worst_shapes=MappingProxyType({}), padded=padded)
 
 
 @lru_cache(maxsize=4096)
 def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in_order: bool) -> Placement:
-    """Returns the placement of the matrices of `layers` layers over `cells`: largest first onto the least
-    loaded cell, or, with `in_order`, cut evenly in natural order.
+    """Returns the placement of the matrices of `layers` layers over `cells`: each matrix on the least loaded
+    cell, largest first, or, with `in_order`, in natural order.
 
-    In natural order the elements are cut into equal slices, one for each cell. A matrix belongs to the cell
-    whose slice has its first element, so the fullest cell may exceed the mean by up to one matrix.
+    In natural order the elements are cut into equal slices, one for each cell. A matrix goes to the cell whose
+    slice has its first element, so the fullest cell may exceed the mean by up to one matrix.
     """
     matrices = [shape for _ in range(layers) for shape in shapes]
-    held: list[Counter[Shape]] = [Counter() for _ in range(cells)]
+    contents: list[Counter[Shape]] = [Counter() for _ in range(cells)]
     loads = [0] * cells
     if in_order:
         mean = sum(math.prod(shape) for shape in matrices) / cells
         done = 0
         for shape in matrices:
             cell = min(cells - 1, int(done / mean))
-            held[cell][shape] += 1
+            contents[cell][shape] += 1
             loads[cell] += math.prod(shape)
             done += math.prod(shape)
     else:
@@ -253,30 +252,30 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
         for shape in sorted(matrices, key=lambda s: (-math.prod(s), s)):
             load, cell = heap[0]
             heapq.heapreplace(heap, (load + math.prod(shape), cell))
-            held[cell][shape] += 1
+            contents[cell][shape] += 1
         for load, cell in heap:
             loads[cell] = load
     worst = max(range(cells), key=loads.__getitem__)
-    return Placement(worst=loads[worst], worst_shapes=MappingProxyType(held[worst]), padded=0)
+    return Placement(worst=loads[worst], worst_shapes=MappingProxyType(contents[worst]), padded=0)
 
 
 def optimizer_state(config: RunConfig, how: Algorithm, others: int, whole: int, factors: int) -> dict[str, int]:
     """Counts the bytes of masters, matrix_state and adamw_state on a rank.
 
-    AdamW keeps an fp32 master and two moments, 12 bytes a parameter (8 with fp32 weights, which need no
-    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes an
+    AdamW keeps an fp32 master and two moments, 12 bytes per parameter (8 with fp32 weights, which need no
+    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes per
     element (0 with fp32 weights), its moments and its factors, see `moment_bytes` and `factor_bytes`:
     - sc: nothing is sharded, neither for matrices nor for AdamW's parameters
-      (`Float16OptimizerWithFloat16Params`). If canzona's engine runs it, every rank keeps whole matrices, and
-      masters with fp32 weights too;
+      (`Float16OptimizerWithFloat16Params`). In canzona's engine every rank keeps whole matrices, and masters
+      even with fp32 weights;
     - layerwise, asc, paper, canzona: the state of each matrix (layerwise: of each TP fragment) is on one
-      rank, and AdamW's parameters are sharded. asc, paper and canzona keep masters with fp32 weights too,
+      rank, and AdamW's parameters are sharded. asc, paper and canzona keep masters even with fp32 weights,
       because no other tensor holds the whole matrix.
 
     Args:
-        others: elements that AdamW updates on the rank.
-        whole: elements of the matrices whose state the rank keeps.
-        factors: bytes of these matrices' preconditioners.
+        others: the elements that AdamW updates on the rank.
+        whole: the elements of the matrices whose state the rank keeps.
+        factors: the bytes of these matrices' preconditioners.
     """
     execution = config.execution
     master = FP32 if config.train.precision == "bf16" else 0
@@ -288,20 +287,17 @@ def optimizer_state(config: RunConfig, how: Algorithm, others: int, whole: int, 
 
 
 def moment_bytes(algorithm: Algorithm) -> int:
-    """Returns the bytes of fp32 moments per element of a matrix.
-
-    Muon: the momentum. Shampoo: the momentum, and with Adam grafting a second moment. SOAP and AdamW: two
-        moments.
-    """
+    """Returns the bytes of fp32 moments per element of a matrix: the momentum of Muon and Shampoo, a second
+    moment with Adam grafting, and both moments of SOAP and AdamW."""
     return FP32 * (RULES[algorithm.name].moments + (algorithm.grafting == "adam"))
 
 
 def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
     """Counts the bytes of a matrix's fp32 state besides its moments.
 
-    Shampoo and SOAP: for each preconditioned side a packed statistic, and a packed root (Shampoo) or a square
-    basis (SOAP); KL-Shampoo also the eigenvalues; and what a spread refresh stores between its parts.
-    NorMuon: a number for each row.
+    Shampoo and SOAP keep, for each preconditioned side, a packed statistic and a packed root (Shampoo) or a
+    square basis (SOAP), and the intermediate results of a spread refresh. KL-Shampoo also keeps eigenvalues,
+    and NorMuon one number per row.
     """
     rule, spread = RULES[algorithm.name], algorithm.spread
     packed, squares = rule.packed + spread * rule.begun_packed, rule.squares + spread * rule.begun_squares
@@ -311,8 +307,8 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Counts the bytes of a checkpoint's tensors, which do not depend on the layout: fp32 masters and state,
-    each once. Weights are not stored."""
+    """Counts the bytes of a checkpoint's tensors in any layout: one copy of all fp32 masters and state. Weights
+    are not stored."""
     how, count = algorithm(config), parameter_count(config.model)
     adamw = 3 * FP32
     if config.execution is Execution.ADAMW:
@@ -323,25 +319,25 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def spare_bytes(config: RunConfig, how: Algorithm, layout: Layout, limit: int) -> int:
-    """Returns the bytes for the state of matrices on the fullest stage's rank: `limit` without everything
-    else that the rank needs under every plan."""
-    left = []
+    """Returns the bytes that `limit` leaves for the optimizer state of matrices on a rank of the fullest stage,
+    after everything else that the rank needs under every plan."""
+    spare = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
         adamw = sum(optimizer_state(config, how, weights.share(layout, matrices=False), 0, 0).values())
         stored = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
         needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
-        left.append(limit - stored - adamw - needed)
-    return min(left)
+        spare.append(limit - stored - adamw - needed)
+    return min(spare)
 
 
 def element_bytes(config: RunConfig, how: Algorithm, counts: Mapping[Shape, int], *, careful: bool) -> float:
-    """Returns the bytes of optimizer state for each element of matrices.
+    """Returns the bytes of optimizer state per element of the matrices.
 
     Args:
         counts: the number of matrices of each (rows, columns).
-        careful: preconditioners take more bytes per element for some shapes than for others. True to count
-            the most of any matrix, False to count the mean over all matrices.
+        careful: True for the largest value of any shape, False for the mean over all matrices. They differ
+            because preconditioners need more bytes per element for some shapes than for others.
     """
     sizes = [(factor_bytes(how, *shape), math.prod(shape), count) for shape, count in counts.items()]
     if careful:
@@ -352,8 +348,8 @@ def element_bytes(config: RunConfig, how: Algorithm, counts: Mapping[Shape, int]
 
 
 def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Estimates the bytes of `step_buffers` that every plan of a stage needs: those of micro-groups with one
-    matrix a host, or, with tp = 1, those of the only possible grouping."""
+    """Estimates the bytes of `step_buffers` that every plan of a stage needs: the size with one matrix per host
+    in each micro-group, or, with tp = 1, with the only possible grouping."""
     return _least_workspace(config) + _least_buffers(config, layout, stage)
 
 
@@ -366,15 +362,16 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
     """Estimates the bytes of the engine's message and gradient buffers that every plan of a stage needs."""
     if config.execution is Execution.REDUNDANT:
         return FP32 * _gathered_elements(config, layout)
-    held = placement(config, layout, stage)
-    if held is None or config.execution is not Execution.PLANNED:
+    fullest = placement(config, layout, stage)
+    if fullest is None or config.execution is not Execution.PLANNED:
         return 0
     shapes = matrix_shapes(config)
     largest = max(math.prod(shape) for shape in shapes)
     if layout.tp > 1:
-        message = largest * (layout.tp - 1) // layout.tp  # sent and received, gradients and weights, in two sets
+        message = largest * (layout.tp - 1) // layout.tp
+        # Gradients and weights have send and receive buffers, in two sets.
         return 2 * 2 * sum(exchange_bytes(config)) * message + FP32 * largest
-    batch = min(FP32 * held.worst, max(BATCH_BYTES, FP32 * largest))
+    batch = min(FP32 * fullest.worst, max(BATCH_BYTES, FP32 * largest))
     if config.train.gradient_bytes != FP32:
         return batch
     if config.engine.splitting in ("fused", "per_head"):
@@ -382,15 +379,15 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
     weights = family_of(config.model).weights(config.model)
     interleaved = sum(weight.elements for weight in weights if weight.cut == "repeats")
     share = interleaved / sum(math.prod(shape) for shape in shapes)
-    return min(int(FP32 * held.worst * share), batch)
+    return min(int(FP32 * fullest.worst * share), batch)
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:
     """Counts the elements of the engine's buffers under strategy sc, which gathers one matrix at a time: the
     rank's fragment, all ranks' fragments, and the assembled matrix.
 
-    With tp = 1 a gradient is copied only if it is not contiguous and in fp32 in the gradient buffer: every
-    matrix's if gradients are reduced in bf16, otherwise those of q, k and v if they are separate matrices.
+    With tp = 1, a gradient is copied unless the gradient buffer holds it in fp32 and contiguously. If gradients
+    are reduced in bf16, every gradient is copied; otherwise only the gradients of separate q, k and v matrices.
     """
     largest = max(math.prod(shape) for shape in matrix_shapes(config))
     if layout.tp > 1:

@@ -1,12 +1,11 @@
 """The time of a pipeline stage's forward and backward passes, module by module, from shapes and the profile's
 rates.
 
-A module is the work around one Megatron weight. The time is counted by module, because between any two
-modules a bucket of gradients may become complete, or a bucket of weights may be needed. Matrix products run
-at the profile's achieved rate for their size, core attention at a share of the peak, and elementwise work at
-memory bandwidth. Tensor- and context-parallel collectives are counted separately, because they occupy a link,
-and because on CPU ranks that share a node's cores they keep a different number of cores busy than computing
-does.
+A module is the work around one Megatron weight. Times are per module, because between any two modules a bucket
+of gradients may become complete or a bucket of weights may be needed. Matrix products run at the profile's
+achieved rate for their size, core attention at a share of the peak, and elementwise work at memory bandwidth.
+Tensor- and context-parallel collectives are separate, because they occupy a link, and because on CPU ranks that
+share a node's cores they keep a different number of cores busy than computation does.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from statistics import NormalDist
 
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
 from canzona_cli.config.stages import chunk_layers
-from canzona_cli.costs.attention import CUT_STARTS, core_attention, head_passes, heads
+from canzona_cli.costs.attention import CUT_STARTS, core_attention, head_passes, query_key_elements
 from canzona_cli.costs.buffers import micro_batch_tokens, stream_elements
 from canzona_cli.costs.experts import (
     copying,
@@ -34,13 +33,13 @@ from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Part, Work
 
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
-"""The memory traffic of elementwise work over that of fully fused kernels. With Transformer Engine (True),
-the excess is that queries, keys and values are split and joined and gradients are added up (fitted to
-published step times, bench/published.yaml). Without it (False), most operations are kernels of their own.
+"""The memory traffic of elementwise work relative to fully fused kernels. With Transformer Engine (True), the
+excess comes from splitting and joining queries, keys and values and from summing gradients (fitted to published
+step times, bench/published.yaml). Without it (False), most operations are separate kernels.
 """
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
-"""The memory traffic of the vocabulary-parallel cross-entropy in bytes per logit: forward to fp32, maximum,
-exponential and sum; backward the gradient."""
+"""The memory traffic of the vocabulary-parallel cross-entropy in bytes per logit: the cast to fp32, maximum,
+exponential and sum in the forward pass; the gradient in the backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +57,10 @@ class Module:
     weights: int
     """The elements of the module's weight on this rank; 0 for a tied output layer on the embedding's stage."""
     moves: tuple[Transfer, Transfer]
-    """The collectives of the forward pass, and those of the backward pass with recomputation. `cores` counts
-    the cores of all groups that one owner's ranks are in."""
+    """The collectives of the forward pass, and of the backward pass with recomputation. `cores` counts the
+    cores of all groups that one owner's ranks are in."""
     dispatched: bool = False
-    """True if `moves` are the travel of tokens to experts on other ranks, or back from there."""
+    """True if `moves` take tokens to experts on other ranks, or back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ class StageTime:
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
-        """The modules of all chunks; a module's place is its index in this tuple."""
+        """The modules of all chunks. A module's place is its index in this tuple."""
         return tuple(module for chunk in self.chunks for module in chunk)
 
     @cached_property
@@ -97,24 +96,23 @@ class StageTime:
     @cached_property
     def computed(self) -> tuple[tuple[float, float], ...]:
         """The forward and backward seconds of each chunk for one micro-batch, without collectives."""
-        return tuple(
-            (
-                self.pass_s + sum(module.forward_s for module in chunk),
-                self.pass_s + sum(module.backward_s + module.again_s for module in chunk),
-            )
-            for chunk in self.chunks
-        )
+
+        def of_chunk(chunk: tuple[Module, ...]) -> tuple[float, float]:
+            forward_s = sum(module.forward_s for module in chunk)
+            backward_s = sum(module.backward_s + module.again_s for module in chunk)
+            return self.pass_s + forward_s, self.pass_s + backward_s
+
+        return tuple(map(of_chunk, self.chunks))
 
     @cached_property
     def moves(self) -> tuple[tuple[Transfer, Transfer], ...]:
         """The forward and backward collectives of each chunk for one micro-batch."""
-        return tuple(
-            (
-                reduce(Transfer.then, (module.moves[0] for module in chunk), Transfer()),
-                reduce(Transfer.then, (module.moves[1] for module in chunk), Transfer()),
-            )
-            for chunk in self.chunks
-        )
+
+        def of_chunk(chunk: tuple[Module, ...]) -> tuple[Transfer, Transfer]:
+            forward, backward = zip(*(module.moves for module in chunk), strict=True) if chunk else ((), ())
+            return reduce(Transfer.then, forward, Transfer()), reduce(Transfer.then, backward, Transfer())
+
+        return tuple(map(of_chunk, self.chunks))
 
     @property
     def forward_s(self) -> float:
@@ -131,25 +129,25 @@ class StageTime:
 def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     """Returns the times of the modules of `stage`.
 
-    With T = micro-batch * s / c tokens, h hidden size, a heads and g groups of d, f the MLP's width, t = tp,
-    x = t with sequence parallelism, else 1, per micro-batch and rank:
+    Let T = micro-batch * s / c tokens, h the hidden size, a query heads and g key-value heads of d elements, f
+    the width of the MLP, t = tp, and x = t with sequence parallelism, else 1. Per micro-batch and rank:
     - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm
       and rotary embedding 4 T (a+g)d/t elements through memory. With c > 1, keys and values are all-gathered
-      before core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; only
-      the time by which a slice's transfer takes longer than its attention counts;
+      before core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; this
+      costs only the time by which the transfer of a slice exceeds its attention;
     - proj: product T x ad/t x h, residual 3 T h/x;
     - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
     - the backward pass computes two products for each product and 2.5 times core attention, moves twice the
-      elements, and adds every weight's gradient to its buffer once a micro-batch;
-    - experts: see `costs.experts`; where they are divided among ranks, tokens travel before fc1 and after fc2
+      elements, and adds every weight's gradient to its buffer once per micro-batch;
+    - experts: see `costs.experts`. If they are divided among ranks, tokens travel before fc1 and after fc2
       instead of the collectives below;
     - half an all-reduce of the residual stream before qkv and fc1 and after proj, fc2 and the embedding (with
       sequence parallelism an all-gather or a reduce-scatter), and the same in the backward pass.
     """
     batch = _MicroBatch.of(config, layout)
     layers, layer = config.model.num_layers, _layer(config, layout, batch)
-    held = (chunk_layers(layers, layout, stage, chunk) for chunk in range(layout.vpp))
-    chunks = [[replace(module, layer=number) for number in numbers for module in layer] for numbers in held]
+    numbers_by_chunk = (chunk_layers(layers, layout, stage, chunk) for chunk in range(layout.vpp))
+    chunks = [[replace(module, layer=number) for number in numbers for module in layer] for numbers in numbers_by_chunk]
     if stage == 0:
         chunks[0].insert(0, _embedding(config, layout, batch))
     if stage == layout.pp - 1:
@@ -162,15 +160,17 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 
 
 def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
-    """Returns the forward and backward seconds of one micro-batch, by stage and model chunk:
-    `StageTime.passes` of all stages, without making lists of modules."""
+    """Returns the forward and backward seconds of one micro-batch, by stage and model chunk. The result equals
+    `StageTime.passes` of all stages but needs no lists of modules."""
     shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
     layers, pass_s = config.model.num_layers, 1e-6 * config.cluster.pass_us
-    counts = (
-        [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)] for stage in range(layout.pp)
-    )
-    by_stage = [[(pass_s + n * layer[0], pass_s + n * layer[1]) for n in of_stage] for of_stage in counts]
+
+    def of_chunk(stage: int, chunk: int) -> tuple[float, float]:
+        count = len(chunk_layers(layers, layout, stage, chunk))
+        return pass_s + count * layer[0], pass_s + count * layer[1]
+
+    by_stage = [[of_chunk(stage, chunk) for chunk in range(layout.vpp)] for stage in range(layout.pp)]
     for end, (forward, backward) in ((0, first), (-1, last)):
         by_stage[end][end] = (by_stage[end][end][0] + forward, by_stage[end][end][1] + backward)
     return by_stage
@@ -180,8 +180,8 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
 def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
     """Returns the forward and backward seconds of a layer, of the embedding and of the output layer.
 
-    Cached for a layout without pp and dp, which do not matter here. Tying does not change the output layer's
-    time.
+    None of these depends on pp, dp, or on whether the output layer is tied. Callers normalise pp and dp so that
+    the cache serves all layouts.
     """
     batch = _MicroBatch.of(config, layout)
     ends = _embedding(config, layout, batch), _output(config, layout, batch, tied=False)
@@ -204,7 +204,7 @@ class _MicroBatch:
     exchange: Transfer
     """Half an all-reduce of the residual stream; with sequence parallelism, an all-gather."""
     copying: float
-    """The passes of `Work.copied` through memory."""
+    """The number of times that the elements `Work.copied` pass through memory."""
     dispatch: Transfer
     """The travel of tokens to experts on other ranks."""
 
@@ -239,28 +239,28 @@ def _layer(config: RunConfig, layout: Layout, batch: _MicroBatch) -> tuple[Modul
 
 
 def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
-    """Overlaps the travel of tokens in a layer with another micro-batch's pass in the opposite direction:
-    half of that pass with the travel to the experts, and half with the travel back."""
-    backward_s, forward_s = (
-        sum(seconds) / 2 for seconds in zip(*((each.backward_s, each.forward_s) for each in modules), strict=True)
-    )
+    """Overlaps the transfers of a layer's tokens with another micro-batch's pass in the opposite direction: one
+    half of this pass with the transfer to the experts, the other with the transfer back."""
+    half_backward_s = sum(module.backward_s for module in modules) / 2
+    half_forward_s = sum(module.forward_s for module in modules) / 2
 
     def with_hidden(module: Module) -> Module:
-        there, back = module.moves
+        forward, backward = module.moves
         units = cluster.collective_units
-        return replace(module, moves=(there.beside(backward_s, units), back.beside(forward_s, units)))
+        exposed = forward.beside(half_backward_s, units), backward.beside(half_forward_s, units)
+        return replace(module, moves=exposed)
 
     return [with_hidden(module) if module.dispatched else module for module in modules]
 
 
 def _with_launches(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
-    """Adds the time of an expert layer's launches to the module with the router."""
-    there_s = launched(cluster, sum(module.forward_s + module.moves[0].seconds for module in modules))
-    back_s = launched(cluster, sum(module.backward_s + module.moves[1].seconds for module in modules))
+    """Adds the time of an expert layer's kernel launches to the module with the router."""
+    added_s = launched(cluster, sum(module.forward_s + module.moves[0].seconds for module in modules))
+    added_backward_s = launched(cluster, sum(module.backward_s + module.moves[1].seconds for module in modules))
 
     def with_launches(module: Module) -> Module:
-        again_s = module.again_s and module.again_s + there_s
-        forward_s, backward_s = module.forward_s + there_s, module.backward_s + back_s
+        again_s = module.again_s and module.again_s + added_s
+        forward_s, backward_s = module.forward_s + added_s, module.backward_s + added_backward_s
         return replace(module, forward_s=forward_s, backward_s=backward_s, again_s=again_s)
 
     return [with_launches(module) if module.part == "fc1" else module for module in modules]
@@ -269,14 +269,14 @@ def _with_launches(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Mo
 def _module(config: RunConfig, layout: Layout, batch: _MicroBatch, work: Work) -> Module:
     """Returns one module of the first layer."""
     cluster, tokens = config.cluster, batch.tokens
-    weight, held = held_weight(layout, work), held_experts(layout, work)
+    weight, experts = held_weight(layout, work), held_experts(layout, work)
     products_s = products_seconds(config, layout, work)
     moved: float = work.stream * batch.stream + tokens * (work.elements // layout.tp)
     moved += tokens * work.copied * batch.copying
     core_s, core_backward_s, (gather, scatter) = 0.0, 0.0, (Transfer(), Transfer())
-    starts, weights = 1.0, held * weight.elements
+    starts, weights = 1.0, experts * weight.elements
     if work.attention is not None:
-        moved += head_passes(config, work.attention) * tokens * heads(work.attention, layout)
+        moved += head_passes(config, work.attention) * tokens * query_key_elements(work.attention, layout)
         core_s, core_backward_s, (gather, scatter) = core_attention(config, layout, work.attention)
         starts += 0.0 if layout.cp == 1 or cluster.fused_layers else CUT_STARTS
     forward = products_s + core_s + batch.memory_s * moved
@@ -340,18 +340,17 @@ def _output(config: RunConfig, layout: Layout, batch: _MicroBatch, *, tied: bool
 
 @lru_cache(maxsize=256)
 def slowest(cluster: ClusterConfig, ranks: int) -> float:
-    """Returns the expected time of the slowest of `ranks` GPUs over the mean GPU's, if speeds are normally
-    distributed with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
+    """Returns the expected time of the slowest of `ranks` GPUs relative to an average GPU, if speeds are
+    normally distributed with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
     return 1.0 + cluster.speed_spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, product_s: float) -> Transfer:
-    """Returns the part of a tensor-parallel collective that does not overlap with its product of `product_s`
-    seconds.
+    """Returns the time that a tensor-parallel collective adds to its product of `product_s` seconds.
 
-    With `cluster.tp_overlap` both are cut into as many pieces as the group has ranks. A piece is multiplied
-    while the next piece is communicated, so one piece does not overlap, and the others slow the product down
-    by `collective_units` of their time.
+    With `cluster.tp_overlap` the collective and the product are cut into as many pieces as the group has ranks.
+    One piece is multiplied while the next is communicated. So one piece of the collective does not overlap, and
+    the others slow the product down by `collective_units` of their time.
     """
     if not cluster.tp_overlap or layout.tp == 1:
         return collective
@@ -377,8 +376,8 @@ def _backward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: fl
 
 
 def _loss_sums(cluster: ClusterConfig, layout: Layout, tokens: int) -> Transfer:
-    """Returns the three all-reduces of the vocabulary-parallel cross-entropy: the maximum, the target's logit
-    and the sum of exponentials, each with one fp32 number per token."""
+    """Returns the three all-reduces of the vocabulary-parallel cross-entropy: maximum, target logit and sum of
+    exponentials, each with one fp32 number per token."""
     if layout.tp == 1:
         return Transfer()
     return Links(cluster=cluster).all_reduce(4.0 * tokens, Groups.of(layout, cluster).tp).times(3.0)
@@ -394,8 +393,8 @@ def hop(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def units_taken(config: RunConfig, layout: Layout) -> float:
-    """Returns the share of a GPU's units that data-parallel collectives occupy. It grows with the network
-    ports that the collectives use, because NCCL runs channels for each port."""
+    """Returns the share of a GPU's compute units that data-parallel collectives occupy. It grows with the number
+    of network ports that the collectives use, because NCCL runs channels for each port."""
     cluster, group = config.cluster, Groups.of(layout, config.cluster).data
     ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
     return cluster.collective_units * ports

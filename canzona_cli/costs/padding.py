@@ -1,4 +1,5 @@
-"""Megatron's rules for gradient buffers: where buckets end, how parameters are aligned and equal shards padded."""
+"""Megatron's rules for gradient buffers: where buckets end, how parameters are aligned, and how equal shards are
+padded."""
 
 import heapq
 import math
@@ -6,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
-"""The alignment of parameters, in elements: each starts at a multiple of this (Megatron's
+"""The alignment of parameters, in elements: each starts at a multiple of this number (Megatron's
 `pad_param_start`)."""
 _SHARD_ALIGNMENT = 128
-"""The alignment of the end of a layer-wise bucket, in elements: Megatron pads it to a multiple of this and of
-the number of ranks."""
+"""The alignment of layer-wise buckets, in elements: Megatron pads the end of a bucket to a common multiple of
+this number and the number of ranks."""
 _PADDING_FLOOR = 0.9
-"""The factor of the least size of a closed layer-wise bucket: this times its number of shards times its
-largest parameter."""
+"""The factor in the minimum size of a closed layer-wise bucket: this number times its shards times the elements
+of its largest parameter."""
 
 
 def align(position: int, to: int = ALIGNMENT) -> int:
@@ -22,7 +23,7 @@ def align(position: int, to: int = ALIGNMENT) -> int:
 
 
 def bucket_end(position: int, shards: int) -> int:
-    """Returns the padded end of a bucket, a multiple of the shards and of `ALIGNMENT`."""
+    """Returns the padded end of a bucket, a multiple of `ALIGNMENT` and of the number of shards."""
     return align(position, math.lcm(shards, ALIGNMENT))
 
 
@@ -41,24 +42,24 @@ class PaddedBucket:
 
 
 def lay_out(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[PaddedBucket]:
-    """Yields the buckets of `LayerWiseDistributedOptimizer._compute_per_buffer_param_layout`, megatron-core
+    """Yields the same buckets as `LayerWiseDistributedOptimizer._compute_per_buffer_param_layout` of megatron-core
     0.19.
 
-    Parameters are walked in reverse order of creation. A bucket is closed once it holds at least `bucket`
-    elements and also at least `_PADDING_FLOOR` * shards * its largest parameter, so that a large parameter
-    does not leave the other shards mostly padding. The parameters of a bucket go into shards largest first,
-    each into the least loaded, and every shard is padded to the length of the fullest.
+    Parameters are visited in reverse order of creation. A bucket is closed when it holds at least `bucket`
+    elements and at least `_PADDING_FLOOR` * shards * its largest parameter, so that shards without a large
+    parameter are not mostly padding. The parameters of a bucket go into the least loaded shard, largest first,
+    and every shard is padded to the length of the fullest.
 
     Args:
         sizes: the elements of each parameter, in order of creation.
-        bucket: the least elements of a closed bucket; None: all parameters are one bucket.
+        bucket: the minimum number of elements in a closed bucket; None puts all parameters into one bucket.
     """
     for chunk in _chunks(sizes, shards, bucket):
         yield _largest_first(sizes, chunk, shards)
 
 
 def _chunks(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[list[int]]:
-    """Cuts parameters into buckets, the last created first; both conditions of `lay_out` close a bucket."""
+    """Cuts parameters into buckets, last created first. A bucket closes when both conditions of `lay_out` hold."""
     chunk: list[int] = []
     chunk_total = chunk_max = 0
     for parameter in reversed(range(len(sizes))):
@@ -75,16 +76,20 @@ def _chunks(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[l
 def _largest_first(sizes: Sequence[int], chunk: Sequence[int], shards: int) -> PaddedBucket:
     """Packs a bucket's parameters into equal shards, largest first."""
     heap = [(0, shard) for shard in range(shards)]
-    held: list[list[int]] = [[] for _ in range(shards)]
+    contents: list[list[int]] = [[] for _ in range(shards)]
     for parameter in sorted(chunk, key=lambda p: -sizes[p]):
         cursor, shard = heap[0]
         heapq.heapreplace(heap, (align(cursor) + sizes[parameter], shard))
-        held[shard].append(parameter)
+        contents[shard].append(parameter)
     fullest = max(cursor for cursor, _ in heap)
-    return PaddedBucket(shard_elements=shard_elements(fullest, shards), shards=tuple(map(tuple, held)))
+    return PaddedBucket(shard_elements=shard_elements(fullest, shards), shards=tuple(map(tuple, contents)))
 
 
 def shard_elements(fullest: int, shards: int) -> int:
-    """Returns the length of equal shards of which the fullest holds `fullest` elements, padded so that shards
-    start aligned and their bucket ends on Megatron's alignment."""
+    """Returns the padded length of a bucket's equal shards, which aligns the start of each shard and the end of
+    the bucket.
+
+    Args:
+        fullest: the number of elements in the fullest shard.
+    """
     return align(fullest, math.lcm(ALIGNMENT, math.lcm(shards, _SHARD_ALIGNMENT) // shards))

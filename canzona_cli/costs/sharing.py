@@ -1,9 +1,9 @@
-"""The cost of a shared matrix's update, in which every TP rank of the owner works on its fragment of the
-matrix.
+"""The cost of a shared matrix's update, in which every rank of the owner's TP group works on its fragment of
+the matrix.
 
-Only optimizers with a shared form (`optimizers.shared_muon`) can do this. The Gram form of Newton-Schulz is
-divided between the ranks: every rank computes its rows of each square of the short side, without the gain of
-symmetric kernels, and the rows are gathered between products.
+Only optimizers with a shared form (`optimizers.shared_muon`) can do this. The ranks divide the Gram form of
+Newton-Schulz: each computes its rows of every square of the short side, without the gain of symmetric kernels,
+and the rows are gathered between products.
 """
 
 from collections import Counter
@@ -23,8 +23,8 @@ from canzona_cli.optimizers.facts import Algorithm, Work
 from canzona_cli.optimizers.muon_facts import product_bytes, segments
 
 _FLAG_BYTES = 16
-"""The most bytes of an all-reduce of norms and flags."""
-_AROUND = (9, 9, 11)
+"""The maximum size in bytes of an all-reduce of norms and flags."""
+_FRAGMENT_KERNELS = (9, 9, 11)
 """The number of kernels on a fragment before the first segment, between two segments, and after the last."""
 
 
@@ -33,12 +33,12 @@ class Share:
     """The cost of a shared matrix's update."""
 
     fragment: tuple[Seconds, ...]
-    """The seconds of each part of the update, on every rank of the owner's TP group; exchanges come between
-    parts (`sharing.shared_exchanges`)."""
+    """The seconds of each part of the update, the same on every rank of the owner's TP group. Exchanges come
+    between parts (`shared_exchanges`)."""
 
     @property
     def each(self) -> float:
-        """The total seconds of every rank, without exchanges."""
+        """The seconds of all parts on one rank, without exchanges."""
         return sum(self.fragment)
 
 
@@ -49,9 +49,9 @@ HOSTED: Mapping[int, Share] = MappingProxyType({})
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Returns the costs of all matrices that can be shared, by index.
 
-    No matrix can be shared if `engine.mode` is hosted or `why_hosted` gives a reason. Otherwise a matrix can
-    be shared if TP cuts its long side, tp divides its short side, and the short side is at least
-    `GRAM_MIN_SIDE` or `optimizer.form` is gram.
+    No matrix can be shared if `engine.mode` is hosted or `why_hosted` gives a reason. Otherwise a matrix can be
+    shared if TP cuts its long side and tp divides its short side. Unless `optimizer.form` is gram, the short side
+    also has to be at least `GRAM_MIN_SIDE`.
     """
     if config.engine.mode == "hosted" or why_hosted(config, layout) is not None:
         return HOSTED
@@ -66,33 +66,33 @@ def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapp
 
 
 def why_hosted(config: RunConfig, layout: Layout) -> str | None:
-    """Returns the reason that no matrix of a run can be shared; None if the shape of a matrix decides."""
-    how, asked = algorithm(config), config.engine
-    if asked.strategy in IN_ORDER:
-        return f"engine.strategy is {asked.strategy}, which updates each matrix on one host"
+    """Returns the reason why no matrix of a run can be shared; None if it depends on the matrix's shape."""
+    how, engine = algorithm(config), config.engine
+    if engine.strategy in IN_ORDER:
+        return f"engine.strategy is {engine.strategy}, which updates each matrix on one host"
     if layout.tp == 1:
-        return "parallel.tp is 1, and TP ranks share matrices"
+        return "parallel.tp is 1, but only several TP ranks can share a matrix"
     if layout.ep > 1:
         return f"parallel.ep is {layout.ep}, and experts fill the ranks that other matrices leave idle"
     if how.custom or not RULES[how.name].shared:
         return f"optimizer {config.optimizer.name} updates whole matrices"
     if how.form == "standard":
-        return "optimizer.form is standard, and shared matrices are updated in Gram form"
+        return "optimizer.form is standard, but shared matrices need the Gram form"
     if how.form == "auto" and not gram_holds(how, config.cluster):
-        return "optimizer.form=auto avoids the Gram form of shared matrices here, where it is computed in bf16"
+        return "optimizer.form=auto avoids the Gram form, which shared matrices need, because products are in bf16 here"
     return None
 
 
 def mode_warnings(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Yields a warning if `engine.mode` asks for shared matrices and no matrix of the plan can be shared."""
-    asked = config.engine.mode == "shared" and config.execution is Execution.PLANNED
-    if asked and (reason := why_hosted(config, layout)) is not None:
+    """Yields a warning if `engine.mode` asks for shared matrices and no matrix of the run can be shared."""
+    requested = config.engine.mode == "shared" and config.execution is Execution.PLANNED
+    if requested and (reason := why_hosted(config, layout)) is not None:
         yield f"engine.mode=shared is ignored: {reason}"
 
 
 @lru_cache(maxsize=1024)
 def share_of(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> Share:
-    """Returns the cost of a (rows, cols) matrix's shared update, in the parts between `shared_exchanges`."""
+    """Returns the cost of the shared update of a (rows, cols) matrix."""
     m, n = sorted((rows, cols))
     scale = gram_scale(a, rows, cols, cluster)
     works = shared_works(a.ns_steps, m, n, tp, width=product_bytes(a))
@@ -100,21 +100,22 @@ def share_of(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig
 
 
 def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:
-    """Lists the work of every rank in each part of a shared update.
+    """Lists the work of one rank in each part of a shared update.
 
-    Memory traffic is that of a tp-th of each square; the parts of a sum are read once.
+    Memory traffic counts a tp-th of each square; the terms of a sum are read once.
 
     Args:
-        steps: the steps of Newton-Schulz.
-        m, n: the short and the long side.
+        steps: the number of Newton-Schulz steps.
+        m: the short side of the matrix.
+        n: the long side.
         width: the bytes of an element in products.
     """
-    around = _around(m, n, tp, width=width)
-    works = [around.before]
-    fragment_work = Work(traffic=2 * width * m * n // tp, launches=4)  # division by the whole matrix's norm
+    on_fragment = _fragment_work(m, n, tp, width=width)
+    works = [on_fragment.before]
+    pending = Work(traffic=2 * width * m * n // tp, launches=4)  # division by the whole matrix's norm
     for k in segments(steps):
-        works.append(_both(fragment_work, around.contributed))
-        fragment_work = _both(around.applied, Work(launches=_AROUND[1]))
+        works.append(_both(pending, on_fragment.gram))
+        pending = _both(on_fragment.applied, Work(launches=_FRAGMENT_KERNELS[1]))
         works.append(Work(traffic=(tp + 1) * width * m * m / tp, launches=5))
         number = 4 * k - 3
         product = Work(
@@ -123,7 +124,7 @@ def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Wor
             launches=(11 * k + 7 * min(k, 2) + 15) / number,
         )
         works += [product] * number
-    return [*works, around.applied, around.after]
+    return [*works, on_fragment.applied, on_fragment.after]
 
 
 Exchange = Literal["all_reduce", "all_to_all", "all_gather"]
@@ -134,12 +135,13 @@ class Behind(NamedTuple):
 
     exchanges: tuple[Exchange, ...] = ()
     under: int = 0
-    """The number of following parts that overlap with the exchanges, because they do not need the result."""
+    """The number of following parts that do not need the exchanged data, so that they overlap with the
+    exchanges."""
 
 
 def shared_exchanges(steps: int) -> tuple[Behind, ...]:
     """Lists the exchanges after each part of a shared update except the last: norms and flags, Gram matrices,
-    and the rows of products (`optimizers.shared_rows`). Each product of squares is a part."""
+    and the rows of products (`optimizers.shared_rows`). Each product of squares is a part of its own."""
     flags, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
     gathered, hidden = Behind(("all_gather",)), Behind(("all_gather",), 1)
     exchanges = [flags]
@@ -157,8 +159,11 @@ def shared_collectives(steps: int) -> Mapping[Exchange, int]:
 
 
 def shared_bytes(matrix: Matrix, tp: int, steps: int, width: int) -> int:
-    """Counts the bytes of squares that every rank sends, and also receives, in one matrix's shared update, of
-    `width` bytes an element."""
+    """Counts the bytes of squares that every rank sends in one matrix's shared update. It receives as many.
+
+    Args:
+        width: the bytes of an element.
+    """
     collectives = shared_collectives(steps)
     return (collectives["all_to_all"] + collectives["all_gather"]) * width * min(matrix.shape) ** 2 * (tp - 1) // tp
 
@@ -182,28 +187,28 @@ def shared_transfers(side: int, steps: int, width: int, links: Links, group: Gro
     ]
 
 
-class _Around(NamedTuple):
+class _FragmentWork(NamedTuple):
     """The work of a rank on its fragment."""
 
     before: Work
     """The work before the first exchange."""
-    contributed: Work
-    """The product that makes the fragment's part of the Gram matrix."""
+    gram: Work
+    """The product that computes the fragment's part of the Gram matrix."""
     applied: Work
     """The product of a segment's result and the fragment."""
     after: Work
     """The work after the last exchange."""
 
 
-def _around(m: int, n: int, tp: int, *, width: int) -> _Around:
+def _fragment_work(m: int, n: int, tp: int, *, width: int) -> _FragmentWork:
     """Returns the work of a rank on its fragment of an m x n matrix. Memory traffic before and after the
-    iteration is that of a hosted Muon update (`muon_facts`)."""
+    iteration is the same as in a hosted Muon update (`muon_facts`)."""
     fragment = m * n // tp
-    return _Around(
-        before=Work(traffic=(32 + width) * fragment, launches=_AROUND[0]),
-        contributed=Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m),
+    return _FragmentWork(
+        before=Work(traffic=(32 + width) * fragment, launches=_FRAGMENT_KERNELS[0]),
+        gram=Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m),
         applied=Work(products=((1, m, m, n // tp),), traffic=4 * width * fragment),
-        after=Work(traffic=(24 + 2 * width) * fragment, launches=_AROUND[2]),
+        after=Work(traffic=(24 + 2 * width) * fragment, launches=_FRAGMENT_KERNELS[2]),
     )
 
 

@@ -4,11 +4,10 @@ A stream runs its tasks one after another, in the order in which they were added
 stream is free and all tasks it waits for have ended. It takes `seconds` at a fixed rate (computation,
 latency), then `link_s` on its link, where each of n simultaneous transfers gets an n-th of the rate.
 
-On a timeline with `cores`, a task that keeps cores busy takes `seconds + link_s` as long as there are enough
-cores. If the running tasks want more cores than there are, all of them slow down alike, as under a fair
-scheduler.
+On a timeline with `cores`, a task that keeps cores busy takes `seconds + link_s` while there are enough cores.
+If the running tasks need more cores than there are, all of them slow down equally, as under a fair scheduler.
 
-The result is deterministic: of simultaneous tasks the one added first goes first.
+The result is deterministic: of simultaneous tasks, the one added first goes first.
 """
 
 import heapq
@@ -42,13 +41,13 @@ class Ran(NamedTuple):
     start: float
     end: float
     ready: float
-    """The time at which its stream was free; `start - ready` is the wait."""
+    """The time at which the task's stream became free. The task then waited `start - ready` seconds."""
     held_by: int | None
     """The task in `after` that ended last; None if the task started as soon as its stream was free."""
 
 
 _PROCESSOR = ("processor",)
-"""The key under which tasks that share cores are kept, in place of a link."""
+"""The `Task.link` of tasks that share cores."""
 
 
 @dataclass
@@ -58,12 +57,12 @@ class _Shared:
     cores: float | None = None
     """The number of cores of a processor; None for a link."""
     crowding: float = 1.0
-    """The factor by which tasks take longer than with even shares, once they want twice as many cores as
+    """The factor by which tasks exceed the time of evenly shared cores if they need twice as many cores as
     there are."""
     demand: float = 0.0
-    """The number of cores that the active tasks would keep busy."""
+    """The number of cores that the active tasks need."""
     served: float = 0.0
-    """The seconds at full rate that a task active since time 0 would have had."""
+    """The seconds at full rate that a task would have received if it had been active since time 0."""
     at: float = 0.0
     """The time up to which `served` is computed."""
     active: list[tuple[float, int]] = field(default_factory=list)
@@ -90,10 +89,10 @@ class _Shared:
 
 
 def crowded(load: float, crowding: float) -> float:
-    """Returns the factor by which tasks take longer where they want `load` times as many cores as there are.
+    """Returns the factor by which tasks slow down if they need `load` times as many cores as there are.
 
     Args:
-        crowding: see `ClusterConfig.crowding`; reached at a load of 2.
+        crowding: see `ClusterConfig.crowding`; it applies in full from a load of 2.
     """
     if load <= 1.0:
         return 1.0
@@ -104,7 +103,7 @@ class Timeline:
     """A set of tasks: `add` them, then `run`.
 
     Args:
-        cores: the number of cores that tasks share; None if tasks do not share cores, and `Task.cores` is
+        cores: the number of cores that tasks share; None if tasks do not share cores. `Task.cores` is then
             ignored.
         crowding: see `ClusterConfig.crowding`.
     """
@@ -164,33 +163,40 @@ class Timeline:
         self.tasks[number] = task._replace(after=(*task.after, other))
 
     def run_slowed(self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float) -> list[Ran]:
-        """Simulates the tasks, where transfers take a share of the units that compute; returns the times of each.
+        """Simulates tasks whose compute units are partly taken by transfers; returns the times of each task.
+
+        A task takes longer by `share` times its overlap with transfers. A first simulation, in which transfers slow
+        nothing down, determines the overlaps.
 
         Args:
-            slowed_by: the streams of transfers that slow the tasks of a stream down, by that stream.
-            share: the share of its units that a transfer takes. A task takes `share` times its overlap with
-                transfers longer, by the overlap that it would have if nothing slowed it down.
+            slowed_by: for each stream that is slowed down, the streams of the transfers that do so.
+            share: the share of the compute units that a transfer takes.
         """
         ran = self.run()
         if not share:
             return ran
-        on: dict[Hashable, list[tuple[int, Ran]]] = {}
-        for number, (task, when) in enumerate(zip(self.tasks, ran, strict=True)):
-            if when.end > when.start:
-                on.setdefault(task.stream, []).append((number, when))
-        for stream, others in slowed_by.items():
-            for transfers in (on.get(other, []) for other in others):
-                first = 0
-                for number, computing in on.get(stream, []):
-                    shared_s = 0.0
-                    for _, transfer in islice(transfers, first, None):
-                        if transfer.start >= computing.end:
-                            break
-                        shared_s += max(0.0, min(computing.end, transfer.end) - max(computing.start, transfer.start))
-                        first += transfer.end <= computing.end
-                    task = self.tasks[number]
-                    self.tasks[number] = task._replace(seconds=task.seconds + share * shared_s)
+        by_stream: dict[Hashable, list[tuple[int, Ran]]] = {}
+        for number, (task, times) in enumerate(zip(self.tasks, ran, strict=True)):
+            if times.end > times.start:
+                by_stream.setdefault(task.stream, []).append((number, times))
+        for stream, transfer_streams in slowed_by.items():
+            for transfer_stream in transfer_streams:
+                transfers = [times for _, times in by_stream.get(transfer_stream, [])]
+                self._slow_down(by_stream.get(stream, []), transfers, share)
         return self.run()
+
+    def _slow_down(self, computing: Sequence[tuple[int, Ran]], transfers: Sequence[Ran], share: float) -> None:
+        """Lengthens each task by `share` times its overlap with `transfers`; both are in order of time."""
+        first = 0
+        for number, times in computing:
+            overlap_s = 0.0
+            for transfer in islice(transfers, first, None):
+                if transfer.start >= times.end:
+                    break
+                overlap_s += max(0.0, min(times.end, transfer.end) - max(times.start, transfer.start))
+                first += transfer.end <= times.end
+            task = self.tasks[number]
+            self.tasks[number] = task._replace(seconds=task.seconds + share * overlap_s)
 
     def run(self) -> list[Ran]:
         """Simulates the tasks; returns the times of each.
@@ -199,19 +205,12 @@ class Timeline:
             ValueError: tasks wait for each other in a cycle.
         """
         tasks = self.tasks
-        missing = [len(task.after) for task in tasks]
+        previous = self._previous()
+        missing = [len(task.after) + (before is not None) for task, before in zip(tasks, previous, strict=True)]
         waiters: list[list[int]] = [[] for _ in tasks]
-        previous: list[int | None] = [None] * len(tasks)
-        tail: dict[Hashable, int] = {}
-        for number, task in enumerate(tasks):
-            for other in task.after:
+        for number, (task, before) in enumerate(zip(tasks, previous, strict=True)):
+            for other in (*task.after, *(() if before is None else (before,))):
                 waiters[other].append(number)
-            before = tail.get(task.stream)
-            if before is not None:
-                previous[number] = before
-                waiters[before].append(number)
-                missing[number] += 1
-            tail[task.stream] = number
 
         start, end = [0.0] * len(tasks), [-1.0] * len(tasks)
         links: dict[Hashable, _Shared] = {}
@@ -244,7 +243,7 @@ class Timeline:
                 link.advance(now)
                 link.join(number, task.link_s, task.cores)
             elif not link.active or now < link.next_end():
-                continue  # another transfer has joined since, and its event has the new end
+                continue  # another transfer has joined in the meantime, and a later event has the new end
             else:
                 link.advance(now)
                 _, done = heapq.heappop(link.active)
@@ -256,6 +255,15 @@ class Timeline:
         if any(moment < 0 for moment in end):
             raise ValueError("tasks wait for each other in a cycle")
         return [self._ran(number, start[number], end, previous[number]) for number in range(len(tasks))]
+
+    def _previous(self) -> list[int | None]:
+        """Returns the number of the previous task on the stream of each task; None for the first task of a stream."""
+        previous: list[int | None] = []
+        last: dict[Hashable, int] = {}
+        for number, task in enumerate(self.tasks):
+            previous.append(last.get(task.stream))
+            last[task.stream] = number
+        return previous
 
     def _ran(self, number: int, start: float, end: list[float], before: int | None) -> Ran:
         ready = end[before] if before is not None else 0.0

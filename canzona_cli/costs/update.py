@@ -1,5 +1,5 @@
-"""The cost of updating one matrix: the seconds on a hardware profile of the work that its rule does (see the
-optimizers' facts).
+"""The cost of updating one matrix: the seconds that the work of its rule (see the optimizers' facts) takes on a
+hardware profile.
 
 An update runs on one stream, so its operations do not overlap. If the profile has a measurement of exactly
 this update, the measurement is used instead.
@@ -35,47 +35,46 @@ from canzona_cli.run.phases import Phase
 Implementation = Literal["canzona", "megatron"]
 """The code that runs an update."""
 Unit = Literal["bf16", "tf32", "fp32"]
-"""The number format in which a product's hardware unit computes."""
+"""The number format of a matrix product."""
 
 COPY_EFFICIENCY = 0.9
 """The share of the memory bandwidth that a plain copy reaches: 3.0 of an H100's 3.35 TB/s."""
 MEMORY_EFFICIENCY: Mapping[Device, float] = MappingProxyType({"cpu": COPY_EFFICIENCY, "cuda": 0.72})
-"""The share of the memory bandwidth that elementwise kernels of several operands and types reach: 2.4 TB/s on
-an H100. This is an estimate between a copy's 3.0 and the 2.0 to 2.3 of norms by torch.compile and Liger
-(QuACK, Dao-AILab, 2025-07)."""
+"""The share of the memory bandwidth that elementwise kernels with several operands and types reach: 2.4 TB/s on
+an H100, an estimate between the 3.0 of a copy and the 2.0 to 2.3 of torch.compile's and Liger's norms (QuACK,
+Dao-AILab, 2025-07)."""
 MEGATRON_HOST_S = 1.3e-3
 """The seconds of host time of one update of Megatron's Muon on GPUs, which issues operations one by one. From
-Megatron-core's test goldens for a model of 12 layers on 8 H100: 195.8 ms a step with layer-wise Muon and
-158.6 with Adam, for about 29 matrices a rank (gpt3_moe_mcore_te_ep8, 2026)."""
+Megatron-core's golden values for a model of 12 layers on 8 H100: 195.8 ms per step with layer-wise Muon and
+158.6 with Adam, for about 29 matrices per rank (gpt3_moe_mcore_te_ep8, 2026)."""
 ADAMW_BYTES = {True: 30, False: 86}
 """The bytes of AdamW's memory traffic per element. Fused (True, Transformer Engine): gradient 4 read, master
 and both moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes (False): decay 8,
 first moment 12, second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
 MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
-"""The bytes of memory traffic per element by which Megatron's Muon (emerging-optimizers 0.3) exceeds
-canzona's. Its
-passes: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12, its copy 4 + w;
-casts to and from bf16 6 each."""
+"""The bytes of memory traffic per element by which Megatron's Muon (emerging-optimizers 0.3) exceeds canzona's.
+The passes of Megatron's: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12
+and its copy 4 + w; casts to and from bf16 6 each."""
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
-"""The conditions of form auto for the Gram form: its time is at most this share of the standard form's, and
-the short side is at least this long, because rounding errors average out over fewer elements in smaller
-matrices."""
+"""The conditions under which form auto chooses the Gram form: its time is at most this share of the standard
+form's, and the short side is at least this long. In smaller matrices rounding errors average out over fewer
+elements."""
 STACK_GAIN = 0.95
-"""The relative time per matrix, stacked over alone, at or below which matrices are stacked by default."""
+"""The threshold for stacking by default: the time per matrix in a stack relative to a matrix alone."""
 STACK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""The most bytes of stacked matrices' iterates and squares. With `optimizer.stack=true` two matrices may take
-more."""
+"""The limit on the bytes of stacked matrices' iterates and squares. With `optimizer.stack=true` a stack of two
+matrices may exceed it."""
 PRICED_STACK = 4
-"""The most matrices in a stack for the cost model, because a host may have fewer of a shape than would fit. Of
-experts it has more: in stacks as large as fit, those of Qwen3-30B-A3B would be a fifth cheaper, which no GPU has
-measured."""
+"""The number of matrices in a stack that the cost model assumes at most, because a host may have fewer matrices
+of one shape than fit. A host has more experts than this: in the largest stacks that fit, the experts of
+Qwen3-30B-A3B would be a fifth cheaper, but no GPU has measured it."""
 
 
 COST_DIGITS = 9
-"""The significant digits of a cost. Logarithms differ in the last bit between processors, but plans must not
-differ."""
+"""The significant digits of a cost. The last bit of a logarithm depends on the processor, but a plan must
+not."""
 ROUNDING = 1e-9
-"""The relative difference by which sums of the same numbers in another order may differ."""
+"""The relative tolerance for sums of the same numbers in a different order."""
 
 
 def algorithm(config: RunConfig) -> Algorithm:
@@ -92,8 +91,8 @@ def algorithm(config: RunConfig) -> Algorithm:
 
 
 def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: ClusterConfig) -> RootMethod:
-    """Returns the run's root method; for `auto`, the method with the faster refresh on this device for sides
-    of 1024, since the order of methods hardly depends on the side."""
+    """Returns the run's root method; for `auto`, the method whose refresh is fastest on this device for sides of
+    1024, because the ranking hardly depends on the side."""
     if chosen != "auto":
         return chosen
     side = min(1024, how.max_preconditioner_dim)
@@ -103,7 +102,7 @@ def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: Cluste
 
 @lru_cache(maxsize=64)
 def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
-    """Returns `algorithm` as far as it depends only on the optimizer's settings and the precision."""
+    """Returns the part of `algorithm` that depends only on the optimizer's settings and the precision."""
     if isinstance(optimizer, CustomConfig):
         like = optimizer.cost_like
         return Algorithm(name=like, custom=True, grafting="adam" if like == "shampoo" else "none", precision=precision)
@@ -129,12 +128,13 @@ def implementation(config: RunConfig) -> Implementation:
 
 @lru_cache(maxsize=1024)
 def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
-    """Returns the most (rows, cols) matrices that a host updates together in batched products; 1: one by one.
+    """Returns the maximum number of (rows, cols) matrices that a host updates together in batched products; 1 if
+    it updates them one by one.
 
-    Like `form_of`, it depends only on the algorithm, the shape and the profile. With `optimizer.stack` not
-    set, matrices are stacked if this is faster by enough (`STACK_GAIN`) in the profile's measurements or, on
-    GPUs without both measurements, in the model. CPUs without both never stack: batched products are not
-    always faster there, but strips of large products (`optimizers.symmetric`) always are.
+    The number depends only on the algorithm, the shape and the profile. Without `optimizer.stack`, matrices are
+    stacked if this is faster by `STACK_GAIN` in the profile's measurements or, on GPUs without these, in the
+    model. CPUs without measurements never stack: batched products are not always faster there, but strips of
+    large products (`optimizers.symmetric`) always are.
     """
     if not RULES[a.name].orthogonal or a.custom or a.stack is False:
         return 1
@@ -142,13 +142,13 @@ def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
     if a.stack is True:
         return max(2, fitting)
     a = replace(a, form=form_of(a, rows, cols, cluster))
-    ways = replace(a, stack=False), replace(a, stack=True)
-    alone, together = (_measured(way, rows, cols, cluster) for way in ways)
-    if alone is None or together is None:
+    single, stacked = replace(a, stack=False), replace(a, stack=True)
+    single_s, stacked_s = _measured(single, rows, cols, cluster), _measured(stacked, rows, cols, cluster)
+    if single_s is None or stacked_s is None:
         if cluster.device == "cpu":
             return 1
-        alone, together = (_modelled(way, rows, cols, cluster)[0] for way in ways)
-    return fitting if fitting > 1 and together <= STACK_GAIN * alone else 1
+        single_s, stacked_s = (_modelled(variant, rows, cols, cluster)[0] for variant in (single, stacked))
+    return fitting if fitting > 1 and stacked_s <= STACK_GAIN * single_s else 1
 
 
 def _fitting(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
@@ -162,9 +162,10 @@ def label(a: Algorithm) -> str:
     soap, soap/spread, shampoo, shampoo/newton/spread, custom."""
     if a.custom:
         return "custom"
-    if not RULES[a.name].orthogonal:
-        return f"{a.name}{'' if a.roots == 'eigh' else f'/{a.roots}'}{'/spread' if a.spread else ''}"
-    return f"{a.name}/{a.form}/{a.ns_steps}{'/stacked' if a.stack else ''}"
+    if RULES[a.name].orthogonal:
+        return f"{a.name}/{a.form}/{a.ns_steps}{'/stacked' if a.stack else ''}"
+    roots, spread = "" if a.roots == "eigh" else f"/{a.roots}", "/spread" if a.spread else ""
+    return f"{a.name}{roots}{spread}"
 
 
 def seconds(
@@ -190,17 +191,17 @@ def seconds(
 
 @lru_cache(maxsize=1024)
 def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
-    """Returns the form in which a (rows, cols) matrix is orthogonalised. For `auto` this is the Gram form if it
-    is accurate enough (`gram_holds`), the matrix is large enough (`GRAM_MIN_SIDE`), and it is faster by
-    `GRAM_GAIN`.
+    """Returns the form in which a (rows, cols) matrix is orthogonalised. `auto` chooses the Gram form if it is
+    accurate enough (`gram_holds`), faster by `GRAM_GAIN`, and the matrix is large enough (`GRAM_MIN_SIDE`).
 
-    It depends only on the algorithm, the shape and the profile, so a matrix has the same form on every rank.
+    The form depends only on the algorithm, the shape and the profile, so a matrix has the same form on every
+    rank.
     """
     if a.form != "auto":
         return a.form
     if not gram_holds(a, cluster):
         return "standard"
-    # How many matrices are stacked depends on the form, so forms are compared without a stack that is chosen.
+    # The size of automatic stacks depends on the form, so forms are compared without automatic stacks.
     unstacked = replace(a, stack=a.stack is True)
     standard = _seconds(replace(unstacked, form="standard"), rows, cols, cluster)
     gram = _seconds(replace(unstacked, form="gram"), rows, cols, cluster)
@@ -208,20 +209,20 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
 
 
 def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
-    """Returns True if the Gram form is accurate enough for the momentum of real training, on this device and
-    in this precision.
+    """Returns True if the Gram form is accurate enough for the momenta of real training, on this device and in
+    this precision.
 
     It is not if products are in bf16, as in bf16 runs on CPUs with bf16 instructions: of qwen3-tiny's 28
-    momenta, it rejected all in the first thirty steps and half after 300, and rejected matrices are computed
-    in standard form anyway. GPUs in bf16 runs use fp16 products, and CPUs without bf16 instructions do as
-    well (`optimizers.gram_form.products_type`); there it rejected none.
+    momenta, its check rejected all in the first 30 steps and half after 300, and rejected matrices are
+    recomputed in standard form. GPUs, and CPUs without bf16 instructions, use fp16 products in bf16 runs
+    (`optimizers.gram_form.products_type`); with these it rejected none.
     """
     return a.precision != "bf16" or cluster.device == "cuda" or cluster.bf16_in_fp32
 
 
 def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Returns the seconds of a hosted Gram-form update, measured if the profile has it, over the modelled
-    seconds."""
+    """Returns the seconds of a hosted Gram-form update (measured, if the profile has a measurement) relative to
+    the modelled seconds."""
     a = replace(a, form="gram", stack=False)
     return _seconds(a, rows, cols, cluster) / _modelled(a, rows, cols, cluster)[0]
 
@@ -261,15 +262,15 @@ def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
 
 
 def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementation) -> float:
-    """Returns the measured time of a phase in whole training steps over that of its parts in isolation; 1 if
-    the profile has no measurement.
+    """Returns the measured time of a phase in whole training steps relative to its parts in isolation; 1 if the
+    profile has no measurement.
 
-    Within a step caches are cold, memory is newly allocated and ranks arrive at different times, which a loop
-    over one operation does not show.
+    In a training step caches are cold, memory is newly allocated and ranks arrive at different times. A loop
+    over one operation does not show this.
     """
     factors = cluster.step_factors
-    of_megatron = factors.get(f"megatron/{phase}") if implementation == "megatron" else None
-    return factors.get(phase, 1.0) if of_megatron is None else of_megatron
+    general = factors.get(phase, 1.0)
+    return factors.get(f"megatron/{phase}", general) if implementation == "megatron" else general
 
 
 def memory_rate(cluster: ClusterConfig) -> float:
@@ -291,8 +292,8 @@ def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
 
 
 def rates(cluster: ClusterConfig) -> tuple[tuple[int, float], ...]:
-    """Returns the (size, TFLOP/s) of bf16 products, ascending. Without a table in the profile it is guessed:
-    a third of the peak at 1024, two thirds from 4096 on."""
+    """Returns the (size, TFLOP/s) of bf16 products in ascending order. A profile without a table gets an
+    estimate: a third of the peak at 1024, two thirds from 4096 on."""
     peak = cluster.bf16_tflops
     return cluster.matmul_tflops or ((1024, peak / 3), (4096, peak * 2 / 3))
 
@@ -329,9 +330,9 @@ def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> floa
         return measured
     for form in get_args(Form) if RULES[a.name].orthogonal else ():
         other = replace(a, form=form)
-        of_other = _measured(other, rows, cols, cluster)
-        if of_other is not None:
-            return of_other * modelled / _modelled(other, rows, cols, cluster)[0]
+        measured_other = _measured(other, rows, cols, cluster)
+        if measured_other is not None:
+            return measured_other * modelled / _modelled(other, rows, cols, cluster)[0]
     return modelled
 
 
@@ -359,7 +360,7 @@ def _modelled(
 
 
 def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
-    """Returns the profile's measured seconds of one update; None without a measurement of exactly this one."""
+    """Returns the profile's measured seconds of one update; None without a measurement of exactly this update."""
     if not cluster.measured_updates:
         return None
     key = (prefix + label(a), rows, cols)
@@ -367,17 +368,17 @@ def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix
 
 
 def _unit(a: Algorithm) -> Unit:
-    """Returns the number format of the products of every update."""
+    """Returns the number format of an update's products."""
     if not RULES[a.name].preconditioned:
         return a.precision
     return "tf32" if a.tf32 else "fp32"
 
 
 def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) -> float:
-    """Returns the seconds of the work on one of `together` stacked matrices.
+    """Returns the seconds that the work takes per matrix in a stack of `together` matrices.
 
-    A batched product runs at the rate of one product of its volume and has one launch. Symmetric kernels are
-    used only in bf16 and for matrices that are not stacked.
+    A batched product runs at the rate of a single product of the same volume and needs one launch. Symmetric
+    kernels are used only in bf16 and only for matrices that are not stacked.
     """
 
     def product(m: int, k: int, n: int) -> float:
@@ -404,29 +405,31 @@ RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known().items()
 
 @lru_cache(maxsize=4096)
 def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Returns the work of every update of a (rows, cols) matrix, and the work that the parts of a refresh add."""
+    """Returns the work of every update of a (rows, cols) matrix, and the additional work of each part of a
+    refresh."""
     return RULES[a.name].work(a, rows, cols)
 
 
 def flops(a: Algorithm, rows: int, cols: int) -> float:
-    """Returns the mean FLOPs of one update of a (rows, cols) matrix; a multiply-add counts as two, and a
-    refresh is divided by its period.
+    """Returns the mean FLOPs of one update of a (rows, cols) matrix. A multiply-add counts as two, and the FLOPs
+    of a refresh are divided by its period.
 
     With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
     - muon, normuon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A
       and B X; Gram form, see `muon_facts`: 8 m^2 n + 28 m^3 for s = 5. Form auto counts the form with fewer
       FLOPs;
-    - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh is per side an
+    - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh takes, for a side of n, an
       eigendecomposition and a product, 9 n^3 + 2 n^3, or the products of a Newton iteration, 62 n^3 (58 n^3
-      where only one side has a root);
-    - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh is per side a product that
-      serves the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3, and the first
-      moment turned to the new bases 4 r^2 c + 4 r c^2;
-    - kl-shampoo: statistics 2 r^2 c + 2 r c^2, whitening and turning 6 r^2 c + 6 r c^2 + 2 m^2 n; a
-      refresh is per side a product and a QR, 2 n^3 + 8/3 n^3;
+      if only one side has a root);
+    - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh takes, for a side of n, one
+      product for both the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3; rotating
+      the first moment to the new bases takes 4 r^2 c + 4 r c^2;
+    - kl-shampoo: statistics 2 r^2 c + 2 r c^2, whitening and rotation 6 r^2 c + 6 r c^2 + 2 m^2 n; a refresh
+      takes, for a side of n, a product and a QR, 2 n^3 + 8/3 n^3;
     - soap-muon: soap and muon;
-    - adamw: 15 per element. A side longer than `max_preconditioner_dim` is not preconditioned, and the terms
-    of its preconditioner are 0.
+    - adamw: 15 per element.
+
+    A side longer than `max_preconditioner_dim` is not preconditioned, and the terms of its preconditioner are 0.
     """
     return min(
         step.flops + sum(part.flops for part in parts) / a.refresh_period for step, parts in _works(a, rows, cols)

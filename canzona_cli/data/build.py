@@ -1,10 +1,10 @@
-"""Builds one pair: reads sources, tokenises them, writes `<prefix>.bin`, `.idx`, `.json` and the tokenizer
-used.
+"""Builds one pair of files: reads sources, tokenises them, and writes `<prefix>.bin`, `.idx`, `.json` and the
+tokenizer.
 
-The files are written under temporary names while the prefix is locked, and renamed at the end, so an
-interrupted or failed build leaves an older pair untouched. With much input, an interrupted build keeps the
-tokens of the inputs that it has finished, and the next build continues from there. The pair is the same, byte
-for byte, however often the build was interrupted and however many processes it used.
+The files are written under temporary names while the prefix is locked, and renamed at the end, so an interrupted
+or failed build leaves an older pair untouched. If the input is large, an interrupted build keeps the tokens of
+finished inputs, and the next build continues from there. The pair is the same, byte for byte, however often the
+build was interrupted and however many processes it used.
 """
 
 import errno
@@ -48,11 +48,11 @@ from canzona_cli.run.machine import cores
 Stage = Literal["read input", "learn vocabulary", "tokenise", "write"]
 
 LARGE = 16 << 20
-"""The least input, in bytes, after which a build records its progress on the disk. With twice as much input
-left, a build uses a pool of processes."""
-_MOST_NOTES = 64
-_MOST_BAD_SHOWN = 5
-_MOST_INPUTS = 1000
+"""The minimum number of input bytes between two records of a build's progress on the disk. A build with at least
+twice as many bytes left uses a pool of processes."""
+_MAX_RECORDS = 64
+_MAX_BAD_LINES_SHOWN = 5
+_MAX_INPUTS_LISTED = 1000
 DEFAULT_VOCAB_SIZE = 16384
 
 
@@ -62,7 +62,7 @@ class Progress:
 
     stage: Stage
     done: int
-    """The bytes of input that have been read, as they are on disk."""
+    """The bytes of input that have been read, before decompression."""
     total: int | None
     """The bytes of all inputs; None if unknown."""
     tokens: int = 0
@@ -74,22 +74,22 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """The settings with which a pair is made from sources."""
+    """The settings that decide how sources become a pair."""
 
     tokenizer: str = "byte"
     """The tokenizer: byte, bpe, or the path of a tokenizer.json."""
     vocab_size: int | None = None
     """The vocabulary size of a bpe; None for `DEFAULT_VOCAB_SIZE`. Other tokenizers have a fixed size."""
     eod: str | None = None
-    """The end-of-document token of a tokenizer.json; None to find one by the usual names."""
+    """The end-of-document token of a tokenizer.json; None to find it by its usual names."""
     document: DocumentUnit = "file"
     text_key: str = "text"
     template: str = ""
-    """The template by which JSONL objects become text; empty for the field `text_key` alone."""
+    """The template that turns JSONL objects into text; empty to use only the field `text_key`."""
     max_bad: int = 0
-    """The largest number of lines without a text that are skipped; with more, the build fails."""
+    """The maximum number of lines without text that are skipped; with more, the build fails."""
     workers: int | None = None
-    """The number of processes or, if there is too little input for several, of threads of the tokenizer; None
+    """The number of processes, or of the tokenizer's threads if the input is too small for several processes; None
     for one per core."""
 
     @property
@@ -99,17 +99,17 @@ class BuildSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A finished pair, with facts about its build."""
+    """A finished pair and facts about its build."""
 
     prefix: Path
     sidecar: Sidecar
     skipped: tuple[str, ...]
-    """The binary files in folders that were skipped."""
-    already_there: int
+    """The binary files in folders, which were skipped."""
+    inputs_done_before: int
     """The number of inputs that an earlier, interrupted build had finished."""
     vocabulary_sampled: bool
-    """True if a bpe was trained on a sample rather than on all text."""
-    asked_vocab_size: int | None
+    """True if a bpe was trained on a sample of the text."""
+    requested_vocab_size: int | None
     """The requested vocabulary size of a bpe, which a small corpus may not reach; None for other tokenizers."""
 
     @property
@@ -123,13 +123,12 @@ def pair_files(prefix: Path) -> tuple[Path, ...]:
 
 
 def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress) -> Built:
-    """Builds the pair `prefix` from `sources`, replacing an existing pair. The caller must hold the prefix's
+    """Builds the pair `prefix` from `sources` and replaces an existing pair. The caller must hold the prefix's
     lock.
 
     Raises:
         ConfigError: an input or the tokenizer is not valid, or there is no text at all.
-        EnvironmentProblem: the disk is full or cannot be written, a process died, or a package is not
-            installed.
+        EnvironmentProblem: the disk is full or not writable, a process died, or a package is not installed.
     """
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
@@ -167,19 +166,19 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
         prefix=prefix,
         sidecar=sidecar,
         skipped=tuple(tally.skipped),
-        already_there=0 if done is None else done.inputs,
+        inputs_done_before=0 if done is None else done.inputs,
         vocabulary_sampled=sampled,
-        asked_vocab_size=settings.bpe_entries if settings.tokenizer == "bpe" else None,
+        requested_vocab_size=settings.bpe_entries if settings.tokenizer == "bpe" else None,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A record of the first inputs of a build, all of whose tokens are on the disk."""
+    """A record of a build's finished inputs, whose tokens are all on the disk."""
 
     inputs: int
     fingerprint: str
-    """The hash of these inputs and of the settings with which they were tokenised."""
+    """The hash of these inputs and of the settings that tokenised them."""
     written: Written
     tally: Tally
 
@@ -189,7 +188,7 @@ def _finished_path(prefix: Path) -> Path:
 
 
 def _finished_inputs(prefix: Path, recipe: Recipe, sources: Sequence[Source]) -> Finished | None:
-    """Returns the inputs that an interrupted build of the same sources has finished; None if there are none.
+    """Returns the record of an interrupted build of the same sources; None if there is none.
 
     A record that does not match the sources, the settings or the files on the disk is removed.
     """
@@ -213,16 +212,16 @@ def _tokenise(
     settings: BuildSettings,
     on_progress: OnProgress,
 ) -> Tally:
-    """Tokenises and writes all documents that are not finished yet; returns the counts of all inputs.
+    """Tokenises and writes all documents that are not finished yet; returns the counts over all inputs.
 
-    It records the finished inputs on the disk whenever at least `LARGE` bytes have been read since the last
+    The finished inputs are recorded on the disk whenever at least `LARGE` bytes have been read since the last
     record.
     """
     tally, inputs = (Tally(), 0) if done is None else (done.tally, done.inputs)
     writer.keep = done is not None
     total = _total(sources)
     reader = Reader(settings=recipe.read, bytes_read=_total(sources[:inputs]) or 0)
-    read = noted = reader.bytes_read
+    read = recorded = reader.bytes_read
     parallel = total is not None and total - reader.bytes_read >= 2 * LARGE
     workers = (settings.workers or cores()) if parallel else 1
     for result in in_order(_read_all(sources[inputs:], reader), recipe, workers):
@@ -234,21 +233,21 @@ def _tokenise(
             tally.add(result)
             inputs += 1
             read += sum(record.bytes for record in result.records)
-            if total is not None and read - noted >= max(LARGE, total // _MOST_NOTES):
+            if total is not None and read - recorded >= max(LARGE, total // _MAX_RECORDS):
                 writer.sync()
                 written, fingerprint = writer.written, recipe.fingerprint(sources[:inputs])
                 finished = Finished(inputs=inputs, fingerprint=fingerprint, written=written, tally=tally)
                 save(_finished_path(writer.prefix), finished, indented=False)
-                writer.keep, noted = True, read
+                writer.keep, recorded = True, read
         facts = {"tokens": writer.written.tokens, "documents": writer.written.documents}
         on_progress(Progress(stage="tokenise", done=reader.bytes_read, total=total, **facts))
     return tally
 
 
 def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tally | CanzonaError]:
-    """Yields the batches and tallies of all inputs. An error is yielded as the last item instead of raised.
+    """Yields the batches and tallies of all inputs. An error is not raised but yielded as the last item.
 
-    So problems in earlier batches, which are found later, are still reported before this error.
+    So problems in earlier batches, which are processed later, are still reported before this error.
     """
     try:
         for source in sources:
@@ -260,18 +259,18 @@ def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tal
 def _make_tokenizer(
     sources: Sequence[Source], read: ReadSettings, settings: BuildSettings, on_progress: OnProgress
 ) -> tuple[Tokenizer, bool]:
-    """Returns the tokenizer, and True if a bpe was trained on a sample rather than on all text."""
+    """Returns the tokenizer, and True if a bpe was trained on a sample of the text."""
     if settings.tokenizer == "byte":
         return ByteTokenizer(), False
     if settings.tokenizer != "bpe":
         return load_json_tokenizer(settings.tokenizer, settings.eod), False
     total = _total(sources) or 0
     reader = Reader(settings=read)
-    # Each piece is sampled with the probability that fills the sample; a fixed seed makes the vocabulary
-    # reproducible. Compressed inputs contain more text than their size suggests, so the sample is also cut
-    # off at SAMPLE_BYTES.
-    chance, choose = min(1.0, SAMPLE_BYTES / max(total, 1)), random.Random(0)
-    taken, left_out = 0, False
+    # Each piece is sampled with the probability that fills the sample on average. The fixed seed makes the
+    # vocabulary reproducible. Compressed inputs contain more text than their size suggests, so the sample also ends
+    # at SAMPLE_BYTES.
+    probability, generator = min(1.0, SAMPLE_BYTES / max(total, 1)), random.Random(0)
+    sample_bytes, is_sample = 0, False
 
     def texts() -> Iterator[bytes]:
         tally = Tally()
@@ -283,21 +282,21 @@ def _make_tokenizer(
                 _refuse_bad_lines(tally, settings.max_bad)
 
     def sample() -> Iterator[bytes]:
-        nonlocal taken, left_out
+        nonlocal sample_bytes, is_sample
         for data in texts():
-            if taken + len(data) > SAMPLE_BYTES:
-                left_out = True
+            if sample_bytes + len(data) > SAMPLE_BYTES:
+                is_sample = True
                 break
-            if choose.random() < chance:
-                taken += len(data)
+            if generator.random() < probability:
+                sample_bytes += len(data)
                 yield data
             else:
-                left_out = True
+                is_sample = True
             on_progress(Progress(stage="learn vocabulary", done=reader.bytes_read, total=total))
         on_progress(Progress(stage="learn vocabulary", done=total, total=total))
 
     tokenizer = train_bpe(sample(), settings.bpe_entries, workers=settings.workers)
-    return tokenizer, left_out
+    return tokenizer, is_sample
 
 
 def _total(sources: Sequence[Source]) -> int | None:
@@ -326,7 +325,7 @@ def _describe(
         dropped=tally.dropped,
         bad_lines=tuple(tally.bad_lines),
         inputs_sha256=inputs.hexdigest(),
-        inputs=tuple(tally.records[:_MOST_INPUTS]),
+        inputs=tuple(tally.records[:_MAX_INPUTS_LISTED]),
         input_count=len(tally.records),
         document=settings.document,
         text_key=settings.text_key,
@@ -340,9 +339,9 @@ def _describe(
 def _spooled(
     sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress
 ) -> Iterator[list[Source]]:
-    """Yields the sources; for a bpe, inputs of unknown size (pipes) are replaced by copies on the disk.
+    """Yields the sources. For a bpe, inputs of unknown size (pipes) are replaced by copies on the disk.
 
-    A bpe reads its inputs twice, for the vocabulary and for the ids. The copies are removed after the block.
+    A bpe reads its inputs twice: for the vocabulary and for the ids. The copies are removed after the block.
     """
     if settings.tokenizer != "bpe" or all(source.size is not None for source in sources):
         yield list(sources)
@@ -381,32 +380,34 @@ def _disk_errors(prefix: Path) -> Iterator[None]:
         raise disk_problem(prefix, error) from error
 
 
-def _refuse_bad_lines(tally: Tally, most: int) -> None:
+def _refuse_bad_lines(tally: Tally, limit: int) -> None:
     """Checks that no more lines were skipped than allowed.
 
     Raises:
-        ConfigError: more than `most` lines have no text; names the first of them.
+        ConfigError: more than `limit` lines have no text. The error names the first of them.
     """
-    if tally.bad <= most:
+    if tally.bad <= limit:
         return
-    fix = "name the field with --text-key NAME, or join several with --template '{question}\\n{answer}'"
+    fix = "name the field with --text-key NAME, or join several fields with --template '{question}\\n{answer}'"
     if tally.text_bytes:
-        enough = f"--max-bad {max(10, 2 * tally.bad)}" if most == 0 else "a higher --max-bad"
-        fix += f"; to skip these lines, {enough}"
-    shown = tally.bad_lines[:_MOST_BAD_SHOWN]
+        option = f"--max-bad {max(10, 2 * tally.bad)}" if limit == 0 else "a higher --max-bad"
+        fix += f"; to skip these lines, use {option}"
     raise ConfigError(
-        *(Problem(key="INPUT", value=f"{at.path}:{at.line}", reason=at.kind + at.detail, fix=fix) for at in shown)
+        *(
+            Problem(key="INPUT", value=f"{bad.path}:{bad.line}", reason=bad.kind + bad.detail, fix=fix)
+            for bad in tally.bad_lines[:_MAX_BAD_LINES_SHOWN]
+        )
     )
 
 
 def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
-    """Returns the error that tells the user about an OSError while writing at `prefix`."""
+    """Returns the error for the user after an OSError while writing at `prefix`."""
     fix = "choose a writable folder"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = 0
         with suppress(OSError):
             free = shutil.disk_usage(prefix.parent).free
-        finished = "the same command continues after the finished inputs"
-        left = finished if _finished_path(prefix).exists() else "nothing was left behind"
-        fix = f"make room ({free / 2**20:,.0f} MiB are free) or choose another disk; {left}"
+        continues = "the same command continues after the finished inputs"
+        state = continues if _finished_path(prefix).exists() else "no files were left behind"
+        fix = f"make room ({free / 2**20:,.0f} MiB are free) or choose another disk; {state}"
     return unwritable("--output", str(prefix), error, fix=fix)

@@ -38,21 +38,20 @@ _CONFIG_KEYS = {
     "--output": "data.cache_dir",
     "INPUT": "data.source",
 }
-"""The configuration key that corresponds to an option of `canzona data prepare`."""
+"""The setting that corresponds to each option of `canzona data prepare`."""
 
 
 def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus:
-    """Returns the corpus of `config.data` after checking it; prepares and caches the built-in corpus if
-    necessary.
+    """Checks and returns the corpus of `config.data`; prepares and caches the built-in corpus if necessary.
 
     Args:
-        config: the run; the model's vocabulary and the sequence length are checked against the data.
-        on_progress: called with a description of the current work and the share that is done, 0 to 1.
+        config: the run. Its model's vocabulary and its sequence length are checked against the data.
+        on_progress: called with a description of the current work and the finished share, 0 to 1.
 
     Raises:
-        ConfigError: missing or damaged data, token ids beyond the vocabulary, too few tokens; all problems at
-            once.
-        EnvironmentProblem: the cache cannot be written, or this Python has no library sources.
+        ConfigError: data are missing or damaged, token ids exceed the vocabulary, or there are too few tokens. All
+            problems are reported at once.
+        EnvironmentProblem: the cache is not writable, or this Python has no library sources.
     """
     report = on_progress or (lambda what, share: None)
     data, share = config.data, _held_out(config)
@@ -97,22 +96,22 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
     """Returns the tokenizer that made the tokens of a corpus.
 
     Raises:
-        ConfigError: the tokenizer is not known, because another tool prepared the corpus or its file was
+        ConfigError: the tokenizer is unknown, because another tool prepared the corpus or the tokenizer's file was
             removed.
     """
     if (tokenizer := saved_tokenizer(corpus.prefix, corpus.tokenizer, corpus.eod)) is not None:
         return tokenizer
     path = saved_tokenizer_path(corpus.prefix)
-    reason = f"its tokenizer is not known: there is no {path.name} written by canzona data prepare"
+    reason = f"its tokenizer is unknown: there is no {path.name}, which canzona data prepare writes"
     raise ConfigError(Problem(key="data.path", value=str(corpus.prefix), reason=reason, fix=_PREPARE))
 
 
 def saved_tokenizer(prefix: Path, name: str, eod: int | None) -> Tokenizer | None:
-    """Returns the tokenizer that made the tokens of a prepared pair; None if it is not known.
+    """Returns the tokenizer that made the tokens of a prepared pair; None if it is unknown.
 
     Args:
-        name: its name in the sidecar.
-        eod: the id that ends a document; None for data of other tools.
+        name: the tokenizer's name in the sidecar.
+        eod: the id that ends a document; None for data from other tools.
     """
     from tokenizers import Tokenizer as RustTokenizer
 
@@ -126,17 +125,16 @@ def saved_tokenizer(prefix: Path, name: str, eod: int | None) -> Tokenizer | Non
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBytes:
-    """The bytes of text that each token id of a tokenizer stands for."""
+    """The number of bytes of text for each token id of a tokenizer."""
 
     values: npt.NDArray[np.float64]
-    """The bytes of each token, shape [vocab_size]. If counted, special tokens have 0 bytes."""
+    """The bytes of each token, shape [vocab_size]. If `counted`, special tokens have 0 bytes."""
     counted: bool
-    """True if the bytes were counted for each token; False if each value is the corpus's mean bytes per
-    token."""
+    """True if the bytes of each token were counted; False if every value is the corpus's mean bytes per token."""
 
 
 def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
-    """Returns the bytes of text that each token of a corpus stands for; None if its tokenizer is not known.
+    """Returns the number of bytes of text for each token of a corpus; None if its tokenizer is unknown.
 
     Raises:
         ConfigError: the corpus is damaged.
@@ -158,7 +156,7 @@ def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidec
     """Returns the pairs at these prefixes with their sidecars.
 
     Raises:
-        ConfigError: pairs are missing or damaged; lists all of them.
+        ConfigError: pairs are missing or damaged. The error lists all of them.
     """
     pairs, problems = [], list[Problem]()
     for path in paths:
@@ -172,26 +170,27 @@ def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidec
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """Returns the last part of each path, or the full paths if the last parts are not distinct."""
+    """Returns the last part of each path, or the full paths if the last parts are not unique."""
     names = [Path(path).name for path in paths]
     return names if len(set(names)) == len(names) else [*paths]
 
 
 def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator[Problem]:
-    """Yields a problem for every set whose tokenizer differs from the first set's, so that ids mean different
-    text."""
+    """Yields a problem for every set whose tokenizer differs from the first set's, because the same id would mean
+    different text."""
     (first, first_sidecar), *others = pairs
     for pair, sidecar in others:
         if _identity(sidecar) == _identity(first_sidecar):
             continue
-        this, expected = (
-            f"{facts.tokenizer} ({facts.vocab_size:,} ids)" if facts else "unknown"
-            for facts in (sidecar, first_sidecar)
-        )
-        reason = f"its tokenizer is {this}, but that of {first.prefix} is {expected}: the same id means different text"
+        tokenizer, expected = _tokenizer_words(sidecar), _tokenizer_words(first_sidecar)
+        reason = f"its tokenizer is {tokenizer}, but {first.prefix} has {expected}: the same id means different text"
         saved = saved_tokenizer_path(first.prefix)
         fix = f"canzona data prepare ... --tokenizer {saved if saved.exists() else 'byte'}, the same for all sets"
         yield Problem(key="data.blend", value=str(pair.prefix), reason=reason, fix=fix)
+
+
+def _tokenizer_words(sidecar: Sidecar | None) -> str:
+    return f"{sidecar.tokenizer} ({sidecar.vocab_size:,} ids)" if sidecar else "an unknown one"
 
 
 def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
@@ -202,14 +201,14 @@ def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
 def look_at_data(config: RunConfig, on_progress: ReportProgress) -> PreparedCorpus | None:
     """Checks a run's data as far as possible without preparing the built-in corpus.
 
-    Prepared data are checked completely. Of the built-in corpus only the tokenizer file is checked, because
-    the first run that needs the corpus prepares it.
+    Prepared data are checked completely. For the built-in corpus only the tokenizer file is checked, because the
+    corpus is prepared by the first run that needs it.
 
     Returns:
         The corpus; None for the built-in corpus.
 
     Raises:
-        ConfigError: as for `ensure_corpus`; or the tokenizer file is missing or not valid.
+        ConfigError: see `ensure_corpus`; or the tokenizer file is missing or not valid.
     """
     if config.data.source == "prepared":
         return ensure_corpus(config, on_progress)
@@ -233,7 +232,7 @@ def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo,
         try:
             waiting = "waiting for another run that is preparing the same corpus"
             with exclusive(lock_path(prefix), on_wait=lambda: report(waiting, 0.0)):
-                if cached := _intact(prefix):  # prepared by the run that this one waited for
+                if cached := _intact(prefix):  # another run prepared it while this one waited
                     return cached
                 build_pair(sources, prefix, settings, lambda progress: report(*_in_words(progress)))
         except OSError as error:
@@ -246,8 +245,8 @@ def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo,
 
 
 def _cache_prefix(config: RunConfig, content: str) -> Path:
-    """Returns the prefix of the cached corpus: a readable name, and a hash of everything that the tokens
-    depend on."""
+    """Returns the prefix of the cached corpus: a readable name and a hash of everything that its tokens depend
+    on."""
     kind, size, tokenizer = config.data.tokenizer, 0, ""
     if kind == "bpe":
         size = config.data.tokenizer_vocab_size
@@ -260,7 +259,7 @@ def _cache_prefix(config: RunConfig, content: str) -> Path:
 
 
 def _intact(prefix: Path) -> tuple[PairInfo, Sidecar] | None:
-    """Returns the cached corpus; None if it is missing or damaged, because it can be prepared again."""
+    """Returns the cached corpus; None if it is missing or damaged, so that it is prepared again."""
     try:
         pair = inspect_pair(prefix)
         sidecar = load_sidecar(pair)
@@ -281,7 +280,7 @@ def _make_folder(folder: Path) -> None:
 def _in_words(progress: Progress) -> tuple[str, float]:
     share = min(1.0, progress.done / progress.total) if progress.total else 0.0
     if progress.stage == "learn vocabulary":
-        # The share covers only reading, which is short; the training itself reports no progress.
+        # The share covers only the reading, which is short; the training itself reports no progress.
         return "learning a vocabulary from the Python standard library", share
     if progress.stage == "write":
         return "writing the corpus", 1.0
@@ -289,7 +288,7 @@ def _in_words(progress: Progress) -> tuple[str, float]:
 
 
 def _in_config_words(problem: Problem) -> Problem:
-    """Returns the same problem with configuration keys instead of the options of `canzona data prepare`."""
+    """Returns the problem with settings instead of options of `canzona data prepare`."""
     fix = problem.fix
     if problem.key == "--output":
         fix = "use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder that has room"
@@ -299,7 +298,7 @@ def _in_config_words(problem: Problem) -> Problem:
 
 
 def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
-    """Returns the largest id in a pair without a sidecar. The result is cached, because the scan may take
+    """Returns the largest token id in a pair without a sidecar. The result is cached, because the scan may take
     minutes."""
     status = bin_path(pair.prefix).stat()
     key = f"{bin_path(pair.prefix)}\0{status.st_size}\0{status.st_mtime_ns}\0{pair.dtype}"
@@ -328,7 +327,7 @@ def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[
 
 
 def padded_vocab_size(least: int) -> int:
-    """Rounds up to a multiple of 128, as Megatron does, so that all usual TP sizes divide the embedding."""
+    """Rounds up to a multiple of 128, as Megatron does, so that all common TP sizes divide the embedding."""
     return -(-least // 128) * 128
 
 
@@ -349,15 +348,15 @@ def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, bl
         fix = "prepare more text, or use a shorter train.seq_length"
         yield problem_with(config, "train.seq_length", reason, fix)
     elif part.train_tokens < needed or (_held_out(config) > 0 and part.validation_tokens < needed):
-        which = "training" if part.train_tokens < needed else "validation"
+        split = "training" if part.train_tokens < needed else "validation"
         left = min(part.train_tokens, part.validation_tokens)
         of_set = f" of {part.name}" if blended else ""
-        reason = f"leaves {left:,} tokens{of_set} for {which}, but a sample needs {needed:,}"
+        reason = f"leaves {left:,} tokens{of_set} for {split}, but a sample needs {needed:,}"
         yield problem_with(config, "data.validation_fraction", reason, _better_fraction(pair, needed))
 
 
 def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
-    """Yields the problems that prevent sample texts: no tokenizer, or a prompt as long as the sequence."""
+    """Yields the problems that prevent sample texts: an unknown tokenizer, or a prompt that fills the sequence."""
     prompt = config.train.sample_prompt
     if config.train.sample_every == 0:
         return
@@ -372,11 +371,8 @@ def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Prob
 
 
 def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:
-    """Returns the smallest validation share, in steps of 0.01 up to 0.5, that gives both splits `needed`
-    tokens.
-
-    None if there is no such share.
-    """
+    """Returns the smallest validation share, in steps of 0.01 up to 0.5, with at least `needed` tokens in both
+    splits; None if there is no such share."""
     shares = [percent / 100 for percent in range(round(at_least * 100), 51)]
     return next((share for share in shares if min(pair.split_tokens(share)) >= needed), None)
 
@@ -384,5 +380,5 @@ def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> f
 def _better_fraction(pair: PairInfo, needed: int) -> str:
     share = usable_fraction(pair, needed)
     if share is None:
-        return "train.eval_interval=0 for no validation, or more documents (canzona data prepare --document line)"
-    return f"data.validation_fraction={share:g}, or train.eval_interval=0 for no validation"
+        return "train.eval_interval=0 (no validation), or more documents (canzona data prepare --document line)"
+    return f"data.validation_fraction={share:g}, or train.eval_interval=0 (no validation)"

@@ -31,7 +31,7 @@ from canzona_cli.errors import CanzonaError, EnvironmentProblem, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything except the inputs that the tokens depend on."""
+    """Everything that tokens depend on, except the inputs."""
 
     tokenizer: Tokenizer
     read: ReadSettings
@@ -39,28 +39,28 @@ class Recipe:
     def fingerprint(self, sources: Sequence[Source]) -> str:
         """Returns a hash of everything that the tokens of these sources depend on.
 
-        A source is represented by its path, size, modification time and inode, not by its content.
+        The hash covers a source's path, size, modification time and inode, not its content.
         """
         tokenizer = self.tokenizer
-        made_by = [FORMAT, tokenizer.kind, tokenizer.eod, tokenizer.to_json(), asdict(self.read)]
+        settings = [FORMAT, tokenizer.kind, tokenizer.eod, tokenizer.to_json(), asdict(self.read)]
         inputs = []
         for source in sources:
             status = None if source.path is None else source.path.stat()
-            place = None if source.path is None else str(source.path.absolute())
+            path = None if source.path is None else str(source.path.absolute())
             version = None if status is None else (status.st_size, status.st_mtime_ns, status.st_ino)
-            inputs.append((source.label, place, version, source.format))
-        return hashlib.sha256(json.dumps([made_by, inputs]).encode()).hexdigest()
+            inputs.append((source.label, path, version, source.format))
+        return hashlib.sha256(json.dumps([settings, inputs]).encode()).hexdigest()
 
 
 def in_order(
     items: Iterable[Batch | Tally | CanzonaError], recipe: Recipe, workers: int
 ) -> Iterator["Encoded | Tally"]:
-    """Encodes all batches, and yields the results in the order of the batches. Tallies are passed on.
+    """Encodes all batches and yields the results, and the tallies among the items, in the order of the items.
 
     Args:
         items: the batches and tallies. An error among them is raised when its turn comes.
         recipe: the tokenizer and the settings.
-        workers: the number of processes; 1 to encode in this process.
+        workers: the number of processes. With 1, this process encodes.
 
     Raises:
         CanzonaError: an error among the items, or a batch that cannot be tokenised.
@@ -90,7 +90,7 @@ def in_order(
         while pending:
             yield first()
     except BrokenProcessPool:
-        reason, fix = "a tokenising process died", "the usual cause is lack of memory: use fewer --workers"
+        reason, fix = "a tokenising process died", "usually it runs out of memory: use fewer --workers"
         raise EnvironmentProblem(Problem(key="INPUT", reason=reason, fix=fix)) from None
     finally:
         pool.shutdown(cancel_futures=True)

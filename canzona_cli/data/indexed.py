@@ -1,9 +1,9 @@
 """Writes and checks Megatron's indexed datasets, `<prefix>.bin` and `<prefix>.idx`, without importing torch.
 
-The format is that of `megatron.core.datasets.indexed_dataset`, version 1. The .bin holds token ids and nothing else.
-The .idx holds, little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version, u8 dtype code, u64 sequences, u64 document indices,
-then i32 length of each sequence, i64 byte offset of each sequence, and i64 document indices: 0, and for each document
-the number of sequences up to its end.
+The format is that of `megatron.core.datasets.indexed_dataset`, version 1. The .bin contains only token ids. The .idx
+contains, little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version, u8 dtype code, u64 number of sequences, u64 number of
+document indices, then the i32 length and the i64 byte offset of each sequence, and the i64 document indices: 0, and
+for each document the number of sequences up to its end.
 """
 
 import os
@@ -45,7 +45,7 @@ def idx_path(prefix: Path) -> Path:
 
 
 def temporary(path: Path) -> Path:
-    """Returns the hidden path, in the same folder, at which a file is written before it is renamed to `path`."""
+    """Returns the hidden path in the same folder where a file is written before it is renamed to `path`."""
     return path.with_name(f".{path.name}.tmp")
 
 
@@ -57,27 +57,28 @@ class Written:
     documents: int = 0
     sequences: int = 0
     max_token_id: int = 0
-    """The largest id that occurs."""
+    """The largest token id in the pair."""
 
 
 class PairWriter:
-    """A writer of one pair: it streams documents into temporary files, which `publish` renames.
+    """A writer of one pair. It streams documents into temporary files, which `publish` renames.
 
-    The caller must hold the prefix's lock. Unless `keep` is set, leaving the `with` block removes the
-    temporary files that are left. The parts of the index are also written to the disk, so memory does not
-    depend on the number of documents.
+    The caller must hold the prefix's lock. Unless `keep` is set, leaving the `with` block removes the remaining
+    temporary files. The parts of the index are streamed to the disk too, so memory does not depend on the number of
+    documents.
 
     Args:
         prefix: the pair's path without extension; its folder must exist.
-        vocab_size: the vocabulary size, which decides the type of the ids.
+        vocab_size: the vocabulary size, which determines the type of the ids.
         eod: the id written after every document.
-        after: the size at which to continue the temporary files that an earlier writer left with `keep`; None
-            to start new files.
+        after: the sizes from which to continue the temporary files that an earlier writer kept; None to start new
+            files.
     """
 
     def __init__(self, prefix: Path, *, vocab_size: int, eod: int, after: Written | None = None) -> None:
         self.prefix = prefix
         self.dtype = token_dtype(vocab_size)
+        self.item_bytes = np.dtype(self.dtype).itemsize
         self.written = after or Written()
         self.keep = False
         """True to leave the temporary files of an unfinished pair on the disk."""
@@ -101,7 +102,7 @@ class PairWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # flushing to a full disk fails again, but the files are to be removed
+        with suppress(OSError):  # flushing to a full disk fails again, but the files still have to be removed
             self._open.close()
         if self.keep:
             return
@@ -109,9 +110,8 @@ class PairWriter:
             path.unlink(missing_ok=True)
 
     def add(self, tokens: TokenArray, lengths: Lengths, last: npt.NDArray[np.bool_]) -> None:
-        """Appends sequences, with an eod after the last sequence of each document.
-
-        A document without tokens is not written.
+        """Appends sequences, with an eod after the last sequence of each document. Documents without tokens are not
+        written.
 
         Args:
             tokens: the ids of all sequences, concatenated, without eod.
@@ -121,16 +121,16 @@ class PairWriter:
         assert tokens.dtype == self.dtype, (tokens.dtype, self.dtype)
         if not len(lengths):
             return
-        reached = np.cumsum(lengths, dtype=np.int64)  # the tokens up to the end of each sequence
+        token_ends = np.cumsum(lengths, dtype=np.int64)  # the number of tokens up to the end of each sequence
         closing = np.flatnonzero(last)
-        # The sequences that end a document which has tokens, including those of earlier calls.
-        ending = closing[np.diff(reached[closing], prepend=-self._document_tokens) > 0]
-        begun = int(reached[closing[-1]]) if len(closing) else -self._document_tokens
-        self._document_tokens = int(reached[-1]) - begun
+        # The sequences that end a document with tokens, counting the document's tokens from earlier calls.
+        ending = closing[np.diff(token_ends[closing], prepend=-self._document_tokens) > 0]
+        document_start = int(token_ends[closing[-1]]) if len(closing) else -self._document_tokens
+        self._document_tokens = int(token_ends[-1]) - document_start
         stored = lengths.astype("<i4")
         stored[ending] += 1
         ends = np.cumsum(stored > 0)[ending] + self.written.sequences
-        block = np.insert(tokens, reached[ending], self._eod)
+        block = np.insert(tokens, token_ends[ending], self._eod)
         self._bin.write(block.data)
         stored = stored[stored > 0]
         self._lengths.write(stored.data)
@@ -157,35 +157,35 @@ class PairWriter:
         with (
             open(temporary(idx_path(self.prefix)), "wb") as index,
             open(self._lengths.name, "rb") as lengths,
-            open(self._ends.name, "rb") as ends,
+            open(self._ends.name, "rb") as document_ends,
         ):
             index.write(_HEADER.pack(MAGIC, VERSION, code, written.sequences, written.documents + 1))
             shutil.copyfileobj(lengths, index, 4 << 20)
             lengths.seek(0)
             offset = 0
             while block := lengths.read(4 << 20):
-                reached = np.cumsum(np.frombuffer(block, dtype="<i4"), dtype=np.int64) * np.dtype(self.dtype).itemsize
-                index.write((np.concatenate(([0], reached[:-1])) + offset).astype("<i8").data)
-                offset += int(reached[-1])
+                ends_in_block = np.cumsum(np.frombuffer(block, dtype="<i4"), dtype=np.int64) * self.item_bytes
+                index.write((np.concatenate(([0], ends_in_block[:-1])) + offset).astype("<i8").data)
+                offset += int(ends_in_block[-1])
             index.write(bytes(8))  # the first document starts at sequence 0
-            shutil.copyfileobj(ends, index, 4 << 20)
+            shutil.copyfileobj(document_ends, index, 4 << 20)
             _sync(index)
 
     def publish(self, *companions: tuple[Path, str]) -> None:
-        """Renames the finished files to their names, the .idx last, so that it exists only beside a complete
-        .bin.
+        """Renames the finished files to their final names. The .idx comes last, so that it exists only with a
+        complete .bin.
 
         If a rename fails, all files of the pair are removed.
 
         Args:
-            companions: further files of the pair (path, text), which are written before the .idx is renamed.
+            companions: the (path, text) of further files of the pair, which are written before the .idx is renamed.
         """
         for path, text in companions:
             self._temporaries.append(temporary(path))
             with open(temporary(path), "w", encoding="utf-8") as stream:
                 stream.write(text)
                 _sync(stream)
-        # Removed first, so that an old .idx never describes the new .bin.
+        # The old .idx is removed first, so that it never describes the new .bin.
         idx_path(self.prefix).unlink(missing_ok=True)
         placed: list[Path] = []
         try:
@@ -201,7 +201,7 @@ class PairWriter:
 
 
 def can_continue(prefix: Path, written: Written, vocab_size: int) -> bool:
-    """Returns True if the temporary files of an unfinished pair have at least the sizes of `written`."""
+    """Returns True if the temporary files of an unfinished pair contain at least the data of `written`."""
     sizes = _file_sizes(written, token_dtype(vocab_size))
     return all(
         path.is_file() and path.stat().st_size >= size for path, size in zip(_growing(prefix), sizes, strict=True)
@@ -233,8 +233,8 @@ class PairInfo:
     tokens: int
     documents: int
     sequences: int
-    """The number of sequences, which are the units that Megatron's GPTDataset splits and shuffles. A long
-    document may have several sequences."""
+    """The number of sequences. Megatron's GPTDataset splits and shuffles by sequence, and a long document may have
+    several."""
     dtype: str
     lengths: npt.NDArray[np.int32] = field(repr=False, compare=False)
     """The number of tokens of each sequence, shape [sequences]."""
@@ -242,32 +242,31 @@ class PairInfo:
     """The number of sequences up to the end of each document, shape [documents]."""
 
     def scan_max_token_id(self, on_progress: Callable[[float], None] | None = None) -> int:
-        """Returns the largest id in the .bin, which it reads once, 16 Mi tokens at a time.
+        """Returns the largest id in the .bin, which is read once, 16 Mi tokens at a time.
 
         Args:
-            on_progress: called with the share that is done, 0 to 1.
+            on_progress: called with the finished share, 0 to 1.
 
         Raises:
-            ConfigError: there is a negative id, which no embedding can look up.
+            ConfigError: there is a negative id, which no embedding has.
         """
         ids = np.memmap(bin_path(self.prefix), dtype=self.dtype, mode="r")
         largest = 0
         for start in range(0, self.tokens, _SCAN_TOKENS):
             chunk = ids[start : start + _SCAN_TOKENS]
             if chunk.min() < 0:
-                raise ConfigError(
-                    _problem(bin_path(self.prefix), f"it holds the negative token id {chunk.min()}", "prepare it again")
-                )
+                reason = f"it contains the negative token id {chunk.min()}"
+                raise ConfigError(_problem(bin_path(self.prefix), reason, "prepare it again"))
             largest = max(largest, int(chunk.max()))
             if on_progress is not None:
                 on_progress(min(1.0, (start + _SCAN_TOKENS) / self.tokens))
         return largest
 
     def split_tokens(self, validation_fraction: float) -> tuple[int, int]:
-        """Returns the numbers of tokens for training and for validation.
+        """Returns the number of tokens for training and the number for validation.
 
-        Megatron holds out complete sequences from the end, and rounds their number to the nearest integer
-        (`BlendedMegatronDatasetBuilder`). So with few long sequences a split may be empty.
+        Megatron holds out complete sequences from the end and rounds their number to the nearest integer
+        (`BlendedMegatronDatasetBuilder`). With few long sequences a split may therefore be empty.
         """
         cut = round((1.0 - validation_fraction) * float(self.sequences))
         held_out = int(self.lengths[cut:].sum(dtype=np.int64))
@@ -275,11 +274,11 @@ class PairInfo:
 
 
 def inspect_pair(prefix: Path) -> PairInfo:
-    """Reads the index of a pair and checks that both files are complete and belong together. Does not read
-    tokens.
+    """Reads the index of a pair and checks, without reading tokens, that both files are complete and belong
+    together.
 
     Raises:
-        ConfigError: files are missing or damaged; the problems' key is `data.path`.
+        ConfigError: files are missing or damaged. The key of the problems is `data.path`.
     """
     bare = prefix.with_name(prefix.name.removesuffix(".bin").removesuffix(".idx")) if prefix.name else prefix
     if bare != prefix and bin_path(bare).is_file() and not bin_path(prefix).is_file():
@@ -304,20 +303,22 @@ def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
         reason = "it is empty" if not len(raw) else "it is not a Megatron index (does not start with MMIDIDX)"
         raise ConfigError(_problem(idx, reason, again))
     if len(raw) < _HEADER.size:
-        raise ConfigError(_problem(idx, f"truncated: {len(raw)} bytes, a header alone has {_HEADER.size}", again))
+        reason = f"truncated: {len(raw)} bytes, but the header alone has {_HEADER.size}"
+        raise ConfigError(_problem(idx, reason, again))
     _, version, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size])
     if version != VERSION:
         raise ConfigError(_problem(idx, f"index version {version}; Megatron-core reads version {VERSION}", again))
     if code not in _DTYPE_CODES:
-        what = "floating-point numbers, not token ids" if code in _FLOAT_CODES else f"an unknown type (code {code})"
-        raise ConfigError(_problem(idx, f"its .bin holds {what}", again))
+        kind = "floating-point numbers, not token ids" if code in _FLOAT_CODES else f"an unknown type (code {code})"
+        raise ConfigError(_problem(idx, f"its .bin contains {kind}", again))
     expected = _HEADER.size + 12 * sequences + 8 * indices
     # Multimodal datasets append one byte per sequence, which a text run ignores.
     if len(raw) not in (expected, expected + sequences):
         state = "truncated" if len(raw) < expected else "damaged"
-        raise ConfigError(_problem(idx, f"{state}: {len(raw):,} bytes instead of the header's {expected:,}", again))
+        reason = f"{state}: {len(raw):,} bytes, but {expected:,} according to its header"
+        raise ConfigError(_problem(idx, reason, again))
     if sequences == 0:
-        raise ConfigError(_problem(idx, "it holds no documents", "prepare it again from inputs with text"))
+        raise ConfigError(_problem(idx, "it contains no documents", "prepare it again from inputs with text"))
     lengths = np.frombuffer(raw, dtype="<i4", count=sequences, offset=_HEADER.size)
     offsets = np.frombuffer(raw, dtype="<i8", count=sequences, offset=_HEADER.size + 4 * sequences)
     ends = np.frombuffer(raw, dtype="<i8", count=indices, offset=_HEADER.size + 12 * sequences)
@@ -335,8 +336,8 @@ def _check_body(
     problems: list[Problem] = []
     tokens = int(lengths.sum(dtype=np.int64))
     size, expected = bin_path(prefix).stat().st_size, tokens * dtype.itemsize
-    reach = int((offsets + lengths.astype(np.int64) * dtype.itemsize).max())
-    if int(lengths.min()) < 0 or int(offsets.min()) < 0 or reach > expected:
+    last_byte = int((offsets + lengths.astype(np.int64) * dtype.itemsize).max())
+    if int(lengths.min()) < 0 or int(offsets.min()) < 0 or last_byte > expected:
         problems.append(_problem(idx_path(prefix), "damaged: it points outside its .bin", again))
     elif size != expected:
         state = "truncated" if size < expected else "longer than its index says, so it belongs to another index"
@@ -358,12 +359,12 @@ def _check_body(
 def _missing(prefix: Path, path: Path) -> Problem:
     near = sorted(prefix.parent.glob(f"{prefix.name}*.idx")) if prefix.name else []
     if near:
-        # Megatron's preprocessing tool appends `_text_document` to the name that it is given.
+        # Megatron's preprocessing tool appends `_text_document` to the name in its options.
         return _problem(path, "no such file", f"did you mean data.path={near[0].with_suffix('')}?")
     if path == idx_path(prefix) and bin_path(prefix).is_file():
-        reason = "no such file; without it the pair is unfinished"
-        return _problem(path, reason, "wait until its preparation has finished, or prepare it again")
-    return _problem(path, "no such file", "make it with canzona data prepare FILES --output PREFIX")
+        reason = "no such file; without it the pair is incomplete"
+        return _problem(path, reason, "wait until the data have been prepared, or prepare them again")
+    return _problem(path, "no such file", "create it with canzona data prepare FILES --output PREFIX")
 
 
 def _problem(path: Path, reason: str, fix: str = "") -> Problem:

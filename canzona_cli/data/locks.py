@@ -1,4 +1,4 @@
-"""Locks a place on the disk, so that only one process writes there at a time."""
+"""A lock file, which lets only one process at a time write to a place on the disk."""
 
 import fcntl
 import os
@@ -22,8 +22,8 @@ def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Itera
 
     Args:
         path: the lock file; its folder must exist.
-        on_wait: called about five times a second while another process holds the lock; None to fail instead
-            of waiting.
+        on_wait: called about five times per second while another process holds the lock; None to fail instead of
+            waiting.
 
     Raises:
         Busy: another process holds the lock, and `on_wait` is None.
@@ -38,8 +38,8 @@ def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Itera
                 on_wait()
                 time.sleep(_POLL_S)
                 continue
-            # The previous holder may have removed the file after we opened it. Then our lock is on a file
-            # that nobody else will open.
+            # The previous holder may have removed the file after this process opened it. Then the lock is on a file
+            # that no other process can open.
             if not _is_same_file(descriptor, path):
                 continue
             try:

@@ -29,9 +29,9 @@ from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, refuse
 from canzona_cli.run.machine import existing_folder
 
 _MAX_VOCAB_SIZE = 1 << 20
-_TRIED_WITH = ("qwen3-tiny", 256)
-"""The recipe that is suggested for a first run with new data, and its sequence length."""
-_USUAL_FRACTION = 0.02
+_FIRST_RECIPE = ("qwen3-tiny", 256)
+"""The recipe suggested for a first run with new data, and its sequence length."""
+_DEFAULT_FRACTION = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +81,17 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
 def train_command(built: Built) -> str:
     """Returns a shell command that trains on the pair."""
     path = str(built.prefix)
-    # Without quotes, Hydra would parse characters such as = , and blanks as syntax.
+    # Hydra would parse characters such as = and , and blanks as syntax if they were not quoted.
     plain = all(char.isalnum() or char in "/._-+" for char in path)
     data = f"data.path={path}" if plain else "data.path='" + path.replace("'", "\\'") + "'"
-    recipe, seq_length = _TRIED_WITH
+    recipe, seq_length = _FIRST_RECIPE
     words = ["canzona", "train", f"recipe={recipe}", "data=prepared", data]
     words.append(f"model.vocab_size={padded_vocab_size(built.sidecar.vocab_size)}")
-    # With few documents the usual share may hold out too few tokens, and the run would be refused.
-    share = usable_fraction(inspect_pair(built.prefix), seq_length + 1, at_least=_USUAL_FRACTION)
+    # With few documents the default share may hold out too few tokens, and the run would be refused.
+    share = usable_fraction(inspect_pair(built.prefix), seq_length + 1, at_least=_DEFAULT_FRACTION)
     if share is None:
         words.append("train.eval_interval=0")
-    elif share != _USUAL_FRACTION:
+    elif share != _DEFAULT_FRACTION:
         words.append(f"data.validation_fraction={share:g}")
     return shlex.join(words)
 
@@ -100,11 +100,11 @@ def _setting_problems(request: PrepareRequest) -> Iterator[Problem]:
     is_file = request.tokenizer not in ("byte", "bpe")
     size = request.vocab_size
     if size is not None and request.tokenizer != "bpe":
-        reason = f"only a bpe has a vocabulary size that can be chosen; that of {request.tokenizer} is fixed"
+        reason = f"only a bpe lets you choose the vocabulary size; {request.tokenizer} has a fixed one"
         yield Problem(key="--vocab-size", value=size, reason=reason, fix="leave it out, or use --tokenizer bpe")
     elif size is not None and not MIN_VOCAB_SIZE <= size <= _MAX_VOCAB_SIZE:
         entries = f"{MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE} entries"
-        reason = f"a byte-level bpe can have {entries} (256 bytes and the end of a document are always there)"
+        reason = f"a byte-level bpe can have {entries} (it always has 256 bytes and the end-of-document token)"
         yield Problem(key="--vocab-size", value=size, reason=reason, fix=f"use --vocab-size {DEFAULT_VOCAB_SIZE}")
     if request.eod is not None and not is_file:
         reason = f"the {request.tokenizer} tokenizer has its own end-of-document id"
@@ -128,10 +128,10 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
     inputs = {source.path.resolve() for source in sources if source.path is not None}
     clash = [path for path in existing if path.resolve() in inputs]
     if not request.output or request.output.endswith("/") or prefix.name in ("", "..") or prefix.is_dir():
-        reason = "is a folder; the output is the common prefix of several files"
+        reason = "is a folder, but the output is the common prefix of several files"
         fix = f"--output {prefix / 'corpus'}"
     elif prefix.suffix in (".bin", ".idx"):
-        reason = "has an extension; the output is a prefix to which .bin and .idx are added"
+        reason = "has an extension, but the output is a prefix to which .bin and .idx are added"
         fix = f"--output {prefix.with_suffix('')}"
     elif clash:
         reason, fix = f"would replace the input {clash[0]}", f"--output {prefix}-tokens"
@@ -145,13 +145,13 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
 
 def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
     folder = existing_folder(prefix.parent)
-    # The byte tokenizer turns every byte into a two-byte id. For others, the size is not known beforehand.
-    read = sum(source.size or 0 for source in sources)
-    needed = 2 * read if request.tokenizer == "byte" else 0
+    # The byte tokenizer turns every byte into a two-byte id. With other tokenizers the size is unknown in advance.
+    input_bytes = sum(source.size or 0 for source in sources)
+    needed = 2 * input_bytes if request.tokenizer == "byte" else 0
     disk = shutil.disk_usage(folder)
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        what = "is not writable" if folder.is_dir() else "is not a folder"
-        reason, fix = f"cannot be written: {folder} {what}", "choose a writable folder"
+        problem = "is not writable" if folder.is_dir() else "is not a folder"
+        reason, fix = f"cannot be written: {folder} {problem}", "choose a writable folder"
     elif disk.total > 0 and needed > disk.free:  # file systems without a disk report 0
         reason = f"the disk is too full: {needed / 2**20:,.0f} MiB needed, {disk.free / 2**20:,.0f} MiB free"
         fix = "make room, or choose another disk"
@@ -168,7 +168,7 @@ def _package_problems(sources: Sequence[Source]) -> Iterator[Problem]:
 
 @contextmanager
 def _output_folder(prefix: Path) -> Iterator[None]:
-    """Makes the missing folders of the output, and removes them again if the block fails and they are empty."""
+    """Creates the missing folders of the output. If the block fails, removes those that are empty."""
     missing = [folder for folder in prefix.parents if not folder.exists()]
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)

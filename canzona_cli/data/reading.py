@@ -1,9 +1,9 @@
 """Reads text: plain, JSONL or Parquet, compressed or not.
 
-`Reader` reads a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A
-piece is a document, or a part of a long document that is cut at a line end. Pieces become Megatron's
-sequences, which it holds out and shuffles. If each document were one sequence, a single large file could not
-be split, shuffled or held in memory.
+`Reader` reads a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A piece
+is a document, or a part of a long document that ends at a line end. Each piece becomes one of the sequences that
+Megatron splits and shuffles. If each document were one sequence, a single large file could not be split, shuffled or
+held in memory.
 """
 
 import bz2
@@ -47,16 +47,16 @@ _UNREAD = {b"PAR1": "Parquet", b"PK\x03\x04": "a zip archive"}
 _UTF8_BOM = b"\xef\xbb\xbf"
 _SNIFF = 8192
 _BATCH_BYTES: Final = 2 << 20
-"""The bytes of text that are tokenised in one call: enough for all cores, and so few that Ctrl-C acts at
-once."""
+"""The bytes of text that are tokenised in one call: enough to use all cores, and few enough that Ctrl-C takes
+effect at once."""
 _BATCH_ITEMS: Final = 8192
 _PARQUET_ROWS: Final = 128
 
 _POLL_S = 0.2
 """The interval in seconds at which a read of a pipe checks for signals."""
 LONGEST_LINE = 128 << 20
-"""The longest line that is read, in bytes. A longer line is skipped as a bad line, because parsing it would
-need several times as much memory."""
+"""The maximum length of a line in bytes. A longer line is skipped as a bad line, because parsing it would need
+several times as much memory."""
 
 MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
@@ -71,16 +71,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSettings:
-    """The settings by which bytes become documents and pieces."""
+    """The settings that decide how bytes become documents and pieces."""
 
     piece: int
-    """The longest piece, in bytes."""
+    """The maximum length of a piece in bytes."""
     document: DocumentUnit = "file"
-    """The unit of plain text that is a document. A line of JSONL or a row of Parquet is always a document."""
+    """The unit of plain text that forms a document. A line of JSONL or a row of Parquet is always a document."""
     text_key: str = "text"
     """The field of a JSONL object, or the column of Parquet, with the text."""
     template: str = ""
-    """The template by which JSONL objects become text (`canzona_cli.data.template`); empty: the field alone."""
+    """The template that turns JSONL objects into text (`canzona_cli.data.template`); empty to use only the field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +89,18 @@ class Batch:
 
     label: str
     form: Literal["pieces", "lines", "jsonl", "rows"]
-    """The kind of the items: pieces of one document, or lines or rows from which texts are still to be read."""
+    """The kind of the items: pieces of one document, or lines or rows whose texts have not been extracted yet."""
     items: Sequence[bytes | None]
-    """The pieces, lines or rows; None for a row without a text."""
+    """The pieces, lines or rows; None for a row without text."""
     first: int = 1
     """The number of the first line or row, counted from 1."""
     ends: bool = False
-    """True if the document ends with the last piece."""
+    """True if the last piece is the end of the document."""
 
 
 def piece_bytes(sources: Sequence[Source]) -> int:
-    """Returns the longest piece for these inputs, in bytes: about 1/256 of all, so that 1% of them can be
-    held out."""
+    """Returns the maximum length of a piece for these inputs in bytes: about 1/256 of the total, so that 1% of the
+    text can be held out."""
     if any(source.size is None for source in sources):
         return STREAM_PIECE
     return min(MAX_PIECE, max(MIN_PIECE, sum(source.size or 0 for source in sources) // 256))
@@ -112,11 +112,10 @@ class Reader:
 
     settings: ReadSettings
     bytes_read: int = 0
-    """The bytes read so far, as they are on disk, so that the progress of compressed files is right."""
+    """The bytes read so far before decompression, so that the progress of compressed files is correct."""
 
     def read(self, source: Source) -> Iterator[Batch | Tally]:
-        """Reads one source: yields its batches in order, then a tally with its hash and what was skipped in
-        reading.
+        """Reads one source: yields its batches in order, then a tally with its hash and with the skipped files.
 
         Raises:
             ConfigError: the input is unreadable, damaged or binary.
@@ -131,7 +130,7 @@ class Reader:
                 with _buffered(raw) as buffered:
                     stream = _decompressed(buffered)
                     yield from self._text(source, stream, tally)
-                    while buffered.read(1 << 20):  # bytes that a decompressor left unread are part of the hash too
+                    while buffered.read(1 << 20):  # the hash includes bytes that a decompressor left unread
                         pass
                 tally.records.append(InputRecord(path=source.label, bytes=raw.count, sha256=raw.digest.hexdigest()))
         except ModuleNotFoundError:
@@ -176,8 +175,8 @@ class Reader:
         self.bytes_read = before + size
 
     def _rows(self, path: Path) -> Iterator[bytes | None]:
-        """Yields the texts of a Parquet column as bytes, because they may not be valid UTF-8; None for a
-        null.
+        """Yields the texts of a Parquet column, and None for each null. Texts are bytes, because they may not be
+        valid UTF-8.
 
         Raises:
             ConfigError: there is no such column, or it is not a column of text.
@@ -201,11 +200,11 @@ class Reader:
 
 
 class _DamagedParquet(ValueError):
-    """The error that pyarrow cannot read a Parquet file, with pyarrow's message."""
+    """An error in a Parquet file, with pyarrow's message."""
 
 
 def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece]:
-    """Yields the pieces of a batch in order, and counts in `tally` the items that are skipped."""
+    """Yields the pieces of a batch in order, and counts skipped items in `tally`."""
     if batch.form == "pieces":
         final = len(batch.items) if batch.ends else 0
         yield from (Piece(item or b"", last=number == final) for number, item in enumerate(batch.items, 1))
@@ -243,14 +242,13 @@ def _document(item: bytes | None, form: str, settings: ReadSettings, tally: Tall
     text = _text_of(item, settings)
     try:
         return text.encode()
-    except UnicodeEncodeError:  # a lone surrogate of a JSON escape
+    except UnicodeEncodeError:  # a JSON escape gave a lone surrogate
         tally.replaced += 1
         return text.encode(errors="replace")
 
 
 def _decompressed(stream: io.BufferedReader) -> io.BufferedReader:
-    """Returns the decompressed stream; the stream itself if its first bytes are not those of a compressed
-    format."""
+    """Returns the decompressed stream; the stream itself if it does not start like a compressed format."""
     head = stream.peek(_SNIFF)
     opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
     return stream if opener is None else _buffered(opener(stream))
@@ -277,7 +275,7 @@ def _grouped[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list
 
 
 def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines with their ends; of a line that is too long, only the first `LONGEST_LINE` + 1 bytes."""
+    """Yields the lines with their line ends. A line that is too long is cut after `LONGEST_LINE` + 1 bytes."""
     while line := stream.readline(LONGEST_LINE + 1):
         if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
             while (rest := stream.readline(_SNIFF)) and not rest.endswith(b"\n"):
@@ -286,13 +284,13 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def package_problem(label: str) -> Problem:
-    """Returns the problem for an input that needs pyarrow, if pyarrow is not installed."""
+    """Returns the problem of an input that needs pyarrow, which is not installed."""
     reason, fix = "needs pyarrow, which is not installed", "pip install 'canzona[data]'"
     return Problem(key="INPUT", value=label, reason=reason, fix=fix)
 
 
 def open_source(source: Source) -> io.BufferedReader:
-    """Opens a source; reads its bytes as they are on disk. Closing the stream does not close standard input."""
+    """Opens a source without decompressing it. Closing the stream does not close standard input."""
     if source.size is None:
         return _buffered(_Pipe(source.path or 0, closefd=source.path is not None))
     assert source.path is not None
@@ -302,8 +300,8 @@ def open_source(source: Source) -> io.BufferedReader:
 class _Pipe(io.FileIO):
     """A pipe whose reads can be interrupted by Ctrl-C.
 
-    Python checks for signals before and after a system call. A signal that arrives just before a read of an
-    empty pipe would not interrupt the read, so this class waits in short intervals.
+    Python checks for signals before and after a system call. A signal that arrives just before a read of an empty
+    pipe would not interrupt the read, so this class waits in short intervals instead.
     """
 
     def readinto(self, buffer: object) -> int:
@@ -317,7 +315,7 @@ def _buffered(raw: object) -> io.BufferedReader:
 
 
 class _Counted(io.RawIOBase):
-    """A raw file that counts and hashes the bytes that are read from it."""
+    """A raw file that counts and hashes the bytes read from it."""
 
     def __init__(self, raw: io.BufferedReader, reader: Reader) -> None:
         self._raw = raw
@@ -330,8 +328,8 @@ class _Counted(io.RawIOBase):
 
     def readinto(self, buffer: object) -> int:
         view = memoryview(buffer)  # type: ignore[arg-type]
-        # readinto1 returns what a pipe has at the moment, so the progress is up to date even with a slow
-        # producer.
+        # readinto1 returns the bytes that a pipe has at the moment, so progress is up to date even if the producer
+        # is slow.
         size = self._raw.readinto1(view)
         self.digest.update(view[:size])
         self.count += size
@@ -344,7 +342,7 @@ class _Counted(io.RawIOBase):
 
 
 def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
-    """Yields the content of `stream` in pieces of at most `size` bytes, cut at a line end if possible."""
+    """Yields the content of `stream` in pieces of at most `size` bytes that end at a line end if possible."""
     pending = b""
     while block := stream.read(size):
         pending += block
@@ -357,10 +355,8 @@ def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
 
 
 def _cut_point(data: bytes, size: int) -> int:
-    """Returns the position at which to cut: after the last line end in the second half of `size` bytes.
-
-    If there is no line end, after the last blank; otherwise between two UTF-8 characters.
-    """
+    """Returns the position at which to cut: after the last line end in the second half of `size` bytes; without a
+    line end, after the last blank there; without a blank, between two UTF-8 characters."""
     for separator in (b"\n", b" "):
         place = data.rfind(separator, size // 2, size)
         if place >= 0:
@@ -372,7 +368,7 @@ def _cut_point(data: bytes, size: int) -> int:
 
 
 class _BadText(ValueError):
-    """The error that a line or row has no usable text."""
+    """An error for a line or row without usable text."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(kind + detail)
@@ -383,7 +379,7 @@ def _text_of(line: bytes, settings: ReadSettings) -> str:
     """Returns the text of one JSONL line.
 
     Raises:
-        _BadText: the line has no usable text, with the reason.
+        _BadText: the line has no usable text.
     """
     key = settings.text_key
     try:
@@ -414,7 +410,7 @@ def _text_of(line: bytes, settings: ReadSettings) -> str:
 
 
 def _likely(record: Mapping[str, object]) -> str:
-    """Returns the options that read the only text or the only chat of a record; empty if there are several."""
+    """Returns the options that would read a record's only text or only chat; empty if there is none or several."""
     texts = [name for name, value in record.items() if isinstance(value, str)]
     chats = [
         name for name, value in record.items() if isinstance(value, list) and value and all(map(_is_message, value))
@@ -429,9 +425,9 @@ def _is_message(value: object) -> bool:
 
 
 def _binary(label: str, head: bytes) -> ConfigError:
-    what = next((name for magic, name in _UNREAD.items() if head.startswith(magic)), "binary (it has NUL bytes)")
+    kind = next((name for magic, name in _UNREAD.items() if head.startswith(magic)), "binary (it has NUL bytes)")
     fixes = {"Parquet": "rename it to .parquet, or use --format parquet"}
-    return input_error(label, f"not text: {what}", fixes.get(what, "give text as UTF-8, or JSONL"))
+    return input_error(label, f"not text: {kind}", fixes.get(kind, "give text as UTF-8, or JSONL"))
 
 
 def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
@@ -443,7 +439,7 @@ def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
     elif schema.names.count(column) > 1:
         reason, fix = f"has several columns {column!r}", "write it again with a different name for each column"
     elif not (types.is_string(kind := schema.field(column).type) or types.is_large_string(kind)):
-        reason, fix = f"its column {column!r} holds {kind}, not text", "--text-key NAME of a column of text"
+        reason, fix = f"its column {column!r} contains {kind}, not text", "--text-key NAME, a column with text"
     else:
         return
     raise ConfigError(Problem(key="INPUT", value=str(path), reason=reason, fix=fix))

@@ -1,4 +1,4 @@
-"""Reads and writes `<prefix>.json`, the record of the inputs and settings that a pair was made from."""
+"""Reads and writes `<prefix>.json`, the record of the inputs and settings of a pair."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _MOST_BAD_LINES: Final = 100
 
 @dataclass(frozen=True, kw_only=True)
 class InputRecord:
-    """The path, size and hash of one input that a corpus was made from."""
+    """The path, size and hash of one input of a corpus."""
 
     path: str
     bytes: int
@@ -26,29 +26,29 @@ class InputRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BadLine:
-    """A line of JSONL or row of Parquet that does not have a usable text."""
+    """A line of JSONL or row of Parquet without usable text."""
 
     path: str
     line: int
     """The number of the line or row, counted from 1."""
     kind: str
-    """The category of the reason, by which such lines are counted: `not JSON`."""
+    """The category under which the line is counted: `not JSON`."""
     detail: str
     """The rest of the message: `: Expecting value at column 5`."""
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """The counts of what was read and skipped, in one batch or in all batches so far."""
+    """The counts of text read and skipped, in one batch or in all batches so far."""
 
     text_bytes: int = 0
-    """The bytes of the documents, decompressed."""
+    """The bytes of the documents after decompression."""
     empty: int = 0
     """The number of documents without text, which were skipped."""
     replaced: int = 0
     """The number of invalid characters that were replaced by U+FFFD or `?`."""
     bad_kinds: dict[str, int] = field(default_factory=dict)
-    """The numbers of lines that were skipped, by reason."""
+    """The number of skipped lines for each reason."""
     bad_lines: list[BadLine] = field(default_factory=list)
     """The first hundred lines that were skipped."""
     skipped: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Tally:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """The numbers of documents, lines and files that were skipped, by reason, without zeros."""
+        """The number of skipped documents, lines and files for each reason, without zeros."""
         reasons = {"empty": self.empty, **self.bad_kinds, "binary file": len(self.skipped)}
         return {reason: number for reason, number in reasons.items() if number}
 
@@ -85,7 +85,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """The content of `<prefix>.json`: facts about one prepared pair."""
+    """The content of `<prefix>.json`, which describes one prepared pair."""
 
     format: Literal[1] = FORMAT
     tokenizer_kind: TokenizerKind
@@ -93,22 +93,22 @@ class Sidecar:
     tokenizer_sha256: str | None
     """The hash of `<prefix>.tokenizer.json`; None for byte."""
     vocab_size: int
-    """One more than the largest id the tokenizer can produce."""
+    """One more than the largest id that the tokenizer can produce."""
     eod: int
     """The id that ends every document."""
     tokens: int
     documents: int
     sequences: int
     max_token_id: int
-    """The largest id that occurs."""
+    """The largest token id in the pair."""
     dtype: str
     text_bytes: int
-    """The bytes of the documents that the tokens were made from, decompressed."""
+    """The bytes of the documents after decompression."""
     replaced: int
     """The number of invalid characters that were replaced."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """The numbers of empty documents, bad lines and binary files in folders that were skipped, by reason.
-    Nothing else is skipped; duplicate documents are kept."""
+    """The number of skipped empty documents, bad lines and binary files in folders, for each reason. Nothing else is
+    skipped, not even duplicate documents."""
     bad_lines: tuple[BadLine, ...] = ()
     """The first hundred bad lines."""
     inputs_sha256: str
@@ -145,7 +145,7 @@ def load_sidecar(pair: PairInfo) -> Sidecar | None:
     """Returns the sidecar of an intact pair; None if there is none, because another tool made the pair.
 
     Raises:
-        ConfigError: the sidecar is damaged or describes another pair; the problem's key is `data.path`.
+        ConfigError: the sidecar is damaged or describes another pair. The key of the problem is `data.path`.
     """
     path = sidecar_path(pair.prefix)
     if not path.is_file():

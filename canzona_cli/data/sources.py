@@ -1,8 +1,8 @@
 """Finds the inputs that INPUT arguments name: files, globs, folders, standard input, the standard library.
 
 The standard library is the default corpus: the source code of the running Python, about 11 MB of real text on
-every machine. Its tests are not included, because they are half of the bytes and many distributions omit
-them. Installed packages and generated configuration are not included, because they differ between machines.
+every machine. Its tests are excluded, because they are half of the bytes and many distributions omit them.
+Installed packages and generated configuration are excluded, because they differ between machines.
 """
 
 import hashlib
@@ -37,15 +37,15 @@ class Source:
     path: Path | None
     """The file; None for standard input."""
     format: InputFormat
-    """The format; only standard input can be auto, which its first byte decides."""
+    """The format. Only standard input can be auto; its first byte then decides."""
     size: int | None
-    """The size in bytes on disk; None if unknown beforehand."""
+    """The size in bytes on disk; None if it is not known in advance."""
     from_folder: bool = False
-    """True if the file was found in a folder. Then it is skipped instead of refused if it is binary."""
+    """True if the file was found in a folder. Such a file is skipped, not refused, if it is binary."""
 
 
 def find_sources(inputs: Sequence[str], format: InputFormat) -> tuple[list[Source], list[Problem]]:
-    """Expands the INPUT arguments, in the order given.
+    """Expands the INPUT arguments in the given order.
 
     The files of globs and folders are sorted. A file that is named twice is read once.
 
@@ -108,7 +108,8 @@ def _file_source(path: Path, format: InputFormat, *, from_folder: bool = False) 
         )
     kind: InputFormat = format
     if format == "auto":
-        kind = "jsonl" if suffix in _JSONL else "parquet" if suffix == ".parquet" else "text"
+        by_suffix: dict[str, InputFormat] = {".parquet": "parquet", **dict.fromkeys(_JSONL, "jsonl")}
+        kind = by_suffix.get(suffix, "text")
     if not os.access(path, os.R_OK):
         raise input_error(str(path), "cannot be read: Permission denied", "check its permissions")
     size = path.stat().st_size if path.is_file() else None  # a named pipe has no size
@@ -124,11 +125,10 @@ def _nearby(path: Path) -> str:
 
 
 def stdlib_sources() -> list[Source]:
-    """Returns the source file of every module of the standard library, in the order of the hashes of their
-    names.
+    """Returns the source file of every module of the standard library, ordered by the hashes of the names.
 
-    Validation data are held out from the end of a corpus. In the order of names, they would be only `xml*` to
-    `zip*`. Ordered by hashes, they are a fair sample, and the order is always the same.
+    Validation data are held out from the end of a corpus. If files were ordered by name, these data would be only
+    `xml*` to `zip*`. Ordered by hash they are a fair sample, and the order is always the same.
 
     Raises:
         EnvironmentProblem: this Python has no readable sources.
@@ -153,7 +153,7 @@ def stdlib_sources() -> list[Source]:
 
 
 def stdlib_digest(sources: list[Source]) -> str:
-    """Returns a hash of the names, order and contents of the sources, which identifies a cached corpus."""
+    """Returns a hash of the sources' names, order and contents, which identifies a cached corpus."""
     digest = hashlib.sha256()
     for source in sources:
         assert source.path is not None

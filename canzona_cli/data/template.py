@@ -3,8 +3,8 @@ r"""Templates make one document from several fields of a JSONL object, or from t
     {question}\n{answer}\n          fields of the object
     {role}: {content}\n             once for each message, if the field of --text-key is a list of messages
 
-`\n` and `\t` are written as two characters each, because shells pass them that way. Text from a template never
-becomes a special token, like all other text.
+`\n` and `\t` are written as two characters each, because shells pass them that way. Like all other text, text from a
+template never becomes a special token.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from string import Formatter
 
 
 class Unfilled(ValueError):
-    """The error that an object cannot fill a template; the message says why."""
+    """An error for an object that cannot fill a template; the message gives the reason."""
 
 
 def template_problem(template: str) -> str:
@@ -24,15 +24,17 @@ def template_problem(template: str) -> str:
     names = [name for _, name, _, _ in parts if name is not None]
     if not names:
         return "names no field"
-    odd = any(spec or conversion or not _is_name(name) for _, name, spec, conversion in parts if name is not None)
-    return "may only have plain names in braces" if odd else ""
+    plain = all(
+        _is_name(name) and not spec and not conversion for _, name, spec, conversion in parts if name is not None
+    )
+    return "" if plain else "may only have plain names in braces"
 
 
 def fill(template: str, record: Mapping[str, object], key: str) -> str:
     """Returns the text of an object: the template filled with its fields, or with each message of its list `key`.
 
     Raises:
-        Unfilled: a field is missing or holds no text, or the list has something other than messages.
+        Unfilled: a field is missing or has no text, or the list contains something other than messages.
     """
     parts = [(text.replace("\\n", "\n").replace("\\t", "\t"), name) for text, name, _, _ in Formatter().parse(template)]
     messages = record.get(key)

@@ -1,8 +1,8 @@
 """Converts text to token ids: raw bytes, a byte-pair encoding trained on the text, or a local tokenizer.json.
 
-All tokenizers take bytes, as files have them: the byte tokenizer then needs no decoding, and the others count
-the invalid characters that they replace. Text never produces a special token. `<|endoftext|>` in a document
-is ordinary text; only the writer of a pair adds the end-of-document token.
+All tokenizers take undecoded bytes: the byte tokenizer needs no decoding, and the others count the invalid
+characters that they replace. Text never produces a special token. `<|endoftext|>` in a document is ordinary text;
+only the writer of a pair adds the end-of-document token.
 """
 
 import hashlib
@@ -45,13 +45,13 @@ EOD_CANDIDATES = (
     "<|eot_id|>",
     "[SEP]",
 )
-"""The names of end-of-document tokens in published tokenizers, those of base models first."""
+"""The names of end-of-document tokens in published tokenizers, with those of base models first."""
 
 BYTE_VALUES = 256
 REPLACEMENT = "\ufffd"
 _MOST_IDS = 1 << 24
-"""The limit of ids in a tokenizer.json. A file may give a token any 32-bit id, and tables have an entry for
-each id up to the largest."""
+"""The limit on ids in a tokenizer.json. A file may give a token any 32-bit id, and canzona's tables have an entry
+for each id up to the largest."""
 _FORM = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
 
 
@@ -69,7 +69,7 @@ def narrow(ids: Sequence[int], vocab_size: int) -> TokenArray:
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """The tokenizer for which every byte is a token; id 256 ends a document. It is lossless for any input."""
+    """The tokenizer in which every byte is a token and id 256 ends a document. It is lossless for any input."""
 
     kind: Literal["byte"] = "byte"
     name: str = "byte"
@@ -81,14 +81,14 @@ class ByteTokenizer:
     """The number of invalid UTF-8 sequences that were replaced; always 0."""
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Returns the token ids of each text, a 1-D array per text, in order, without eod."""
-        # All texts are converted at once and returned as views, because there may be many small texts.
+        """Returns the token ids of each text, without eod, as one 1-D array per text."""
+        # All texts are converted in one call and returned as views, because there may be many small texts.
         ids = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(np.uint16)
         ends = list(accumulate(map(len, texts), initial=0))
         return [ids[start:end] for start, end in pairwise(ends)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, with U+FFFD for other ids and invalid UTF-8."""
+        """Returns the text of token ids, with U+FFFD for ids other than bytes and for invalid UTF-8."""
         parts = (bytes([token]) if token < BYTE_VALUES else REPLACEMENT.encode() for token in ids)
         return b"".join(parts).decode(errors="replace")
 
@@ -98,7 +98,7 @@ class ByteTokenizer:
 
 @dataclass
 class JsonTokenizer:
-    """A tokenizer of the `tokenizers` library, set up for pre-training data."""
+    """A tokenizer of the `tokenizers` library, configured for pre-training data."""
 
     kind: TokenizerKind
     name: str
@@ -108,8 +108,8 @@ class JsonTokenizer:
     replaced: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        # Files from the Hub often truncate to the model's context, pad batches, and parse special tokens in
-        # text. Each of these would silently damage a corpus.
+        # Published files often truncate to the model's context, pad batches, and parse special tokens in text. Each
+        # of these would silently damage a corpus.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
@@ -168,8 +168,8 @@ class TokenizerSettings:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 SAMPLE_BYTES = 64 << 20
-"""The bytes of text that a vocabulary is trained on. More hardly changes the merges, but costs time and
-memory."""
+"""The maximum number of bytes of text on which a vocabulary is trained. More text hardly changes the merges, but
+costs time and memory."""
 MIN_VOCAB_SIZE = BYTE_VALUES + 1
 """The smallest vocabulary: all bytes and the end of a document."""
 
@@ -181,33 +181,33 @@ SPLIT_PATTERN = (
 
 
 def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None = None) -> JsonTokenizer:
-    """Trains a byte-level byte-pair encoding on `sample`; the same texts always give the same tokenizer.
+    """Trains a byte-level byte-pair encoding on `sample`. The same texts always give the same tokenizer.
 
-    Training is one long call into Rust, during which Python cannot handle signals. So it runs in a separate
+    Training is one long call into Rust, during which Python cannot handle signals. It therefore runs in a separate
     process, which can be killed at once.
 
     Args:
-        sample: UTF-8 texts, preferably of at most `SAMPLE_BYTES` in total.
-        vocab_size: the number of entries, at least `MIN_VOCAB_SIZE`; a small sample may give fewer.
+        sample: UTF-8 texts, preferably at most `SAMPLE_BYTES` in total.
+        vocab_size: the number of entries, at least `MIN_VOCAB_SIZE`. A small sample may give fewer.
         workers: the number of threads; None for one per core.
 
     Raises:
         EnvironmentProblem: the training process died.
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_train, args=(theirs, vocab_size, workers), daemon=True)
+    connection, child_connection = context.Pipe()
+    child = context.Process(target=_train, args=(child_connection, vocab_size, workers), daemon=True)
     child.start()
-    theirs.close()
+    child_connection.close()
     try:
         for text in sample:
-            ours.send_bytes(text)
-        ours.send_bytes(b"")
-        trained = ours.recv_bytes().decode()
+            connection.send_bytes(text)
+        connection.send_bytes(b"")
+        trained = connection.recv_bytes().decode()
     except (BrokenPipeError, ConnectionResetError, EOFError):
         child.join()
         reason = f"its training process died (exit code {child.exitcode})"
-        fix = "-9 usually means out of memory: try a smaller --vocab-size, or an existing tokenizer.json"
+        fix = "code -9 usually means out of memory: try a smaller --vocab-size, or an existing tokenizer.json"
         raise EnvironmentProblem(Problem(key="--tokenizer", value="bpe", reason=reason, fix=fix)) from None
     finally:
         child.kill()
@@ -216,7 +216,7 @@ def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None =
 
 
 def _train(connection: Connection, vocab_size: int, workers: int | None) -> None:
-    """Trains in the child process: receives texts until an empty one, then sends the tokenizer.json."""
+    """Trains in the child process: receives texts up to an empty one, then sends the tokenizer.json."""
     begin_child(workers)
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -231,7 +231,8 @@ def _train(connection: Connection, vocab_size: int, workers: int | None) -> None
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        # All 256 bytes, so that any text can be encoded; sorted, so that ids are reproducible.
+        # The alphabet has all 256 bytes, so that any text can be encoded, in a fixed order, so that ids are
+        # reproducible.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -241,8 +242,7 @@ def _train(connection: Connection, vocab_size: int, workers: int | None) -> None
 
 
 def begin_child(threads: int | None) -> None:
-    """Prepares a child process: it ignores Ctrl-C, which only its parent handles, and exits when its parent
-    ends.
+    """Makes this child process ignore Ctrl-C, which only its parent handles, and exit when its parent ends.
 
     Args:
         threads: the number of threads of the child's tokenizer; None for one per core.
@@ -262,7 +262,7 @@ def _end_with_parent() -> None:
 
 
 def bpe_from_json(text: str) -> JsonTokenizer:
-    """Loads a tokenizer that `train_bpe` has trained from its JSON."""
+    """Loads a tokenizer from the JSON that `train_bpe` made."""
     from tokenizers import Tokenizer as RustTokenizer
 
     backend = RustTokenizer.from_str(text)
@@ -274,7 +274,7 @@ def bpe_from_json(text: str) -> JsonTokenizer:
 
 
 def tokenizer_file(spec: str) -> Path:
-    """Returns the path of the tokenizer.json that `spec` names: the file itself, or the one in a folder.
+    """Returns the path of the tokenizer.json that `spec` names: a file, or a folder that contains the file.
 
     Raises:
         ConfigError: there is no such file.
@@ -298,12 +298,12 @@ def tokenizer_file(spec: str) -> Path:
 
 
 def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
-    """Loads a local tokenizer.json, with the tokens that the tokenizer_config.json beside it adds.
+    """Loads a local tokenizer.json, with the additional tokens of the tokenizer_config.json in the same folder.
 
     Args:
         spec: the path of the file, or of its folder.
-        eod: the token that ends a document; None for the eos_token of tokenizer_config.json, otherwise the
-            first of `EOD_CANDIDATES` that the tokenizer has.
+        eod: the token that ends a document; None for the eos_token of tokenizer_config.json, or else for the first
+            of `EOD_CANDIDATES` that the tokenizer has.
 
     Raises:
         ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
@@ -338,9 +338,8 @@ def read_backend(path: Path) -> "RustTokenizer":
 
 
 def _refused(error: BaseException, value: str, what: str) -> ConfigError:
-    """Returns a ConfigError for an error of the tokenizers library; raises any other error, such as Ctrl-C,
-    again."""
-    # The library raises bare Exception, or after a panic in Rust a PanicException, which is a BaseException.
+    """Returns a ConfigError for an error of the tokenizers library; raises other errors, such as Ctrl-C, again."""
+    # The library raises plain Exception or, after a panic in Rust, a PanicException, which is a BaseException.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     message = (str(error).splitlines() or [type(error).__name__])[0]
@@ -348,22 +347,21 @@ def _refused(error: BaseException, value: str, what: str) -> ConfigError:
 
 
 def _configured(backend: "RustTokenizer", path: Path) -> str | None:
-    """Adds to the tokenizer the tokens that only its tokenizer_config.json has, as transformers does.
+    """Adds the tokens that only the tokenizer_config.json has to the tokenizer, as transformers does.
 
     Returns:
         The eos_token of the tokenizer_config.json; None if there is none.
 
     Raises:
-        ConfigError: the file cannot be read, or gives a token an id that differs from the tokenizer's.
+        ConfigError: the file cannot be read, or it gives a token another id than the tokenizer.
     """
     from tokenizers import AddedToken
 
     if not path.is_file():
         return None
-    fix = "repair or remove it; without it the end-of-document token is found by its usual names, or named by --eod"
+    fix = "repair or remove it; without it, canzona looks for the usual end-of-document tokens, or uses --eod TOKEN"
     try:
-        # canzona's parse_json is not used, because model_max_length may be an integer of 31 digits ("no
-        # limit").
+        # Not `parse_json`, because model_max_length may be an integer of 31 digits ("no limit").
         config = parse(TokenizerSettings, read_plain(path))
     except (Unreadable, Damaged) as error:
         raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=fix)) from None
@@ -379,8 +377,8 @@ def _configured(backend: "RustTokenizer", path: Path) -> str | None:
 
 
 def _display_name(path: Path) -> str:
-    """Returns the name to show: `Qwen3-0.6B` for the tokenizer.json of a Hugging Face folder of that name,
-    `new/tokenizer.json` if the folder `new` has nothing else of a model, otherwise the file's name."""
+    """Returns the name to show for a tokenizer file: `Qwen3-0.6B` for the tokenizer.json in a Hugging Face folder of
+    this name, `new/tokenizer.json` in a folder `new` without other files of a model; otherwise the file's name."""
     if path.name != "tokenizer.json":
         return path.stem
     folder = path.resolve().parent
@@ -389,7 +387,7 @@ def _display_name(path: Path) -> str:
 
 
 def _find_eod(backend: "RustTokenizer", named: str | None, path: Path) -> int:
-    """Returns the id of the token `named`; for None, of the first of `EOD_CANDIDATES` that the tokenizer has.
+    """Returns the id of the token `named`; if that is None, of the first of `EOD_CANDIDATES` in the tokenizer.
 
     Raises:
         ConfigError: there is no such token.
@@ -416,9 +414,9 @@ def _offer(special: Sequence[str]) -> str:
 
 
 def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:
-    """Returns the bytes of text that each token id stands for, shape [vocab_size]; special tokens have 0.
+    """Returns the number of bytes of text for each token id, shape [vocab_size]; special tokens have 0.
 
-    None unless the tokenizer is byte-level, as GPT-2's and most later ones are: its vocabulary has one
+    Returns None unless the tokenizer is byte-level, like GPT-2's and most later ones, whose vocabularies have one
     character for each byte.
     """
     if isinstance(tokenizer, ByteTokenizer):

@@ -1,4 +1,4 @@
-"""Reads prepared data back as text: the first documents, their lengths, and one training sequence."""
+"""Reads prepared data back as text: the first documents, the lengths of all, and one training sequence."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from canzona_cli.data.sidecar import Sidecar, load_sidecar
 from canzona_cli.data.tokenizers import TokenArray, Tokenizer
 
 BINS = 6
-"""The most bars of the histogram of lengths."""
+"""The maximum number of bars in the histogram of lengths."""
 END = "[end of document]"
 """The line that stands for an end-of-document token."""
 
@@ -22,9 +22,9 @@ class ShownDocument:
     """The beginning of a document."""
 
     number: int
-    """The document's place in the data, from 0."""
+    """The position of the document in the data, counted from 0."""
     tokens: int
-    """All tokens of the document, the end-of-document token included."""
+    """The number of tokens of the whole document, including the end-of-document token."""
     text: str
     """The decoded text of its first tokens."""
     cut: bool
@@ -41,24 +41,25 @@ class Lengths:
     p90: int
     most: int
     histogram: tuple[tuple[int, int], ...]
-    """Pairs (most tokens, documents): the documents that are longer than the pair before, up to `most tokens`."""
+    """The bars as pairs (most tokens, documents): the number of documents with at most that many tokens that are not
+    in an earlier bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataView:
-    """The content of one prepared pair, for people."""
+    """The content of one prepared pair in readable form."""
 
     pair: PairInfo
     sidecar: Sidecar | None
-    """The facts that `canzona data prepare` wrote; None for data of other tools."""
+    """The facts that `canzona data prepare` wrote; None for data from other tools."""
     lengths: Lengths
     documents: tuple[ShownDocument, ...]
-    """The first documents; without text if the tokenizer is not known."""
+    """The first documents, without text if the tokenizer is unknown."""
     sequence: str | None
-    """The text of one training sequence, documents joined by their end-of-document tokens; None if not asked for
-    or if the tokenizer is not known."""
+    """The text of one training sequence, with `END` between documents; None if it was not requested or the tokenizer
+    is unknown."""
     sequence_documents: int
-    """The number of documents in that sequence, begun ones included."""
+    """The number of documents in the sequence, including an incomplete last one."""
 
 
 def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -> DataView:
@@ -66,9 +67,9 @@ def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -
 
     Args:
         documents: the number of documents to show.
-        tokens: the most tokens to show of each.
-        seq_length: the tokens of the training sequence to show; None for none. It is the first of the data;
-            training reads documents in a random order.
+        tokens: the maximum number of tokens to show of each document.
+        seq_length: the number of tokens of the training sequence to show; None to show none. It is the start of the
+            data, whereas training reads documents in a random order.
 
     Raises:
         ConfigError: the pair is missing or damaged.
@@ -112,7 +113,7 @@ def _text(tokenizer: Tokenizer, ids: TokenArray) -> str:
 
 
 def _lengths(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Lengths:
-    """Summarises the documents' lengths; the bars of the histogram end at powers of two."""
+    """Summarises the documents' lengths. The bars of the histogram end at powers of two."""
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     first = max(int(powers.min()), int(powers.max()) - BINS + 1)
     counts = np.bincount(np.maximum(powers, first) - first)

@@ -187,8 +187,8 @@ def _notes(built: Built, command: str) -> Iterator[str]:
     sidecar = built.sidecar
     if sidecar.replaced:
         yield f"{sidecar.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"
-    if built.already_there:
-        done = f"{built.already_there:,} of {sidecar.input_count:,} inputs"
+    if built.inputs_done_before:
+        done = f"{built.inputs_done_before:,} of {sidecar.input_count:,} inputs"
         yield f"{done} were already prepared by an earlier, unfinished run"
     if built.skipped:
         names = ", ".join(clean(name) for name in built.skipped[:_MOST_NAMES])
@@ -196,7 +196,8 @@ def _notes(built: Built, command: str) -> Iterator[str]:
         yield f"{plural(len(built.skipped), 'file')} skipped because they are not text: {names}{more}"
     if built.vocabulary_sampled:
         yield "the vocabulary was trained on a 64 MiB sample, the same sample in every run"
-    if sidecar.tokenizer_kind == "bpe" and built.asked_vocab_size and sidecar.vocab_size < built.asked_vocab_size:
-        yield f"the text yields only {sidecar.vocab_size:,} of the {built.asked_vocab_size:,} entries asked for"
+    requested = built.requested_vocab_size
+    if sidecar.tokenizer_kind == "bpe" and requested and sidecar.vocab_size < requested:
+        yield f"the text yields only {sidecar.vocab_size:,} of the {requested:,} requested entries"
     if "train.eval_interval=0" in command:
         yield "too few documents to hold any out for validation; --document line makes more, shorter documents"

@@ -138,7 +138,7 @@ class DiagnosisView(Page):
             text = Text(f"{plural(failures, 'failure')} must be fixed before anything can run here", style="bold red")
             yield text.append(f"; {plural(warnings, 'warning')}" if warnings else "", style="default")
             return
-        if not diagnosis.tried:
+        if not diagnosis.torch_checked:
             text = Text("no failure, but torch took too long to say whether runs are possible here", style="yellow")
             yield text.append(f"; {plural(warnings, 'warning')}")
             return

@@ -241,8 +241,8 @@ class _Simulation:
             units=units_taken(config, layout),
         )
         norm_clip = NormClip.of(config, layout)
-        read_s, scaled_s = self._crowd * norm_clip.read_s, self._crowd * norm_clip.scaled_s
-        agree_s = norm_clip.agree_s
+        read_s, scaled_s = self._crowd * norm_clip.norm_element_s, self._crowd * norm_clip.clip_element_s
+        agree_s = norm_clip.all_reduce_s
         packed = ((iteration.reduced_s[cell.team.stage] + cell.update.packed_s, cell.team.elements) for cell in cells)
         normed = max(end + elements * read_s for end, elements in packed) + agree_s
         return _Step(

@@ -50,7 +50,7 @@ class Content:
         """The fp32 elements of a tensor; a copy."""
         found = self.tensors[name]
         assert found.dtype == "F32"
-        return np.frombuffer(b"".join(found.pieces()), dtype=np.float32).reshape(found.shape).copy()
+        return np.frombuffer(b"".join(found.chunks()), dtype=np.float32).reshape(found.shape).copy()
 
     def pieces(self, whole: str) -> list[str]:
         """What a tensor that is spread over ranks is stored as, from its first element on."""
@@ -198,7 +198,7 @@ def _piece(whole: str, do: Callable[[Piece], Piece]) -> Change:
 
 
 def _numpy_reads_beyond(content: Content) -> None:
-    data = np.frombuffer(b"".join(content.tensors["random.00001/numpy"].pieces()), dtype=np.int64).copy()
+    data = np.frombuffer(b"".join(content.tensors["random.00001/numpy"].chunks()), dtype=np.int64).copy()
     data[-2] = 10**6
     content.put("random.00001/numpy", data)
 
@@ -220,11 +220,11 @@ KINDS: Mapping[str, tuple[Change, str]] = {
     "a master that is missing": (_without(f"{Q}/master"), "does not have this"),
     "a master of three dimensions": (_changed(f"{Q}/master", lambda data: data[None]), "but the model's is"),
     "a master that is turned": (_changed(f"{Q}/master", lambda data: data.T), "but the model's is"),
-    "a master with NaN": (_changed(f"{Q}/master", _with(math.nan)), "1 of the"),
-    "a master with infinity": (_changed(f"{Q}/master", _with(-math.inf)), "1 of the"),
+    "a master with NaN": (_changed(f"{Q}/master", _with(math.nan)), "1 of "),
+    "a master with infinity": (_changed(f"{Q}/master", _with(-math.inf)), "1 of "),
     "a moment of another type": (_retyped(f"{Q}/exp_avg", "BF16"), "it is BF16"),
     "a moment of another shape": (_changed(f"{Q}/exp_avg_sq", _longer), "but the model's is"),
-    "a moment with NaN": (_changed(f"{Q}/exp_avg", _with(math.nan)), "1 of the"),
+    "a moment with NaN": (_changed(f"{Q}/exp_avg", _with(math.nan)), "1 of "),
     "a factor of another shape": (_changed(L, _longer), "the optimizer keeps fp32"),
     "a factor of another type": (_retyped(L, "I32"), "it is I32"),
     "a basis that is missing": (_without(f"{Q}/Q_R"), "Q_R is missing"),
@@ -234,7 +234,7 @@ KINDS: Mapping[str, tuple[Change, str]] = {
     ),
     "state of AdamW that it has not": (
         lambda content: content.put("final_layernorm.weight/evil", np.ones(64, np.float32)),
-        "no optimizer keeps this for the weight",
+        "no optimizer keeps this state for the weight",
     ),
     "a negative step": (_counted(f"{Q}/step", -7), "-7 is not a number of steps"),
     "a step of the future": (_counted(f"{Q}/step", 10**6), "1000000 is not a number of steps"),
@@ -250,7 +250,7 @@ KINDS: Mapping[str, tuple[Change, str]] = {
     ),
     "a piece over another one": (
         _piece(f"{EMBEDDING}/exp_avg", lambda p: replace(p, start=p.start + 1, end=p.end + 1)),
-        "overlap, or leave gaps",
+        "overlap or leave gaps",
     ),
     "a piece outside of its weight": (
         _piece(f"{EMBEDDING}/master", lambda p: replace(p, row=10**6)),

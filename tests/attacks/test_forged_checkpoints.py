@@ -90,7 +90,7 @@ def test_whatever_is_forged_all_ranks_refuse_it_and_take_the_honest_one(tmp_path
     assert not (tmp_path / "runs").exists()
 
 
-IN_TENSORS = {kind for kind, (_, said) in forge.KINDS.items() if said.startswith(("1 of the", "state position"))}
+IN_TENSORS = {kind for kind, (_, said) in forge.KINDS.items() if said.startswith(("1 of ", "state position"))}
 """Seen by whoever reads the tensors."""
 MISSING = {
     *("a master that is missing", "a basis that is missing", "a step that is missing"),

@@ -19,7 +19,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, replaced: list[int], turns: Turns) ->
     monkeypatch.setattr(turning, "finish_gathering", lambda chunks: None)
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     strategy = RunningStrategy(trainee=cast("Trainee", SimpleNamespace(chunks=[])), batches=iter(()))
-    assert take_turns(turns, {"a": strategy}, stop_requested=lambda: False, tell=lambda *_: None)
+    assert take_turns(turns, {"a": strategy}, stop_requested=lambda: False, on_turn=lambda *_: None)
     assert len(strategy.losses) == len(strategy.processor_s)
     return len(strategy.losses)
 

@@ -111,7 +111,7 @@ def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
         ),
         (
             {"tensors": {"t": {"file": "rank-00000.safetensors", "dtype": "object", "shape": [1]}}},
-            "not a type and shape",
+            "not a tensor's type and shape",
         ),
         ({"scalars": {"s": {"__reduce__": 1}}}, "scalars.s"),
     ],

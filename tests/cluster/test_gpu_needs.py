@@ -23,7 +23,7 @@ from canzona_cli.cluster.machine import (
     fused_layers_problem,
     installed_version,
     interface_problem,
-    named,
+    matching_interfaces,
     torch_cuda,
     torch_lacks,
 )
@@ -123,7 +123,7 @@ def test_without_a_driver_there_is_nothing_to_tell(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_interfaces_are_chosen_as_nccl_chooses_them(chosen: str, taken: set[str]) -> None:
-    assert named(chosen, {"lo", "eth0", "eth1", "ib0", "docker0"}) == taken
+    assert matching_interfaces(chosen, {"lo", "eth0", "eth1", "ib0", "docker0"}) == taken
 
 
 def test_a_list_that_leaves_no_interface_is_named_with_those_there_are() -> None:

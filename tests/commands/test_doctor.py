@@ -79,7 +79,7 @@ def test_text_fits_the_terminal_and_ends_with_a_verdict(examined: subprocess.Com
     texts = []
     sound = tuple(finding for finding in found if not finding.fix)
     for shown, verbose in ((found, False), (found, True), (sound, False)):
-        diagnosis = Diagnosis(findings=shown, gpus=report["gpus"], slurm=report["can"]["slurm"], tried=True)
+        diagnosis = Diagnosis(findings=shown, gpus=report["gpus"], slurm=report["can"]["slurm"], torch_checked=True)
         texts.append(printed(DiagnosisView(diagnosis=diagnosis, verbose=verbose)))
         assert max(map(len, texts[-1].splitlines())) <= 80
         assert "runs are possible here" in texts[-1]

@@ -147,7 +147,7 @@ def test_missing_files_are_each_named(tmp_path: Path) -> None:
     assert "no such file" in text
     prefix = write(tmp_path / "p", [[[1]]])
     idx_path(prefix).unlink()
-    assert "unfinished" in problem(prefix)
+    assert "incomplete" in problem(prefix)
 
 
 def test_a_file_of_text_is_answered_with_the_command_that_prepares_it(tmp_path: Path) -> None:

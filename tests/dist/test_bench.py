@@ -66,7 +66,7 @@ def held(lined: LineUp, chosen: Configs) -> dict[str, Samples]:
 
     def rank() -> dict[str, Samples]:
         taking_part = running(lined, chosen, join(lined.reference.config, lined.layout))
-        assert take_turns(turns, taking_part, stop_requested=lambda: False, tell=lambda *_: None)
+        assert take_turns(turns, taking_part, stop_requested=lambda: False, on_turn=lambda *_: None)
         return gather_samples(taking_part)
 
     return run_ranks(lined.layout.world_size, rank)[0]
@@ -145,7 +145,7 @@ def test_a_stop_ends_the_turn_after_the_step_at_hand_on_every_rank(lined: LineUp
             turns,
             taking_part,
             stop_requested=lambda: world.rank == 0 and len(own.losses) == STEPS,
-            tell=lambda *_: None,
+            on_turn=lambda *_: None,
         )
         return stop, len(own.losses)
 

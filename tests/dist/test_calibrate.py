@@ -106,7 +106,7 @@ def test_on_a_gpu_the_devices_clocks_time_buckets_as_the_engine_issues_them() ->
         kept: list[Measurement] = []
         recorder = Recorder(RunFiles(Path()), writes=False)
         recorder.add = kept.append  # type: ignore[method-assign,assignment]
-        collectives._GATHERING_BYTES = owner_bucket_group._AHEAD_BYTES = 8
+        collectives._SYNCHRONISING_BYTES = owner_bucket_group._AHEAD_BYTES = 8
         with cuda_stand_in() as record:
             members = Members(Team(rank, 2, DEVICE), 2)
             measure_collectives(members, HASTY, recorder)
@@ -124,7 +124,7 @@ def test_on_a_gpu_the_devices_clocks_time_buckets_as_the_engine_issues_them() ->
         )
         # The host launches a row more slowly than this small all-reduce runs, so there are several before each.
         ahead = issued.count("c10d::allreduce_") + issued.count("all_reduce")
-        assert ahead >= collectives._MOST_AHEAD * sum(samples.values()), sorted(set(issued))
+        assert ahead >= collectives._MAX_SYNCHRONISING * sum(samples.values()), sorted(set(issued))
         assert len(waits) >= sum(samples.values())
         assert all("event" in wait for wait in waits)
         [found] = [m for m in kept if m.quantity == "grouped_collectives"]

@@ -192,7 +192,7 @@ def in_every_way(plan: Plan) -> Plan:
 
 
 def _hashes(shard: Shard) -> Digests:
-    return {name: hashlib.sha256(b"".join(buffer.pieces())).hexdigest() for name, buffer in shard.tensors.items()}
+    return {name: hashlib.sha256(b"".join(buffer.chunks())).hexdigest() for name, buffer in shard.tensors.items()}
 
 
 def _early(record: Record) -> list[str]:

@@ -168,7 +168,7 @@ def test_an_import_onto_a_full_disk_says_where_to_make_room(run: Path, tmp_path:
             pytest.skip("this user may not mount")
         done = canzona("checkpoint", "import", run.parent / "in", "--out", tmp_path / "disk" / "run", code=3)
         assert f"--out = {tmp_path}/disk/run cannot be written: No space left" in words(done.stderr)
-        assert "make room there, or name a place" in words(done.stderr)
+        assert "make room there, or choose a writable folder" in words(done.stderr)
         assert "checkpoint.keep" not in done.stderr
         assert list((tmp_path / "disk").iterdir()) == []
 
@@ -267,7 +267,7 @@ def test_places_that_have_something_are_left_alone(run: Path, tmp_path: Path) ->
 
 
 def test_a_damaged_checkpoint_is_not_exported_and_a_step_that_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
-    assert "steps there: 0" in words(canzona("checkpoint", "export", run, tmp_path / "out", "--step", "3").stderr)
+    assert "use one of 0" in words(canzona("checkpoint", "export", run, tmp_path / "out", "--step", "3").stderr)
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run" / "checkpoints" / "step-00000000" / "rank-00000.safetensors"
     content = path.read_bytes()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.commands.train_end import _say_why
+from canzona_cli.commands.train_end import _show_reason
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Diverged, ExitCode, Problem, SaveFailed
 from canzona_cli.launch.outcome import Outcome, Workers, judge, stopped_at_once
 from canzona_cli.run.codec import load_if_sound, save
@@ -41,7 +41,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     monkeypatch.setenv("COLUMNS", "200")
 
     def show(outcome: Outcome) -> str:
-        _say_why(outcome)
+        _show_reason(outcome)
         return capsys.readouterr().err
 
     return show

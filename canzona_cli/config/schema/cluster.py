@@ -1,5 +1,5 @@
-"""The settings of the hardware: a profile of its rates, written by hand or by `canzona calibrate`, and the
-number of nodes."""
+"""The settings of the hardware: a profile with its rates, written by hand or by `canzona calibrate`, and the number
+of nodes."""
 
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
@@ -28,9 +28,8 @@ Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_
 
 
 class HashedOnce:
-    """A base class for frozen dataclasses that are keys of caches: their hash, which is slow to compute, is
-    computed only once. A subclass has to set `__hash__ = HashedOnce.__hash__`, because otherwise `dataclass`
-    generates another."""
+    """A base class for frozen dataclasses that are keys of caches. It computes their hash, which is slow, only once.
+    Subclasses have to set `__hash__ = HashedOnce.__hash__`, because otherwise `dataclass` generates another hash."""
 
     def __hash__(self) -> int:
         if "_hash" not in self.__dict__:
@@ -43,12 +42,12 @@ class HashedOnce:
 class ClusterConfig(HashedOnce):
     """A hardware profile, and the number of nodes of a job.
 
-    The order of these fields is the order in which a plan lists what it was computed from.
+    A plan file lists the values on which the plan depends in the order of these fields.
     """
 
-    # The largest numbers are several times those of any device today: beyond them, a unit was mistaken.
+    # The upper limits are several times the numbers of any present device: a larger value has a wrong unit.
     name: Annotated[str, "Name of the profile.", PLAN]
-    device: Annotated[Device, "The device that a rank computes on.", PLAN]
+    device: Annotated[Device, "The device on which a rank computes.", PLAN]
     gpus_per_node: Annotated[Ranks, "Ranks on one node (GPUs, or CPU processes).", PLAN]
     memory_gib: Annotated[
         float,
@@ -92,7 +91,7 @@ class ClusterConfig(HashedOnce):
     ]
     headroom_gib: Annotated[
         NotNegative,
-        "Memory that chosen layouts and plans leave free besides reserved_gib where they can, as long as no run has"
+        "Memory that chosen layouts and plans leave free if possible, in addition to reserved_gib, because no run has"
         " confirmed the planned memory on these GPUs. Layouts that you set may use it.",
         Unit("GiB"),
         PLAN,
@@ -114,27 +113,27 @@ class ClusterConfig(HashedOnce):
     ] = 20.0
     intra_node_channels: Annotated[
         Count,
-        "Channels that NCCL uses in an intra-node group. A reduction or broadcast is pipelined in chunks of 512 KiB per"
-        " channel; filling the pipeline takes the time of one chunk per hop, in addition to the latency. No effect on"
-        " CPU ranks.",
+        "Channels that NCCL uses in an intra-node group. Reductions and broadcasts are pipelined in chunks of 512 KiB"
+        " per channel; filling the pipeline takes the time of one chunk per hop, in addition to the latency. Has no"
+        " effect on CPU ranks.",
         PLAN,
     ] = 24
     # NCCL logs "24 coll channels" for eight H100, and 24 for the links of eight A100: NVIDIA/nccl issues 1259
     # and 652.
     inter_node_channels: Annotated[
-        Count, "Channels that NCCL uses in an inter-node group, per network port: a ring per port, two per ring.", PLAN
+        Count, "Channels that NCCL uses in an inter-node group per network port: two for the ring of each port.", PLAN
     ] = 2
     # NVIDIA/nccl issue 1041; logs of two nodes with eight H100 each say "16 coll channels".
     matmul_tflops: Annotated[
         tuple[tuple[Side, Positive], ...],
-        "Measured rates of bf16 products of n by n matrices: pairs [n, rate] with n ascending; empty: estimated.",
+        "Measured rates of bf16 products of n by n matrices: pairs [n, rate] in order of n; empty: estimated.",
         Unit("TFLOP/s"),
         Example("[[2048,540],[8192,800]]"),
         PLAN,
     ] = ()
     sustained_tflops: Annotated[
         Positive | None,
-        "Highest rate of bf16 products sustained for more than a second, when the GPU is at its power limit; null: "
+        "Highest rate of bf16 products that the GPU sustains for more than a second, at its power limit; null: "
         "no limit on matmul_tflops.",
         Unit("TFLOP/s"),
         Example("700"),
@@ -143,15 +142,15 @@ class ClusterConfig(HashedOnce):
     symmetric_factor: Annotated[
         float,
         Range(at_least=0.25, at_most=1),
-        "Time of a bf16 product with a symmetric result, computed by the symmetric kernels available on this machine,"
-        " over the time of a general product of the same size; 1: there are no such kernels, 0.5: they are ideal.",
+        "Time of a bf16 product with a symmetric result by this machine's symmetric kernels, relative to a general"
+        " product of the same size; 1: there are no such kernels, 0.5: they are ideal.",
         Example("0.6"),
         PLAN,
     ] = 1.0
     bf16_in_fp32: Annotated[
         bool,
         "CPU ranks only: the processor has no bf16 instructions, so bf16 products are computed in fp32. fp16 products"
-        " take as long, so optimizer.form=auto may then choose the Gram form, which uses fp16 instead of bf16.",
+        " take as long, so optimizer.form=auto may then choose the Gram form, which needs fp16.",
         PLAN,
     ] = False
     tp_overlap: Annotated[
@@ -162,8 +161,8 @@ class ClusterConfig(HashedOnce):
     ] = False
     dispatch_overlap: Annotated[
         bool,
-        "Simulate the travel of tokens to experts and back as overlapped with another micro-batch's computation, as"
-        " with Megatron's overlap_moe_expert_parallel_comm. canzona's own runs do not overlap it.",
+        "Simulate the transfers of tokens to experts and back as overlapped with another micro-batch's computation, as"
+        " with Megatron's overlap_moe_expert_parallel_comm. canzona's own runs do not overlap them.",
         PLAN,
     ] = False
     collective_units: Annotated[
@@ -177,7 +176,7 @@ class ClusterConfig(HashedOnce):
     speed_spread: Annotated[
         float,
         Range(at_least=0, at_most=0.1),
-        "Relative standard deviation of the speed of GPUs of this kind; every step waits for the slowest one.",
+        "Relative standard deviation of the speed of GPUs of this kind; every step waits for the slowest GPU.",
         Example("0.01"),
         PLAN,
     ] = 0.0
@@ -190,7 +189,7 @@ class ClusterConfig(HashedOnce):
     ] = None
     tf32_tflops: Annotated[
         Positive | None,
-        "Rate of large fp32 products in TF32, which Shampoo and SOAP allow; null: there is no TF32, so fp32_tflops.",
+        "Rate of large fp32 products in TF32, which Shampoo and SOAP allow; null: fp32_tflops, for GPUs without TF32.",
         Unit("TFLOP/s"),
         Example("400"),
         PLAN,
@@ -218,8 +217,8 @@ class ClusterConfig(HashedOnce):
     ] = 1.0
     grouped_collectives: Annotated[
         bool,
-        "Launch all reductions to (broadcasts from) the owners of a bucket together, as one NCCL group; false: one "
-        "after another, each with its own latency. Workers on GPUs check this when they start.",
+        "Launch all reductions to the owners of a bucket (or broadcasts from them) together, as one NCCL group; false: "
+        "one after another, each with its own latency. Workers on GPUs check this when they start.",
         PLAN,
     ] = True
     measured_updates: Annotated[
@@ -239,10 +238,10 @@ class ClusterConfig(HashedOnce):
     collectives: Annotated[
         tuple[tuple[str, Ranks, Bytes, Seconds, NotNegative], ...],
         "Measured intra-node collectives, used instead of bandwidth and latency: kind, ranks, bytes, seconds, and the "
-        "processor cores that they kept busy (0 on GPUs). On CPU ranks, the seconds are what the collective adds to "
-        "ranks that compute in between. Bytes are those of the entire buffer for all_reduce, all_gather and "
-        "reduce_scatter, of the message for reduce, broadcast and send (on GPUs, for reduce and broadcast, of a bucket "
-        "with one range per rank), and those that the busiest rank sends to all others for all_to_all.",
+        "processor cores that they kept busy (0 on GPUs). On CPU ranks, the seconds are the time that the collective "
+        "adds to a loop of computation. Bytes count the entire buffer for all_reduce, all_gather and reduce_scatter, "
+        "the message for reduce, broadcast and send (on GPUs, for reduce and broadcast, a bucket with one range per "
+        "rank), and everything that the busiest rank sends for all_to_all.",
         Example("[[all_reduce,2,1048576,0.002,1.5]]"),
         PLAN,
     ] = ()
@@ -254,54 +253,52 @@ class ClusterConfig(HashedOnce):
     ] = None
     crowding: Annotated[
         Factor,
-        "Time of steps with more ranks than cores, over the time if cores were shared evenly: ranks that share a core"
+        "Time of steps with more ranks than cores, relative to an even sharing of the cores: ranks that share a core"
         " evict each other's data from its caches. Calibration measures with the actual number of ranks, so it leaves"
         " this at 1.",
         NOTHING,
     ] = 1.0
-    forward_factor: Annotated[Factor, "Measured time of forward passes over the modelled time.", PLAN] = 1.0
-    backward_factor: Annotated[Factor, "Measured time of backward passes over the modelled time.", PLAN] = 1.0
+    forward_factor: Annotated[Factor, "Measured time of forward passes, relative to the modelled time.", PLAN] = 1.0
+    backward_factor: Annotated[Factor, "Measured time of backward passes, relative to the modelled time.", PLAN] = 1.0
     forward_module_us: Annotated[
         NotNegative,
-        "Measured time per weight's module in the forward pass that does not depend on the amount of computation, but"
-        " on launching operations.",
+        "Measured fixed time of a module (the work around one weight) in the forward pass, for launching operations.",
         Unit("microseconds"),
         PLAN,
     ] = 0.0
     backward_module_us: Annotated[
-        NotNegative, "As forward_module_us, for the backward pass.", Unit("microseconds"), PLAN
+        NotNegative, "Measured fixed time of a module in the backward pass.", Unit("microseconds"), PLAN
     ] = 0.0
     pass_us: Annotated[
         NotNegative,
-        "Fixed time of one micro-batch's forward or backward pass through a model chunk, whatever its number of"
-        " layers: the schedule's work on the host, and issuing a send and a receive.",
+        "Fixed time of one micro-batch's forward or backward pass through a model chunk, for any number of layers: the"
+        " schedule's work on the host, and issuing a send and a receive.",
         Unit("microseconds"),
         PLAN,
     ] = 150.0
-    # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32
-    # on 2 ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code
-    # runs with NCCL. How much of this time a busy GPU hides was not measured, so none of it is assumed
-    # hidden.
+    # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32 on 2
+    # ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code runs with
+    # NCCL. A busy GPU may hide some of this time; this was not measured, so none of it is assumed to be hidden.
     step_factors: Annotated[
         dict[str, Factor],
-        "Measured time of a phase in complete steps over the sum of its parts, by phase (norm_clip, exchange, "
+        "Measured time of a phase in complete steps, relative to the sum of its parts, by phase (norm_clip, exchange, "
         "matrix_update, adamw_update, grad_reduce, param_gather); megatron/PHASE for Megatron's own strategies.",
         NOTHING,
     ] = field(default_factory=dict, hash=False)
     measured_on: Annotated[
         dict[str, str | int | Finite],
-        "The machine that `canzona calibrate` measured (processor, cores, torch, ...), and when; empty for a profile "
-        "written by hand.",
+        "The machine that `canzona calibrate` measured (processor, cores, torch, ...), and the date; empty for a "
+        "profile written by hand.",
         NOTHING,
     ] = field(default_factory=dict, hash=False)
     not_measured: Annotated[
         tuple[str, ...],
-        "Parts that an interrupted calibration did not measure, but copied from the profile it started from.",
+        "Parts that an interrupted calibration did not measure, but copied from the base profile.",
         NOTHING,
     ] = ()
     nodes: Annotated[Ranks | None, "Number of nodes; null: gpus / gpus_per_node, rounded up.", SPREAD] = None
     node_rank: Annotated[
-        CountOrZero | None, "Number of this node, from 0, when nodes are started by hand.", NOTHING
+        CountOrZero | None, "Number of this node, counted from 0, if nodes are started by hand.", NOTHING
     ] = None
     rdzv_endpoint: Annotated[
         str | None, "host:port that every node can reach; needed if nodes > 1.", Example("node0:29500"), NOTHING
@@ -316,13 +313,13 @@ class ClusterConfig(HashedOnce):
     ] = ()
     srun_args: Annotated[
         tuple[str, ...],
-        "Further options of srun in a Slurm job, such as those of a container plugin.",
+        "Additional options of srun in a Slurm job, such as those of a container plugin.",
         Example('["--container-image=/images/canzona.sqsh"]'),
         NOTHING,
     ] = ()
     command: Annotated[
         tuple[str, ...],
-        "The command that starts canzona in a Slurm job; empty: the one that submits the job.",
+        "The command that starts canzona in a Slurm job; empty: the command that submitted the job.",
         Example('["apptainer","exec","--nv","canzona.sif","canzona"]'),
         NOTHING,
     ] = ()
@@ -334,8 +331,7 @@ class ClusterConfig(HashedOnce):
 
     @property
     def fused_layers(self) -> bool:
-        """True if layers are built from Transformer Engine. While the setting is null, GPUs are assumed to
-        have it."""
+        """True if layers are built from Transformer Engine. If the setting is null, this is assumed for GPUs."""
         return self.device == "cuda" if self.transformer_engine is None else self.transformer_engine
 
     @property

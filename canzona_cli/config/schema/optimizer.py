@@ -20,7 +20,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig(OptimizerBase):
-    """A torch optimizer that updates whole matrices, given by its class: a user's, or one of
+    """A torch optimizer that updates whole matrices, chosen by its class: a user's class, or one in
     `canzona_cli/optimizers`."""
 
     name: Annotated[Literal["custom"], "The optimizer.", OPTIMIZER | PLAN]
@@ -34,26 +34,26 @@ class CustomConfig(OptimizerBase):
     ]
     allow: Annotated[
         tuple[str, ...],
-        "Packages whose classes `source` may name; files need no entry.",
+        "Packages whose classes `source` may name. Files need no entry.",
         Example("[my_package]"),
         NOTHING,
     ] = ()
     options: Annotated[
         dict[str, bool | int | float | str | tuple[bool | int | float | str, ...]],
-        "Further keyword arguments of the class: plain values and lists of them.",
+        "Additional keyword arguments of the class: plain values and lists of plain values.",
         Example("'{momentum:0.9}'"),
         CURVE,
     ] = field(default_factory=dict, hash=False)
     cost_like: Annotated[
         UpdateName,
-        "The optimizer whose update costs and state sizes plans assume for the class, unless cluster.measured_updates"
-        " has entries named custom.",
+        "The optimizer whose update costs and state sizes plans assume for the class. Update costs in"
+        " cluster.measured_updates under the name custom take precedence.",
         SPREAD | PLAN,
     ] = "muon"
 
     @property
     def built_in(self) -> bool:
-        """True if the class is part of canzona; a recipe may name such a class without the user's consent."""
+        """True if the class is part of canzona. A recipe may name such a class without the user's consent."""
         return self.source.startswith("canzona_cli.optimizers.")
 
 

@@ -1,4 +1,5 @@
-"""The settings of engine, checkpoints and run directory; the complete configuration; mesh and layout."""
+"""The settings of engine, checkpoints and run directory; the complete configuration; and the mesh and layout of a
+run."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -37,25 +38,25 @@ Grouping = Literal["greedy", "auto"]
 Mode = Literal["hosted", "shared"]
 """The ways to update a matrix: as a whole on its host, or jointly by the TP group of its owner."""
 Reduction = Literal["reduce", "ring"]
-"""The ways to reduce a bucket's gradients to their owners: one reduction per owner, or a reduce-scatter in
-equal parts followed by sending parts on to their owners."""
+"""The ways to reduce a bucket's gradients to their owners: one reduction per owner, or a reduce-scatter in equal
+parts, which are then sent on to their owners."""
 Gathering = Literal["broadcast", "ring"]
-"""The ways to gather a bucket's weights: one broadcast per owner, or sending ranges into equal parts followed
-by an all-gather."""
+"""The ways to gather a bucket's weights: one broadcast per owner, or an all-gather of equal parts, to which the
+owners have sent their ranges."""
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
-"""The supported trackers, by the name of their package."""
+"""The supported trackers, by the names of their packages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The settings of the engine: which ranks update which matrices, and how."""
+    """The settings of the engine, which decide which ranks update which matrices, and how."""
 
     strategy: Annotated[
         Strategy,
         "canzona, paper (the engine of arXiv 2602.06079) and asc execute a plan. layerwise is Megatron's layer-wise "
         "optimizer. sc: every rank updates every matrix, with Megatron's own Muon or, for other optimizers, canzona's "
-        "engine. Without effect for optimizer=adamw.",
+        "engine. Has no effect with optimizer=adamw.",
         SPREAD | PLAN,
     ]
     layout: Annotated[
@@ -66,24 +67,25 @@ class EngineConfig:
     ] = "owner"
     splitting: Annotated[
         Splitting,
-        "What counts as one matrix. fused: weights as Megatron stores them; qkv: q, k and v separate (the finest that "
-        "sc with Muon and layerwise support); split: gate and up separate too; per_head: also each head of q, k and v.",
+        "Splitting of weights into matrices. fused: weights as Megatron stores them; qkv: q, k and v separate (the "
+        "finest that layerwise, and sc with Muon, support); split: gate and up separate too; per_head: also each head "
+        "of q, k and v.",
         SPREAD | PLAN,
     ] = "split"
     alpha: Annotated[
         float,
         Range(at_least=0, at_most=1),
-        "What is balanced over data-parallel ranks: 0 communication, 1 compute, in between a mixture.",
+        "Quantity that is balanced over data-parallel ranks: 0 communication, 1 compute, in between a mixture.",
         SPREAD | PLAN,
     ] = 1.0
     grouping: Annotated[
         Grouping,
-        "How matrices are divided into micro-groups: greedy (with rollback, as in the paper), auto (by search).",
+        "Method to divide matrices into micro-groups: greedy (with rollback, as in the paper), auto (by search).",
         SPREAD | PLAN,
     ] = "auto"
     mode: Annotated[
         Literal["auto"] | Mode,
-        "Who updates a matrix: hosted (its host alone), shared (the TP group of its owner together, if optimizer and "
+        "Ranks that update a matrix: hosted (only its host), shared (all TP ranks of its owner, if optimizer and "
         "matrix allow it), auto (chosen for each matrix by search). Strategies paper and asc are always hosted.",
         SPREAD | PLAN,
     ] = "auto"
@@ -97,31 +99,31 @@ class EngineConfig:
     reduction: Annotated[
         Reduction | None,
         "How gradients reach their owners, and weights return: reduce (one reduction and one broadcast per owner), or "
-        "ring (a reduce-scatter and an all-gather of equal parts, and messages between their ranks and the owners). "
-        "null: the faster for each bucket.",
+        "ring (a reduce-scatter and an all-gather of equal parts, plus messages between these parts' ranks and the "
+        "owners). null: the faster one for each bucket.",
         SPREAD | PLAN,
     ] = None
     plan: Annotated[
         str | None,
-        "A plan file of `canzona plan` to execute; null: the newest file in ./plans that fits this run, else a new"
-        " plan. Planning is deterministic.",
+        "The plan file (from `canzona plan`) to execute; null: the newest file in ./plans that fits this run, or else a"
+        " new plan. Planning is deterministic.",
         NOTHING,
     ] = None
     exchange_dtype: Annotated[
         Precision,
-        "Precision in which gradients are sent between TP ranks; bf16 halves the data, but rounds gradients.",
+        "Precision of gradients in messages between TP ranks; bf16 halves the messages, but rounds gradients.",
         CURVE | PLAN,
     ] = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The settings of saving and resuming: when a run saves, which checkpoints it keeps, where it starts."""
+    """The settings of saving and resuming."""
 
     every_steps: Annotated[Count | None, "Steps between two checkpoints; null: only by time.", NOTHING] = None
     every_minutes: Annotated[Positive | None, "Minutes between two checkpoints; null: only by steps.", NOTHING] = 30.0
     at_end: Annotated[
-        bool, "Save after the last step too. A preempted or interrupted run is always saved.", NOTHING
+        bool, "Also save after the last step. Preempted and interrupted runs are always saved.", NOTHING
     ] = True
     asynchronous: Annotated[
         bool, "Write checkpoints while training continues; false: training waits for the disk.", NOTHING
@@ -129,20 +131,20 @@ class CheckpointConfig:
     keep: Annotated[Count, "Number of newest checkpoints to keep.", NOTHING] = 3
     keep_every: Annotated[
         Count | None,
-        "Also keep checkpoints at multiples of this many steps for good; null: keep only the newest.",
+        "Also keep all checkpoints at multiples of this number of steps; null: keep only the newest.",
         NOTHING,
     ] = None
     resume: Annotated[
         str,
-        "What the run resumes from. auto: the newest checkpoint in the run directory, or the start if there is none. "
-        "Or the name of a checkpoint there (step-00000030), or the path of a checkpoint or of another run directory.",
+        "Checkpoint from which the run resumes. auto: the newest one in the run directory; without any, the run starts "
+        "from step 1. Or the name of one there (step-00000030), or the path of a checkpoint or another run directory.",
         NOTHING,
     ] = "auto"
     weights_from: Annotated[
         str | None,
-        "A run directory, a checkpoint or a Hugging Face folder: the run starts at its first step with the weights "
-        "from there and a new optimizer state, for example for annealing. Once it has a checkpoint, it resumes from "
-        "that. Short form: init=DIR. null: random weights.",
+        "A run directory, a checkpoint or a Hugging Face folder with the initial weights, for example for annealing. "
+        "The run starts at step 1 with new optimizer state. Once it has a checkpoint of its own, it resumes from that. "
+        "Short form: init=DIR. null: random weights.",
         NOTHING,
     ] = None
 
@@ -152,46 +154,46 @@ class RunSettings:
     """The settings of the run directory, trackers, hang detection, restarts, traces and profiles."""
 
     dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`.", NOTHING] = None
-    root: Annotated[str, "Folder in which run directories are created when `dir` is null.", NOTHING] = "runs"
+    root: Annotated[str, "Folder in which run directories are created if `dir` is null.", NOTHING] = "runs"
     trackers: Annotated[
         tuple[TrackerName, ...],
-        "Trackers that also get the numbers of metrics.jsonl: tensorboard, wandb, mlflow. Their own environment "
-        "variables set the server and its key (WANDB_MODE, MLFLOW_TRACKING_URI, ...).",
+        "Trackers that also get the numbers in metrics.jsonl: tensorboard, wandb, mlflow. The trackers' own "
+        "environment variables set the server and its key (WANDB_MODE, MLFLOW_TRACKING_URI, ...).",
         Example("[tensorboard,wandb,mlflow]"),
         NOTHING,
     ] = ()
     hang_timeout_s: Annotated[
         Positive | None,
-        "Time without progress of a rank after which the run is ended and the stuck rank reported; three times as long "
+        "Time without progress of a rank after which the run ends and the stuck rank is reported; three times as long "
         "for start-up, loading, saving and the first step. null: never.",
         Unit("seconds"),
         NOTHING,
     ] = 600.0
     restarts: Annotated[
         CountOrZero,
-        "How often one launch restarts a run whose workers crashed or hung: after 10 s, then 20 s, 40 s, ... while it "
-        "makes no progress; 0: never. A run is not restarted if it fails twice in the same way at the same step, "
-        "diverged, or has a user's mistake.",
+        "How many times one launch restarts a run whose workers crashed or hung: after 10 s, then 20 s, 40 s, ... "
+        "while the run makes no progress; 0: never. A run is not restarted if it failed twice in the same way at the "
+        "same step, if it diverged, or if it failed because of a user's mistake.",
         NOTHING,
     ] = 0
     trace_steps: Annotated[
         tuple[Count, Count] | None,
-        "First and last step whose timelines are written to trace.json; null: no trace.json, but the timelines of the "
-        "last two steps are kept for `canzona report --trace`.",
+        "First and last step whose timelines are written to trace.json; null: no trace.json, but `canzona report "
+        "--trace` can show the last two steps.",
         Example("[5,7]"),
         NOTHING,
     ] = None
     profile_steps: Annotated[
         tuple[Count, Count] | None,
-        "First and last step to record with torch's profiler, on every rank if there are at most 8, else on rank 0. "
-        "The profiler slows these steps down; the breakdown leaves them out.",
+        "First and last step to record with torch's profiler: on every rank if there are at most 8, else on rank 0. "
+        "The profiler slows these steps down, so the breakdown leaves them out.",
         Example("[5,7]"),
         NOTHING,
     ] = None
 
 
 class Execution(Enum):
-    """The way a run's updates are executed: which ranks update each weight, and with which code."""
+    """The execution of a run's updates: the ranks that update each weight, and the code that they run."""
 
     PLANNED = "planned"
     """Strategies canzona, paper and asc: a plan gives each matrix an owner and a host, and canzona's engine
@@ -209,17 +211,17 @@ class Execution(Enum):
 
     @property
     def ours(self) -> bool:
-        """True if canzona's engine updates the matrices, False if Megatron's optimizer does the entire step."""
+        """True if canzona's engine updates the matrices; False if Megatron's optimizer runs the entire step."""
         return self in (Execution.PLANNED, Execution.REDUNDANT)
 
     @property
     def has_owners(self) -> bool:
-        """True if each matrix is updated by one data-parallel rank, its owner."""
+        """True if one data-parallel rank, the owner, updates each matrix."""
         return self in (Execution.PLANNED, Execution.LAYERWISE)
 
     @property
     def everywhere(self) -> bool:
-        """True if every rank updates every parameter, so optimizer state is not sharded and no parameter is
+        """True if every rank updates every parameter, so that optimizer state is not sharded and parameters are not
         gathered."""
         return self in (Execution.REDUNDANT, Execution.MEGATRON_SC)
 
@@ -246,7 +248,7 @@ class RunConfig(HashedOnce):
 
     @property
     def execution(self) -> Execution:
-        """The way to execute the run's updates. With AdamW, `engine.strategy` has no effect."""
+        """The execution of the run's updates. With AdamW, `engine.strategy` has no effect."""
         if self.optimizer.name == "adamw":
             return Execution.ADAMW
         match self.engine.strategy:
@@ -260,27 +262,27 @@ class RunConfig(HashedOnce):
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """The ranks of one job by parallel axis, which a plan is made for; `gpus == tp * pp * cp * dp`.
+    """The ranks of a job along each parallel axis: `gpus == tp * pp * cp * dp`. A plan is made for a mesh.
 
-    A rank of a stage is a cell: cell `owner * tp + host` for the owner-th data- and context-parallel rank and
-    the host-th tensor-parallel rank.
+    Each rank of a stage is a cell: cell `owner * tp + host` is the owner-th data- and context-parallel rank and the
+    host-th tensor-parallel rank.
     """
 
     tp: Ranks
     pp: Ranks
     vpp: Count = 1
-    """The model chunks of each pipeline stage; chunk c of stage s has the layers of part `c * pp + s` of `pp
-    * vpp`."""
+    """The number of model chunks of each pipeline stage. Chunk c of stage s is part `c * pp + s` of the model, which
+    has `pp * vpp` parts."""
     cp: Ranks
     dp: Ranks
     ep: Ranks = 1
-    """The ranks of a pipeline stage among which the experts of a layer are divided. They are not an axis of
-    their own: the rank in cell c has the experts of expert-parallel rank `c % ep`."""
+    """The number of ranks of a pipeline stage among which the experts of a layer are divided. This is not a separate
+    axis: the rank in cell c has the experts of expert-parallel rank `c % ep`."""
 
     @property
     def owners(self) -> int:
-        """The number of data-parallel and context-parallel ranks. Gradients are reduced over these, so the
-        matrices of a stage are divided among them."""
+        """The number of data- and context-parallel ranks, over which gradients are reduced and among which the
+        matrices of a stage are divided."""
         return self.dp * self.cp
 
     @property
@@ -290,30 +292,33 @@ class Mesh:
 
     @property
     def expert_owners(self) -> int:
-        """The number of ranks of a stage that have the same experts, over which those experts' gradients are
-        reduced: the cells with the same `expert_rank`, numbered by `expert_owner`."""
+        """The number of ranks of a stage that have the same experts and reduce their gradients: the cells with the
+        same `expert_rank`, which `expert_owner` numbers."""
         return self.cells // self.ep
 
     def reducers(self, expert_rank: int | None) -> int:
-        """Returns the number of ranks over which the gradients of matrices with this `Matrix.expert_rank` are
-        reduced, which are also those that may own the matrices."""
+        """Returns the number of ranks that reduce the gradients of a matrix and that may own it.
+
+        Args:
+            expert_rank: the matrix's `Matrix.expert_rank`.
+        """
         return self.owners if expert_rank is None else self.expert_owners
 
     @property
     def expert_tp(self) -> int:
-        """The number of TP ranks that cut an expert's matrices: 1 where experts are divided among ranks."""
+        """The number of parts into which TP cuts an expert's matrices: 1 if experts are divided among ranks."""
         return self.tp if self.ep == 1 else 1
 
     def expert_rank(self, cell: int) -> int:
-        """Returns the expert-parallel rank of a cell of a stage, as Megatron numbers it."""
+        """Returns the expert-parallel rank of a cell, in Megatron's numbering."""
         return cell % self.ep
 
     def expert_cells(self, rank: int) -> range:
-        """Returns the cells of a stage with an expert-parallel rank, in the order of `expert_owner`."""
+        """Returns the cells of a stage that have an expert-parallel rank, in the order of `expert_owner`."""
         return range(rank, self.cells, self.ep)
 
     def expert_owner(self, cell: int) -> int:
-        """Returns the number of a cell among the cells that have the same experts."""
+        """Returns the index of a cell among the cells with the same experts."""
         return cell // self.ep
 
     @property
@@ -321,21 +326,20 @@ class Mesh:
         return self.cells * self.pp
 
     def rank(self, stage: int, cell: int) -> int:
-        """Returns the global rank of cell `owner * tp + host` in Megatron's order: tp innermost, then cp, dp,
-        pp."""
+        """Returns the global rank of a stage's cell in Megatron's order: tp innermost, then cp, dp, pp."""
         return stage * self.cells + cell
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Mesh):
-    """A resolved layout of one job: the mesh, batch sizes and recomputation, without nulls."""
+    """A resolved layout of a job: the mesh, batch sizes and recomputation, without nulls."""
 
     micro_batch_size: Count
-    """The sequences of one micro-batch."""
+    """The number of sequences in a micro-batch."""
     num_microbatches: Count
-    """The micro-batches of one step on one data-parallel rank (gradient accumulation)."""
+    """The number of micro-batches in a step on one data-parallel rank (gradient accumulation)."""
     global_batch_size: Count
-    """The sequences of one step; `dp * micro_batch_size * num_microbatches`."""
+    """The number of sequences in a step: `dp * micro_batch_size * num_microbatches`."""
     recompute: Recompute
     sequence_parallel: bool
 
@@ -364,12 +368,8 @@ class Layout(Mesh):
 
     @cached_property
     def bare(self) -> "Layout":
-        """The layout reduced to its tensor-, pipeline-, data- and expert-parallel ranks and its model chunks,
-        as a cache key.
-
-        Results that depend only on these are computed once for all layouts with the same value.
-        Context-parallel ranks count as data-parallel ones.
-        """
+        """The layout reduced to its tensor-, pipeline-, data- and expert-parallel ranks and its model chunks: a cache
+        key for results that depend only on these. Context-parallel ranks count as data-parallel ranks."""
         return replace(
             self,
             cp=1,
@@ -383,7 +383,7 @@ class Layout(Mesh):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The ranks of each axis, for display: (("TP", 2), ("DP", 4)). An axis with one rank is left out,
-        except DP."""
+        """The number of ranks along each axis for display: (("TP", 2), ("DP", 4)), without axes of one rank except
+        DP."""
         axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp), ("EP", self.ep))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")

@@ -25,7 +25,7 @@ from canzona_cli.fields import (
 Layers = Annotated[int, Range(at_least=1, at_most=2048)]
 Heads = Annotated[int, Range(at_least=1, at_most=2048)]
 Sequences = Annotated[int, Range(at_least=1, at_most=1 << 16)]
-"""The number of sequences in a step. It is bounded because simulations iterate over the micro-batches."""
+"""The number of sequences in a step. It has a limit because simulations iterate over the micro-batches."""
 Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]
@@ -36,9 +36,9 @@ Dispatcher = Literal["allgather", "alltoall", "flex"]
 BalancingLoss = Literal["none", "sequence", "global"]
 
 WARMUP_SHARE = 20
-"""The divisor of the decay steps that gives the warm-up steps: a twentieth."""
+"""The default warm-up is the decay steps divided by this number: a twentieth."""
 WARMUP_CEILING = 2000
-"""The most warm-up steps, as in published runs of these model sizes."""
+"""The maximum default number of warm-up steps, as in published runs of these model sizes."""
 WSD_DECAY_SHARE = 10
 
 
@@ -63,11 +63,11 @@ class ModelConfig:
         CURVE,
     ] = None
     norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
-    qk_norm: Annotated[bool, "Normalise queries and keys, head by head: true for Qwen3, false for Llama.", MODEL] = True
+    qk_norm: Annotated[bool, "Normalise queries and keys per head: true for Qwen3, false for Llama.", MODEL] = True
     num_experts: Annotated[
         Experts, "Experts of every layer, each a feed-forward network; 0: a dense model.", MODEL | PLAN
     ] = 0
-    experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that each token goes to.", CURVE] = 2
+    experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that process each token.", CURVE] = 2
     balancing_loss: Annotated[
         BalancingLoss,
         "Loss that spreads tokens evenly over experts, computed over each sequence or over the global batch.",
@@ -75,7 +75,7 @@ class ModelConfig:
     ] = "sequence"
     balancing_weight: Annotated[Share, "Weight of `balancing_loss`.", CURVE] = 1e-3
     gated: Annotated[
-        bool, "Gate the feed-forward layers (SwiGLU). false: one matrix fewer a layer, in plans only.", MODEL | PLAN
+        bool, "Gate the feed-forward layers (SwiGLU). false: one matrix less per layer; only for plans.", MODEL | PLAN
     ] = True
     init_std: Annotated[
         Positive,
@@ -86,32 +86,32 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The settings that distribute one model over ranks. dp follows from them: `gpus / (tp * pp * cp)`."""
+    """The settings that distribute a model over ranks. dp follows from them: `gpus / (tp * pp * cp)`."""
 
     tp: Annotated[Ranks | None, "Tensor-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     pp: Annotated[Ranks | None, "Pipeline stages; null: chosen.", LAYOUT | PLAN] = None
     vpp: Annotated[
         Count | None,
-        "Model chunks of each pipeline stage (interleaved 1F1B): n chunks divide the idle time at the ends of a step by"
-        " n and multiply the messages by n. 1: each stage has consecutive layers; null: chosen.",
+        "Model chunks of each pipeline stage (interleaved 1F1B): n chunks divide the idle time at both ends of a step"
+        " by n and multiply the messages by n. 1: each stage has consecutive layers; null: chosen.",
         LAYOUT | PLAN,
     ] = None
     cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     ep: Annotated[
         Ranks | None,
-        "Expert-parallel ranks: the experts of a layer are divided among this many ranks of a pipeline stage, which"
-        " tensor parallelism then does not cut. null: chosen on GPUs, 1 on CPUs.",
+        "Expert-parallel ranks: the experts of a layer are divided among this many ranks of a pipeline stage. With more"
+        " than 1, tensor parallelism does not cut experts. null: chosen on GPUs, 1 on CPUs.",
         LAYOUT | PLAN,
     ] = None
     dispatcher: Annotated[
         Dispatcher | None,
-        "How tokens reach experts of other ranks. alltoall: every rank gets the tokens of its experts; allgather: every"
-        " rank gets all tokens; flex: as alltoall, by DeepEP's kernels for GPUs. null: alltoall.",
+        "How tokens reach experts on other ranks. alltoall: every rank gets the tokens of its experts; allgather: every"
+        " rank gets all tokens; flex: like alltoall, with DeepEP's kernels for GPUs. null: alltoall.",
         NOTHING,
     ] = None
     sequence_parallel: Annotated[
         bool | None,
-        "Shard activations of norms over TP ranks; null: with tp > 1, true for experts and with Transformer Engine.",
+        "Shard activations of norms over TP ranks; null: true if tp > 1, for experts or with Transformer Engine.",
         NOTHING,
     ] = None
     overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients during the backward pass.", PLAN] = True
@@ -128,7 +128,7 @@ class TrainConfig:
     steps: Annotated[Count, "Optimizer steps of the run.", NOTHING]
     seq_length: Annotated[Side, "Tokens in a sequence.", CURVE | PLAN]
     batch_tokens: Annotated[
-        Count, "Target number of tokens per optimizer step when `global_batch_size` is null.", NOTHING
+        Count, "Target number of tokens per optimizer step if `global_batch_size` is null.", NOTHING
     ]
     global_batch_size: Annotated[
         Sequences | None,
@@ -160,14 +160,14 @@ class TrainConfig:
         NOTHING,
     ] = "warn"
     loss_spike_sigmas: Annotated[
-        Positive, "How many standard deviations above its recent mean a loss counts as a spike.", NOTHING
+        Positive, "Standard deviations above the recent mean at which a loss counts as a spike.", NOTHING
     ] = 8.0
     divergence: Annotated[
         Divergence,
-        "If training diverges: stop (exit code 70, naming the last checkpoint before), or warn, continue, and fail only"
-        " if it is still diverged after the last step. Diverged means that the loss stays half-way back to that of a"
-        " uniform guess, or above its initial value, or that a validation is worse than before training, twice or at"
-        " the end. Loss spikes, warm-ups and new data do not trigger it.",
+        "If training diverges: stop (with exit code 70 and the name of the last earlier checkpoint), or warn, continue,"
+        " and fail only if training is still diverged after the last step. Training has diverged if the loss stays"
+        " half-way back to the loss of a uniform guess, or above its initial value, or if a validation is worse than"
+        " before training, twice or at the end. Loss spikes, warm-ups and new data do not count as divergence.",
         NOTHING,
     ] = "stop"
     seed: Annotated[
@@ -178,11 +178,11 @@ class TrainConfig:
         "Steps between validations; 0: no validation. Validation also runs before step 1 and after the last step.",
         NOTHING,
     ] = 100
-    eval_batches: Annotated[Count, "Global batches that a validation reads from each set of a blend.", NOTHING] = 8
+    eval_batches: Annotated[Count, "Global batches per validation, from each set of a blend.", NOTHING] = 8
     sample_every: Annotated[
         CountOrZero,
-        "Steps between text samples from the model (always the likeliest token), shown in the live view, events.jsonl"
-        " and trackers; another one follows the last step. 0: none.",
+        "Steps between text samples from the model (always the most likely token), shown in the live view, events.jsonl"
+        " and trackers. There is also a sample after the last step. 0: no samples.",
         NOTHING,
     ] = 0
     sample_prompt: Annotated[
@@ -193,7 +193,7 @@ class TrainConfig:
     ] = None
     sample_tokens: Annotated[
         Count,
-        "Most tokens of a sample. Each takes a forward pass; prompt and sample together fit one sequence.",
+        "Maximum number of tokens in a sample. Each takes a forward pass; prompt and sample together fit one sequence.",
         NOTHING,
     ] = 48
 
@@ -210,7 +210,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The settings of the learning rate over steps: a linear warm-up, then a decay."""
+    """The settings of the learning-rate schedule: a linear warm-up, then a decay."""
 
     decay: Annotated[DecayStyle, "Shape of the decay after the warm-up.", CURVE] = "cosine"
     warmup_steps: Annotated[
@@ -248,7 +248,7 @@ class DataConfig:
     path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension.", CURVE] = None
     blend: Annotated[
         dict[str, Positive] | None,
-        "For prepared, instead of path: the prefixes of several pairs, each with its weight, the relative share of its"
+        "For prepared, instead of path: the prefixes of several pairs, each with a weight: the relative share of its"
         " samples.",
         Example("'{data/code:0.7,data/web:0.3}'"),
         CURVE,
