@@ -12,14 +12,16 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from canzona_cli.config.schema import BufferLayout, Layout
+from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, cut, stage_parameters
+from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
 from canzona_cli.planner.seats import few_owners, in_order_of_reductions
 from tests.planner.planning import grid, grids, models, newton_schulz, transformer
-from tests.sizes import layout, model
+from tests.sizes import H100, layout, model, run
 
 LIMITS = st.sampled_from([None, 20_000, 100_000])
 
@@ -169,6 +171,15 @@ def test_owners_are_numbered_in_the_order_in_which_buckets_are_reduced_to_them(
             assert {owner for owner in held if owner > highest} == set(range(highest + 1, max(held) + 1))
             highest = max(highest, *held)
     assert in_order_of_reductions(matrices, after, mesh, limit) == after
+
+
+def test_a_plan_numbers_its_owners_in_that_order() -> None:
+    """1.7B on 64 GPUs, whose plan is not the one in natural order."""
+    mesh = layout(dp=64, count=4)
+    config = run("1.7b", mesh.world_size, strategy="canzona", cluster=H100)
+    plan = plan_unbounded(config, mesh)
+    limit = bucket_elements(config, mesh)
+    assert in_order_of_reductions(plan.matrices, plan.assignment, mesh, limit) == plan.assignment
 
 
 def test_layers_whose_parts_lie_crosswise_are_uncrossed() -> None:
