@@ -3,7 +3,7 @@
                      host 0         host 1           host: TP rank; a matrix is sent along its row
                   +--------------+--------------+
     owner 0       | q.0 down.3   | k.0 v.0      |    q.0, k.0 and v.0 are one unit: they are interleaved in a parameter,
-    owner 1       | up.0         | proj.1 up.1  |    so they have one owner, though each may have its own host
+    owner 1       | up.0         | proj.1 up.1  |    so they have one owner, but may have different hosts
     owner 2       | gate.1       | down.0       |
     owner 3       | down.1       | gate.0 up.3  |    the busiest cell decides how long all ranks take
                   +--------------+--------------+
@@ -37,7 +37,7 @@ from canzona_cli.planner.problem import Owners, Placed, PoolProblem
 from canzona_cli.planner.seats import spread
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
-"""The weights of compute against bytes that are tried if alpha < 1, in addition to compute alone."""
+"""The weights of compute relative to bytes that are tried if alpha < 1, in addition to compute alone."""
 
 
 def assign(
@@ -59,19 +59,19 @@ def assign(
       starts (dividing bucket by bucket would give every remainder to the first ranks). Hosts are assigned
       round-robin in registration order. Nothing is balanced.
 
-    Of several candidates (layout contiguous, or canzona with alpha < 1) the one with the lowest score is
-    taken: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their
+    If there are several candidates (layout contiguous, or canzona with alpha < 1), the one with the lowest score is
+    returned: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their
     lower bound). Both terms are computed from the final cells, and candidates that exceed `memory_cap` are
     dropped. Candidates do not depend on alpha, so a larger alpha never makes the busiest cell busier, and a
     smaller alpha never makes bytes less even.
 
     Args:
-        costs: Seconds of each matrix's update, positive; with strategy paper its elements.
-        memory_cap: Elements of matrices that one cell may hold; None: no limit.
-        bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
-        bytes_per_element: Bytes of an element in an exchange; only greedy hosts depend on it.
-        shares: The shares of the matrices that may be shared, by index. With `settings.mode` shared all of
-            these matrices are shared, otherwise as many as make the busiest cell least busy.
+        costs: the seconds of each matrix's update, positive; with strategy paper, the elements of the matrix.
+        memory_cap: the elements of matrices that one cell may hold; None for no limit.
+        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
+        bytes_per_element: the bytes of an element in an exchange; only greedy hosts depend on it.
+        shares: the shares of the matrices that may be shared, by index. If `settings.mode` is shared, all these
+            matrices are shared; otherwise the number that makes the busiest cell least busy.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
@@ -121,7 +121,7 @@ def _solve(
         return memory_cap is None or candidate.fullest <= memory_cap
 
     def placed(way: Callable[[PoolProblem], Owners]) -> Placed:
-        """Chooses owners by `way`, and hosts for these owners."""
+        """Chooses owners by the heuristic `way`, then hosts for the matrices of these owners."""
         cells, shared = _hosted(stage, settings, way(stage), bytes_per_element)
         return Placed(problem=stage, cells={**cells, **_alike(experts, way)}, shared=shared)
 
@@ -139,16 +139,16 @@ def _solve(
     if not fitting:
         fitting = [_within(stage, experts, settings, memory_cap)]
     if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
-        # The first candidate, balanced for compute alone, is the answer for alpha = 1. No candidate may beat
-        # it at compute, or alpha = 1 would no longer give the least busy cell.
+        # The first candidate, balanced for compute alone, is the result with alpha = 1. No candidate may have a less
+        # busy cell, because then alpha = 1 would not give the least busy cell.
         blended = [placed(partial(_blended, blend=blend)) for blend in BLENDS]
         fitting += [candidate for candidate in blended if fits(candidate) and candidate.busiest >= fitting[0].busiest]
     return _pick([stage, *experts], settings.alpha, fitting) if len(fitting) > 1 else fitting[0]
 
 
 def _alike(experts: Sequence[PoolProblem], way: Callable[[PoolProblem], Owners]) -> dict[int, Cell]:
-    """Returns the cells of all experts if each expert-parallel rank's get owners by `way`. The ranks' experts
-    are alike, so the first rank's owners serve for all."""
+    """Returns the cells of all experts if the heuristic `way` chooses their owners. Expert-parallel ranks have equal
+    experts, so the first rank's owners are used for all ranks."""
     cells: dict[int, Cell] = {}
     owners = way(experts[0]) if experts else {}
     for problem in experts:
@@ -159,7 +159,7 @@ def _alike(experts: Sequence[PoolProblem], way: Callable[[PoolProblem], Owners])
 
 
 def _evenly_cut(stage: PoolProblem) -> Owners:
-    """Returns the owners if the stage's buffer, in natural order, is divided evenly."""
+    """Chooses owners by dividing the stage's buffer, in natural order, evenly."""
     parts = [part for parts in stage.parts for part in parts]
     starts = even_start([part.elements for part in parts], stage.owners)
     return {part.unit: owner for part, owner in zip(parts, starts, strict=True)}
@@ -172,16 +172,15 @@ def _within(
     candidates exceed `memory_cap`.
 
     Raises:
-        DoesNotFit: no assignment was found, or mode shared or strategy paper, which do not allow another
-            order.
+        DoesNotFit: no assignment was found; or `memory_cap` is exceeded with mode shared or strategy paper, which do
+            not allow another order.
     """
     elements = [matrix.elements for matrix in stage.matrices]
     if experts:
         cells = balanced_together(stage, experts, memory_cap)
     else:
         assert memory_cap is not None
-        # Placing the largest matrices first may succeed where placing the costliest first leaves one without
-        # room.
+        # Placing the largest matrices first may succeed if placing the costliest first leaves a matrix without room.
         cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
         cells = None if settings.mode == "shared" else cells
     if cells is None or (settings.strategy == "paper" and memory_cap is not None):
@@ -192,13 +191,13 @@ def _within(
 def _balanced(stage: PoolProblem) -> Owners:
     """Balances units over owners by the best of three heuristics, then spreads bytes over buckets.
 
-    1. Pack units into owners; this suffices where owners hold many.
+    1. Pack units into owners; this suffices if owners hold many units.
     2. Pack the costliest matrix of each unit into the cells of the grid and deal the cells to owners; the
-       others, k and v, are small and fit anywhere.
-    3. Like 2, but with the cost of all matrices of a unit.
+       other matrices of a unit, k and v, are small and fit anywhere.
+    3. As heuristic 2, but with the cost of all matrices of a unit.
 
-    Each is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp = 1
-    only the first is tried. If matrices may be shared, each is tried with the cost to one host and with the
+    A heuristic is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp = 1
+    only the first is tried. If matrices may be shared, each heuristic is tried with the cost to one host and with the
     cost to all ranks (`PoolProblem.together`). The search stops at the first result that reaches the bound.
     """
     best: Owners = {}
@@ -235,7 +234,11 @@ def _leaders_to_cells(stage: PoolProblem) -> Owners:
 
 
 def _cells_to_owners(stage: PoolProblem, costs: Sequence[float]) -> Owners:
-    """Packs units, with a cost for each, into cells of the grid, and deals the cells to owners."""
+    """Packs units into cells of the grid and deals the cells to owners.
+
+    Args:
+        costs: the cost of each unit.
+    """
     units = list(stage.units)
     packing = pack(costs, stage.owners * stage.tp)
     dealt = deal([sum(costs[item] for item in items) for items in packing.bins], stage.owners)
@@ -283,15 +286,14 @@ def _pick(problems: Sequence[PoolProblem], alpha: float, candidates: Sequence[Pl
     """Returns the candidate with the lowest score, see `assign`.
 
     Args:
-        problems: the problem of the stage, and those of its experts.
+        problems: the problem of the stage, followed by the problems of its experts.
     """
     least = sum(problem.least_reach() for problem in problems)
 
     def score(placed: Placed) -> tuple[float, float]:
         compute = placed.busiest / problems[0].bound
         communication = sum(problem.reach(placed) for problem in problems) / least
-        # Ties are broken by the sum of both measures: otherwise, with alpha = 1, bytes could be needlessly
-        # uneven.
+        # Ties are broken by the sum of both terms: otherwise, with alpha = 1, bytes could be needlessly uneven.
         return alpha * compute + (1 - alpha) * communication, compute + communication
 
     return min(candidates, key=score)
@@ -328,15 +330,15 @@ def _too_much(stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: in
         key="gpus",
         value=f"{stage.owners} x {stage.tp} ranks of a stage",
         reason=(
-            f"a rank has memory for {memory_cap:,} elements of matrices, but {total:,} elements over {cells} ranks "
-            f"take at least {max(-(-total // cells), largest):,} on one of them"
+            f"a rank has memory for {memory_cap:,} elements of matrices, but if {cells} ranks hold {total:,} elements, "
+            f"one of them holds at least {max(-(-total // cells), largest):,}"
         ),
         fix="use more GPUs, or another parallel.tp and parallel.pp",
     )
 
 
 def deal(loads: Sequence[float], owners: int) -> list[int]:
-    """Deals cells to owners, the same number to each; returns the owner of each cell.
+    """Deals cells to owners, the same number of cells to each owner; returns the owner of each cell.
 
     Cells are dealt by falling load, forwards and backwards in alternation, so that owners' sums are similar.
     """
@@ -349,9 +351,9 @@ def deal(loads: Sequence[float], owners: int) -> list[int]:
 
 
 def _capped(stage: PoolProblem, weights: Sequence[float], elements: Sequence[int], cap: int) -> dict[int, Cell] | None:
-    """Assigns matrices to cells of at most `cap` elements each; None if a unit found no room.
+    """Assigns matrices to cells of at most `cap` elements; returns None if a unit finds no room.
 
-    Units go heaviest first, each to the lightest owner whose hosts have room for it.
+    The heaviest units are assigned first, each to the owner with the lowest weight so far whose hosts have room.
     """
     loads = [[0.0] * stage.tp for _ in range(stage.owners)]
     room = [[cap] * stage.tp for _ in range(stage.owners)]
@@ -386,7 +388,8 @@ def _place(
     loads: Sequence[float],
     room: Sequence[int],
 ) -> list[int] | None:
-    """Chooses for each member the least busy host with room for it; None if a member fits on none."""
+    """Chooses for each matrix in `members` the least busy host with room for it; returns None if a matrix fits on no
+    host."""
     loads, room = list(loads), list(room)
     hosts = []
     for index in members:

@@ -1,8 +1,8 @@
 """One attempt at a plan: the candidates for its assignment and buckets, and the choice between them.
 
 Candidates are compared by the seconds that updates, reductions and gatherings add to an iteration
-(`planner.exposure`). How long a forward and a backward pass take decides which of the communication is
-hidden, so one attempt makes plans for several sizes of micro-batches.
+(`planner.exposure`). The times of the forward and backward pass decide how much communication they hide, so one attempt
+makes different plans for different sizes of micro-batches.
 """
 
 from collections import defaultdict
@@ -25,8 +25,7 @@ from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.seats import few_owners, in_order_of_reductions
 
 SHARING_GAIN = 1.03
-"""Sharing is considered only if, without it, some stage's busiest rank takes longer than this times the lower
-bound."""
+"""The ratio of a stage's busiest rank to its lower bound above which a plan with shared matrices is tried."""
 
 ALIKE = 0.001
 """The relative difference in time up to which candidates count as equally fast."""
@@ -37,7 +36,7 @@ less to reduce after the backward pass and to gather before the forward pass, la
 
 
 def bucket_limits(default: int) -> tuple[int, ...]:
-    """Returns the elements at which buckets may be closed, Megatron's default first."""
+    """Returns the bucket sizes to try, in elements; `default`, Megatron's size, comes first."""
     return tuple(dict.fromkeys(round(size * default) for size in BUCKET_SIZES))
 
 
@@ -55,25 +54,26 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """An assignment with its buckets, and the seconds that they add to an iteration."""
+    """An assignment with its buckets."""
 
     assignment: Assignment
     limit: int | None
-    """The elements at which buckets are closed."""
+    """The number of elements at which buckets are closed; None for one bucket per model chunk."""
     buckets: tuple[Bucket, ...]
     """The buckets of `typical_pools`."""
     seconds: float
+    """The seconds that updates, reductions and gatherings add to an iteration."""
 
 
 class Attempt:
     """One attempt at plans, with a given memory cap and C_max.
 
     Args:
-        config, layout: the run; batch sizes and recomputation do not matter.
+        config, layout: the run; batch sizes and recomputation have no effect.
         about: everything that the plan depends on.
         members: the matrices of the plan, see `make.planned_matrices`.
-        memory_cap: elements of matrices that a rank may keep; None: no limit.
-        c_max_bytes: C_max in bytes, to save memory; None: as the run's settings say.
+        memory_cap: the elements of matrices that a rank may keep; None for no limit.
+        c_max_bytes: a C_max in bytes that saves memory; None for the C_max of the run's settings.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Attempt:
         self._laid_out: dict[tuple[tuple[Cell, ...], int | None], tuple[tuple[Bucket, ...], ...]] = {}
 
     def plan(self, exposure: Exposure) -> Plan:
-        """Returns the plan that adds least to an iteration.
+        """Returns the plan that adds the fewest seconds to an iteration.
 
         Args:
             exposure: the times of the run's forward and backward passes.
@@ -117,13 +117,13 @@ class Attempt:
         )
 
     def seconds(self, exposure: Exposure) -> float:
-        """Returns the seconds that the balanced assignment adds to an iteration, before any sharing or
-        reordering."""
+        """Returns the seconds that the balanced assignment adds to an iteration, before matrices are shared or owners
+        renumbered."""
         return self._candidate(self._balanced(self._default_limit), self._default_limit, exposure).seconds
 
     @property
     def _is_free(self) -> bool:
-        """True if the plan may be any plan that balances matrices and lays buckets out by owner."""
+        """True if no setting restricts the choice of owners: buckets are laid out by owner, and alpha is 1."""
         return self._by_owner and self._asked.alpha == 1
 
     @property
@@ -134,10 +134,10 @@ class Attempt:
         return asked.strategy == "canzona" and asked.layout == "owner" and several
 
     def _best(self, exposure: Exposure) -> Candidate:
-        """Returns the candidate that adds least to an iteration; of those within `ALIKE`, the first.
+        """Returns the first candidate that adds at most `ALIKE` more seconds to an iteration than the fastest.
 
-        The candidates are the balanced assignment, one with units exchanged between owners (`few_owners`),
-        both with renumbered owners, and owners in natural order in buckets of Megatron's size.
+        Candidates are, in this order: the balanced assignment with units exchanged between owners (`few_owners`), the
+        balanced assignment (both with renumbered owners), and owners in natural order in buckets of Megatron's size.
         """
         limit = self._limit(exposure)
         assignment = self._shared_where_faster(self._balanced(limit), limit, exposure)
@@ -155,9 +155,11 @@ class Attempt:
         return next(candidate for candidate in candidates if candidate.seconds <= (1 + ALIKE) * least)
 
     def _limit(self, exposure: Exposure) -> int | None:
-        """Returns the elements at which buckets of the first stage are closed: the best multiple of
-        Megatron's default by an estimate that does not need owners, unless the user set a size. It does not
-        depend on alpha, so that plans with different alpha have the same buckets."""
+        """Returns the number of elements at which buckets of the first stage are closed.
+
+        Unless the user set a size, this is the best multiple of Megatron's default, by an estimate that needs no
+        owners. It does not depend on alpha, so that plans with different alpha have the same buckets.
+        """
         default = self._default_limit
         if default is None or self._sized_by_user or not self._by_owner or not self._model.rings:
             return default
@@ -168,7 +170,7 @@ class Attempt:
         return next(limit for limit, price in prices.items() if price <= (1 + ALIKE) * least)
 
     def _outline(self, limit: int) -> list[list[Outline]]:
-        """Returns the buckets of every stage that are closed at `limit` elements, for the first
+        """Returns the buckets of every stage if they are closed at `limit` elements, with the experts of the first
         expert-parallel rank."""
         outlines: list[list[Outline]] = [[] for _ in range(self._layout.pp)]
         for pool in typical_pools(self._members):
@@ -182,11 +184,11 @@ class Attempt:
         return outlines
 
     def _balanced(self, limit: int | None) -> Assignment:
-        """Returns the balanced assignment; it shares nothing unless mode is shared."""
+        """Returns the balanced assignment, which shares no matrix unless the mode is shared."""
         return self._assigned(self._asked, limit, shared=self._asked.mode == "shared")
 
     def _shared_where_faster(self, hosted: Assignment, limit: int | None, exposure: Exposure) -> Assignment:
-        """Shares some matrices if mode is auto, `hosted` leaves ranks idle, and sharing is faster."""
+        """Shares matrices if the mode is auto, the assignment `hosted` leaves ranks idle, and sharing is faster."""
         if self._asked.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
             return hosted
         members, costs, layout = self._members, self._costs, self._layout
@@ -194,7 +196,7 @@ class Attempt:
         best = best_of(members, costs, hosted, balanced, self._possible, layout.tp, self._grouped, self._memory_cap)
         if not best.shares:
             return best
-        # The buckets of both are much alike.
+        # The buckets of the two assignments hardly differ.
         chunks = exposure.chunks(self._ways(hosted, limit)[0], members)
         shared_s, hosted_s = (
             exposure.gathered(chunks, slowest(members, costs, way, self._grouped)) for way in (best, hosted)
@@ -226,8 +228,8 @@ class Attempt:
         return any(busy > SHARING_GAIN * bound for busy, bound in zip(busiest, self._bounds, strict=True))
 
     def _candidate(self, assignment: Assignment, limit: int | None, exposure: Exposure) -> Candidate:
-        """Returns the assignment with its buckets; each bucket is reduced, and gathered, in the way that adds
-        least to an iteration."""
+        """Returns the assignment with its buckets, which are reduced and gathered in the ways that add the fewest
+        seconds to an iteration."""
         ways, members = self._ways(assignment, limit), self._members
         busy = slowest(members, self._costs, assignment, self._grouped)
         chunks = [exposure.chunks(way, members) for way in ways]
@@ -244,7 +246,7 @@ class Attempt:
         return Candidate(assignment=assignment, limit=limit, buckets=chosen, seconds=seconds)
 
     def _ways(self, assignment: Assignment, limit: int | None) -> tuple[tuple[Bucket, ...], ...]:
-        """Returns the buckets of `typical_pools`, with different choices of how each is reduced and gathered."""
+        """Returns the buckets of `typical_pools`, once for each choice of how they are reduced and gathered."""
         key = assignment.cells, limit
         if key not in self._laid_out:
             typical = typical_pools(self._members)
@@ -253,8 +255,8 @@ class Attempt:
         return self._laid_out[key]
 
     def _buckets(self, candidate: Candidate) -> tuple[Bucket, ...]:
-        """Returns the buckets of all pools; those of other expert-parallel ranks are reduced and gathered as
-        the first rank's."""
+        """Returns the buckets of all pools. Buckets of other expert-parallel ranks are reduced and gathered as the
+        first rank's."""
         if self._layout.ep == 1:
             return candidate.buckets
         made = buckets(self._members, candidate.assignment, self._layout, self._asked, candidate.limit)
@@ -269,11 +271,11 @@ class Attempt:
 
 
 def _first_of_least(seconds: Sequence[float]) -> int:
-    """Returns the index of the first of the times within `ALIKE` of the least."""
+    """Returns the index of the first time that is within `ALIKE` of the shortest."""
     least = min(seconds)
     return next(index for index, time in enumerate(seconds) if time <= (1 + ALIKE) * least)
 
 
 def cheapest(attempts: Sequence[Attempt], exposure: Exposure) -> Attempt:
-    """Returns the attempt whose balanced assignment adds least to an iteration."""
+    """Returns the attempt whose balanced assignment adds the fewest seconds to an iteration."""
     return attempts[0] if len(attempts) == 1 else min(attempts, key=lambda attempt: attempt.seconds(exposure))

@@ -1,10 +1,10 @@
-"""Megatron's gradient buffer: how a stage's parameters are cut into buckets, and which owner has which range
-of each.
+"""Megatron's gradient buffer: how a stage's parameters are cut into buckets, and which range of a bucket each owner
+has.
 
-Megatron walks parameters backwards through the model, because gradients become ready in this order, and
-closes a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`,
-0.19). Each model chunk of an interleaved pipeline has its own buffer; the last chunk's buckets come first.
-Once owners are known, `buckets` orders the parameters inside each bucket:
+Megatron goes through the parameters from the last to the first, because gradients become ready in this order, and
+closes a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`, 0.19). Each
+model chunk of an interleaved pipeline has a separate buffer; the last model chunk's buckets come first. Once owners are
+known, `buckets` orders the parameters inside each bucket:
 
     parameters, last first   | fc2.1 | fc1.1      | qkv.1 | proj.1 | fc2.0 | fc1.0      | qkv.0 | proj.0 |
     cut into buckets         |       bucket 0             |           bucket 1          |  bucket 2      |
@@ -12,10 +12,9 @@ Once owners are known, `buckets` orders the parameters inside each bucket:
       contiguous             | fc2.1 | gate.1  up.1 | qkv.1 |     as Megatron lays them out
       owner                  | 0: qkv.1 gate.1 | 1: up.1 | 2: fc2.1 |     one range for each owner
 
-Experts that expert parallelism divides among ranks have buffers of their own, because their gradients are
-reduced over fewer ranks. Each expert-parallel rank has its own experts there, in buckets of the same sizes.
-Their buckets end where every owner can have equally many matrices of each size, so that equal parts need no
-padding.
+Experts that expert parallelism divides among ranks have separate buffers, because their gradients are reduced over
+fewer ranks. Expert-parallel ranks have different experts in buckets of the same sizes. These buckets end where every
+owner can have equally many matrices of each size, so that equal parts need no padding.
 """
 
 from collections import Counter
@@ -44,8 +43,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One Megatron parameter; fc1 has two parts, gate and up, unless they are one matrix; all others have one
-    part."""
+    """A parameter of Megatron. fc1 has two parts, gate and up, unless they are one matrix; all other parameters have
+    one part."""
 
     name: str
     chunk: int
@@ -91,8 +90,8 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
 
 
 def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
-    """Counts the elements of a unit that one TP rank stores. Matrices of single heads are stored on one rank
-    each, the same number on every rank."""
+    """Counts the elements of a unit that one TP rank stores. A matrix of a single head is stored on one rank; every
+    rank has the same number of such matrices."""
     heads = sum(matrix.elements for matrix in members if matrix.home is not None)
     return heads // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
 
@@ -105,19 +104,20 @@ class Pool(NamedTuple):
     """The matrices' `Matrix.expert_rank`."""
 
     def cell(self, owner: int, mesh: Mesh) -> Cell:
-        """Returns the cell of an owner: for experts the one that stores them, otherwise the first of its row."""
+        """Returns the cell of an owner: for experts, the cell that stores them; otherwise the first cell of its row."""
         if self.expert_rank is None:
             return Cell(owner=owner, host=0)
         return Cell.at(mesh.expert_cells(self.expert_rank)[owner], mesh)
 
 
 def pools(matrices: Sequence[Matrix]) -> list[Pool]:
-    """Lists the pools of all stages, ascending; in a stage the matrices of all ranks come first."""
+    """Lists the pools of all stages, ascending. In each stage, the pool of the matrices that all ranks store comes
+    first."""
     return list(_pooled(_Same(matrices)))
 
 
 def typical_pools(matrices: Sequence[Matrix]) -> list[Pool]:
-    """Lists the pools without the experts of later expert-parallel ranks, which are like the first rank's."""
+    """Lists the pools without the experts of later expert-parallel ranks, which are equal to the first rank's."""
     return [pool for pool in pools(matrices) if pool.expert_rank in (None, 0)]
 
 
@@ -130,8 +130,8 @@ def cut(
     is one bucket.
 
     Args:
-        even: a bucket ends only where its number of parts of each size is a multiple of this, unless it would
-            become twice as large as `bucket_elements`.
+        even: a bucket ends only when its number of parts of each size is a multiple of `even`, or when it is twice as
+            large as `bucket_elements`.
     """
     by_chunk = [list(of_chunk) for _, of_chunk in groupby(parameters, lambda parameter: parameter.chunk)]
     limit = bucket_elements if stage == 0 else None
@@ -152,8 +152,8 @@ def pool_buckets(
 
 
 class _Same(NamedTuple):
-    """A list of matrices as the key of a cache. Only the same object is equal, because comparing thousands of
-    matrices takes longer than what is cached."""
+    """A list of matrices as the key of a cache. Lists are equal only if they are the same object, because comparing
+    thousands of matrices would take longer than computing the cached value."""
 
     matrices: Sequence[Matrix]
 
@@ -185,8 +185,8 @@ def _pool_buckets(same: _Same, pool: Pool, tp: int, bucket_elements: int | None,
 
 
 def _cut(parameters: Sequence[Parameter], limit: int | None, even: int) -> list[list[Parameter]]:
-    """Cuts a model chunk's parameters into buckets, each closed once it holds `limit` elements and can be
-    divided evenly (see `cut`); None: one bucket."""
+    """Cuts a model chunk's parameters into buckets. A bucket is closed once it holds `limit` elements and can be
+    divided evenly (see `cut`); a `limit` of None gives one bucket."""
     closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
     filled = 0
@@ -215,21 +215,21 @@ def buckets(
     bucket_elements: int | None = None,
     of: Sequence[Pool] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Makes the buckets of all stages, each pool's in the order in which gradients become ready, numbered from
-    0 in each stage.
+    """Returns the buckets of all stages, numbered from 0 in each stage. The buckets of a pool are in the order in which
+    gradients become ready.
 
-    - layout owner: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and up
-      have two owners is placed on the border between the two; the few that cannot be give an owner a second
-      range;
+    - layout owner: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and up have two
+      owners is placed on the border between their ranges. If that is impossible, which is rare, an owner gets a
+      second range;
     - layout contiguous: Megatron's order;
-    - strategies paper and asc: Megatron's order, whatever the layout.
+    - strategies paper and asc: Megatron's order in either layout.
 
     The only padding is alignment. An owner without a parameter in a bucket has no range in it.
     `ReductionModel.choose` then chooses how each bucket is reduced and gathered.
 
     Args:
-        bucket_elements: Size at which Megatron closes a bucket of the first stage; None for one bucket.
-        of: the pools whose buckets are made; None: all.
+        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
+        of: the pools whose buckets are returned; None for all.
     """
     made: list[Bucket] = []
     by_owner = settings.layout == "owner" and settings.strategy == "canzona"
@@ -247,7 +247,7 @@ def buckets(
 
 
 def owner_of(part: Part, matrices: Sequence[Matrix], assignment: Assignment, mesh: Mesh) -> int:
-    """Returns the owner of a part, numbered as in its bucket's ranges."""
+    """Returns the owner of a part, by its number in the ranges of buckets."""
     first = part.matrices[0]
     return assignment.cells[first].reduces(matrices[first], mesh)
 
@@ -270,10 +270,10 @@ class _Owned(NamedTuple):
 def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
     """Orders a bucket's parameters so that owners have few ranges.
 
-    A parameter with two owners links the first to the last. Links are joined into chains, without cycles, in
-    which every owner has at most one link in and one out; a linking parameter is then placed on the border
-    between its owners, and owners follow chain by chain. Any other parameter with two owners is placed after
-    its first owner or before its last owner if the border there is free, otherwise at the end of the bucket.
+    A parameter with two owners links the first to the last. Links are joined into chains without cycles, in which
+    every owner has at most one incoming and one outgoing link. Owners follow chain by chain, and a linking parameter
+    is placed on the border between its owners. Any other parameter with two owners is placed after its first owner or
+    before its last owner if the border there is free, otherwise at the end of the bucket.
     """
     after: dict[int, _Owned] = {}
     before: dict[int, _Owned] = {}
@@ -320,13 +320,14 @@ def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
 
 
 def _packed(order: Sequence[_Owned], pool: Pool, index: int, shards: int) -> Bucket:
-    """Makes the bucket whose parameters are placed one after another in this order."""
+    """Returns a bucket in which the parameters are placed one after another in this order."""
     starts, end = _side_by_side([item.parameter for item in order])
     return _filled(zip(starts, order, strict=True), bucket_end(end, shards), pool, index)
 
 
 def _side_by_side(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
-    """Places parameters one after another, each aligned; returns their starts and the end of the last."""
+    """Places parameters one after another, each at an aligned start; returns the starts and the end of the last
+    parameter."""
     starts: list[int] = []
     end = 0
     for parameter in parameters:
@@ -336,7 +337,7 @@ def _side_by_side(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
 
 
 def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool, index: int) -> Bucket:
-    """Makes a bucket of `elements` elements.
+    """Returns a bucket of `elements` elements.
 
     Args:
         placed: each parameter with its start in the bucket, ascending.
@@ -362,8 +363,12 @@ def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool, ind
 
 
 def even_bucket(held: Sequence[Sequence[Parameter]], pool: Pool, index: int) -> Bucket:
-    """Makes a bucket of Megatron's layer-wise optimizer: a shard for each owner's parameters, padded to the
-    length of the fullest. It is reduced and gathered in a ring, in which nothing has to be handed over."""
+    """Returns a bucket of Megatron's layer-wise optimizer, with one shard for each owner. Shards are padded to the
+    length of the fullest, so the ring that reduces or gathers the bucket needs no second transfer.
+
+    Args:
+        held: the parameters of each owner.
+    """
     positions = [_side_by_side(parameters) for parameters in held]
     shard = shard_elements(max(end for _, end in positions), len(held))
     placed = (

@@ -1,9 +1,8 @@
 """The data-parallel traffic of a pipeline stage: the buckets of its gradient buffers, in Megatron's order.
 
-A `Chunk` is a bucket as the simulator and the planner's `Exposure` need it: the time of its reduction and of
-its gathering, and the module of the stage that completes its gradients in the backward pass. That module is
-the first of the forward pass with a parameter in the bucket, so it is also the first that needs the gathered
-parameters.
+A `Chunk` has what the simulator and the planner's `Exposure` need of a bucket: the times of its reduction and its
+gathering, and the module of the stage that completes its gradients in the backward pass. This module is the first in
+the forward pass with a parameter in the bucket, so it is also the first that needs the gathered parameters.
 """
 
 import heapq
@@ -24,9 +23,9 @@ from canzona_cli.planner.plan import Bucket, rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_apart
 
 Stream = Literal["data", "experts", "adamw"]
-"""A communicator of data-parallel traffic. Its transfers run one after another; those of several share the
-links. Experts that are divided among ranks have one, and, on GPUs, so have AdamW's parameters under a plan
-(`planner.reduction.adamw_apart`)."""
+"""A communicator of data-parallel traffic. Its transfers run one after another; transfers of different communicators
+share the links. Experts that are divided among ranks have a communicator, and on GPUs AdamW's parameters have one under
+a plan (`planner.reduction.adamw_apart`)."""
 STREAMS: Final[tuple[Stream, ...]] = get_args(Stream)
 
 
@@ -43,15 +42,14 @@ class Chunk:
 
 
 def in_order(streams: Iterable[Sequence[Chunk]]) -> list[Chunk]:
-    """Merges the chunks of several kinds of matrices into the order in which buckets fill. Each kind's chunks
-    are already in this order."""
+    """Merges the chunks of several streams into the order in which buckets fill. The chunks of each stream are already
+    in this order."""
     return list(heapq.merge(*streams, key=lambda chunk: -chunk.module))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The order in which a stage's chunks are gathered under a plan, which is that in which the forward pass
-    needs them."""
+    """The order in which a stage's chunks are gathered under a plan: the order in which the forward pass needs them."""
 
     overlapped: Sequence[int] = ()
     """The chunks gathered while matrices are updated: AdamW's parameters of the first model chunk."""
@@ -64,7 +62,7 @@ class Order:
         (`megatron.owner_bucket_group.gathering_order`).
 
         Args:
-            chunks: the chunks of AdamW's parameters, followed by those of matrices.
+            chunks: the chunks of AdamW's parameters, followed by the chunks of matrices.
             others: the number of chunks of AdamW's parameters.
             places: the places of the modules of each model chunk.
         """
@@ -124,7 +122,8 @@ class Buffers:
         self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
-        """Builds the chunks of a buffer of all parameters, and of one for experts that are divided among ranks.
+        """Builds the chunks of a buffer with all parameters, followed by the chunks of experts that are divided among
+        ranks.
 
         Args:
             sharded: True for AdamW's `DistributedOptimizer`; False for `sc`, which all-reduces gradients and
@@ -139,8 +138,7 @@ class Buffers:
         return [*chunks, *(replace(chunk, stream="experts") for chunk in of_experts)]
 
     def others(self, *, planned: bool) -> list[Chunk]:
-        """Builds the chunks of the buffer that AdamW updates beside the matrices: embedding, norms and output
-        layer.
+        """Builds the chunks of the parameters that AdamW updates: embedding, norms and output layer.
 
         Args:
             planned: True under a plan, False for layerwise.
@@ -152,8 +150,8 @@ class Buffers:
         ]
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
-        """Builds the chunks of the matrices' buckets, in the order in which buckets fill. The experts of the
-        first expert-parallel rank stand for those of all."""
+        """Builds the chunks of the matrices' buckets, in the order in which buckets fill. The experts of the first
+        expert-parallel rank stand for the experts of all."""
         streams: dict[int | None, list[Bucket]] = {}
         for bucket in rank_buckets(buckets, self._stage):
             streams.setdefault(bucket.expert_rank, []).append(bucket)
@@ -181,7 +179,7 @@ class Buffers:
         )
 
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
-        """Lists (elements, module) in registration order; a norm or router counts to the module that uses its
+        """Lists (elements, module) in registration order; a norm or router belongs to the module that uses its
         output.
 
         Args:
@@ -205,8 +203,8 @@ class Buffers:
         return [(size, number) for size, number in parameters if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Cuts parameters into buckets and returns (elements, first module) of each, last registered
-        parameters first.
+        """Cuts parameters into buckets; returns (elements, first module) of each bucket. The parameters registered last
+        come first.
 
         A bucket ends once it has `_limit` elements, and at the end of a model chunk.
         """

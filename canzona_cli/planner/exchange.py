@@ -1,7 +1,7 @@
-"""The messages that each TP rank sends and receives for one micro-group. Engine, planner, memory and
-simulation all take them from here.
+"""The messages that each TP rank sends and receives for one micro-group, as the engine, the planner, the memory
+estimate and the simulation use them.
 
-What is sent of a matrix depends on which ranks store it:
+The ranks that store a matrix decide which parts of it are sent:
 
                                 gradients, to the host           weights, back from the host
     cut (`shard_dim`)           every other rank's fragment      a fragment to every other rank
@@ -10,13 +10,13 @@ What is sent of a matrix depends on which ranks store it:
 
 A shared matrix is not sent; `sharing.shared_exchanges` has its collectives.
 
-Every host also sends, with the weights, a flag for each of its matrices to every other rank: one element,
-which is not finite if the update was not. A rank sends nothing to itself. An all-to-all in which no fragment
-moves is skipped, and its flags are not sent.
+Together with the weights, every host sends a flag for each of its matrices to every other rank: one element, which
+is not finite if the update was not finite. A rank sends nothing to itself. An all-to-all in which no fragment moves
+is skipped, and its flags are not sent.
 
-The engine uses a `Route`: the place of each fragment in one rank's messages. Planning, memory and simulation
-use `group_traffic`: the sizes of all ranks' messages, which equal the sizes of their routes. Everything is
-counted in elements. No torch.
+The engine uses a `Route`: the place of each fragment in one rank's messages. Planning, memory and simulation use
+`group_traffic`: the sizes of all ranks' messages, which equal the sizes of their routes. All sizes are in elements.
+This module does not import torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ class Traffic:
 
     @property
     def busiest(self) -> int:
-        """The most that any rank sends or receives."""
+        """The largest number of elements that a rank sends or receives."""
         return max(*self.sent, *self.received)
 
     def reversed(self) -> "Traffic":
@@ -76,10 +76,10 @@ def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> 
 
 
 def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -> Traffic:
-    """Returns the traffic if each host sends `to_each[host]` elements to every other rank, and further
-    elements to one rank for each (host, home, elements) of `homes`.
+    """Returns the traffic if each host sends `to_each[host]` elements to every other rank, and for each (host, home,
+    elements) in `homes` further elements to one rank.
 
-    Works on sums rather than single messages, because grouping `auto` compares hundreds of candidate groups.
+    Sums instead of single messages are computed, because grouping `auto` compares hundreds of candidate groups.
     """
     total, others = sum(to_each), len(to_each) - 1
     sent, received = [others * mine for mine in to_each], [total - mine for mine in to_each]
@@ -95,7 +95,7 @@ class Parcel:
 
     matrix: Matrix
     peer: int
-    """The TP rank that the fragment goes to or comes from."""
+    """The TP rank to which, or from which, the fragment is sent."""
     offset: int
     """The fragment's start in the buffer, in elements."""
     elements: int
@@ -128,8 +128,8 @@ class Route:
 
 
 def senders(matrix: Matrix, host: int, tp: int) -> range:
-    """Returns the TP ranks whose gradients make up the whole matrix: the host alone if every rank stores all
-    of it."""
+    """Returns the TP ranks whose gradients make up the whole matrix: only the host if every rank stores the whole
+    matrix."""
     return range(host, host + 1) if matrix.replicated else matrix.holders(tp)
 
 
@@ -149,8 +149,8 @@ def to_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp:
 
 
 def from_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp: int) -> Route:
-    """Routes weight fragments from hosts to all ranks that store one, and a flag for each matrix to every
-    other rank.
+    """Routes weight fragments from hosts to all ranks that store them, and a flag for each matrix to every other
+    rank.
 
     Args:
         hosts: the host (TP rank) of each matrix.

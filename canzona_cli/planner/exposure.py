@@ -1,10 +1,10 @@
-"""The seconds that an iteration waits for updates, reductions and gatherings: an estimate that is quick enough
-to compare a plan's candidates.
+"""Estimates the seconds that an iteration waits for updates, reductions and gatherings, quickly enough to compare a
+plan's candidates.
 
-`simulate.iteration` computes the same for a whole pipeline, on the same `Timeline`. Here every stage has a timeline
-of its own, with the last backward pass, which starts reductions, and another with the first forward pass, which
-waits for gatherings. Stages other than the first finish their backward passes earlier and start their forward
-passes later, by one pass for each stage before them.
+`simulate.iteration` computes these waits for a whole pipeline, on the same `Timeline`. Here each stage has two
+separate timelines: one for the last backward pass, which starts reductions, and one for the first forward pass, which
+waits for gatherings. Stages after the first finish their backward passes earlier and start their forward passes later,
+by one pass for each stage before them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,12 +37,13 @@ class Outline:
 
 
 class Exposure:
-    """The waits of a run's iteration. They depend only on what a plan depends on, so not on sequence
-    parallelism nor on the dispatcher of tokens, and collectives take as long as their parts, whatever was
-    measured in whole steps.
+    """The waits of a run's iteration.
+
+    They depend only on the inputs of a plan. So sequence parallelism, the dispatcher of tokens and factors that were
+    measured in whole steps have no effect.
 
     Args:
-        layout: the resolved layout; its number of micro-batches does not matter.
+        layout: the resolved layout; its number of micro-batches has no effect.
     """
 
     def __init__(self, config: RunConfig, layout: Layout) -> None:
@@ -90,7 +91,7 @@ class Exposure:
         matrices: Sequence[Matrix],
         busy: Mapping[int, float],
     ) -> float:
-        """Estimates what a plan adds to the iteration, before its owners are known.
+        """Estimates the seconds that a plan adds to the iteration, before its owners are known.
 
         Args:
             outlines: the buckets of each stage.
@@ -101,7 +102,7 @@ class Exposure:
 
 
 class _StageClock:
-    """The clock of one stage's rank."""
+    """The waits of one stage's rank."""
 
     def __init__(self, config: RunConfig, layout: Layout, stage: int) -> None:
         self._stage, self._stages, self._turns = stage, layout.pp, layout.pp - 1
@@ -117,11 +118,11 @@ class _StageClock:
         return self._buffers.others(planned=True)
 
     def chunks(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
-        """Returns the chunks of AdamW's parameters and those of the plan's buckets, as `Order.of` wants them."""
+        """Returns the chunks of AdamW's parameters, followed by the chunks of the plan's buckets."""
         return [*self._others, *self._buffers.matrices(buckets, matrices)]
 
     def outlined(self, outlines: Sequence[Outline], matrices: Sequence[Matrix]) -> list[Chunk]:
-        """Returns the chunks of AdamW's parameters and estimated chunks of matrices, see `Exposure.roughly`."""
+        """Returns the chunks of AdamW's parameters, followed by estimated chunks of matrices (`Exposure.roughly`)."""
         chunks: dict[Stream, list[Chunk]] = {stream: [] for stream in STREAMS}
         for bucket in outlines:
             reduced, gathered = (
@@ -137,8 +138,8 @@ class _StageClock:
         """Simulates the last backward pass and the reductions of its gradients.
 
         Returns:
-            The seconds from the end of the first stage's pass, if it had no reductions, to the end of this stage's
-            reductions, which is negative if they end before; and the seconds by which the reductions slow this
+            The seconds from the end of the first stage's pass without reductions to the end of this stage's
+            reductions, negative if the reductions end earlier; and the seconds by which the reductions slow this
             stage's pass down.
         """
         ready: dict[int, list[Chunk]] = {}
@@ -147,7 +148,7 @@ class _StageClock:
         work, ends = _Pass(chunk.reduce for chunk in chunks), []
         for number, places in enumerate(reversed(self.time.places)):
             if number:
-                # The other micro-batches of the model chunk go first.
+                # The other micro-batches pass through the model chunk first.
                 work.compute(self._turns * self._pass_s(places, 1) + self._stages * self._hop_s)
             work.compute(self.time.pass_s)
             for place in reversed(places):
@@ -164,11 +165,12 @@ class _StageClock:
         """Simulates the updates, and the gatherings up to the end of the first forward pass.
 
         Args:
-            late_s: the second value of the stage before.
+            busy_s: the update seconds of the stage's slowest owner.
+            late_s: the second value that this method returned for the stage before.
 
         Returns:
-            The seconds by which updates and gatherings delay the end of the pass through all model chunks, and those
-            by which they delay its end in the first model chunk.
+            The seconds by which updates and gatherings delay the end of the pass through all model chunks, and the
+            end of the pass through the first model chunk.
         """
         order, work = Order.of(chunks, len(self._others), self.time.places), _Pass(chunk.gather for chunk in chunks)
         follows = dict(zip(order.afterwards, order.afterwards[GATHERED_AHEAD:], strict=False))
@@ -194,7 +196,7 @@ class _StageClock:
         ends = []
         for model_chunk, places in enumerate(self.time.places):
             if model_chunk:
-                # Its input has passed through the other stages.
+                # The input of the model chunk has passed through the other stages.
                 before = self.time.places[model_chunk - 1]
                 work.compute(self._turns * self._pass_s(before, 0) + self._stages * self._hop_s)
             work.compute(self.time.pass_s)
@@ -229,7 +231,7 @@ class _Pass:
         self._after: list[int] = []
 
     def compute(self, seconds: float, moves: Transfer = Transfer()) -> None:
-        """Adds computation, followed by collectives of the pass itself."""
+        """Adds computation, followed by the pass's collectives `moves`."""
         self.computed_s += seconds + moves.seconds
         self._seconds += seconds + moves.latency_s
         if moves.link_s and moves.link in self._links:
@@ -243,7 +245,7 @@ class _Pass:
         self._after.extend(tasks)
 
     def now(self) -> int:
-        """Returns the task that ends the computation added so far."""
+        """Returns the last task of the computation added so far."""
         if self._seconds or self._after:
             self._flush(Transfer())
         return self._last

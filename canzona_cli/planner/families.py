@@ -1,10 +1,10 @@
-"""The short form of a plan's content in files: experts of a layer that differ only in their numbers are one entry.
+"""The short form of a plan's content in files, in which similar experts of a layer share an entry.
 
     {"name": "layers.3.experts.*.gate", ..., "count": 4, "each": {"name": {"from": 0, "by": 1}, "owner": [0, 4, 2, 6]}}
 
-stands for four entries. `each` has, by field, the entries' values, listed or in even steps; in a text field, such
-as `name`, they replace the `*`. Every other field has one value for all entries. Names in a bucket are shortened to
-`["decoder.layers.3.mlp.experts.linear_fc1.weight*", [0, 1, 2, 3]]`.
+stands for four entries. `each` has the fields in which the entries differ, with a list of values, or with the first
+value and a step. In text fields, such as `name`, the values replace the `*`. Every other field has one value for all
+entries. Names in a bucket are shortened to `["decoder.layers.3.mlp.experts.linear_fc1.weight*", [0, 1, 2, 3]]`.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 _FEWEST = 4
-"""The fewest entries that are shortened."""
+"""The smallest number of entries that are merged."""
 _NUMBERED = re.compile(r"(.*\.(?:experts\.|weight))(\d+)(.*)")
 """A name with the number of an expert."""
 _TEXTS = ("name", "parameter")
@@ -50,7 +50,8 @@ def _entries(part: object) -> Sequence[Entry]:
 
 
 def _merged(entries: Iterable[Entry]) -> list[dict[str, object]]:
-    """Merges entries of one layer that differ only in numbers, owner and host into the first of them."""
+    """Merges the entries of a layer that differ only in their numbers, owner and host; the merged entry takes the
+    place of the first."""
     families: dict[object, list[Entry]] = {}
     for entry in entries:
         families.setdefault(_family(entry), []).append(entry)
@@ -61,8 +62,7 @@ def _merged(entries: Iterable[Entry]) -> list[dict[str, object]]:
 
 
 def _family(entry: Entry) -> object:
-    """Returns a key that the entries of a family have in common; an entry without an expert's number has a key of
-    its own."""
+    """Returns a key that is equal for all entries of a family; entries without an expert's number have unique keys."""
     parts = [_NUMBERED.fullmatch(f"{entry[field]}") for field in _TEXTS]
     if None in parts:
         return entry["index"]
@@ -86,7 +86,7 @@ def _merge(members: Sequence[Entry]) -> dict[str, object]:
 
 
 def _in_steps(values: Sequence[object]) -> dict[str, int] | None:
-    """Returns values in even steps as the first value and the step; None for other values."""
+    """Returns the first value and the step if the values are integers in even steps; otherwise None."""
     numbers = [value for value in values if isinstance(value, int)]
     if len(numbers) < len(values) or len({after - before for before, after in pairwise(numbers)}) != 1:
         return None
@@ -94,7 +94,7 @@ def _in_steps(values: Sequence[object]) -> dict[str, int] | None:
 
 
 def _pattern(names: Sequence[str]) -> tuple[str, list[int]]:
-    """Returns the names' pattern and their numbers."""
+    """Returns the pattern of the names, and the number in each name."""
     parts = [part for part in map(_NUMBERED.fullmatch, names) if part]
     return f"{parts[0][1]}*{parts[0][3]}", [int(part[2]) for part in parts]
 

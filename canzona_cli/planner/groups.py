@@ -1,9 +1,10 @@
-"""Micro-groups: which of an owner's matrices are sent together in one fused all-to-all over its TP group.
+"""Divides an owner's matrices into micro-groups. The matrices of a micro-group are sent together in one fused
+all-to-all over the owner's TP group.
 
-While group i is updated, group i + 1's gradients and group i - 1's new weights are communicated. Small groups
-let hosts start computing sooner and take less memory; large groups pay the latency of an exchange less often.
-The size of a group is what its fullest host receives: the matrices it hosts, at most C_max bytes. C_max also
-bounds what a rank sends: a fragment of 1 / tp of the matrices of tp hosts.
+While group i is updated, group i + 1's gradients and group i - 1's new weights are communicated. Small groups let
+hosts start computing sooner and take less memory; large groups pay the latency of an exchange less often. The size of
+a group is the size of the matrices that its fullest host receives, at most C_max bytes. C_max also bounds the bytes
+that a rank sends, because a rank sends 1 / tp of each matrix on tp hosts.
 """
 
 import math
@@ -22,8 +23,8 @@ from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 CLOSE = 0.002
-"""The relative difference in time within which the candidate with fewer groups is preferred, because the
-overhead of an exchange varies most in practice."""
+"""The relative difference in time up to which a candidate with fewer groups is preferred, because the overhead of
+exchanges is the least predictable part."""
 
 Group = tuple[int, ...]
 """The matrices of one micro-group, by index in the plan's list."""
@@ -37,8 +38,8 @@ def micro_groups(
 ) -> tuple[MicroGroup, ...]:
     """Returns the micro-groups of every owner in order of execution.
 
-    - greedy: the paper's groups, see `paper.rolled_back`, on hosts that `assign` chose in the same way;
-    - auto: of the candidates in `_searched` within `CLOSE` of the fastest, the one with the fewest groups.
+    - grouping greedy: the paper's groups, see `paper.rolled_back`, on hosts that `assign` chose in the same way;
+    - grouping auto: of the candidates in `_searched` within `CLOSE` of the fastest, the one with the fewest groups.
 
     With tp = 1 nothing is exchanged, and every owner has one group.
 
@@ -59,8 +60,8 @@ def micro_groups(
 def held_jobs(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment
 ) -> dict[tuple[int, int], list[Job]]:
-    """Lists the matrices of each (stage, owner) that are exchanged over its TP group, with their hosts and
-    costs: all but experts with an `expert_rank`."""
+    """Lists the matrices of each (stage, owner) that its TP group exchanges, with their hosts and costs: all except
+    experts with an `expert_rank`."""
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
         if matrix.expert_rank is None:
@@ -72,8 +73,8 @@ def held_jobs(
 def expert_seconds(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, pipeline: HostedPipeline
 ) -> Mapping[tuple[int, int], tuple[float, ...]]:
-    """Returns, by (stage, owner), the seconds for which each host updates experts with an `expert_rank`, which
-    it does before micro-groups; owners without such experts are left out."""
+    """Returns, by (stage, owner), the seconds for which each host updates experts with an `expert_rank`, before
+    micro-groups. Owners without such experts are left out."""
     counted = Counter(
         (matrix.stage, cell.owner, cell.host, cost, matrix.elements)
         for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True)
@@ -89,8 +90,7 @@ def expert_seconds(
 def slowest(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, grouped: "Grouped"
 ) -> dict[int, float]:
-    """Returns, by stage, the update seconds of the owner that is done last, as the planner's `Clock` adds
-    them up."""
+    """Returns the update seconds of each stage's slowest owner, as the planner's `Clock` adds them up."""
     jobs = held_jobs(matrices, costs, assignment)
     first = expert_seconds(matrices, costs, assignment, grouped.pipeline)
     seconds: dict[int, float] = defaultdict(float)
@@ -101,8 +101,7 @@ def slowest(
 
 
 class Grouped:
-    """The micro-groups of owners, cached: owners with the same costs on the same hosts are searched only
-    once."""
+    """The search for owners' micro-groups, with a cache for owners that have the same costs on the same hosts."""
 
     def __init__(self, settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline) -> None:
         self.settings, self.bytes_per_element, self.pipeline = settings, bytes_per_element, pipeline
@@ -169,8 +168,7 @@ def _groups(
     chosen = [list(jobs)] if jobs else []
     if tp > 1:
         chosen = rolled_back(jobs, tp, capacity)
-        # If a memory cap led to other hosts than the greedy choice, the groups are cut for the assigned
-        # hosts.
+        # If a memory cap led to other hosts than the greedy choice, the groups are cut for these hosts.
         hosts = {job.matrix.index: job.host for group in chosen for job in group}
         if hosts != {job.matrix.index: job.host for job in jobs}:
             chosen = _cut(jobs, tp, capacity)
@@ -180,9 +178,9 @@ def _groups(
 def _fewest_of_the_fastest(
     candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline, first: Sequence[float]
 ) -> tuple[float, list[list[Job]]]:
-    """Times all candidates; returns, of those within `CLOSE` of the fastest, the seconds and groups of the
-    one with the fewest groups."""
-    # Candidates are often equal, and most have groups in common, whose loads `known` keeps.
+    """Times all candidates. Returns the seconds and groups of the candidate with the fewest groups among those within
+    `CLOSE` of the fastest."""
+    # Candidates are often equal, and most have groups in common; `known` is a cache of their loads.
     distinct = {tuple(tuple(job.matrix.index for job in group) for group in groups): groups for groups in candidates}
     known: Loads = {}
     timed = [(pipeline.seconds(groups, known, first), groups) for groups in distinct.values()]
@@ -195,20 +193,19 @@ def _fewest_of_the_fastest(
 
 
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
-    """Yields the candidates of `auto`: three orders, each cut at capacities that double from the largest
-    matrix to C_max.
+    """Yields the candidates of grouping auto: three orders, each cut at capacities that double from the largest matrix
+    to C_max.
 
-    Each is also yielded with separate groups for the exchanges that nothing overlaps: the first group has
-    every host's first matrix, the last group the last matrix of every host, or only of hosts busier than the
-    mean.
+    Each is also yielded with a separate first and last group, because nothing overlaps with their exchanges. The first
+    group has every host's first matrix; the last group has the last matrix of every host, or only of hosts that are
+    busier than the mean.
     """
     largest = max(job.received for job in jobs)
     hosted = [0] * tp
     for job in jobs:
         hosted[job.host] += job.received
     most = min(capacity or max(hosted), max(hosted))
-    # Doubling suffices, because the time is flat around its minimum, and a plan has to be made within a
-    # second.
+    # Doubling suffices, because the time is flat around its minimum, and a plan must be made within a second.
     capacities = [largest]
     while capacities[-1] < most:
         capacities.append(min(2 * capacities[-1], most))
@@ -230,8 +227,8 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
 
 
 def _ends(order: Sequence[Job], late: Set[int]) -> tuple[list[Job], list[Job], list[Job]]:
-    """Splits jobs into every host's first job, the jobs between, and the last job of each host in `late` that
-    has more than one job."""
+    """Splits jobs into three lists: every host's first job, the jobs between, and the last job of each host in `late`
+    with more than one job."""
     first: dict[int, Job] = {}
     last: dict[int, Job] = {}
     for job in order:
@@ -244,7 +241,7 @@ def _ends(order: Sequence[Job], late: Set[int]) -> tuple[list[Job], list[Job], l
 
 
 def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
-    """Cuts jobs into consecutive groups, each closed before the job that would take a host above `capacity`."""
+    """Cuts jobs into consecutive groups. A group is closed before the job that would take a host above `capacity`."""
     groups: list[list[Job]] = [[]]
     hosted = [0] * tp
     for job in jobs:
@@ -277,9 +274,8 @@ def _arched(ascending: Sequence[Job], tp: int) -> list[Job]:
 
 
 GAIN = 0.98
-"""The relative time at or below which a stage shares matrices: its slowest owner's time with sharing over its
-time without. Sharing has to gain something, because it changes owners, and buckets may then take longer to
-communicate."""
+"""The largest ratio of the slowest owner's time with sharing to its time without at which a stage shares matrices.
+Sharing must gain something, because it changes owners, and buckets may then take longer to communicate."""
 
 
 def best_of(
@@ -292,14 +288,14 @@ def best_of(
     grouped: Grouped,
     memory_cap: int | None,
 ) -> Assignment:
-    """Chooses what each stage shares: every owner of `balanced` takes its fastest set of shared matrices, and
-    a stage whose slowest owner gains too little (`GAIN`) keeps its cells of `hosted`.
+    """Chooses the matrices that each stage shares. Every owner of `balanced` shares the set of matrices with which it
+    is fastest. A stage whose slowest owner gains too little (`GAIN`) keeps its cells of `hosted`.
 
     Args:
         hosted: an assignment that shares nothing.
-        balanced: an assignment balanced with sharing, whose owners are taken over.
+        balanced: an assignment that was balanced with sharing; its owners are used.
         possible: the costs of the matrices that may be shared, by index.
-        memory_cap: elements of matrices that a cell may keep.
+        memory_cap: the elements of matrices that a cell may keep; None for no limit.
     """
     packer = HostPacker(costs, tp, possible)
     limits: dict[int, float] = {}
@@ -311,7 +307,7 @@ def best_of(
         if stage in late:
             continue
         ways = [way for way in _ways(jobs, packer, possible) if memory_cap is None or _fullest(way, tp) <= memory_cap]
-        # Of equally fast ones the first.
+        # The first of equally fast ways.
         seconds, _, best = min((grouped.of(way)[0], place, way) for place, way in enumerate(ways or [jobs]))
         rows.setdefault(stage, []).append((owner, best))
         if seconds > limits[stage]:
@@ -338,7 +334,7 @@ def _ways(jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share]
 
 
 def _fullest(jobs: Sequence[Job], tp: int) -> int:
-    """Counts the elements that the fullest host holds, its fragments of shared matrices included."""
+    """Counts the elements that the fullest host holds, including its fragments of shared matrices."""
     held, each = [0] * tp, 0
     for job in jobs:
         if job.share is None:

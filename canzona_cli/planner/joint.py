@@ -5,9 +5,9 @@ An expert can only be updated by the ranks that store it, so expert-parallel ran
     expert-parallel rank 0   | cell 0: q.0 proj.1 e e e e | cell 2: e e e e e e e e |    cells of equal height
     expert-parallel rank 1   | cell 1: q.1 e e e e e      | cell 3: proj.0 k v e e e e |
 
-First the other matrices are divided evenly among the expert-parallel ranks, and each goes to the least busy
-cell there. Then each expert-parallel rank's experts, which are many and alike, fill up its cells, the
-costliest first into the least busy cell.
+First the other matrices are divided evenly among the expert-parallel ranks, and each is assigned to the least busy
+cell of its rank. Then the experts of each expert-parallel rank, which are many and similar, fill up its cells: the
+costliest first, each into the least busy cell.
 """
 
 import heapq
@@ -21,7 +21,7 @@ from canzona_cli.planner.seats import spread
 def balanced_together(
     stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int | None
 ) -> dict[int, Cell] | None:
-    """Returns the cell of every matrix of a stage; None if one found no room.
+    """Returns the cell of every matrix of a stage; None if a matrix finds no room.
 
     Args:
         stage: the problem of the matrices that all ranks of the stage store.
@@ -37,7 +37,7 @@ def balanced_together(
 
 
 class _Grid:
-    """The load of a stage's cells, by their number `owner * tp + host`, while matrices are placed."""
+    """The load of a stage's cells while matrices are placed, by the cell's number `owner * tp + host`."""
 
     def __init__(self, stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int | None) -> None:
         mesh = stage.mesh
@@ -91,7 +91,7 @@ class _Grid:
         cells = self._mesh.expert_cells(rank)
         key = tuple((self._busy[cell], self._room[cell]) for cell in cells)
         if key not in self._filled:
-            # Expert-parallel ranks have equal experts, so those with equal cells are filled alike.
+            # Expert-parallel ranks have equal experts, so ranks with equal cells are filled in the same way.
             owners = _filled(problem, *map(list, zip(*key, strict=True)))
             everyone = len(owners) == len(problem.units)
             even = spread(problem.buckets, owners, problem.kinds) if everyone else {}
@@ -105,8 +105,8 @@ class _Grid:
 
 
 def _filled(problem: PoolProblem, busy: Sequence[float], room: list[int]) -> dict[int, int]:
-    """Assigns an expert-parallel rank's units, costliest first, each to the least busy owner with room for
-    it; returns the owners, without units that find no room.
+    """Assigns an expert-parallel rank's units, the costliest first, each to the least busy owner with room; returns the
+    owner of each unit that finds room.
 
     Args:
         busy: the seconds that each owner already has.

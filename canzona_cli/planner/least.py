@@ -1,8 +1,8 @@
-"""The least seconds of matrix updates with their exchanges: no assignment of a run's matrices is faster.
+"""A lower bound of the seconds of matrix updates with their exchanges: no assignment of a run's matrices is faster.
 
-`bounds.lower_bound` bounds what ranks compute. This is not all that a slowest rank has to do: the weight of a
-hosted matrix is sent back, and a shared matrix waits for the squares of other ranks. So a plan may be as fast
-as possible and yet have a busier rank than necessary.
+`bounds.lower_bound` bounds only the computation. The slowest rank also has exchanges: the weight of a hosted matrix
+is sent back, and a shared matrix waits for the squares of other ranks. So the fastest plan may have a busier rank than
+necessary.
 """
 
 import math
@@ -21,8 +21,8 @@ from canzona_cli.planner.pipeline import HostedPipeline, Job, planning
 from canzona_cli.planner.plan import Plan
 
 _MOST_UNITS = 8
-"""The most units per owner, on average, for which the sets of units of an owner are listed. Where owners have
-more, `bounds.lower_bound` is close."""
+"""The largest mean number of units per owner for which the sets of units of an owner are listed. If owners have more,
+`bounds.lower_bound` is close enough."""
 _MOST_SETS = 300
 _BISECTIONS = 8
 
@@ -33,7 +33,7 @@ class Updates:
 
     seconds: float
     least: float
-    """The seconds that the slowest owner takes at least, whatever the assignment."""
+    """The least seconds of the slowest owner in any assignment."""
 
     @property
     def gap(self) -> float:
@@ -55,8 +55,8 @@ def updates(config: RunConfig, layout: Layout, plan: Plan) -> Updates:
 
 
 def _with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> float:
-    """Returns the seconds that a stage's busiest rank takes at least where experts are divided among ranks,
-    which leaves all other matrices to hosts: `stage_bound` of the updates with their copies."""
+    """Returns a lower bound of the busiest rank's seconds in a stage whose experts are divided among ranks, where all
+    other matrices are hosted: `stage_bound` of the updates with their copies."""
     known: dict[Hashable, float] = {}
     seconds = []
     for matrix, cost in zip(plan.matrices, plan.costs, strict=True):
@@ -99,18 +99,18 @@ class _Ways:
     """The least seconds of a matrix, by the way in which it is updated."""
 
     on_host: float
-    """The seconds of its host's work, without waits, if it is hosted."""
+    """The seconds of the host's work, without waits, if the matrix is hosted."""
     on_others: float
-    """The seconds of each other rank's work if it is hosted."""
+    """The seconds of each other rank's work if the matrix is hosted."""
     back: float
-    """The seconds in which its weight is sent back if it is hosted."""
+    """The seconds in which the weight is sent back if the matrix is hosted."""
     hosted: float
-    """The seconds from packing its gradient to storing its weight, if it is hosted."""
+    """The seconds from packing the gradient to storing the weight, if the matrix is hosted."""
     on_each: float
-    """The seconds of every rank's work, without waits, if it is shared; infinite if it may not be shared."""
+    """The seconds of every rank's work, without waits, if the matrix is shared; infinite if it may not be shared."""
     alone: float
-    """The seconds with waits, if it is its owner's only shared matrix. The waits of one of several may vanish
-    under the work of another."""
+    """The seconds with waits, if the matrix is the only shared matrix of its owner. With several shared matrices, the
+    work of one may hide the waits of another."""
 
     @property
     def least(self) -> float:
@@ -129,12 +129,12 @@ def least_seconds(
     shares: Mapping[int, Share],
     pipeline: HostedPipeline,
 ) -> float:
-    """Returns the seconds that a stage's slowest owner takes at least, as `HostedPipeline.seconds` counts them.
+    """Returns a lower bound of the slowest owner's seconds in a stage, as `HostedPipeline.seconds` counts them.
 
-    The first bound is that of all ranks' work together. Then it tries numbers of seconds t. For each it lists
-    the sets of units that one owner may update within t. Weights are chosen for kinds of units so that no set
-    weighs more than 1. If all units together weigh more than there are owners, the update takes longer than t
-    (a dual solution of the linear program that covers all units with sets). With tp = 1 nothing is exchanged,
+    A first bound lets the ranks of an owner divide its work evenly. A better bound t is then bisected. For each t, the
+    sets of units that one owner may update within t are listed, and weights are chosen for kinds of units so that no
+    set weighs more than 1. If all units together weigh more than the number of owners, every assignment takes longer
+    than t (a dual solution of the linear program that covers all units with sets). With tp = 1 nothing is exchanged,
     and units are packed into owners. Experts with an `expert_rank` are left out, see `_with_experts`.
 
     Args:
@@ -188,7 +188,7 @@ def _units(
 
 
 def _ways(matrix: Matrix, cost: float, share: Share | None, pipeline: HostedPipeline) -> _Ways:
-    """Computes the ways of one matrix."""
+    """Computes the least seconds of one matrix, hosted and shared."""
     hosts = [pipeline.least(Job(matrix=matrix, host=host, seconds=cost)) for host in range(pipeline.tp)]
     shared = [Job(matrix=matrix, host=0, seconds=cost, share=share)]
     return _Ways(
@@ -234,8 +234,8 @@ class _Kinds:
         )
 
     def _sets(self, seconds: float) -> list[tuple[int, ...]] | None:
-        """Lists the sets of units that an owner may update within `seconds`, as numbers of units of each
-        kind; None if there are too many."""
+        """Lists the sets of units that an owner may be able to update within `seconds`, as the number of units of each
+        kind; None if there are too many sets."""
         sets: list[tuple[int, ...]] = [()]
         for place in range(len(self.units)):
             longer = []
@@ -262,7 +262,7 @@ class _Kinds:
 
 
 def _hosted(held: Mapping[_Ways, int], shared: Sequence[int]) -> Iterator[_Ways]:
-    """Yields the matrices that are left to hosts if so many of each kind are shared."""
+    """Yields the matrices that are hosted if `shared[k]` matrices of the kind k are shared."""
     for (way, number), of_kind in zip(held.items(), shared, strict=True):
         yield from (way for _ in range(number - of_kind))
 
@@ -274,15 +274,16 @@ def _fit(hosted: Sequence[_Ways], held: Mapping[_Ways, int], shared: Sequence[in
     together = [way for way, number in zip(held, shared, strict=True) for _ in range(number)]
     if len(together) == 1 and together[0].alone > seconds:
         return False
-    # Every rank works on every hosted matrix, and its host for longer than others.
+    # Every rank works on every hosted matrix, the host longer than the other ranks.
     on_all = sum(way.on_each for way in together) + sum(way.on_others for way in hosted)
     back = min((way.back for way in hosted), default=0.0)
     return on_all + simple_bound([way.on_host - way.on_others for way in hosted], tp) + back <= seconds
 
 
 def _weights(sets: Sequence[Sequence[int]], order: Sequence[int]) -> list[float] | None:
-    """Returns a weight for each kind, so that no set weighs more than 1: for one kind after another the
-    largest that the weights so far allow. None if a kind is in no set, and so can have no owner."""
+    """Returns a weight for each kind, so that no set weighs more than 1. Kinds get, one after another in this `order`,
+    the largest weight that the weights so far allow. Returns None if a kind is in no set, so that no owner can have
+    it."""
     weights = [0.0] * len(order)
     for kind in order:
         left = [

@@ -1,8 +1,8 @@
 """Makes the `Plan` of a run, in attempts that need less and less memory until every rank has enough.
 
-An attempt balances matrices over the grid and shares some where sharing is faster. Of equally fast
-assignments it keeps the one with less communication. Buckets and micro-groups follow from the assignment.
-Nothing depends on torch, on measured time or on randomness.
+An attempt balances matrices over the grid and shares some if sharing is faster. Of equally fast assignments, it keeps
+the one with less communication. Buckets and micro-groups follow from the assignment. A plan does not depend on torch,
+on elapsed time or on random numbers.
 """
 
 import json
@@ -35,8 +35,8 @@ from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
 
 _LATER: Final = {"num_experts": 0, "gated": True}
-"""The model settings that are newer than plan files, each with the value at which it is left out of a plan's
-subject, so that older plans keep their hashes."""
+"""The model settings that are newer than plan files. A setting with this value is left out of a plan's subject, so
+that older plans keep their hashes."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
@@ -77,8 +77,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
 
 
 def settings(config: RunConfig) -> PlanSettings:
-    """Collects a run's planner settings. A run with sc or layerwise, which have no plans, is planned as
-    canzona."""
+    """Collects a run's planner settings. Strategies without a plan, sc and layerwise, are planned as canzona."""
     engine = config.engine
     asked = PlanSettings(
         strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
@@ -109,14 +108,14 @@ def attempt(
     memory_cap: int | None,
     c_max_bytes: int | None = None,
 ) -> Plan:
-    """Makes the fastest plan by the cost model, within `memory_cap`.
+    """Makes the fastest plan, by the cost model, within `memory_cap`.
 
-    Strategy paper with tp > 1 and no C_max given tries several values of C_max.
+    For strategy paper with tp > 1, several values of C_max are tried if none is given.
 
     Args:
         members: the matrices of the plan, see `planned_matrices`.
-        memory_cap: elements of matrices that a rank may keep; None: no limit.
-        c_max_bytes: C_max in bytes, to save memory; None: as the run's settings say.
+        memory_cap: the elements of matrices that a rank may keep; None for no limit.
+        c_max_bytes: a C_max in bytes that saves memory; None for the C_max of the run's settings.
     """
     exposure = Exposure(config, layout)
     return cheapest(_attempts_with(config, layout, shapes, members, memory_cap, c_max_bytes), exposure).plan(exposure)
@@ -146,12 +145,12 @@ def _prices(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> P
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
-    """Returns the run to plan and notes for the user.
+    """Returns the run to plan, and notes for the user.
 
-    sc and layerwise have no plans: a run with one of them is planned as canzona, for comparison.
+    A run with a strategy that has no plan, sc or layerwise, is planned as canzona for comparison.
 
     Args:
-        explicit: keys that the user set.
+        explicit: the keys that the user set.
 
     Raises:
         ConfigError: the optimizer is AdamW, which updates element by element, so there is nothing to plan.
@@ -178,15 +177,15 @@ def plan_of_run(config: RunConfig, layout: Layout) -> Plan | None:
     """Makes the plan that a resolved run executes; None if the run's strategy has no plan.
 
     Raises:
-        ConfigError, DoesNotFit: as `make_plan`.
+        ConfigError, DoesNotFit: see `make_plan`.
     """
     return make_plan(config, layout) if config.execution is Execution.PLANNED else None
 
 
 def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
-    """Makes the plan of a resolved run (see `cluster.fit.resolve`); it is the same on every rank and node.
+    """Makes the plan of a resolved run (see `cluster.fit.resolve`), the same on every rank and node.
 
-    The last 8 plans are cached, because the search for a layout has already planned the layout it chose.
+    The last 8 plans are cached, because the search for a layout has already made the plan of the chosen layout.
 
     Args:
         shapes: the user's own shapes, planned instead of `config.model` (which is then their `stand_in`).
@@ -203,7 +202,7 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
 def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     config, _ = plannable(config)
     members, engine = planned_matrices(config, layout, shapes), config.engine
-    # The buffers of shared matrices may be what does not fit, so mode auto falls back to hosted.
+    # Mode auto falls back to hosted, because a plan may not fit only because of the buffers of shared matrices.
     hosted = replace(config, engine=replace(engine, mode="hosted"))
     limits = sorted({capacity(config) - headroom(config), capacity(config)})
     for limit, run in product(limits, (config, hosted) if engine.mode == "auto" else (config,)):
@@ -242,12 +241,11 @@ def _attempts(
     for careful in (False, True):
         # The elements of matrices that one rank may keep.
         memory_cap = max(1, int(spare / element_bytes(config, how, counts, careful=careful)))
-        # Under a memory cap that does not bind, the plan is the one made without a cap.
-        roomy = _most_held(free) <= memory_cap
-        plan = free if roomy else attempt(config, layout, shapes, members, memory_cap)
+        fits = _most_held(free) <= memory_cap
+        plan = free if fits else attempt(config, layout, shapes, members, memory_cap)
         yield from _with_less(plan, reductions)
         for c_max_bytes in capacities(members, width, c_max):
-            if c_max_bytes < _most_received(plan) * width:  # else it would be the same plan
+            if c_max_bytes < _most_received(plan) * width:  # otherwise the plan would be the same
                 plan = attempt(config, layout, shapes, members, memory_cap, c_max_bytes)
                 yield from _with_less(plan, reductions)
 
@@ -255,8 +253,8 @@ def _attempts(
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """Makes a plan without a memory limit, for comparisons and for runs with enough memory.
 
-    The last 32 plans are cached. Layouts with the same `Layout.bare` share all candidates, and differ in the
-    choice between them, which depends on the time of a forward and a backward pass.
+    The last 32 plans are cached. Layouts with the same `Layout.bare` share all candidates, but may choose different
+    ones, because the choice depends on the times of the forward and backward pass.
     """
     open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, sequence_parallel=None)
     open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
@@ -277,7 +275,7 @@ def _unbounded_attempts(config: RunConfig, layout: Layout, shapes: ModelShapes |
 
 
 def _most_held(plan: Plan) -> int:
-    """Counts the elements of matrices on the cell that keeps most."""
+    """Counts the elements of matrices on the cell that keeps the most."""
     return max(max(kept_elements(plan, stage)) for stage in range(plan.subject.layout.pp))
 
 
@@ -291,7 +289,7 @@ def _most_received(plan: Plan) -> int:
 
 
 def _with_less(plan: Plan, reductions: ReductionModel) -> Iterator[Plan]:
-    """Yields the plan, then the plan without rings that the planner chose itself, whose scratch takes memory."""
+    """Yields the plan, then the plan without the rings that the planner chose, because their scratch takes memory."""
     yield plan
     without = reductions.choose(plan.buckets, plan.subject.settings, scratch=False)
     if without != plan.buckets:

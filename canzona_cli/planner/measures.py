@@ -1,5 +1,5 @@
-"""A plan's figures that need no simulation: load balance and its bound, bytes and collectives, and how each
-shape is updated."""
+"""Computes the figures of a plan that need no simulation: load balance and its bound, bytes and collectives, and the
+update of each shape."""
 
 import math
 from collections import Counter
@@ -18,18 +18,18 @@ from canzona_cli.planner.reduction import collectives, sent_elements, shares
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """The load balance of the stage whose slowest rank takes longest: max / mean of update seconds. 1.0 is
-    perfect."""
+    """The load balance of the stage whose slowest rank takes longest: the maximum over the mean of update seconds. 1.0
+    is perfect."""
 
     dp: float
-    """The balance over owners; an owner counts with the sum of its hosts."""
+    """The balance over owners, with the summed seconds of each owner's hosts."""
     tp: float
     """The balance over the hosts of the owner that has the slowest host. If this owner is also the busiest,
     `grid` is `dp` times `tp`."""
     grid: float
-    """The balance over all cells: how many times as long the update takes as with perfect balance."""
+    """The balance over all cells: the time of the update relative to its time with perfect balance."""
     lower_bound: float
-    """The lower bound of `grid`: no assignment has a smaller one."""
+    """The lower bound of `grid`: no assignment has a smaller value."""
     ranks: float
     """The balance over the ranks of all stages, which may have different numbers of layers."""
     ranks_bound: float
@@ -48,17 +48,17 @@ class Balance:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """The bytes that one rank sends in a step and the collectives that it takes part in; of the busiest rank
-    (stage, owner) where ranks differ."""
+    """The bytes that one rank sends in a step, and the collectives in which it takes part. If ranks differ, each value
+    is the largest of all ranks."""
 
     dp_reduce_bytes: int
-    """The bytes of gradients sent to reduce all that a rank stores over n owners: (n - 1) / n of AdamW's
-    gradients and of buckets that are reduced per owner, and all of a bucket in a ring, padding included."""
+    """The bytes of gradients that a rank sends for reductions over n owners, padding included: (n - 1) / n of AdamW's
+    gradients and of buckets that are reduced for each owner, and the whole of buckets that are reduced in a ring."""
     dp_gather_bytes: int
-    """The bytes of weights sent to gather all that a rank stores, counted in the same way."""
+    """The bytes of weights that a rank sends for gatherings, counted in the same way."""
     tp_exchange_bytes: int
-    """The bytes of gradient fragments sent to hosts, of new weights and flags sent by hosts, and of shared
-    matrices' squares."""
+    """The bytes that a rank sends within its TP group: gradient fragments to hosts, new weights and flags from hosts,
+    and the squares of shared matrices."""
     dp_reductions: int
     """The number of collectives that reduce the matrices' gradients: one for each range of a bucket, or a few
     for a bucket in a ring."""
@@ -69,13 +69,13 @@ class Communication:
     gathered_by: Mapping[Gathering, int]
     """The number of buckets that are gathered in each way, the most frequent way first; empty with one owner."""
     tp_exchanges: int
-    """The number of collectives over the TP group: at most two all-to-alls a micro-group, and those of shared
-    matrices."""
+    """The number of collectives over the TP group: at most two all-to-alls for each micro-group, and the collectives of
+    shared matrices."""
     dp_byte_balance: float
-    """The elements of every bucket's busiest owner over an even share, summed over buckets: what alpha trades
-    against load balance. 1.0 if all owners have equally many elements of each bucket."""
+    """The elements of each bucket's busiest owner, summed over buckets, relative to even shares. 1.0 if all owners have
+    equally many elements of each bucket. alpha trades this balance against load balance."""
     padding_fraction: float
-    """The elements of padding per other element in the matrices' buffers; 0.5 stores half as much again."""
+    """The padding in the matrices' buffers, in elements per element of a matrix; 0.5 means 50% more memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +97,11 @@ class UpdateKind:
     """`symmetric` if the cost counts products with a symmetric result as symmetric kernels compute them
     (`cluster.symmetric_factor`)."""
     together: int
-    """The most matrices that a host updates at once, in batched products; 1: one by one."""
+    """The largest number of matrices that a host updates at once, in batched products; 1 for one by one."""
     error: float | None
-    """The root mean square of |s - 1| over the update's singular values s that started at 0.007 to 1 of the
-    largest, in exact arithmetic. Rounding adds less than 0.01 in either form, in bf16 or fp16. None if not
-    known."""
+    """The root mean square of |s - 1| over those singular values s of the update, in exact arithmetic, that started at
+    0.007 to 1 times the largest singular value. Rounding adds less than 0.01 in either form, in bf16 or fp16. None if
+    unknown."""
 
 
 POLYNOMIAL_ERROR = {
@@ -264,7 +264,7 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
 
 
 def padding_fraction(buckets: Iterable[Bucket]) -> float:
-    """Returns the elements of padding per other element, over all stages."""
+    """Returns the padding of all stages' buckets, in elements per element of a matrix."""
     padding = elements = 0
     for bucket in buckets:
         padding, elements = padding + bucket.padding, elements + bucket.elements

@@ -1,19 +1,19 @@
-"""The memory of each rank under a plan: the engine's buffers and optimizers' scratch, and, with state,
-weights and activations, the total.
+"""The memory of each rank under a plan: the engine's buffers and the optimizers' scratch; and the total, which
+includes state, weights and activations.
 
-The engine allocates its buffers once and keeps them. With tp > 1 it has message buffers for the gradients and
-weights of micro-groups: two sets of each, because two groups are in flight (one set if the owner has only one
-group), each as large as the rank's largest group. A host also assembles the whole fp32 gradients of one
-group. Shared matrices need a buffer for the fp32 gradient of one fragment if the gradient is not already
-contiguous and in fp32, and scratch for the squares of two interleaved matrices.
+The engine allocates its buffers once and keeps them. With tp > 1 it has message buffers for the gradients and weights
+of micro-groups. There are two sets of each, because two groups are in flight (one set if the owner has only one group),
+and each set is as large as the rank's largest group. A host also assembles the whole fp32 gradients of one group.
+Shared matrices need a buffer for the fp32 gradient of one fragment if the gradient is not already contiguous and in
+fp32, and scratch for the squares of two interleaved matrices.
 
-With tp = 1 there are no messages, and gradients are used in place if they are contiguous and in fp32.
-Gradients of q, k and v are not contiguous, because they are interleaved in their parameter, and no gradient
-qualifies if gradients are reduced in bf16. The others are copied in batches that need at most `BATCH_BYTES`,
-or one matrix. The matrices' optimizers keep their own scratch (`workspace`). Some ways of reducing gradients
-and gathering weights need further memory during the backward and the forward pass (`reduction`, `gathering`).
+With tp = 1 there are no messages, and gradients are used in place if they are contiguous and in fp32. Gradients of q,
+k and v are not contiguous, because they are interleaved in their parameter; and if gradients are reduced in bf16, none
+is in fp32. Gradients that cannot be used in place are copied in batches of at most `BATCH_BYTES`, or of one matrix. The
+matrices' optimizers keep scratch of their own (`workspace`). Some ways of reducing gradients and gathering weights need
+further memory during the backward and the forward pass (`reduction`, `gathering`).
 
-Everything is bytes on one rank.
+All sizes are in bytes on one rank.
 """
 
 from collections import Counter
@@ -50,7 +50,7 @@ class StepBuffers:
     exchange: int = 0
     """The bytes of message buffers: gradients and weights, sent and received."""
     gradients: int = 0
-    """The bytes of whole fp32 gradients of a group or batch, and of one shared fragment's gradient."""
+    """The bytes of the whole fp32 gradients of a group or batch, and of the gradient of one shared fragment."""
     workspace: int = 0
     """The bytes of scratch that the optimizers keep."""
     reduction: int = 0
@@ -88,7 +88,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
             for group in by_owner.get(owner, ())
         ]
         row = slice(owner * mesh.tp, (owner + 1) * mesh.tp)
-        # Most of thousands of owners have the same matrices as some other owner.
+        # Most of the thousands of owners have the same matrices as another owner.
         key = (
             tuple(tuple((_alike(placed.matrix), placed.host, placed.share) for placed in group) for group in groups),
             tuple(tuple(map(_alike, of_host)) for of_host in experts[row]),
@@ -144,7 +144,7 @@ class _Copies:
 def _owners_buffers(
     config: RunConfig, copies: _Copies, groups: Sequence[Sequence[_Placed]], experts: Sequence[Sequence[Matrix]]
 ) -> Iterator[StepBuffers]:
-    """Yields the buffers of each of an owner's hosts, without those for buckets (`reduction`, `gathering`).
+    """Yields the buffers of each host of an owner, without the fields `reduction` and `gathering`.
 
     Args:
         groups: the owner's micro-groups.
@@ -192,7 +192,7 @@ def batch_bytes(elements: Sequence[int]) -> int:
     """Returns the fp32 bytes of the largest batch of an owner's matrices.
 
     Args:
-        elements: the elements of each matrix whose gradient is copied, 0 for the others.
+        elements: the elements of each matrix whose gradient is copied; 0 for all other matrices.
     """
     return FP32 * _most(sum(elements[batch]) for batch in in_batches(elements))
 
@@ -205,8 +205,8 @@ def _is_head(matrix: Matrix) -> bool:
 def _communicated(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
     """Counts the bytes of scratch for the reduction of gradients and for the gathering of weights, by cell.
 
-    The scratch of all buckets' gradients may be needed at the same time. For weights, `GATHERED_AHEAD`
-    buckets are gathered at a time and one more is copied into place, so the largest of them count.
+    The scratch of all buckets' gradients may be needed at the same time. Weights need scratch for the largest
+    `GATHERED_AHEAD` + 1 buckets: those that are being gathered, and one that is copied into place.
     """
     mesh, width, grad = plan.subject.layout, config.train.weight_bytes, config.train.gradient_bytes
 
@@ -243,9 +243,9 @@ class PlanMemory(Memory):
     """The bytes on the rank that needs the most, under a plan."""
 
     parts: Mapping[str, int]
-    """The bytes of weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits,
-    workspace and exchange. Memory that is never needed at the same time counts once, see
-    `costs.buffers.Transient.parts`. `exchange` is `buffers.lasting`."""
+    """The bytes of weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace and
+    exchange. Of memory that is never needed at the same time, only the largest part counts
+    (`costs.buffers.Transient.parts`). `exchange` is `buffers.lasting`."""
     worst: Place
     """The place of `worst_rank`."""
     buffers: StepBuffers
@@ -264,8 +264,8 @@ def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
 
 
 def kept_elements(plan: Plan, stage: int) -> list[int]:
-    """Counts the elements of matrices that each cell of a stage keeps, at index `owner * tp + host`: of a
-    hosted matrix all on its host, of a shared one a fragment on every host of its owner."""
+    """Counts the elements of matrices that each cell of a stage keeps, at index `owner * tp + host`. A hosted matrix is
+    whole on its host; every host of an owner has a fragment of its shared matrices."""
     mesh, shares = plan.subject.layout, plan.assignment.shares
     placed = (
         (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)
@@ -296,7 +296,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
             "exchange": buffers[cell].lasting,
         }
 
-    # Most of thousands of cells are equal, so only the first of equal cells is evaluated.
+    # Most of the thousands of cells are equal, so only the first of equal cells is evaluated.
     distinct = {(elements[cell], factors[cell], buffers[cell]): cell for cell in reversed(range(mesh.cells))}
     worst = max(distinct.values(), key=lambda cell: (sum(varying(cell).values()), -cell))
     # Fragments are counted from the plan, because a user's own shapes differ from those of `stage_weights`.

@@ -9,12 +9,12 @@ A micro-group goes through three stages, with an all-to-all after the first and 
 
 Stages of different groups are interleaved, so that ranks have work during an exchange: stage 0 of groups 0
 and 1; then stage 1 of group 0 and stage 0 of group 2; then stage 1 of group 1, stage 0 of group 3 and stage 2
-of group 0; and so on. One communicator runs the exchanges in this order. Each starts once all ranks of the TP
+of group 0; and so on. One communicator runs the exchanges in this order. An exchange starts once all ranks of the TP
 group have packed their messages and the previous exchange is done. The exchanges of the first two groups
 (`ahead`) start before the gradient norm is known, so that they overlap with norm, clip and AdamW.
 
-Shared matrices follow all groups and are in no exchange. Two at a time are interleaved (`turns`): while the
-squares of one are communicated, the other computes.
+Shared matrices follow all groups and are in no exchange. Two matrices at a time are interleaved (`turns`): while the
+squares of one are communicated, the other is computed.
 
 With Shampoo, SOAP and their variants the steps of a refresh period differ in length (`refreshes`).
 """
@@ -39,8 +39,7 @@ def order(groups: int) -> Iterator[tuple[int, int]]:
 
 
 LANES = 2
-"""The number of shared matrices that are interleaved; the first, third, ... and the second, fourth, ... have
-separate scratch."""
+"""The number of shared matrices that are interleaved. Matrices at even and at odd places have separate scratch."""
 
 
 def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -51,9 +50,9 @@ def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
         parts: the number of parts of each matrix's update; its squares are communicated between parts.
     """
     for first in range(0, len(parts), LANES):
-        taking = range(first, min(first + LANES, len(parts)))
-        for part in range(max(parts[matrix] for matrix in taking)):
-            yield from ((matrix, part) for matrix in taking if part < parts[matrix])
+        interleaved = range(first, min(first + LANES, len(parts)))
+        for part in range(max(parts[matrix] for matrix in interleaved)):
+            yield from ((matrix, part) for matrix in interleaved if part < parts[matrix])
 
 
 def ahead(groups: int) -> int:
@@ -68,22 +67,22 @@ class Refreshes:
     steps_s: tuple[float, ...]
     """The seconds of matrix updates on the slowest rank, for each step of the period."""
     most_s: float
-    """The seconds of matrix updates in a mean step, on the rank that has the most to do in a period."""
+    """The mean seconds of matrix updates per step, on the rank that has the most to do in a period."""
 
     @property
     def mean_s(self) -> float:
-        """The seconds of matrix updates in a mean step, each as long as on its slowest rank."""
+        """The mean seconds of matrix updates per step, if every step takes as long as its slowest rank."""
         return sum(self.steps_s) / len(self.steps_s)
 
     @property
     def excess_s(self) -> float:
-        """The seconds by which the longest step exceeds the mean step. Nothing overlaps with the updates of the
-        slowest rank, so iterations differ by the same."""
+        """The seconds by which the longest step exceeds the mean step. Iterations differ by the same seconds, because
+        nothing overlaps with the updates of the slowest rank."""
         return max(self.steps_s) - self.mean_s
 
 
 def refreshes(config: RunConfig, ranks: Iterable[Sequence[Matrix]]) -> Refreshes:
-    """Adds up the updates of each step of a refresh period; all matrices begin it in the same step.
+    """Adds up the updates of each step of a refresh period, which all matrices begin in the same step.
 
     Args:
         ranks: the matrices that each rank updates.
@@ -107,8 +106,7 @@ def _in_period(how: Algorithm, matrix: Matrix, config: RunConfig) -> Sequence[fl
 
 
 def by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[list[Matrix]]:
-    """Lists the matrices that each rank updates; with `cells` None, a rank updates all of its stage's
-    matrices."""
+    """Lists the matrices that each rank updates. If `cells` is None, a rank updates all matrices of its stage."""
     by_cell: dict[tuple[int, Cell | None], list[Matrix]] = {}
     for matrix in matrices:
         by_cell.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)

@@ -1,9 +1,9 @@
-"""Scheduling on identical machines (P || Cmax): packs items into bins so that the fullest bin is as low as
-possible. `planner.bounds` proves how low it can be.
+"""Packs items into bins so that the fullest bin is as low as possible: scheduling on identical machines (P || Cmax).
+`planner.bounds` has lower bounds.
 
-Items of the same cost are interchangeable and a model has few distinct costs, so everything works on the
-number of items of each cost. A packing therefore takes hardly longer with more items or bins. Results are
-deterministic: ties go to the lower index, and searches stop after a number of nodes, never after a time.
+Items of the same cost are interchangeable and a model has few distinct costs, so the functions here work on the number
+of items of each cost. A packing therefore takes hardly longer with more items or bins. Results are deterministic: ties
+are broken by the lower index, and searches stop after a number of nodes, never after a time.
 """
 
 import heapq
@@ -14,14 +14,14 @@ from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.planner.bounds import packing_bound, simple_bound
 
 CLOSE_ENOUGH = 1e-3
-"""A packing this close to its bound is not improved further."""
+"""The relative distance from its bound at which a packing is not improved further."""
 HALVINGS = 9
-"""The number of bisections of the height between the bound and what largest-first reached."""
+"""The number of bisections between the bound and the height that largest-first reached."""
 NODES = 1500
-"""The most combinations that are tried to fill one bin."""
+"""The largest number of combinations that are tried to fill one bin."""
 SEARCHED = 100
-"""The most distinct costs for which a packing is searched; with more, largest-first finds an item for every
-gap."""
+"""The largest number of distinct costs for which a packing is searched. With more distinct costs, largest-first finds
+an item for every gap."""
 Pattern = tuple[int, ...]
 """The number of items of each distinct cost in one bin."""
 
@@ -37,8 +37,8 @@ class Packing:
 
 
 def pack(costs: Sequence[float], bins: int) -> Packing:
-    """Packs items of `costs` into `bins` bins; within a percent or two of the best height where bins hold
-    many items.
+    """Packs items of `costs` into `bins` bins. If bins hold many items, the height is within one or two per cent of the
+    best.
 
     1. Put the largest items first into the least loaded bin (Graham 1969).
     2. While the result is above its lower bound, bisect the height as MULTIFIT does (Coffman, Garey, Johnson
@@ -46,9 +46,9 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
        Ho 1999).
     3. Exchange items with the fullest bin.
 
-    With more than `SEARCHED` distinct costs only the first step is made. Without the second, 17 of 72 plans
-    of Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) are worse: 14B with Shampoo on 64 GPUs has a
-    balance of 1.061 instead of 1.032, 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
+    With more than `SEARCHED` distinct costs, steps 2 and 3 are skipped. Without step 2, 17 of 72 plans of Qwen3 (six
+    sizes, 8 to 1024 GPUs, three optimizers) are worse: 14B with Shampoo on 64 GPUs has a balance of 1.061 instead of
+    1.032, 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
     """
     classes = _Classes.of(costs)
     best = _largest_first(classes, bins)
@@ -66,7 +66,7 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
             limit = low * (1 + CLOSE_ENOUGH / 2) if step == 0 else (low + high) / 2
             filled = _fill(classes, bins, limit, accept_slack=accept_slack)
             if filled is None:
-                # The heuristic failed, which does not prove that nothing fits: only `low` is raised, not
+                # A failure of the heuristic does not prove that no packing is this low: only `low` is raised, not
                 # `bound`.
                 low = limit
                 continue
@@ -105,8 +105,8 @@ class _Classes:
         return sum(count * cost for count, cost in zip(pattern, self.costs, strict=True))
 
     def hand_out(self, patterns: Sequence[Pattern]) -> Iterator[tuple[int, ...]]:
-        """Chooses the items of each pattern. Items of one cost are dealt round-robin, so that neighbours in
-        the list of items get different bins."""
+        """Chooses the items of each pattern. Items of one cost are dealt round-robin, so that neighbouring items are in
+        different bins."""
         shares: list[list[int]] = [[] for _ in patterns]
         for kind, items in enumerate(self.items):
             queue, left = iter(items), [pattern[kind] for pattern in patterns]
@@ -135,13 +135,13 @@ def _largest_first(classes: _Classes, bins: int) -> list[Pattern]:
 
 
 def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> list[Pattern] | None:
-    """Packs bin by bin up to the height `limit`, each starting with the largest item left; None if items
+    """Packs bin by bin up to the height `limit`; every bin starts with the largest item left. Returns None if items
     remain.
 
     Args:
-        accept_slack: True to take the first combination that wastes no more than the remaining bins may waste
-            on average, which uses large items first. False to take the fullest combination, which also uses
-            the small items that would fit anywhere.
+        accept_slack: True takes the first combination that wastes no more than the remaining bins may waste on
+            average, which uses large items first. False takes the fullest combination, which also uses the small
+            items that would fit anywhere.
     """
     counts, left = classes.counts, bins
     total = sum(cost * count for cost, count in zip(classes.costs, counts, strict=True))
@@ -153,7 +153,7 @@ def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> 
         pattern = _Filler(costs=classes.costs, counts=counts, limit=limit, enough=limit - slack).best()
         if pattern is None:
             return None
-        # Repeat the combination while there are items for it: without slack it would be chosen again.
+        # Repeat the combination while there are items for it, because without slack it would be chosen again.
         times = min(left, *(have // take for have, take in zip(counts, pattern, strict=True) if take))
         patterns += [pattern] * times
         counts = [have - take * times for have, take in zip(counts, pattern, strict=True)]
@@ -183,9 +183,9 @@ class _Filler:
         return self.pattern
 
     def _descend(self, start: int, taken: list[int], load: float, *, least: int = 0) -> bool:
-        """Extends `taken` by costs from `start` on; returns True when the search may stop.
+        """Adds items of the costs from index `start` on to `taken`; returns True if the search may stop.
 
-        Recurses once for each cost of which items are taken, not for each distinct cost.
+        The recursion is as deep as the number of different costs in the combination.
 
         Args:
             least: 1 if at least one item of the cost at `start` has to be taken, else 0.
@@ -225,7 +225,7 @@ def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> l
             seen.add(packed[other])
             pooled = [a + b for a, b in zip(packed[top], packed[other], strict=True)]
             half = (loads[top] + loads[other]) / 2
-            # The two new bins add up to the same sum, so the split closest to half is the best.
+            # The two new bins have the same sum as before, so the split closest to half is the best.
             share = _Filler(costs=classes.costs, counts=pooled, limit=half, enough=half).best()
             if share is None:
                 continue
@@ -252,13 +252,13 @@ class Row:
 
 
 class HostPacker:
-    """The choice of hosts for an owner's matrices, and of those that are shared. Owners with the same costs
-    are packed only once.
+    """The choice of hosts for an owner's matrices, and of the matrices that are shared. Owners with the same costs are
+    packed only once.
 
     Args:
         costs: the cost of each matrix if one host updates it.
         shares: the shares of the matrices that may be shared, by index.
-        all_shared: True to share all matrices in `shares`; False to share as many as balance best.
+        all_shared: True shares all matrices in `shares`; False shares the number that gives the best balance.
     """
 
     def __init__(
@@ -268,8 +268,8 @@ class HostPacker:
         self._known: dict[tuple[tuple[float, Share | None], ...], tuple[Row, ...]] = {}
 
     def rows(self, matrices: Sequence[int]) -> list[Row]:
-        """Returns rows by rising height; if sharing is a choice, among them one that shares nothing and one
-        that shares all it may. Entries are in the order of `matrices`."""
+        """Returns rows in rising order of height. Unless `all_shared` is set, one of them shares nothing and one shares
+        all matrices that may be shared. The entries of a row are in the order of `matrices`."""
         order, rows = self._look_up(matrices)
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return [
@@ -286,8 +286,7 @@ class HostPacker:
         return self._look_up(matrices)[1][0].height if matrices else 0.0
 
     def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[Row, ...]]:
-        """Returns the order of the matrices by falling cost, as places in `matrices`, and the rows in this
-        order."""
+        """Returns the places of the matrices in falling order of cost, and rows whose entries are in this order."""
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
         key = tuple((self._costs[matrices[p]], self._shares.get(matrices[p])) for p in order)
         if key not in self._known:
@@ -295,13 +294,17 @@ class HostPacker:
         return order, self._known[key]
 
     def _packed(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:
-        """Packs an owner's matrices, given by falling cost. Of the matrices that may be shared, the costliest
-        are shared first; the number shared is chosen by a quick estimate (largest first)."""
+        """Packs an owner's matrices. The costliest matrices are shared first; a quick estimate (largest first) chooses
+        their number.
+
+        Args:
+            items: the cost of each matrix, falling, and its share if it may be shared.
+        """
         possible = [place for place, (_, share) in enumerate(items) if share is not None]
         counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
 
         def divided(count: int) -> tuple[list[int], float]:
-            """Returns the places of the hosted matrices, and each rank's seconds for the `count` shared ones."""
+            """Returns the places of the hosted matrices, and each rank's seconds for the `count` shared matrices."""
             together = set(possible[:count])
             hosted = [place for place in range(len(items)) if place not in together]
             return hosted, sum(share.each for place, (_, share) in enumerate(items) if share and place in together)

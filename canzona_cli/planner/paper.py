@@ -4,8 +4,8 @@ it.
 Every bucket is cut, between matrices and in Megatron's order, into one share for each owner, weighted by
 elements: alpha = 0 balances each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in
 this order, each on the host with the fewest elements. A group is closed before the matrix that would take a
-host above C_max. Nothing that canzona adds is used: no updates shared by a TP group, no rings, no other order
-of owners. The cost model is used only to choose C_max if the user sets none.
+host above C_max. canzona's additions are not used: no updates shared by a TP group, no rings, no other order of
+owners. The cost model is used only to choose C_max if the user sets none.
 """
 
 import heapq
@@ -23,7 +23,7 @@ TIMES = (8, 4, 2, 1)
 
 
 def as_published(asked: PlanSettings) -> PlanSettings:
-    """Replaces settings that the paper's engine does not have by its fixed values."""
+    """Replaces the settings that the paper's engine does not have with their fixed values."""
     return replace(asked, strategy="paper", layout="contiguous", grouping="greedy", mode="hosted")
 
 
@@ -40,7 +40,7 @@ def capacities(matrices: Sequence[Matrix], width: int, asked_bytes: int | None) 
 
 
 def even_start(weights: Sequence[float], owners: int) -> list[int]:
-    """Divides all pieces evenly by weight and returns the owner of each: the rank in whose share the piece
+    """Divides all pieces evenly by weight; returns the owner of each piece, the rank in whose share the piece
     starts."""
     total, starts = sum(weights), accumulate(weights[:-1], initial=0)
     return [min(owners - 1, int(start * owners // total)) for start in starts]
@@ -49,11 +49,11 @@ def even_start(weights: Sequence[float], owners: int) -> list[int]:
 def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float) -> list[list[int]]:
     """Cuts each bucket into consecutive shares; returns the owner of each piece of each bucket.
 
-    alpha = 0 balances every bucket, alpha = 1 the total over buckets. If the fullest rank is then fuller than
-    with `even_start` in every bucket, the cuts of `even_start` are returned for all buckets.
+    alpha = 0 balances every bucket, alpha = 1 the total over buckets. If the fullest rank then has more weight than
+    with `even_start` for every bucket, the owners of `even_start` are returned.
 
     Args:
-        buckets: by bucket, the weights of its pieces in natural order.
+        buckets: the weights of each bucket's pieces, in natural order.
     """
     goal = sum(map(sum, buckets)) / owners
     loads = [0.0] * owners
@@ -68,7 +68,7 @@ def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float)
         ]
         boundaries = [0.0, *accumulate(weights)]
         cuts = [_nearest(boundaries, target) for target in accumulate(shares[:-1])]
-        # A piece belongs to the rank after the last cut at or before it; the cuts ascend.
+        # The number of cuts at or before a piece is the number of its owner.
         owners_of[index] = [bisect_right(cuts, piece) for piece in range(len(weights))]
         for weight, owner in zip(weights, owners_of[index], strict=True):
             loads[owner] += weight
@@ -86,7 +86,7 @@ def _most(buckets: Sequence[Sequence[float]], owned: Sequence[Sequence[int]], ow
 
 
 def _nearest(boundaries: Sequence[float], target: float) -> int:
-    """Returns the index of the boundary nearest to `target`; the lower of two equally near."""
+    """Returns the index of the boundary nearest to `target`; the lower index if two are equally near."""
     above = min(bisect_left(boundaries, target), len(boundaries) - 1)
     below = max(0, above - 1)
     return below if target - boundaries[below] <= boundaries[above] - target else above
@@ -110,8 +110,7 @@ def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list
     groups: list[dict[int, int]] = []
     opened: list[tuple[int, int]] = []
     for job in jobs:
-        # The open group is placed again each time, because a large job may displace smaller ones added before
-        # it.
+        # The open group is placed again each time, because a large job may displace smaller jobs added before it.
         insort(opened, (-job.matrix.elements, job.matrix.index))
         hosts = _least_full(opened, tp, capacity) if groups else None
         if hosts is None:

@@ -1,8 +1,8 @@
 """The time that a TP group takes for an owner's micro-groups and shared matrices, in the order of
 `planner.order`.
 
-`HostedPipeline.run` passes the work to a `Pipeline`: the planner's `Clock` adds up its time to compare
-groupings, and the simulator puts it on a timeline.
+`HostedPipeline.run` passes the work to a `Pipeline`: the planner's `Clock` adds up the time of the work to compare
+groupings, and the simulator adds the work to a timeline.
 """
 
 from collections import defaultdict
@@ -46,8 +46,8 @@ class Job:
 
 
 class Pipeline[Moment](Protocol):
-    """A receiver of the work of a TP group's ranks in the update phase, in order. A `Moment` is an exchange's
-    end."""
+    """A receiver of the work of a TP group's ranks in the update phase, in order. A `Moment` is the end of an
+    exchange."""
 
     def work(self, host: int, phase: Activity, seconds: float) -> None: ...
 
@@ -108,8 +108,8 @@ class HostedPipeline:
     taken: int = 0
     """The bytes of memory traffic to unpack a weight element after its exchange."""
     own: int = 0
-    """The bytes of memory traffic to store a weight element that its host stores itself, besides making its
-    rounded copy, which is part of the update."""
+    """The bytes of memory traffic to store a weight element that its host stores itself, without the rounded copy,
+    which is part of the update."""
     byte_s: float = 0.0
     """The seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
@@ -130,8 +130,7 @@ class HostedPipeline:
         cluster, implemented = config.cluster, implementation(config)
         width, grad = exchange_bytes(config)
         exchanging = step_factor(cluster, "exchange", implemented)
-        # To avoid waiting for the finite flags, a GPU reads both the new and the old weight and writes one of
-        # them.
+        # A GPU reads the new and the old weight and writes one of them, so that it need not wait for the finite flags.
         select = 3 * width if cluster.device == "cuda" else 0
         return cls(
             tp=layout.tp,
@@ -171,10 +170,10 @@ class HostedPipeline:
     def seconds(
         self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None, first: Sequence[float] = ()
     ) -> float:
-        """Returns the seconds of an owner's groups, in this order, beyond those of norm, clip and AdamW.
+        """Returns the seconds of an owner's groups, in this order, without the seconds of norm, clip and AdamW.
 
         Args:
-            known: loads of groups of the same jobs, computed before; new ones are added.
+            known: a cache of the loads of groups of the same jobs; new loads are added.
             first: see `run`.
         """
         clock = Clock(self.tp, self.norm_s)
@@ -183,7 +182,7 @@ class HostedPipeline:
 
     @property
     def begin_s(self) -> float:
-        """The seconds before a host's updates of matrices that no other rank of its TP group stores."""
+        """The seconds to launch a host's updates of matrices that no other rank of its TP group stores."""
         return self.updating * self.replay_s
 
     def alone(self, jobs: Sequence[Job]) -> float:
@@ -192,7 +191,7 @@ class HostedPipeline:
         return self.begin_s + sum(each) if jobs else 0.0
 
     def each_alone(self, seconds: float, elements: int) -> float:
-        """Returns the seconds of one of the updates of `alone`.
+        """Returns the seconds of one update in `alone`.
 
         Args:
             seconds: the seconds of the update.
@@ -201,16 +200,16 @@ class HostedPipeline:
         return self.updating * seconds + self.own * elements * self.byte_s
 
     def least(self, job: Job) -> "Least":
-        """Returns the seconds that a hosted matrix takes at least, whatever else its owner updates."""
+        """Returns the least seconds of a hosted matrix, whatever other matrices its owner updates."""
         load = self._new_load([job])
         packing, hosts, storing = ([sum(s for _, s in parts) for parts in stage] for stage in load.work)
         others = [packing[rank] + storing[rank] for rank in range(self.tp) if rank != job.host]
         back = load.exchanges[1].seconds
         return Least(
-            host=hosts[job.host] - self.begin_s,  # a micro-group is launched once
+            host=hosts[job.host] - self.begin_s,  # a micro-group is launched only once
             others=min(others),
             back=back,
-            # Its gradient may be sent before the gradient norm is known.
+            # Without the time of sending the gradient, which may overlap with the gradient norm.
             whole=max(packing) + hosts[job.host] + back + max(storing),
         )
 
@@ -225,7 +224,7 @@ class HostedPipeline:
 
         Args:
             known: see `seconds`.
-            first: the seconds for which each host updates its experts, before it updates anything else.
+            first: the seconds for which each host updates its experts, before all other updates.
         """
         if self.tp == 1 or not groups:
             _begin(ranks, first)
@@ -268,7 +267,7 @@ class HostedPipeline:
                 landed[place, needed_by].append(ranks.exchange(transfer.times(self.exchanging)))
 
     def _load(self, group: Sequence[Job], known: "Loads") -> "Load":
-        """Returns the load of a micro-group of hosted matrices, from `known` or computed and added to it."""
+        """Returns the load of a micro-group of hosted matrices, from the cache `known` or newly computed."""
         key = tuple(job.matrix.index for job in group)
         if key not in known:
             known[key] = self._new_load(group)
@@ -277,8 +276,8 @@ class HostedPipeline:
     def _new_load(self, group: Sequence[Job]) -> "Load":
         """Computes the load of a micro-group of hosted matrices."""
         tp = self.tp
-        # By rank: elements of gradients sent to other hosts, of weights received from other hosts, and of
-        # fragments whose host is the rank itself.
+        # By rank: the elements of gradients sent to other hosts, of weights received from other hosts, and of
+        # fragments for which the rank is the host.
         sent, stored, own = [0] * tp, [0] * tp, [0] * tp
         fragments, hosted, matrices, seconds = [0] * tp, [0] * tp, [0] * tp, [0.0] * tp
         for job in group:
@@ -299,7 +298,7 @@ class HostedPipeline:
             yield (
                 ("exchange", self._copies(hosted[host] * self._received, tp * matrices[host])),
                 ("matrix_update", self.updating * (replay_s + seconds[host])),
-                # Packs other ranks' fragments, and rounds and stores the host's own where they are finite.
+                # Packs the fragments of other ranks, and rounds and stores the host's finite fragments.
                 ("exchange", self._copies(own[host] * self.own, (tp + 1) * matrices[host])),
             )
             yield (("exchange", self._copies(stored[host] * self.taken, others)),)
@@ -324,7 +323,7 @@ class HostedPipeline:
 
 
 def _begin[Moment](ranks: Pipeline[Moment], first: Sequence[float]) -> None:
-    """Passes the work before the first update of a micro-group to `ranks`, see `HostedPipeline.run`."""
+    """Passes the norm and the updates of experts, which precede all other updates, to `ranks`."""
     ranks.norm()
     for host, seconds in enumerate(first):
         ranks.work(host, "matrix_update", seconds)
@@ -332,16 +331,16 @@ def _begin[Moment](ranks: Pipeline[Moment], first: Sequence[float]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Least:
-    """The seconds that a hosted matrix takes at least."""
+    """The least seconds of a hosted matrix."""
 
     host: float
-    """The seconds of its host's work, without waits."""
+    """The seconds of the host's work, without waits."""
     others: float
-    """The seconds of each other rank's work: packing its gradient and storing its weight."""
+    """The seconds of every other rank's work: packing the gradient and storing the weight."""
     back: float
-    """The seconds in which its weight is sent back."""
+    """The seconds in which the weight is sent back."""
     whole: float
-    """The seconds from packing its gradient to storing its weight."""
+    """The seconds from packing the gradient to storing the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,16 +348,16 @@ class Load:
     """The work and exchanges of one micro-group."""
 
     work: tuple[tuple[tuple[tuple[Activity, float], ...], ...], ...]
-    """The activities of a host with their seconds, in order, by stage and host."""
+    """The (activity, seconds) of each host in each stage, in order: `work[stage][host]`."""
     exchanges: tuple[Transfer, ...]
     """The exchange after each stage except the last."""
 
 
 Loads = dict[tuple[int, ...], Load]
-"""The loads computed so far, by a group's matrices; valid while jobs keep their hosts and shares."""
+"""A cache of loads, by the matrices of the group; valid while jobs keep their hosts and shares."""
 
 
 def planning(config: RunConfig) -> RunConfig:
-    """Returns the run without profile values that change predicted times but must not change the plan: the
-    cores that ranks share, and the factors measured in whole steps."""
+    """Returns the run without the profile values that change predicted times but must not change plans: the cores that
+    ranks share, and the factors measured in whole steps."""
     return replace(config, cluster=replace(config.cluster, cores=None, step_factors={}))

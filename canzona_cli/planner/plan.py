@@ -1,6 +1,6 @@
-"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it
-and the engine executes it. A plan is frozen and versioned, and has a hash of its content that is the same on
-every rank and node.
+"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it and the
+engine executes it. A plan is frozen, has a version, and has a hash of its content that is the same on every rank and
+node.
 """
 
 import hashlib
@@ -53,8 +53,8 @@ class Cell:
         return self.owner * tp + self.host
 
     def reduces(self, matrix: Matrix, mesh: Mesh) -> int:
-        """Returns the number of this cell, to which a matrix's gradient is reduced, among the ranks of the
-        reduction: its owner, or for an expert its `Mesh.expert_owner`."""
+        """Returns the number of this cell among the ranks over which a matrix's gradient is reduced: its owner, or for
+        experts its `Mesh.expert_owner`."""
         return self.owner if matrix.expert_rank is None else mesh.expert_owner(self.number(mesh.tp))
 
 
@@ -64,7 +64,7 @@ def per_cell[Amount: (int, float)](
     """Adds up amounts for each cell of a stage, at index `Cell.number`.
 
     Args:
-        placed: a cell, an amount, and True if every cell of its owner gets it, False if only this one does.
+        placed: (cell, amount, True if the amount counts for every cell of the cell's owner) triples.
     """
     sums = [zero] * cells
     for cell, amount, by_all in placed:
@@ -124,12 +124,12 @@ class Bucket:
     """The owners' ranges, ascending; elements between two ranges are padding. An owner may have none or
     several."""
     expert_rank: CountOrZero | None = None
-    """The expert-parallel rank whose experts' matrices the bucket has; its owners are numbered by
-    `Mesh.expert_owner`. None for other matrices."""
+    """The expert-parallel rank to which the bucket's experts belong; owners are then numbered by `Mesh.expert_owner`.
+    None for other matrices."""
 
 
 def rank_buckets(buckets: Iterable[Bucket], stage: int, expert_rank: int = 0) -> list[Bucket]:
-    """Selects the buckets of those ranks of a stage that have this expert-parallel rank, in order."""
+    """Returns the buckets of a rank, in order, given its stage and expert-parallel rank."""
     return [bucket for bucket in buckets if bucket.stage == stage and bucket.expert_rank in (None, expert_rank)]
 
 
@@ -153,10 +153,10 @@ class PlanSettings:
     splitting: Splitting = "split"
     alpha: float = 1.0
     c_max_bytes: int | None = None
-    """C_max: the most bytes that a host receives in one fused exchange; null: chosen by the planner."""
+    """C_max, the largest number of bytes that a host receives in one fused exchange; None if the planner chooses it."""
     grouping: Grouping = "auto"
     reduction: Reduction | None = None
-    """The way in which every bucket is reduced; null: chosen for each bucket, see `planner.reduction`."""
+    """The way in which every bucket is reduced; None if `planner.reduction` chooses it for each bucket."""
     exchange_dtype: Precision = "fp32"
     """The type in which gradients are sent between TP ranks."""
     mode: Literal["auto"] | Mode = "auto"
@@ -191,7 +191,7 @@ class Subject:
     """The inputs of a plan; runs with equal subjects get equal plans."""
 
     model: Mapping[str, Scalar]
-    """The model's shapes, without its name: two models of the same shapes share a plan."""
+    """The model's shapes, without its name: two models with the same shapes share a plan."""
     layout: Mesh
     optimizer: Algorithm
     settings: PlanSettings
@@ -201,10 +201,10 @@ class Subject:
     """The values of the hardware profile that costs depend on."""
 
     def content(self) -> dict[str, dict[str, Scalar]]:
-        """Returns each part as plain values, in the order of the fields; without `ep` if that is 1."""
+        """Returns each part as plain values, in the order of the fields; `ep` is left out if it is 1."""
         parts = {name: {**part} if isinstance(part, Mapping) else asdict(part) for name, part in vars(self).items()}
         if self.layout.ep == 1:
-            del parts["layout"]["ep"]  # plans of before expert parallelism keep their hashes
+            del parts["layout"]["ep"]  # plans from before expert parallelism keep their hashes
         return parts
 
     def flat(self) -> dict[str, Scalar]:
@@ -213,7 +213,7 @@ class Subject:
 
 
 VERSION = 9
-"""The version of plan files, raised when their content or its meaning changes; other versions are not read."""
+"""The version of plan files. A change of their content or its meaning raises it; other versions are not read."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
 _MATRIX = tuple(field.name for field in fields(Matrix))
 
@@ -284,8 +284,8 @@ class Plan:
         """Returns the text of a plan file: the content in short form (`planner.families`), its hash, and `extra`,
         which the hash does not cover.
 
-        One line per matrix, bucket and micro-group, so that two plans can be compared with `diff`; the experts of
-        a layer share lines.
+        Every matrix, bucket and micro-group has a line, so that `diff` can compare two plans; the experts of a layer
+        share lines.
         """
         return "{\n" + ",\n".join(_lines({"hash": self.hash, **shortened(self.content()), **extra})) + "\n}\n"
 
@@ -325,7 +325,7 @@ class Plan:
 
 
 def content_hash(content: Mapping[str, object]) -> str:
-    """Computes the hash of `content`, read from a file and `lengthened`; entries that the hash does not cover are
+    """Computes the hash of the content of a plan file after `lengthened`; entries that the hash does not cover are
     ignored."""
     return _digest({name: content[name] for name in _CONTENT if name in content})
 
@@ -336,12 +336,12 @@ def _digest(content: Mapping[str, object]) -> str:
 
 
 def _written(entry: Matrix | Bucket) -> dict[str, object]:
-    """Returns an entry of a plan file, which has an expert-parallel rank only where experts are divided."""
+    """Returns an entry of a plan file, without the expert-parallel rank if that is None."""
     return {name: value for name, value in vars(entry).items() if name != "expert_rank" or value is not None}
 
 
 def _executed(share: Share | None) -> dict[str, object]:
-    """Returns the entries of a plan file that say how a matrix is executed."""
+    """Returns the fields of a matrix's entry in a plan file that say whether it is hosted or shared."""
     if share is None:
         return {"execution": "hosted"}
     return {"execution": "shared", "fragment": share.fragment}
@@ -380,9 +380,9 @@ class _Content:
 
 
 def _check(plan: Plan) -> None:
-    """Checks what the engine relies on: every matrix is in the list once, on a cell of the grid that stores it,
-    in exactly one range of a bucket and in exactly one micro-group of its owner, and may be shared if the plan
-    shares it. An expert with an `expert_rank` is in a bucket of this rank and in no micro-group.
+    """Checks the properties on which the engine relies. Every matrix is in the list once, on a cell of the grid that
+    stores it, in exactly one range of a bucket and in exactly one micro-group of its owner; and it may be shared if
+    the plan shares it. An expert with an `expert_rank` is in a bucket of this rank and in no micro-group.
 
     Raises:
         ValueError: the plan is inconsistent.

@@ -15,7 +15,7 @@ from canzona_cli.planner.make import make_plan, planned_matrices, subject
 from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
 
 Difference = tuple[str, object, object]
-"""A key, its value in one plan or subject, and its value in the other."""
+"""A key, its value in the first plan or subject, and its value in the second."""
 _IDENTITY: Mapping[str, tuple[str, ...]] = {
     "matrices": ("name",),
     "buckets": ("stage", "index"),
@@ -35,8 +35,8 @@ def differences(had: Subject, want: Subject) -> list[Difference]:
 
 
 def first_difference(plan: Plan, other: Plan) -> Difference | None:
-    """Finds the first difference of two plans, as (key, value in `plan`, value in `other`); None if they are
-    equal.
+    """Returns the first difference between two plans, as (key, value in `plan`, value in `other`); None if the plans
+    are equal.
 
     Parts are compared in the order in which they depend on each other, so that the first difference is likely
     the cause of the others: version, subject (`layout.tp`), matrices (`matrices[layers.3.gate].owner`),
@@ -69,7 +69,7 @@ def _named(rows: object, names: Sequence[str]) -> dict[str, object]:
 
 
 def _compared(key: str, mine: object, theirs: object) -> Difference | None:
-    """Finds the first difference of two values below `key`, entry by entry if both are mappings or lists."""
+    """Returns the first difference between two values with this key; mappings and lists are compared entry by entry."""
     if mine == theirs:
         return None
     pairs: Sequence[tuple[str, object, object]] = ()
@@ -84,7 +84,7 @@ def _compared(key: str, mine: object, theirs: object) -> Difference | None:
 FOLDER = Path("plans")
 _MAKE_ANEW = "make a new one with `canzona plan`"
 _SHOWN = 6
-"""The most differences that a message lists; two unrelated runs differ in dozens."""
+"""The largest number of differences that a message lists; two unrelated runs differ in dozens of values."""
 
 
 def default_path(config: RunConfig, plan: Plan) -> Path:
@@ -93,8 +93,7 @@ def default_path(config: RunConfig, plan: Plan) -> Path:
 
 
 def find_plan(config: RunConfig, layout: Layout, folder: Path) -> "Obtained | None":
-    """Finds the plan of a run in `folder`: the newest file that `load_plan` accepts; None if it accepts no
-    file."""
+    """Returns the plan of a run from the newest file in `folder` that `load_plan` accepts; None if it accepts none."""
     candidates = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
     for path in sorted(candidates, key=_written, reverse=True):
         try:
@@ -188,12 +187,12 @@ class Obtained:
 
 
 def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obtained | None:
-    """Returns the plan that a resolved run executes: the file `engine.plan` names, else the newest matching
-    file in `folder`, else a newly made plan. None if the run's strategy has no plan.
+    """Returns the plan that a resolved run executes: from the file that `engine.plan` names, else from the newest
+    matching file in `folder`, else a new plan. None if the run's strategy has no plan.
 
     Raises:
-        ConfigError: `engine.plan` cannot be read or is for another run; or as `make_plan`.
-        DoesNotFit: as `make_plan`.
+        ConfigError: `engine.plan` cannot be read or is for another run; or see `make_plan`.
+        DoesNotFit: see `make_plan`.
     """
     if config.execution is not Execution.PLANNED:
         return None

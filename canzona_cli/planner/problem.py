@@ -1,4 +1,4 @@
-"""The assignment problem of the matrices of a pipeline stage, and one answer to it."""
+"""The problem of assigning the matrices of a pipeline stage to cells, and a solution."""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
@@ -20,8 +20,8 @@ Owners = dict[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolProblem:
-    """The assignment problem of one pool of matrices: those of a pipeline stage, or of the experts of one
-    expert-parallel rank in it."""
+    """The assignment problem of one pool: the matrices that all ranks of a pipeline stage store, or the experts of one
+    expert-parallel rank in the stage."""
 
     pool: Pool
     matrices: Sequence[Matrix]
@@ -55,7 +55,7 @@ class PoolProblem:
 
     @cached_property
     def together(self) -> list[float]:
-        """The seconds of each matrix summed over all ranks, with every matrix shared that may be."""
+        """The seconds of each matrix, summed over all ranks, if every matrix is shared that may be shared."""
         each = {index: self.tp * share.each for index, share in self.shares.items()}
         return [each.get(index, cost) for index, cost in enumerate(self.costs)]
 
@@ -70,7 +70,7 @@ class PoolProblem:
 
     @cached_property
     def kinds(self) -> dict[int, Hashable]:
-        """The kind of each unit; units of one kind may be exchanged."""
+        """The kind of each unit. Owners may exchange units of the same kind."""
         return {
             unit: tuple(
                 sorted((self.costs[index], self.matrices[index].elements, index in self.shares) for index in members)
@@ -93,8 +93,7 @@ class PoolProblem:
         return max(self.packer.height(matrices) for matrices in self.held(owners))
 
     def reach(self, placed: "Placed") -> float:
-        """Adds up the elements of every bucket's busiest owner, which decide how long a bucket is
-        communicated."""
+        """Adds up the elements of every bucket's busiest owner, which determine the time to communicate a bucket."""
         total = 0
         for parts in self.parts:
             held: Counter[int] = Counter()

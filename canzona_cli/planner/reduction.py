@@ -7,11 +7,11 @@ part:
     equal parts        | aaa | aaa | bcc |     the same buffer: rank 1 has to hand its part to owner 0, and rank 2
                                                b to owner 1
 
-An all-to-all after the reduce-scatter (before the all-gather) hands over the elements that a rank has but
-does not own. The messages of an all-to-all are in the order of ranks, so each part is cut into runs of
-ascending owners, with one all-to-all for the first run of all parts, one for the second, and so on; one is
-usual. A copy is needed only of owners' own shares. If every part belongs to its rank, nothing is handed over,
-and the ring is Megatron's own collective.
+An all-to-all after the reduce-scatter (before the all-gather) hands over the elements that a rank has but does not
+own. The messages of an all-to-all are in the order of ranks, so each part is cut into runs of ascending owners. One
+all-to-all sends the first run of all parts, another the second run, and so on; usually there is only one. Each owner
+needs a copy of its share. If every part belongs to its rank, nothing is handed over, and the ring is Megatron's
+collective.
 """
 
 import math
@@ -51,7 +51,7 @@ def shares(bucket: Bucket) -> dict[int, int]:
 
 
 def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
-    """Lists the all-to-alls of a ring in order, each as the runs of all ranks' parts that it hands over: to
+    """Lists the all-to-alls of a ring in order, with the run of each rank's part that an all-to-all hands over: to
     owners after a reduce-scatter, from owners before an all-gather.
 
     A rank's part has `bucket.elements / ranks` elements, and together the runs cover the bucket. The list is
@@ -61,7 +61,8 @@ def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
 
 
 def _owned(bucket: Bucket) -> tuple[Range, ...]:
-    """Returns a bucket's ranges without their matrices, which many buckets have in common."""
+    """Returns a bucket's ranges without their matrices. Many buckets have equal ranges, which makes the result a good
+    key for a cache."""
     return tuple(Range(part.start, part.end, part.owner, ()) for part in bucket.ranges)
 
 
@@ -78,8 +79,8 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
 
 
 def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Counts, for each all-to-all of `handovers` after a reduce-scatter, the elements that every rank hands
-    over from its part, and those that it receives of its share."""
+    """Returns (sent, received) for each all-to-all of `handovers` after a reduce-scatter: the elements that every rank
+    sends from its part, and the elements of its share that it receives."""
     return _handed(_owned(bucket), bucket.elements, ranks)
 
 
@@ -128,11 +129,11 @@ def _runs(part: Sequence[Segment]) -> list[Run]:
 
 
 def adamw_apart(device: Device) -> bool:
-    """Returns True if, under a plan, AdamW's buckets and the matrices' buckets have communicators of their own.
+    """Returns True if, under a plan, AdamW's buckets and the matrices' buckets have separate communicators.
 
-    On GPUs a collective of AdamW's few parameters then does not wait for the matrices' collectives, nor they
-    for it: both are in flight at once, share the links, and hide each other's latency. gloo runs the
-    collectives of one group at the same time anyway.
+    On GPUs, collectives of AdamW's few parameters and of the matrices then do not wait for each other: they are in
+    flight at the same time, share the links, and hide each other's latency. gloo runs the collectives of one group at
+    the same time anyway.
     """
     return device == "cuda"
 
@@ -140,24 +141,24 @@ def adamw_apart(device: Device) -> bool:
 Native = Literal["reduce_scatter", "all_gather"]
 
 GATHERED: Mapping[Reduction, Gathering] = MappingProxyType({"reduce": "broadcast", "ring": "ring"})
-"""The way in which weights are gathered if `engine.reduction` is set; otherwise reduction and gathering are
-chosen separately."""
+"""The way in which weights are gathered if `engine.reduction` is set, by this setting. Otherwise reduction and
+gathering are chosen separately."""
 GATHERED_AHEAD = 4
-"""The number of buckets that are gathered at the same time. The first buckets that the forward pass needs
-start when the updates end; waiting for a bucket starts the bucket this many places after it. With one, as in
-Megatron, the second bucket, mostly the first layer's largest matrices, would start only with the forward
+"""The number of buckets that are gathered at the same time. The gathering of the first buckets that the forward pass
+needs starts when the updates end; once the forward has waited for a bucket, the bucket this many places later starts.
+With 1, as in Megatron, the second bucket, usually the first layer's largest matrices, would start only with the forward
 pass, after the link was idle."""
 WORTH = 0.95
-"""The relative time at or below which a ring is chosen over a collective for each owner. A ring has to gain
-something, because it needs memory that the others do not."""
+"""The largest ratio of a ring's time to the time of a collective for each owner at which the ring is chosen. A ring
+must gain something, because only rings need additional memory."""
 
 
 def scratch_bytes(bucket: Bucket, way: Reduction | Gathering, owners: int, width: int) -> dict[int, int]:
-    """Counts the bytes that each rank needs in addition to the buffer while a bucket is communicated: in a
-    ring that hands elements over, a copy of the rank's own share.
+    """Counts the bytes that each rank needs in addition to the buffer while a bucket is communicated: a copy of the
+    rank's share in a ring that hands elements over, otherwise none.
 
     Args:
-        width: bytes of an element.
+        width: the bytes of an element.
     """
     if way != "ring" or owners == 1 or not handovers(bucket, owners):
         return {}
@@ -177,7 +178,7 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
 
 
 def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
-    """Returns the elements of a bucket that a rank sends on average: (n - 1) / n of the bucket, and in a ring
+    """Returns the elements that a rank sends for a bucket, on average: (n - 1) / n of the bucket, and in a ring
     another 1 / n for the elements that ranks hand over."""
     return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
 
@@ -192,10 +193,10 @@ class ReductionModel:
         self._width, self._grad = config.train.weight_bytes, config.train.gradient_bytes
         self._rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
-        # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only once the
-        # reduce-scatter has been waited for.
+        # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only after a wait for the
+        # reduce-scatter.
         self.rings = config.cluster.device == "cuda" and max(self._group.size, self._experts.size) > 1
-        """True if buckets may be reduced and gathered in rings that the settings do not ask for."""
+        """True if the planner may choose rings without `engine.reduction`."""
 
     def reduce(self, bucket: Bucket) -> Transfer:
         """Returns the transfer that reduces a bucket's gradients to their owners."""
@@ -210,10 +211,8 @@ class ReductionModel:
         return self._per_range(bucket, "broadcast")
 
     def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
-        """Returns the reduction and the gathering of each bucket, run one after another on a stream.
-
-        Gatherings are run in the opposite order. The `fill_s` of each transfer is the part that overlaps with
-        the next chain.
+        """Returns the reduction and the gathering of each bucket, if reductions run one after another on a stream, and
+        gatherings in the opposite order. The `fill_s` of each transfer is the part that overlaps with the next chain.
 
         Args:
             buckets: a stage's buckets with the same `Bucket.expert_rank`.
@@ -232,12 +231,11 @@ class ReductionModel:
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
         """Chooses how each bucket is reduced and gathered.
 
-        If `engine.reduction` is set, every bucket gets this way. Otherwise a bucket gets a collective for
-        each owner's range, or, in canzona's plans on GPUs, a ring where the ring is faster by enough
-        (`WORTH`).
+        If `engine.reduction` is set, it applies to every bucket. Otherwise a bucket gets a collective for each owner's
+        range; or, in canzona's plans on GPUs, a ring if the ring is faster by enough (`WORTH`).
 
         Args:
-            scratch: True if there is memory for rings that the settings do not ask for.
+            scratch: True if there is memory for rings without `engine.reduction`.
         """
         plain = self._plain(buckets, settings)
         if settings.reduction or settings.strategy != "canzona" or not (scratch and self.rings):
@@ -246,12 +244,12 @@ class ReductionModel:
         return tuple(bucket for _, held in streams for bucket in self._quickest(list(held)))
 
     def choices(self, buckets: Sequence[Bucket], settings: PlanSettings) -> Iterator[tuple[Bucket, ...]]:
-        """Yields different choices of how each bucket is reduced and gathered: first `choose`, which has the
-        least total time, then, where a choice is free, a ring everywhere and a collective for each range
-        everywhere.
+        """Yields choices of how the buckets are reduced and gathered: first the choice of `choose`, which has the least
+        total time; then, if the planner may choose, rings for all buckets, and a collective for each range for all
+        buckets.
 
-        The least total time is not always the least exposed time: all of a ring's time is on the stream, but
-        a chain of ranks overlaps with the next chain.
+        The least total time is not always the least exposed time: a ring occupies the stream all its time, but a chain
+        of ranks overlaps with the next chain.
         """
         chosen = self.choose(buckets, settings, scratch=True)
         yield chosen
@@ -265,7 +263,7 @@ class ReductionModel:
 
         Args:
             elements: the elements of the bucket.
-            largest: the elements of its largest part that has one owner.
+            largest: the elements of the largest part of the bucket that must have one owner.
             experts: True for a bucket of experts with an `expert_rank`.
         """
         group = self._experts if experts else self._group
@@ -273,20 +271,20 @@ class ReductionModel:
         chain = self._links.chains(size, group)
         ring = self._native(elements, kind, group)
         if not experts:
-            # Experts are alike, so that owners can have equal shares and nothing is handed over.
+            # Experts have equal sizes, so owners can have equal shares, and nothing is handed over.
             handed = self._links.all_to_all([share], [share], group).delayed(2 * share / self._rate)
             ring = ring.then(handed)
         return ring if ring.seconds <= WORTH * chain.seconds else replace(chain, fill_s=0.0)
 
     def _plain(self, buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
-        """Returns the buckets, all reduced as `engine.reduction` says, by default with a collective for each
+        """Returns the buckets, all reduced as `engine.reduction` says; without this setting, with a collective for each
         owner's range."""
         way = settings.reduction or "reduce"
         return tuple(replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets)
 
     def _quickest(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-        """Yields a stage's buckets, with the ways by which all reductions, and all gatherings, are done
-        soonest."""
+        """Yields a stage's buckets with the ways with which the last reduction, and the last gathering, ends
+        earliest."""
         reduced, gathered = zip(*self.in_turn(buckets), strict=True)
         reducing = _by_chain(reduced, self._ring_seconds(buckets, reduced, "reduce_scatter"))
         gathering = _by_chain(gathered[::-1], self._ring_seconds(buckets, gathered, "all_gather")[::-1])[::-1]
@@ -298,8 +296,8 @@ class ReductionModel:
             )
 
     def _ring_seconds(self, buckets: Sequence[Bucket], chains: Sequence[Transfer], kind: Native) -> list[float]:
-        """Returns each bucket's seconds in a ring, or infinity if the ring cannot be faster by enough even
-        without handing over. This avoids computing what a ring hands over, which is slow."""
+        """Returns the seconds of each bucket in a ring; infinity if the ring would not be faster by enough even if it
+        handed nothing over. This avoids the slow computation of handovers."""
         return [
             self._ring(bucket, kind).seconds
             if self._native(bucket.elements, kind, self._group_of(bucket)).seconds <= WORTH * chain.seconds
@@ -308,7 +306,7 @@ class ReductionModel:
         ]
 
     def _per_range(self, bucket: Bucket, kind: Literal["reduce", "broadcast"]) -> Transfer:
-        """Returns the transfer of a reduction (broadcast) for each range; each range after the first adds a
+        """Returns the transfer of a reduction or a broadcast for each range; each range after the first adds a
         launch."""
         width, group = self._grad if kind == "reduce" else self._width, self._group_of(bucket)
         transfer = self._links.rooted(
@@ -318,8 +316,8 @@ class ReductionModel:
         return transfer.delayed(issue)
 
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
-        """Returns the transfer of equal parts of the bucket, of the all-to-alls that hand elements over, and
-        of the copy of the largest share that this takes."""
+        """Returns the transfer of a bucket in a ring: the collective of equal parts, the all-to-alls that hand elements
+        over, and the copy of the largest share."""
         group = self._group_of(bucket)
         ranks = group.size
         if ranks == 1:
@@ -340,18 +338,18 @@ class ReductionModel:
         return collective(elements * self._bytes(kind), group)
 
     def _bytes(self, kind: Native) -> int:
-        """Returns the bytes of an element that is communicated: of a gradient or of a weight."""
+        """Returns the bytes of a communicated element: a gradient or a weight."""
         return self._grad if kind == "reduce_scatter" else self._width
 
 
 def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
-    """Returns the transfers, run one after another, with `fill_s` reduced to the part that overlaps with the
-    next chain.
+    """Returns the transfers with `fill_s` reduced to the part that overlaps with the next chain, if the transfers run
+    one after another.
 
-    The chain of a reduction to (a broadcast from) an owner starts on the rank after the owner. Ranks finish
-    it in chain order, and each can then start the next chain, so the next chain starts as many hops later as
-    its owner comes after this one. The chains of a launch with several owners run on several channels, of
-    which the one with most hops counts.
+    The chain of a reduction to (or a broadcast from) an owner starts on the rank after the owner. Ranks finish it in
+    chain order, and each can then start the next chain. So the number of hops by which the next chain starts later is
+    the number of ranks from this owner to the next. If a launch has several owners, their chains run on several
+    channels, and the channel with the most hops counts.
     """
     overlaps = [
         replace(transfer, fill_s=max(0.0, 1 - _hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s)
@@ -363,25 +361,25 @@ def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners
 
 
 def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:
-    """Counts the steps around the ring of owners from the owner of a bucket's first range, through those of
-    all ranges in order, to the owner of the following bucket's last range."""
+    """Counts the steps around the ring of owners from the owner of a bucket's first range, through the owners of all
+    ranges in order, to the owner of the following bucket's last range."""
     roots = [part.owner for part in (*bucket.ranges, *following.ranges)]
     return sum((later - owner) % owners for owner, later in pairwise(roots))
 
 
 def _by_chain(chains: Sequence[Transfer], rings_s: Sequence[float]) -> list[bool]:
-    """Chooses for each of a stream's buckets between a chain (True) and a ring, so that the stream ends
-    soonest.
+    """Chooses between a chain (True) and a ring for each bucket of a stream, so that the stream ends as early as
+    possible.
 
-    A chain overlaps only with a following chain. The last bucket is judged alone, because the stream may be
-    idle before it. A ring's time is divided by `WORTH`, to make up for its memory.
+    A chain overlaps only with a following chain. The last bucket is judged alone, because the stream may be idle
+    before it. A ring's time is divided by `WORTH`, to make up for its memory.
 
     Args:
         chains: each bucket's transfer as a chain, in the order of the stream.
         rings_s: each bucket's seconds as a ring.
     """
     follows: list[tuple[bool, bool]] = []
-    # Seconds from a bucket to the end of the stream, if the bucket is a chain, and if it is a ring.
+    # The seconds from a bucket to the end of the stream, if the bucket is a chain, and if it is a ring.
     chain_s, ring_s = chains[-1].seconds, rings_s[-1] / WORTH
     chain_s, ring_s = (chain_s, math.inf) if chain_s <= ring_s else (math.inf, ring_s)
     for chain, seconds in zip(chains[-2::-1], rings_s[-2::-1], strict=True):

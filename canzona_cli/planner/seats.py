@@ -1,8 +1,7 @@
-"""Exchanges of units between owners, which change how long buckets take to communicate, but not how long
-updates take.
+"""Exchanges units between owners, which changes the time to communicate buckets, but not the time of updates.
 
-Units of one kind cost the same to update and have equally many elements, so owners may exchange them freely.
-A few owners in each bucket suit collectives for each owner's range, and equal shares suit rings.
+Units of the same kind have the same cost and the same number of elements, so owners may exchange them freely.
+Collectives for each owner's range are fastest with few owners in each bucket, rings with equal shares.
 """
 
 from collections import Counter, defaultdict
@@ -17,7 +16,7 @@ from canzona_cli.planner.buckets import Parameter, Part, Pool, owner_of, pool_bu
 from canzona_cli.planner.plan import Assignment, Cell
 
 Seat = tuple[tuple[Cell, Share | None], ...]
-"""A unit's place: the cell of each of its matrices, and its share if it is shared."""
+"""The place of a unit: the cell of each of its matrices, and the matrix's share if it is shared."""
 
 
 def few_owners(
@@ -27,14 +26,15 @@ def few_owners(
     layout: Layout,
     bucket_elements: int | None,
 ) -> Assignment:
-    """Exchanges units of one kind between cells so that buckets have few owners, a pool's last bucket first.
+    """Exchanges units of the same kind between cells so that buckets have few owners. The last bucket of a pool chooses
+    first.
 
     Every cell keeps its number of units of each kind, so its updates take as long as before.
     """
     cells, shares = list(assignment.cells), dict(assignment.shares)
 
     def kind(part: Part) -> Hashable:
-        """Returns a key that parts have in common if they can be exchanged."""
+        """Returns a key that is equal for parts that can be exchanged."""
         return tuple(
             (costs[index], matrix.shape, matrix.shard_dim, matrix.home, index in assignment.shares)
             for index in part.matrices
@@ -62,10 +62,10 @@ def few_owners(
 def _seated(
     bucket: Sequence[Part], kind_of: Callable[[Part], Hashable], free: Mapping[Hashable, dict[int, list[Seat]]]
 ) -> Iterator[tuple[Part, Seat]]:
-    """Yields each of a bucket's parts with a seat, so that few owners get parts.
+    """Yields each part of a bucket with a seat, so that few owners get parts.
 
     Args:
-        free: by kind and owner, the seats that are not taken; those that the parts get are taken out.
+        free: the free seats, by kind and owner; the seats of the parts are removed.
     """
     parts_by_kind: dict[Hashable, list[Part]] = defaultdict(list)
     for part in bucket:
@@ -87,13 +87,13 @@ def in_order_of_reductions(
 ) -> Assignment:
     """Renumbers the owners of every stage in the order in which buckets are reduced to them.
 
-    The chain of ranks of one reduction then overlaps with the next chain. Of the owners that first occur in
-    one bucket, the owner that occurs in the latest bucket gets the highest number, because it comes first in
-    a bucket that follows. Gatherings run in the opposite order and overlap less. Reductions matter more,
-    because the last reductions wait for the end of the backward pass and overlap with nothing else.
+    The chain of ranks of one reduction then overlaps with the next chain. Of the owners that first occur in the same
+    bucket, the owner that occurs in the latest bucket gets the highest number, because it comes first in a following
+    bucket. Gatherings run in the opposite order and overlap less. Reductions matter more, because the last reductions
+    wait for the end of the backward pass and overlap with nothing else.
 
-    Where experts are divided among ranks, owners keep their numbers: the number of a rank decides which experts
-    it stores, and those were balanced with the matrices of just this owner.
+    If experts are divided among ranks, owners keep their numbers: the number of a rank decides which experts it stores,
+    and these experts were balanced together with the matrices of this owner.
     """
     if layout.ep > 1:
         return assignment
@@ -116,11 +116,11 @@ def in_order_of_reductions(
 def _most_useful(
     parts_by_kind: Mapping[Hashable, Sequence[Part]], free: Mapping[Hashable, Mapping[int, Sequence[Seat]]]
 ) -> int:
-    """Returns the owner that can take most elements of a bucket's unassigned parts, the first of equal ones.
+    """Returns the owner that can take the most elements of a bucket's unassigned parts; the first owner of a tie.
 
     Args:
         parts_by_kind: the parts that have no seat yet.
-        free: by kind and owner, the seats that are not taken.
+        free: the free seats, by kind and owner.
     """
     takes: dict[int, int] = defaultdict(int)
     for kind, parts in parts_by_kind.items():
@@ -135,13 +135,13 @@ def spread(
     """Exchanges units of the same kind between owners so that each bucket's bytes are spread evenly over
     owners.
 
-    Every owner keeps its number of units of each kind. Bucket by bucket, the units of a kind go to the owners
-    with the fewest bytes of the bucket so far, and of equal ones to the owner with most units of this kind
-    left. Inside a bucket gate and up of a layer get the same or neighbouring owners, so that few parameters
-    have two owners.
+    Every owner keeps its number of units of each kind. Bucket by bucket, the units of a kind are given to the owners
+    with the fewest bytes of the bucket so far; ties are broken by the number of units of this kind that an owner has
+    left. Inside a bucket, gate and up of a layer get the same or neighbouring owners, so that few parameters have two
+    owners.
 
     Args:
-        owners: the owner of each unit so far.
+        owners: the owner of each unit before the exchange.
         alike: the kind of each unit.
     """
     left: dict[Hashable, Counter[int]] = defaultdict(Counter)
