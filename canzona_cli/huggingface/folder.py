@@ -1,8 +1,8 @@
 """Reads a Hugging Face folder: its settings, its table of tensors, and the files beside the weights.
 
-Of the safetensors files only headers are read. Nothing in the folder is executed, and its index may only name
-files in the folder itself; these may be links, as in Hugging Face's cache. The module also collects the files
-that an export writes beside its weights: tokenizer and generation settings.
+Only the headers of safetensors files are read. No code in the folder is executed, and its index may name only files in
+the folder itself; these may be links, as in Hugging Face's cache. The module also collects the files that an export
+writes beside the weights: tokenizer and generation settings.
 """
 
 import json
@@ -44,22 +44,22 @@ DTYPES: Final[Mapping[Dtype, tuple[str, str]]] = {
     "fp16": ("F16", "float16"),
     "fp32": ("F32", "float32"),
 }
-"""The types of weights that can be read and written, with the names that safetensors and torch have for them."""
+"""The data types of weights that can be read and written, with their names in safetensors and in torch."""
 _MOST: Final = 20
 """The largest number of problems that are listed, because in a folder of another model all tensors are wrong."""
 _IMPORTED_KEYS: Final = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""The keys of an imported `config.json` that an export writes again, although a recipe does not have them."""
+"""The keys of an imported `config.json` that a recipe does not have, and that an export writes again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A tensor of the folder."""
+    """A tensor in a folder."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     stacked: Stacked | None = None
-    """The place in a stack of all experts' tensors; None if the tensor is stored by itself."""
+    """The place in a stack of all experts' tensors; None if the tensor is not in a stack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class HuggingFaceFolder:
 
     def _wrong_tensors(self, model: ModelConfig) -> Iterator[Problem]:
         units = {name: unit for unit, name in tensor_names(model).items()}
-        fix = "the folder's config.json is of another model, or its download is not complete"
+        fix = "the folder's config.json belongs to another model, or the download is not complete"
         for name, unit in units.items():
             shape, stored = unit_shape(unit, model), self.tensors.get(name)
             if stored is None:
@@ -180,8 +180,7 @@ def read_object(path: Path) -> Mapping[str, object]:
 
 
 def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
-    """Lists a folder's files of weights, each once, in the order of names; adds to `problems` what prevents
-    that."""
+    """Lists a folder's files of weights in the order of their names; appends to `problems` if it cannot."""
     try:
         files = read_object(path / INDEX).get("weight_map")
     except Absent:
@@ -202,13 +201,12 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
 
 
 def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
-    """Composes a run from `overrides` and, for settings that they do not set, the folder's model and
-    tokenizer.
+    """Composes a run from `overrides`; settings that they do not set come from the folder's model and tokenizer.
 
     If `overrides` do not name a recipe, the built-in recipe with the nearest number of parameters is used.
 
     Raises:
-        ConfigError: as for `compose_run`.
+        ConfigError: see `compose_run`.
     """
     asked = {key_of(override) for override in overrides}
     settings = {f"model.{name}": _typed(value) for name, value in folder.model.items()}
@@ -221,8 +219,8 @@ def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs:
 
 
 def _nearest(folder: HuggingFaceFolder) -> str:
-    """Returns the name of the built-in recipe of the folder's family whose number of parameters is nearest to
-    the folder's, as a ratio."""
+    """Returns the name of the built-in recipe of the folder's family with the nearest number of parameters, compared
+    by ratio."""
     model = folder.as_config()
     sizes = {
         recipe.name: parameter_count(recipe.model).total
@@ -234,7 +232,7 @@ def _nearest(folder: HuggingFaceFolder) -> str:
 
 
 def _typed(value: object) -> str:
-    """Returns a setting's value as it is typed."""
+    """Returns a setting's value as a user types it."""
     return json.dumps(value)
 
 
@@ -246,17 +244,17 @@ class Beside:
     texts: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, object] = field(default_factory=dict)
     tokenizer: str = ""
-    """The origin of the tokenizer, to show to the user; empty if there is no tokenizer."""
+    """The origin of the tokenizer, for messages; empty if there is no tokenizer."""
 
 
 def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
     """Collects the files that an export of a run writes beside the weights.
 
-    They come from the folder that the run's first weights were imported from, or, without a tokenizer there,
-    from the text that the run was trained on.
+    The files come from the folder from which the run's first weights were imported. If this folder has no tokenizer,
+    they are made for the tokenizer of the text that the run was trained on.
 
     Args:
-        tokenizer: a folder whose tokenizer to use instead.
+        tokenizer: a folder with another tokenizer to use; None for the run's tokenizer.
 
     Raises:
         ConfigError: the folder `tokenizer` has no tokenizer.json, or the run's corpus.json is damaged.
@@ -287,7 +285,7 @@ def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
 
 
 def _beside_weights(folder: Path) -> dict[str, Path]:
-    """Lists the files beside a folder's weights, by name."""
+    """Returns the paths of the files beside a folder's weights, by name."""
     return {path.name: path for path in (folder / name for name in BESIDE) if path.is_file()}
 
 
@@ -314,8 +312,7 @@ def _of_the_text(run: RunFiles) -> Beside:
 
 
 def _settings_of(text: str, eod: int | None) -> str:
-    """Returns the text of `tokenizer_config.json`, with a class that reads any tokenizer.json and the eos
-    token."""
+    """Returns the text of `tokenizer_config.json`: the eos token, and a class that reads any tokenizer.json."""
     from tokenizers import Tokenizer
 
     settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -331,8 +328,8 @@ def _generation(eod: object) -> str:
 def byte_tokenizer() -> str:
     """Returns the tokenizer.json of the byte tokenizer: ids are the bytes of UTF-8, and 256 ends a document.
 
-    A tokenizer.json represents each byte by a printable character: the byte's own, or one with a code point
-    from 256 on (GPT-2's `bytes_to_unicode`).
+    A tokenizer.json represents each byte by a printable character. If the character with the byte's code is not
+    printable, it is a character with a code point from 256 on (GPT-2's `bytes_to_unicode`).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

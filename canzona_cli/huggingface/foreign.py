@@ -1,9 +1,8 @@
 """Translates a model's settings from and to Hugging Face's `config.json`, and its units to tensor names.
 
-Sources: the configuration classes of transformers, and the published files. Version 5 of transformers nests
-the rotary embedding's base in `rope_parameters` and calls `torch_dtype` `dtype`. Both forms are read; the
-older one, which version 5 reads too, is written. Each tensor is one unit (`canzona_cli.model.geometry`), with
-the same rows.
+Sources: the configuration classes of transformers, and the published files. Version 5 of transformers nests the
+rotary embedding's base in `rope_parameters` and calls `torch_dtype` `dtype`. Both forms are read. Exports have the
+older form, which version 5 reads too. Each tensor is one unit (`canzona_cli.model.geometry`), with the same rows.
 """
 
 import re
@@ -28,9 +27,9 @@ _WIDTHS: Final = {
     "head_dim": "head_dim",
     "vocab_size": "vocab_size",
 }
-"""The model's settings that are integers, and their keys in `config.json`."""
+"""The integer settings of a model, with their keys in `config.json`."""
 _NUMBERS: Final = {"rope_base": "rope_theta", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
-"""The model's settings that are any numbers, and their keys in `config.json`."""
+"""The other numeric settings of a model, with their keys in `config.json`."""
 _TIED: Final = "tie_word_embeddings"
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of rope type `llama3` in every published Llama; Megatron-core knows no others."""
@@ -88,8 +87,8 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
 
     Args:
         dtype: the type of the exported weights: bfloat16, float16 or float32.
-        max_positions: the longest sequence of the model, in tokens; a scaled rotary embedding raises it to the
-            context that it stretches to.
+        max_positions: the longest sequence of the model, in tokens. With a scaled rotary embedding, the file has the
+            length of the scaled context if that is longer.
     """
     foreign = family_of(model).foreign
     settings = asdict(model)
@@ -115,7 +114,7 @@ def _scaling(model: ModelConfig) -> Mapping[str, object] | None:
 
 
 def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the settings of the rotary embedding, from whichever key has them."""
+    """Returns the settings of the rotary embedding, from the first key that has them."""
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := tree.get(key), Mapping):
             return rope
@@ -185,11 +184,11 @@ _STACK: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacked]]:
-    """Yields the published names of the tensors in a stack of experts, each with its place; nothing for other
+    """Yields the published names of the tensors in a stack of experts, each with its place; yields nothing for other
     tensors.
 
-    Version 5 of transformers writes such stacks after it has read one: `gate_up_proj` with the rows of gate above
-    those of up, and `down_proj`.
+    Version 5 of transformers writes such stacks when it saves a model: `gate_up_proj`, with the rows of gate above the
+    rows of up, and `down_proj`.
     """
     match = _STACK.fullmatch(name)
     if match is None or len(shape) != 3:
@@ -203,7 +202,8 @@ def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacked]
 
 
 def _numbered(unit: str, name: str, experts: int) -> Iterator[tuple[str, str]]:
-    """Yields the unit and its name, for each expert if they have a `*`."""
+    """Yields a unit and its name; if they have a `*`, one pair for each expert, with its number in place of the
+    `*`."""
     for number in range(experts if "*" in unit else 1):
         yield unit.replace("*", f"{number}"), name.replace("*", f"{number}")
 

@@ -1,5 +1,4 @@
-"""Generates text from a checkpoint with transformers: its model class, with the checkpoint's masters as
-weights."""
+"""Generates text from a checkpoint, with a model class of transformers and the checkpoint's masters as weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from canzona_cli.model.families import family_of
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing:
-    """The settings by which the next token is chosen."""
+    """The settings for the choice of the next token."""
 
     max_new_tokens: int
     temperature: float
-    """The sampling temperature; 0 always takes the likeliest token."""
+    """The sampling temperature; 0 always takes the most likely token."""
     top_p: float
-    """The total probability of the likeliest tokens that are sampled from."""
+    """The total probability of the most likely tokens, from which the next token is sampled."""
     seed: int
 
 
@@ -39,9 +38,9 @@ class Generated:
     tokens: int
     """The number of tokens in the text."""
     ended: bool
-    """True if the model itself ended the document."""
+    """True if the model has ended the document."""
     too_long: bool
-    """True if prompt and text together are longer than the sequences that the model was trained on."""
+    """True if prompt and text together are longer than the sequences on which the model was trained."""
 
 
 class Writer:
@@ -50,13 +49,13 @@ class Writer:
     Args:
         reader: the reader of a checkpoint that has been verified.
         beside: the files of the run, with the tokenizer.
-        dtype: the type to compute in; weights are rounded to it as in training.
-        device: None for a GPU if there is one, otherwise the CPU.
+        dtype: the data type of the computation; weights are rounded to it as in training.
+        device: the device of the computation; None for a GPU if there is one, otherwise the CPU.
         seq_length: the longest sequence of the model, in tokens.
         on_bytes: called with the number of bytes of each weight that has been read.
 
     Raises:
-        ConfigError: the run's tokenizer is not known.
+        ConfigError: the run's tokenizer is unknown.
         CheckpointInvalid: the checkpoint lacks a weight, or a weight is not finite.
         EnvironmentProblem: this machine does not have the device.
     """
@@ -75,7 +74,7 @@ class Writer:
         self._tokenizer, self._end = _tokenizer(beside)
         kind: torch.dtype = getattr(torch, DTYPES[dtype][1])
         transformers.utils.logging.disable_progress_bar()
-        transformers.utils.logging.set_verbosity_error()  # a text that is too long is said in our words
+        transformers.utils.logging.set_verbosity_error()  # canzona itself reports a text that is too long
         self._seq_length = seq_length
         foreign = family_of(reader.model).foreign
         settings = config_json(reader.model, dtype=DTYPES[dtype][1], max_positions=seq_length)

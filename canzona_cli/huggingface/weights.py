@@ -1,7 +1,8 @@
-"""Imports and exports weights from and to Hugging Face folders, with a part of one tensor in memory at a time.
+"""Imports weights from Hugging Face folders, and exports weights to them, with a part of one tensor in memory at a
+time.
 
-An import writes a checkpoint of step 0: fp32 masters with the model's names, without optimizer state. A run
-of any layout, optimizer and splitting can start from it. An export writes sharded safetensors.
+An import writes a checkpoint of step 0, with fp32 masters and without optimizer state. A run of any layout, optimizer
+and splitting can start from the checkpoint. An export writes sharded safetensors.
 """
 
 import math
@@ -44,14 +45,13 @@ def row_ranges(shape: Sequence[int]) -> Iterator[range]:
 def import_weights(
     source: HuggingFaceFolder, config: RunConfig, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Path:
-    """Writes the weights as a checkpoint of step 0 into a run directory, and copies the files beside the
-    weights.
+    """Writes the weights as a checkpoint of step 0 into a run directory, and copies the files beside the weights.
 
-    The checkpoint appears complete or not at all. The other files are copied to the run's `huggingface`
-    folder, before the checkpoint is written.
+    The checkpoint appears only when it is complete. The other files are copied first, to the run's `huggingface`
+    folder.
 
     Args:
-        config: the config of the run, whose model has been compared with the folder
+        config: the configuration of the run, whose model has been compared with the folder
             (`HuggingFaceFolder.check`).
         on_bytes: called with the number of bytes of each part that has been read, as fp32.
 
@@ -116,10 +116,10 @@ def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
 def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
     """Checks that a tied output layer equals the embedding, if the folder stores the output layer too.
 
-    Some files do so, and transformers ignores the stored output layer.
+    Some published folders store it, but transformers ignores it.
 
     Raises:
-        ConfigError: the two differ.
+        ConfigError: the output layer and the embedding differ.
     """
     output = family_of(config.model).foreign.output
     if not config.model.tied_embeddings or output not in folder.tensors:
@@ -160,7 +160,7 @@ def export_weights(
     shard_bytes: int = SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Exported:
-    """Writes a folder that `AutoModelForCausalLM.from_pretrained` reads. It appears complete or not at all.
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` reads. It appears only when it is complete.
 
     Args:
         reader: the reader of a checkpoint that has been verified.

@@ -1,4 +1,5 @@
-"""A run's settings as Megatron-LM's arguments, and as the groups and the schedule in its checkpoints."""
+"""Translates a run's settings to Megatron-LM's arguments, and to the parameter groups and the schedule in Megatron-LM's
+checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -22,7 +23,7 @@ _FIXED: Final[Mapping[str, object]] = {
     "apply_query_key_layer_scaling": False,
     "moe_layer_freq": 1,
     "ckpt_format": "torch_dist",
-    # The checkpoint belongs to no layout: ranks read what they need, and draw random states of their own.
+    # The checkpoint has no layout and no random states: ranks read the tensors that they need.
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "world_size": 1,
@@ -30,11 +31,13 @@ _FIXED: Final[Mapping[str, object]] = {
     "no_save_rng": True,
     "dist_ckpt_optim_fully_reshardable": True,
 }
-"""The arguments that are the same for every model of canzona, besides those of which it supports one value."""
+"""The arguments that are equal for all models of canzona, without the arguments of which canzona supports only one
+value."""
 
 
 def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> dict[str, object]:
-    """Returns Megatron-LM's arguments for a run, as `--use-checkpoint-args` takes them over, and its position.
+    """Returns Megatron-LM's arguments for a run, which `--use-checkpoint-args` reads, and the run's position in its
+    data.
 
     Args:
         has_state: True if the checkpoint has optimizer state.
@@ -90,10 +93,10 @@ def schedule_state(config: RunConfig, progress: Progress) -> dict[str, object]:
 
 
 def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object, object]:
-    """Returns the parameter groups of Megatron's distributed AdamW, or of its layer-wise Muon with AdamW beside it.
+    """Returns the parameter groups of Megatron's distributed AdamW, or of its layer-wise Muon together with AdamW.
 
     Args:
-        step: the steps that AdamW has made.
+        step: the number of steps that AdamW has made.
     """
     optimizer = config.optimizer
     usual = {

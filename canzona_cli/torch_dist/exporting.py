@@ -1,5 +1,5 @@
-"""Exports a checkpoint to Megatron's format `torch_dist`, one tensor at a time: weights, and the masters and
-the state of Muon or AdamW, from which Megatron-LM's `--load` goes on."""
+"""Exports a checkpoint to Megatron's format `torch_dist`, one tensor at a time: weights, and the masters and the state
+of Muon or AdamW. Megatron-LM's `--load` continues from it."""
 
 import io
 import os
@@ -42,18 +42,18 @@ _EXTRA: Final = (*_OBJECTS, "mlp.linear_fc1", "mlp.linear_fc2")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedToMegatron:
-    """The files that an export has written, in numbers."""
+    """The numbers of tensors and bytes that an export has written."""
 
     iteration: int
     tensors: int
     bytes: int
     """The size of the tensors' file."""
     optimizer_state: Kind | None
-    """The optimizer whose state is among the tensors; None for weights alone."""
+    """The optimizer whose state is among the tensors; None for weights without state."""
 
 
 class _Writer:
-    """The file of tensors and objects, and its index."""
+    """A writer of the file with tensors and objects, and of its index."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb")
@@ -103,7 +103,7 @@ def export_torch_dist(
     manifest: Manifest,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> ExportedToMegatron:
-    """Writes a folder for Megatron-LM's `--load`. It appears complete or not at all.
+    """Writes a folder for Megatron-LM's `--load`. It appears only when it is complete.
 
     Args:
         reader: the reader of a checkpoint that has been verified.
@@ -140,7 +140,7 @@ def export_torch_dist(
 
 
 def _kind(manifest: Manifest) -> Kind | None:
-    """Returns the optimizer whose state the checkpoint has and Megatron knows."""
+    """Returns the optimizer whose state the checkpoint has, if Megatron has this optimizer; otherwise None."""
     known: dict[str, Kind] = {name: name for name in ELEMENTWISE}
     return known.get(manifest.optimizer) if manifest.progress.step else None
 
@@ -153,7 +153,7 @@ def _add(
     config: RunConfig,
     on_bytes: Callable[[int], None],
 ) -> float:
-    """Adds a parameter, with its master and state; returns the steps that AdamW has made on it."""
+    """Adds a parameter with its master and its state; returns the number of AdamW's steps on the parameter."""
     fields = (MASTER, *parameter.state_fields(kind)) if kind else ()
     lead = () if parameter.layer is None else (parameter.layer,)
     whole = (*((config.model.num_layers,) if lead else ()), *parameter.shape)
@@ -161,7 +161,7 @@ def _add(
     weight_dtype = DTYPES["bfloat16" if config.train.precision == "bf16" else "float32"]
     for field in dict.fromkeys(("", *fields)):
         rows = torch.cat([reader.block(block, field or MASTER) for block in parameter.blocks])
-        tensor = rows.view(*(1 for _ in lead), *parameter.shape).clone()  # nothing but its own memory is saved
+        tensor = rows.view(*(1 for _ in lead), *parameter.shape).clone()  # torch.save writes the whole memory of a view
         key = state_key(parameter, field, kind) if field and kind else parameter.key
         writer.add(key, tensor if field else tensor.to(weight_dtype), whole, offsets)
         on_bytes(rows.nbytes)
@@ -170,7 +170,7 @@ def _add(
 
 
 def _empty_objects(config: RunConfig) -> list[str]:
-    """Lists the keys of the objects that Megatron asks for beside the weights."""
+    """Lists the keys of the objects that Megatron expects beside the weights."""
     layers = config.model.num_layers
     inside = [
         f"decoder.layers.{name}._extra_state/shard_{layer}_{layers}" for name in _EXTRA for layer in range(layers)
@@ -179,7 +179,7 @@ def _empty_objects(config: RunConfig) -> list[str]:
 
 
 def _common(config: RunConfig, manifest: Manifest, kind: Kind | None, step: float) -> Mapping[str, object]:
-    """Returns the part of the checkpoint that all ranks read."""
+    """Returns the content of `common.pt`, which all ranks read."""
     arguments = arguments_of(config, manifest.progress, has_state=kind is not None)
     common: dict[str, object] = {
         "args": Namespace(**arguments),

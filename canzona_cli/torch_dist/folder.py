@@ -1,7 +1,7 @@
-"""Reads a folder in Megatron's distributed format `torch_dist`, written by somebody who is not trusted.
+"""Reads a folder in Megatron's distributed format `torch_dist`, whose author is not trusted.
 
-Its index (`.metadata`) and its arguments (`common.pt`) are pickles. Megatron and torch would run whatever they
-name; here a name that is not one of a few is refused, and those few become plain data: none is imported.
+The index (`.metadata`) and the arguments (`common.pt`) are pickles. Megatron and torch would import and run any
+function that a pickle names. Here only a few names are allowed, which become plain data and are never imported.
 """
 
 import io
@@ -25,7 +25,7 @@ FORMAT: Final = "metadata.json"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 INDEX, COMMON, COMMON_KEY = ".metadata", "common.pt", "common_state/shard_0_1"
 DTYPES: Final = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
-"""The types of tensors that are read, by the names that torch's pickles have for them."""
+"""The data types of tensors that are read, by their names in torch's pickles."""
 _AGAIN: Final = "copy the folder again, or name another one"
 _DCP: Final = "torch.distributed.checkpoint"
 _RECORDS: Final = frozenset(
@@ -39,9 +39,9 @@ _RECORDS: Final = frozenset(
         "torch.serialization._get_layout",
     ]
 )
-"""The classes in `.metadata`."""
+"""The classes that `.metadata` may name."""
 _ARGUMENTS: Final = ("argparse.Namespace", "signal.Signals", "megatron.")
-"""The beginnings of the names of classes in arguments; Megatron's are enumerations."""
+"""The prefixes of the names of classes that arguments may have; Megatron's classes are enumerations."""
 
 
 class _Record:
@@ -55,7 +55,7 @@ class _Record:
 
 
 class _Names(pickle.Unpickler):
-    """An unpickler to which every name is plain data, or refused."""
+    """An unpickler that replaces allowed classes by plain data and refuses all other names."""
 
     def find_class(self, module: str, name: str) -> type:
         full = f"{module}.{name}"
@@ -96,12 +96,12 @@ class TorchDistFolder:
     """One of Megatron's distributed checkpoints.
 
     Args:
-        path: the folder `iter_0000004`, or the one that Megatron's `--save` names.
+        path: the folder of a checkpoint, such as `iter_0000004`, or the folder of Megatron's `--save`.
         key: the option or setting that named the folder, for messages.
 
     Raises:
         ConfigError: there is no such checkpoint.
-        CheckpointInvalid: it is damaged, or names classes that a checkpoint has no use for.
+        CheckpointInvalid: the checkpoint is damaged, or names classes that a checkpoint does not need.
     """
 
     def __init__(self, path: Path, *, key: str) -> None:
@@ -126,7 +126,7 @@ class TorchDistFolder:
     def arguments(self) -> Mapping[str, object]:
         """The arguments of the run that saved the checkpoint."""
         arguments = self.common.get("args")
-        if not isinstance(arguments, _Record | Namespace):  # the class itself where Megatron has been imported
+        if not isinstance(arguments, _Record | Namespace):  # Namespace itself if Megatron has been imported
             self._refuse(COMMON, "has no arguments of Megatron-LM")
         kinds = (bool, int, float, str, list, torch.dtype)
         return {name: value for name, value in vars(arguments).items() if isinstance(value, kinds)}
@@ -135,7 +135,7 @@ class TorchDistFolder:
         """Reads a tensor as fp32, put together from its chunks.
 
         Args:
-            at: the index on the first axis, which is then left out; None for the whole tensor.
+            at: an index on the first axis, to read only this part, without the axis; None for the whole tensor.
 
         Raises:
             CheckpointInvalid: a chunk is missing, overlaps another one, or cannot be read.
@@ -166,7 +166,7 @@ class TorchDistFolder:
         return tensor
 
     def _common(self) -> Mapping[object, object]:
-        """Reads the part of the checkpoint that all ranks share, from its file, or from among the tensors."""
+        """Reads the part of the checkpoint that all ranks share, from `common.pt` or from an object in the index."""
         with self._reading(COMMON):
             if (self.path / COMMON).exists():
                 content = io.BytesIO(read_plain(self.path / COMMON))
@@ -192,7 +192,7 @@ class TorchDistFolder:
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Turns whatever reading a damaged pickle raises into CheckpointInvalid."""
+        """Converts any error of the block, which reads a pickle, to CheckpointInvalid."""
         try:
             yield
         except CheckpointInvalid:
@@ -201,7 +201,7 @@ class TorchDistFolder:
             self._refuse(what, f"cannot be read: {error.strerror or error}")
         except (ValueError, pickle.UnpicklingError) as error:
             self._refuse(what, str(error))
-        except Exception as error:  # a pickle that is not one may raise anything
+        except Exception as error:  # a damaged pickle may raise anything
             self._refuse(what, f"is damaged: {type(error).__name__}: {error}")
 
     def _refuse(self, what: str, reason: str) -> NoReturn:
@@ -210,13 +210,13 @@ class TorchDistFolder:
 
 
 def _plain(content: io.BytesIO, admitted: tuple[str, ...] = ()) -> object:
-    """Returns what `torch.save` wrote: tensors and plain data, with records for objects of the admitted classes.
+    """Returns the tensors and the plain data that `torch.save` wrote, with records for objects of other classes.
 
     Args:
-        admitted: the beginnings of their names.
+        admitted: the prefixes of the names of admitted classes.
 
     Raises:
-        Exception: it names other classes, or is damaged; the type depends on what is wrong.
+        Exception: the content names other classes, or is damaged; the type depends on the damage.
     """
     names = get_unsafe_globals_in_checkpoint(content)
     for name in names:
@@ -226,17 +226,17 @@ def _plain(content: io.BytesIO, admitted: tuple[str, ...] = ()) -> object:
     try:
         with safe_globals([(type(name, (_Record,), {}), name) for name in names]):
             return torch.load(content, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # whose message recommends to load it without these restrictions
+    except pickle.UnpicklingError:  # its message recommends to load the file without these restrictions
         raise ValueError("is damaged") from None
 
 
 def is_torch_dist(path: Path) -> bool:
-    """Returns True if the path is one of Megatron's distributed checkpoints, or a folder of them."""
+    """Returns True if the path is a distributed checkpoint of Megatron, or a folder of such checkpoints."""
     return (path / FORMAT).is_file() or (path / TRACKER).is_file()
 
 
 def _iteration(path: Path, key: str) -> Path:
-    """Returns the folder of the checkpoint itself."""
+    """Returns the folder of the checkpoint: `path`, or the folder in it that the tracker file names."""
     if not (path / TRACKER).is_file():
         return path
     try:
@@ -254,7 +254,7 @@ def _index(metadata: object) -> tuple[dict[str, _Tensor], dict[str, _Place]]:
     """Checks the content of `.metadata`; returns its tensors, and the places of its objects.
 
     Raises:
-        Exception: it is not an index; the type depends on what is wrong.
+        Exception: the content is not an index; the type depends on the damage.
     """
     table, storage = vars(metadata)["state_dict_metadata"], vars(metadata)["storage_data"]
     places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}

@@ -1,5 +1,5 @@
-"""Imports a checkpoint of Megatron's format `torch_dist`: masters, and the state of Muon or AdamW, so that
-`canzona train` goes on where Megatron stopped."""
+"""Imports a checkpoint in Megatron's format `torch_dist`: masters, and the state of Muon or AdamW, so that canzona
+continues a run of Megatron."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -43,12 +43,12 @@ _OF_THE_JOB: Final = (
     *("num_virtual_stages_per_pipeline_rank", "recompute_granularity", "recompute_method"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-"""The arguments that say how Megatron trained; neither weights nor state depend on them."""
+"""The arguments of Megatron's job, which have no effect on the weights and the state in a checkpoint."""
 _NO_DROPOUT: Final = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 _OURS: Final = ("gpus", "parallel.", "cluster.", "train.micro_batch_size")
-"""The settings that are chosen when the run is trained."""
+"""The settings that an import leaves open, because they are chosen when the run is trained."""
 _OPTIMIZERS: Final = ("adam", "muon", "dist_muon")
-"""Megatron's optimizers whose state is known."""
+"""The optimizers of Megatron whose state can be imported."""
 _FACTS: Final = ("model.", "train.seq_length")
 _FREE: Final = ("model.name", "model.init_std")
 _MOST: Final = 20
@@ -56,15 +56,15 @@ _MOST: Final = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """A checkpoint that has been compared with the run that is to have it."""
+    """A checkpoint that has been compared with the run into which it is imported."""
 
     folder: TorchDistFolder
     composed: Composed
     kind: Kind | None
-    """The optimizer whose state is taken over; None for weights alone."""
+    """The optimizer whose state is imported; None for weights without state."""
     progress: Progress
     step: float
-    """The steps that AdamW has made."""
+    """The number of steps that AdamW has made."""
     notes: tuple[str, ...]
     """Notes for the user on what is left out."""
 
@@ -74,12 +74,12 @@ class Import:
 
     @property
     def bytes(self) -> int:
-        """The size of the masters and the state, in fp32."""
+        """The fp32 bytes of the masters and the state."""
         tensors = (prod(each.shape) * (1 + len(self.fields(each))) for each in parameters(self.config.model))
         return 4 * sum(tensors)
 
     def fields(self, parameter: Parameter) -> tuple[str, ...]:
-        """The optimizer state of a parameter that is taken over."""
+        """Returns the names of the parameter's state tensors that are imported."""
         return parameter.state_fields(self.kind) if self.kind else ()
 
 
@@ -88,7 +88,7 @@ def planned_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_di
     checkpoint has its model.
 
     Raises:
-        ConfigError: canzona does not support the model, or the recipe has another one; lists every difference.
+        ConfigError: canzona does not support the model, or the recipe has another model; lists every difference.
     """
     run, notes = _translated(folder)
     settings = {key: value for key, value in run.overrides.items() if not key.startswith(_OURS)}
@@ -98,7 +98,7 @@ def planned_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_di
     asked = {key_of(override) for override in overrides}
     if asked & {"recipe", "model"}:
         settings = {}
-    if "optimizer" in asked:  # the settings of another optimizer than Megatron's are its own
+    if "optimizer" in asked:  # Megatron's settings do not apply to another optimizer
         settings = {key: value for key, value in settings.items() if not key.startswith("optimizer")}
     derived = [f"{key}={value}" for key, value in settings.items() if key not in asked]
     composed = compose_run([*derived, *overrides], recipes_dirs=recipes_dirs)
@@ -107,7 +107,8 @@ def planned_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_di
 
 
 def _translated(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
-    """Translates the arguments of the run that saved the checkpoint; also returns what it had and canzona does not.
+    """Translates the arguments of the run that saved the checkpoint; also returns a note on features of the run that
+    canzona does not have.
 
     Raises:
         ConfigError: canzona cannot train the model.
@@ -115,7 +116,7 @@ def _translated(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
     given = {name: value for name, value in folder.arguments.items() if name not in _OF_THE_JOB}
     dropped = [name for name, value in _NO_DROPOUT.items() if given.get(name, value) != value]
     if given.get("optimizer") not in _OPTIMIZERS:
-        given["optimizer"] = "muon"  # for a run that starts from the weights
+        given["optimizer"] = "muon"  # the run will start from the weights alone
     arguments = saved_arguments({**given, **_NO_DROPOUT, "world_size": 1, "micro_batch_size": 1}, folder.asked)
     run = translated(arguments, {})
     unlike = [*run.plans_only]
@@ -124,11 +125,11 @@ def _translated(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
     fix = "import a dense decoder like Qwen3 or Llama"
     refuse(Problem(key="DIR", value=folder.path, reason=reason, fix=fix) for reason in unlike)
     other = [*(f"{name} {given[name]}" for name in dropped), *run.left_out]
-    return run, (f"Megatron trained with what canzona does not have: {', '.join(other)}",) if other else ()
+    return run, (f"Megatron trained with features that canzona does not have: {', '.join(other)}",) if other else ()
 
 
 def _other_facts(folder: TorchDistFolder, ours: RunConfig, theirs: RunConfig) -> Iterator[Problem]:
-    """Yields a problem for each setting of the run that is another in the checkpoint's arguments."""
+    """Yields a problem for each setting of the run that differs from the checkpoint's arguments."""
     facts = (key for key in all_settings() if key.startswith(_FACTS) and key not in _FREE)
     for key in facts:
         value, stored = value_of(ours, key), value_of(theirs, key)
@@ -138,22 +139,22 @@ def _other_facts(folder: TorchDistFolder, ours: RunConfig, theirs: RunConfig) ->
 
 
 def _other_tensors(folder: TorchDistFolder, theirs: RunConfig) -> list[Problem]:
-    fix = "its arguments are of another model, or the model is not a dense decoder"
+    fix = "the checkpoint's arguments belong to another model, or the model is not a dense decoder"
     wrong = wrong_tensors(folder.keys, theirs.model).items()
     return shortened([Problem(key=key, reason=reason, fix=fix) for key, reason in wrong], _MOST, key="tensors")
 
 
 def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, notes: tuple[str, ...]) -> Import:
-    """Returns the import with optimizer state if the run can go on with it, else with weights alone."""
+    """Returns an import with optimizer state if the run can use the state, else without."""
     step, optimizer = stored_step(folder.common.get("optimizer")), composed.config.optimizer.name
     samples, iteration = folder.arguments.get("consumed_train_samples"), folder.common.get("iteration")
     nothing = Progress(step=0, samples=0, tokens=0)
     if kind is None:
-        why = "its optimizer state is missing, of another optimizer, or tied to a layout of ranks"
+        why = "its optimizer state is missing, belongs to another optimizer, or is tied to a layout of ranks"
     elif kind != optimizer:
-        why = f"its optimizer state is that of {kind}, and the recipe's optimizer is {optimizer}"
+        why = f"its optimizer state belongs to {kind}, but the recipe's optimizer is {optimizer}"
     elif type(samples) is not int or type(iteration) is not int or step is None or not 0 < step <= iteration:
-        why = "it does not say how many steps its optimizer has made, or how many samples it has seen"
+        why = "it lacks the number of steps that its optimizer has made, or the number of samples"
     else:
         tokens = samples * composed.config.train.seq_length
         progress = Progress(step=iteration, samples=samples, tokens=tokens)
@@ -165,7 +166,7 @@ def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, 
 def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None) -> Path:
     """Writes the checkpoint into a run directory, with a part of one layer in memory at a time; returns its folder.
 
-    The run's `config.yaml` is written beside it, so that `canzona resume` knows the run.
+    The run's `config.yaml` is written as well, for `canzona resume`.
 
     Raises:
         CheckpointInvalid: a tensor cannot be read, or is not finite.

@@ -1,7 +1,7 @@
-"""The names that a model's parameters and their optimizer state have in Megatron's checkpoints.
+"""The names of a model's parameters and of their optimizer state in Megatron's checkpoints.
 
-All layers' parameters of one name are one tensor, whose first axis counts layers; Megatron can also number
-them in names. Parameters are fused as a single tensor-parallel rank stores them.
+The parameters of all layers with the same name are one tensor, whose first axis is the layer; or each layer has a
+tensor with the layer's number in its name. Parameters are fused as on a single tensor-parallel rank.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -17,20 +17,20 @@ from canzona_cli.model.geometry import Block, fragment_blocks, unit_shape
 from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 
 Kind = Literal["muon", "adamw"]
-"""The optimizers whose state Megatron's checkpoints have in a layout that does not depend on ranks."""
+"""The optimizers whose state in Megatron's checkpoints does not depend on the layout of ranks."""
 _LAYERS: Final = "decoder.layers."
 _MASTERS: Final = (MUONS_MASTER, ADAMWS_MASTER)
-"""The names of masters: those of Megatron's Muon, and those of its sharded AdamW."""
+"""The names of masters in Megatron's Muon and in its sharded AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter of the model, as Megatron's checkpoints have it."""
+    """A parameter of the model, as in Megatron's checkpoints."""
 
     name: str
-    """Megatron's name in the model."""
+    """The name in Megatron's model."""
     inside: str
-    """The name inside the layer; the whole name outside of layers."""
+    """The name within the layer; for parameters outside of layers, the whole name."""
     layer: int | None
     shape: tuple[int, ...]
     matrix: bool
@@ -39,34 +39,39 @@ class Parameter:
 
     @property
     def key(self) -> str:
-        """The key if the first axis counts layers."""
+        """The key of the tensor if its first axis is the layer."""
         return self.inside if self.layer is None else f"{_LAYERS}{self.inside}"
 
     @property
     def numbered_key(self) -> str:
-        """The key if names count layers."""
+        """The key of the tensor if its name has the layer's number."""
         return self.inside if self.layer is None else f"{_LAYERS}{self.layer}.{self.inside}"
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """The places of its rows in the units; a vector is one row."""
+        """The places of the parameter's rows in the units; a vector is one row."""
         return fragment_blocks(self.name, self.shape, self.model, tp=1, rank=0)
 
     def whole_shape(self, key: str) -> tuple[int, ...]:
-        """Returns the shape of the tensor that has the parameter under one of its keys."""
+        """Returns the shape of the stored tensor with this key of the parameter."""
         return (self.model.num_layers, *self.shape) if self.place(key) is not None else self.shape
 
     def place(self, key: str) -> int | None:
-        """Returns its index on the first axis of the tensor with this key; None if that is the parameter alone."""
+        """Returns the parameter's index on the first axis of the tensor with this key; None if the tensor has only this
+        parameter."""
         return None if self.layer is None or key.endswith(self.numbered_key) else self.layer
 
     def state_fields(self, kind: Kind) -> tuple[str, ...]:
-        """The tensors that the run's optimizer keeps for it besides the master."""
+        """Returns the names of the tensors that an optimizer keeps for the parameter besides the master."""
         return (MOMENTUM,) if kind == "muon" and self.matrix else MOMENTS
 
     def stored(self, keys: Collection[str], field: str = "") -> str | None:
-        """Returns the key, among a checkpoint's, of the parameter or of a field of its state; None if there
-        is none."""
+        """Returns the key of the parameter, or of a field of its state, in a checkpoint; None if there is none.
+
+        Args:
+            keys: the keys in the checkpoint.
+            field: the master or a tensor of the state; empty for the parameter itself.
+        """
         names = _MASTERS if field == MASTER else (field,)
         prefixes = [f"{STATE}{name}." if name else "" for name in names]
         candidates = (f"{prefix}{key}" for prefix in prefixes for key in (self.key, self.numbered_key))
@@ -97,7 +102,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def kind_of_state(keys: Collection[str], model: ModelConfig) -> Kind | None:
-    """Returns the optimizer whose state a checkpoint has for all parameters; None for any other state."""
+    """Returns the optimizer whose state a checkpoint has for all parameters; None if there is no such optimizer."""
     if any(key.startswith(OURS) for key in keys):  # an optimizer of the engine, in Megatron's loop
         return None
     kinds: tuple[Kind, ...] = ("muon", "adamw")
@@ -108,8 +113,8 @@ def kind_of_state(keys: Collection[str], model: ModelConfig) -> Kind | None:
 
 
 def wrong_tensors(keys: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Mapping[str, str]:
-    """Returns the keys of tensors that are missing, unexpected or of another shape than the model's, each
-    with the reason."""
+    """Returns the keys of tensors that are missing, are unexpected, or have another shape than in the model, each with
+    the reason."""
     wrong: dict[str, str] = {}
     known: set[str] = set()
     for each in parameters(model):
