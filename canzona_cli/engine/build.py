@@ -151,7 +151,8 @@ def _planned_part(chunks: Sequence[DistributedDataParallel], plan: Plan, world: 
 
 
 def _redundant_part(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> _RankPart:
-    """Returns the matrices of this rank without a plan: all of its stage, and of experts those that it stores."""
+    """Returns the matrices of this rank without a plan: all matrices of its stage, except experts that it does not
+    store."""
     everything = matrices_of(config.model, world.layout, config.engine.splitting)
     stage = stage_matrices(everything, world.pp_rank)
     matrices = [matrix for matrix in stage if matrix.expert_rank in (None, world.expert_rank)]

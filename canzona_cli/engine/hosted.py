@@ -91,8 +91,9 @@ class HostedGroup:
         self._bind_arriving_weights()
 
     def _bind_gradients(self, scratch: torch.Tensor) -> None:
-        """Chooses where each hosted matrix's gradient is assembled, and prepares the copies. A gradient that is not
-        already whole in Megatron's buffer is assembled in `scratch`, next to those of equal matrices."""
+        """Chooses the place at which each hosted matrix's gradient is assembled, and prepares the copies. A gradient
+        that is not already whole in Megatron's buffer is assembled in `scratch`, next to gradients of equal
+        matrices."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         grads: dict[int, torch.Tensor] = {}
         in_place: list[torch.Tensor] = []

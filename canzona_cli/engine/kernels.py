@@ -205,8 +205,8 @@ class _Case:
 
 def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterable[_Case]:
     """Yields the products of this shape that Newton-Schulz computes, on operands whose rows have a norm of about
-    1. The Gram form, which uses fp16, adds every product to the matrix that it overwrites. The standard form adds
-    nothing to X X^T, and A to A A."""
+    1. The Gram form, which uses fp16, adds every product to the matrix that it overwrites. The standard form computes
+    X X^T and A A + A."""
     side, long, dtype = shape
     in_place = dtype is torch.float16
     square = torch.randn(side, side, device=device).mul_(side**-0.5)

@@ -93,7 +93,7 @@ class Fallbacks:
     """A callback for optimizers that logs each fallback with the matrix's name, and counts the fallbacks.
 
     Args:
-        hosted: the matrices whose fallbacks this rank logs and counts; those of other matrices are ignored.
+        hosted: the matrices whose fallbacks this rank logs and counts; fallbacks of other matrices are ignored.
         masters: the optimizers' parameters, by matrix index.
     """
 

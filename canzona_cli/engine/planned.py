@@ -33,7 +33,7 @@ class PlannedOptimizer(MasterOptimizer):
             experts; the gradients of the first micro-groups arrive while experts are updated.
         hosting: the other hosted matrices of this rank's owner, in the order of its micro-groups.
         sharing: the shared matrices of this rank's owner; None if the owner does not have any.
-        fallbacks: counts the fallbacks of this rank's optimizers.
+        fallbacks: the counter of the fallbacks of this rank's optimizers.
     """
 
     def __init__(
@@ -110,9 +110,11 @@ class PlannedOptimizer(MasterOptimizer):
         self._begun = max(self._begun, end or 0)
 
     def _gather(self) -> None:
-        """Gathers the updated parameters from their owners. With `overlap_param_gather` it only starts the buckets
-        that the forward pass needs first (`owner_bucket_group.install` chains the others), and none of them with
-        `align_param_gather`. Otherwise it gathers all matrix buckets now."""
+        """Gathers the updated parameters of all buckets of matrices from their owners.
+
+        With `overlap_param_gather`, it only starts the buckets that the forward pass needs first
+        (`owner_bucket_group.install` chains the others); with `align_param_gather`, it starts no bucket.
+        """
         buckets = gathering_order(self._chunks)[: GATHERED_AHEAD if gathers_ahead(self._ddp_config) else 0]
         if not self._ddp_config.overlap_param_gather:
             buckets = matrix_groups(self._chunks)[::-1]

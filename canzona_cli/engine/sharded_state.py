@@ -180,7 +180,7 @@ class ShardedState:
         self._targets: dict[str, dict[str, torch.Tensor]] = {}
         """The tensors into which each matrix's state is loaded, by matrix name."""
         self.has_masters = True
-        """False if the checkpoint to load is of fp32 training, where weights may be the only masters."""
+        """False if the checkpoint to load was saved by fp32 training, where weights may be the only masters."""
 
     def to_save(self, model: StateDict, metadata: Mapping[str, object]) -> dict[object, object]:
         """Returns the state in the form that Megatron's layer-wise Muon with AdamW has. Collective.

@@ -34,9 +34,9 @@ _REPLACED_SETTINGS = (
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
     *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
 )
-"""The settings that replace those of the saved run. An evaluation needs no optimizer, and a custom optimizer
-would be code that nobody asked to run. `train.recompute=full` only tells the memory estimate that no
-activations are kept."""
+"""The settings that replace settings of the saved run. An evaluation needs no optimizer, and a custom optimizer
+would be code that nobody asked to run. `train.recompute=full` makes the memory estimate count no kept
+activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def prepare(
     Args:
         overrides: overrides of the settings of the run that saved the checkpoint.
         documents: None reads the held-out documents of the run's own data, but all documents of other data.
-        batches: None is `train.eval_batches`. `all` is as many batches as the documents fill, each read once.
+        batches: the number of batches; None for `train.eval_batches`, `all` to read every document once.
 
     Raises:
         ConfigError: settings or data are wrong, the model is not that of the checkpoint, or the run held out
@@ -120,8 +120,12 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
 
 
 def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Returns the run with a layout filled in: the one with the most data-parallel ranks of those whose
-    forward pass fits into memory. Raises DoesNotFit if there is none."""
+    """Returns the run with a layout filled in: the layout with the most data-parallel ranks among the layouts whose
+    forward pass fits into memory.
+
+    Raises:
+        DoesNotFit: the forward pass fits in no layout.
+    """
     config = replace(config, cluster=with_layers_here(config.cluster))
     possible = candidates(config)
     fitting = [candidate for candidate in possible if candidate.memory.forward <= candidate.memory.capacity]

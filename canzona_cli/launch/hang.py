@@ -24,7 +24,7 @@ from canzona_cli.run.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE,
 from canzona_cli.run.records import Incident
 
 _LONGEST_LOOK_S: Final = 5.0
-"""The most seconds of silence that one look adds, so that a suspended machine is not taken for a hang."""
+"""The largest number of seconds of silence that one look adds, so that a suspended machine is not taken for a hang."""
 _AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0

@@ -106,8 +106,8 @@ def stopped_at_once(files: RunFiles, *, training: bool) -> Outcome:
     """Returns the outcome of a run whose workers were killed because somebody asked it to stop.
 
     Args:
-        training: True if training had begun in this launch; the metrics in `files` may be those of an earlier
-            launch.
+        training: True if training had begun in this launch; otherwise the metrics in `files` may come from an
+            earlier launch.
     """
     if not training:
         return interrupted("stopped before training began")

@@ -123,8 +123,8 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
 
 
 def _gpu_access(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem for whatever keeps ranks from using this machine's GPUs: driver, network interface,
-    NCCL backend."""
+    """Yields a problem with the driver, the network interface or the NCCL backend for each one that keeps ranks from
+    using this machine's GPUs."""
     environment = worker_environment(config)
     interfaces, backend = environment.get("NCCL_SOCKET_IFNAME"), environment.get("TORCH_DIST_USE_NCCL2")
     problems = driver_problem(), interface_problem(interfaces, alone=on_one_machine(config)), backend_problem(backend)

@@ -15,7 +15,7 @@ from canzona_cli.run import orphan
 from canzona_cli.run.files import RunFiles
 
 PATIENCE_S = 30.0
-"""The seconds that all trackers together get after a run's end to send the remaining records."""
+"""The seconds after a run's end in which all trackers together may send the remaining records."""
 
 
 def start_child(
@@ -24,7 +24,7 @@ def start_child(
     """Starts a command that is killed when the launcher dies.
 
     Args:
-        environment: variables added to those of this process.
+        environment: variables to add to the environment of this process.
         log: the file to which the output is appended.
         stdin: as for `subprocess.Popen`.
 

@@ -41,7 +41,8 @@ class Restarts:
 
     most: int = 0
     first_wait_s: float = field(default_factory=lambda: FIRST_WAIT_S)
-    """The first wait. Each further wait is twice as long while the run gets no further than before."""
+    """The seconds of the first wait. The wait doubles after every restart that does not reach a later step than
+    before."""
     done: int = field(default=0, init=False)
     _in_vain: int = field(default=0, init=False)
     """The number of consecutive failures at no later step than `_furthest`."""
@@ -53,10 +54,10 @@ class Restarts:
         """Returns the outcome with the wait before a restart, or with the reason why the run is not
         restarted.
 
-        Only crashes and hangs lead to a restart, as a machine may be at fault. A user's mistake or a
-        divergence would happen again. So would, most likely, a failure that has now happened twice at the
-        same step with the same message, apart from numbers such as times and addresses. Other outcomes are
-        returned unchanged.
+        Only crashes and hangs lead to a restart, because a machine may have caused them. A user's mistake or a
+        divergence would happen again. A failure that has happened twice at the same step, with messages that
+        differ at most in numbers such as times and addresses, would probably happen again as well. Other outcomes
+        are returned unchanged.
         """
         if self.most == 0 or outcome.status != "failed" or outcome.exit_code not in (ExitCode.CRASH, ExitCode.HANG):
             return outcome
@@ -140,7 +141,7 @@ def resume_command(
     """Returns a shell command that resumes this run in its directory.
 
     In a Slurm batch job, the command submits another job with the same limits; in an allocation, it starts a
-    step. On several machines each has settings of its own, which the directory does not have.
+    step. On several machines, the directory does not have the settings that differ between machines.
 
     Args:
         overrides: the overrides as they were typed.

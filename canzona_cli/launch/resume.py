@@ -57,7 +57,7 @@ class Resumption:
 
     @property
     def words(self) -> str:
-        """The text that says how the run starts: `continue from step 30 (step-00000030)`."""
+        """The start of the run in words: `continue from step 30 (step-00000030)`."""
         if self.weights_only:
             return f"start at step 1 from the weights of {self.origin}"
         return f"continue from step {self.step:,} ({self.origin})"
@@ -197,7 +197,7 @@ def resume_point(files: RunFiles, resumption: Resumption, config: RunConfig) -> 
 
 
 def next_free(path: Path) -> Path:
-    """Returns the first free name beside `path`: RUN-2, RUN-3, ..."""
+    """Returns the first free name next to `path`: RUN-2, RUN-3, ..."""
     number = 2
     while (other := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
@@ -326,8 +326,8 @@ def _move(path: Path, folder: Path) -> None:
 
 
 def _cut(path: Path, folder: Path, resumption: Resumption) -> None:
-    """Moves those lines of a .jsonl file that come after the checkpoint or are incomplete, as a killed writer
-    leaves them."""
+    """Moves the lines of a .jsonl file that come after the checkpoint, and incomplete lines, which a killed writer
+    leaves."""
     try:
         text = read_plain(path, most=None).decode("utf-8", errors="replace")
     except Unreadable:

@@ -170,7 +170,7 @@ class RunDirectory:
         predicted: Prediction | None = None,
         routing: Routing | None = None,
     ) -> None:
-        """Writes the files that the workers read, and those that a person needs to repeat the run.
+        """Writes the files that the workers read, and the files that a person needs to repeat the run.
 
         Args:
             plan: the text of the plan that the run executes; None for a run without a plan.

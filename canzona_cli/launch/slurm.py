@@ -18,7 +18,7 @@ from canzona_cli.launch.torchrun import node_count, taken
 from canzona_cli.run.machine import tool_output
 
 FIRST_PORT = 20_000
-"""The first of 10,000 ports for rendezvous, which are below those that the kernel gives to outgoing
+"""The first of 10,000 ports for rendezvous. They are below the ports that the kernel gives to outgoing
 connections."""
 _PORTS = 10_000
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -84,12 +84,12 @@ def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | Non
 
 
 def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
-    """Fills in what the step knows and the user has not set: node rank, rendezvous endpoint and id, run
-    directory.
+    """Fills in settings that the Slurm step knows and that the user has not set: node rank, rendezvous endpoint and
+    id, run directory.
 
     Args:
         config: resolved.
-        step: None fills in nothing.
+        step: the Slurm step; None fills in nothing.
 
     Raises:
         ConfigError: the step does not have as many machines as the run needs, or starts several launchers on

@@ -88,7 +88,7 @@ def template_text() -> str:
 
 
 def shipped(script: str) -> Path:
-    """Returns the path of a script that is installed with canzona: inside the package in a wheel, beside the
+    """Returns the path of a script that is installed with canzona: inside the package in a wheel, next to the
     package in an editable install.
 
     Raises:

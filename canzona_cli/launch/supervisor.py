@@ -192,8 +192,8 @@ class Supervision:
 
     def _completed(self, outcome: Outcome) -> Outcome:
         """Adds the newest step and losses, the number of restarts, and the command that resumes the run. The
-        step is the newest in the metrics and the ranks' results; the loss is that of the metrics, else of the
-        ranks."""
+        step is the newest in the metrics and the ranks' results; the loss comes from the metrics if they have one,
+        otherwise from the ranks' results."""
         results = read_ranks(self.files, self.ranks)
         last, validation = self._monitor.last_step, self._monitor.last_validation
         losses = [None if last is None else last.loss, *(result.loss for result in results)]
@@ -247,12 +247,11 @@ def run_ranks(
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
 ) -> RunFiles:
-    """Runs ranks on this machine for something other than training, in a run directory of their own, until
-    they end.
+    """Runs ranks on this machine for another purpose than training, in a separate run directory, until they end.
 
     Args:
-        config: resolved; the ranks get `run.dir`, or a new directory under `run.root`.
-        write_more: writes what else the ranks read, besides configuration, layout and corpus.
+        config: the resolved configuration; the ranks use `run.dir`, or a new directory under `run.root`.
+        write_more: a function that writes further files for the ranks, besides configuration, layout and corpus.
         grace_s, hang_timeout_s: as in `Supervision`.
 
     Raises:

@@ -83,8 +83,8 @@ def says(*texts: str) -> Check:
 
 
 def reads(digest: str) -> Check:
-    """Returns a check that the source code has this digest, for code of which canzona has its own version
-    that must do the same."""
+    """Returns a check that source code has this digest. It is for code that canzona replaces by a version that must
+    behave in the same way."""
 
     def check(thing: object) -> str | None:
         now = source_digest(thing)

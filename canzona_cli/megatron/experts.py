@@ -61,7 +61,7 @@ class GroupedLinear(torch.nn.Module):
 
     def __init__(self, experts: int, inputs: int, outputs: int, config: TransformerConfig, *, cut: int) -> None:
         super().__init__()
-        # Megatron keeps the gradients of experts apart if other ranks have copies of experts than of dense weights.
+        # Megatron separates the gradients of experts if copies of experts and of dense weights are on different ranks.
         apart = (
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
@@ -106,7 +106,7 @@ class RoutingMeter:
 
         Returns:
             `[layers, 1 + experts]`: each layer's balancing losses, added up over micro-batches, and its token
-            counts. Added up over all ranks, they are those of the model.
+            counts. The sums over all ranks are the values of the model.
         """
         tracker = get_moe_metrics_tracker()
         losses = torch.zeros_like(self._tokens[:, :1])

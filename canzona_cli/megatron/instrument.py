@@ -192,8 +192,8 @@ def _time_dispatch(timer: PhaseTimer, world: World) -> None:
 
 
 def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) -> None:
-    """Marks as waits the methods in which Megatron's dispatchers read from the device how many tokens each
-    expert gets. This comes after collectives, so the host waits for other ranks, once for each layer and pass."""
+    """Marks as waits the methods in which Megatron's dispatchers read the number of tokens of each expert from the
+    device. The host waits for other ranks there, once for each layer and pass, because collectives come before."""
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     for dispatcher in (layer.token_dispatcher for layer in layers):
         for name in ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"):

@@ -9,7 +9,7 @@ from canzona_cli.errors import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A setting of which the engine supports only one value."""
+    """A setting for which the engine supports only one value."""
 
     name: str
     """The field of Megatron's configuration; Megatron-LM's option has the same name with dashes."""

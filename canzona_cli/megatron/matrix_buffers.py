@@ -28,7 +28,7 @@ TAG = "is_managed_by_layer_wise_optimizer"
 
 
 class PlanMismatch(RuntimeError):
-    """Raised when the plan is for another model, layout or buffer than that of this rank."""
+    """The error for a plan that does not fit this rank's model, layout or buffer."""
 
     def __init__(self, *, key: str, planned: object, actual: object) -> None:
         self.key, self.planned, self.actual = key, planned, actual
@@ -145,7 +145,7 @@ def stage_buckets(plan: Plan, stage: int, expert_rank: int = 0, chunk: int | Non
 
 
 def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields the parameters of model chunks with their names in the whole model, whatever wraps the chunks."""
+    """Yields the parameters of model chunks, wrapped or not, with their names in the whole model."""
     for model in chunks:
         yield from global_names(bare(model))
 

@@ -169,10 +169,10 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def can_compile(world: World) -> bool:
-    """Returns True if torch.compile works on every rank. All ranks must decide alike, because fused and
+    """Returns True if torch.compile works on every rank. All ranks must return the same value, because fused and
     unfused cross-entropy use different collectives.
 
-    Collective. Rank 0 logs a warning if it does not work.
+    Collective. Rank 0 logs a warning if torch.compile does not work.
     """
     lacks = compiling_lacks()
     works = torch.tensor(float(lacks is None), device=world.device)
@@ -334,5 +334,5 @@ class Trainee(Model):
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     routing: RoutingMeter | None = None
-    """The record of where tokens go; None for dense models."""
+    """The record of the experts to which tokens go; None for dense models."""
     schedule: OptimizerParamScheduler

@@ -81,7 +81,7 @@ def wrap_planned(
     """Wraps model chunks with the plan's buckets.
 
     `disable_bucketing` stays off: with it, Megatron would make one group of all buckets of a chunk, and AdamW's
-    parameters could not be communicated apart from matrices.
+    parameters and matrices could not be communicated separately.
 
     Raises:
         PlanMismatch: the plan is for another model or layout.
@@ -292,8 +292,8 @@ def _chosen_optimizers(overrides: Overrides) -> Iterator[Problem]:
 def _overridden_matrices(
     groups: Iterable[Mapping[str, object]], megatron_config: MegatronOptimizerConfig
 ) -> Iterator[Problem]:
-    """Yields a problem for each parameter group of matrices with settings of its own. The groups are the same on
-    all ranks."""
+    """Yields a problem for each parameter group of matrices that has different settings than the optimizer. The groups
+    are the same on all ranks."""
     usual = {**_group_settings(megatron_config), "optimizer": _MATRICES}
     for group in groups:
         others = {key: value for key, value in group.items() if key not in ("params", "is_expert_parallel")}

@@ -57,7 +57,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             bucket: the bucket that Megatron built.
             planned: the plan's bucket.
             group: the ranks among which the bucket's owners are numbered: the data- and context-parallel ranks,
-                or, for experts that are divided among ranks, those that have the same experts.
+                or, for experts that are divided among ranks, the ranks with the same experts.
             names: the parameters' names in the whole model, for error messages.
 
         Raises:
@@ -120,9 +120,9 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         following = self.next_param_gather_bucket_group
-        # Within a layer, parameters are registered in another order (proj, qkv) than the one in which they are
-        # needed (qkv, proj). So if a layer is in two buckets, the next bucket may already have been dispatched.
-        # That is harmless, so Megatron's warning is avoided.
+        # Within a layer, the order in which parameters are registered (proj, qkv) is not the order in which they are
+        # needed (qkv, proj). So if a layer is in two buckets, the next bucket may already have been dispatched. This
+        # is harmless, so Megatron's warning is avoided.
         early = following is not None and following.param_gather_dispatched
         super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or early)
 
@@ -223,8 +223,8 @@ def _replace(
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """Returns all of this rank's bucket groups: chunk by chunk, each chunk's in the order in which their
-    gradients become ready, and then those of experts that are divided among ranks."""
+    """Returns all of this rank's bucket groups: for each model chunk, the groups in the order in which their gradients
+    become ready, followed by the groups of experts that are divided among ranks."""
     return [group for ddp in reversed(chunks) for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
 
 

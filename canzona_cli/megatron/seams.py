@@ -1,5 +1,5 @@
-"""The two functions of Megatron-LM's training that canzona replaces: the one that wraps a model, and the one that
-builds its optimizer. Both are globals of `megatron.training.training`, looked up at each call."""
+"""The two functions of Megatron-LM's training that canzona replaces: the function that wraps a model, and the function
+that builds its optimizer. Both are globals of `megatron.training.training`, looked up at each call."""
 
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -35,12 +35,12 @@ LOOP: Final = (
     Limit(name="perform_rl_step", value=False, reason="masters and state of matrices cannot be moved to the host"),
     Limit(name="dump_param_to_param_group_map", value=None, reason="matrices are not in Megatron's parameter groups"),
 )
-"""The arguments of Megatron-LM of which the engine supports only one value."""
+"""The arguments of Megatron-LM for which the engine supports only one value."""
 
 
 def replace_seams(wrap: Wrap, build: Build) -> None:
-    """Makes Megatron-LM's training wrap models with `wrap` and build optimizers with `build`. Calling it
-    again replaces both again."""
+    """Makes Megatron-LM's training wrap models with `wrap` and build optimizers with `build`. A later call replaces the
+    two functions again."""
 
     def wrap_model_chunks_with_ddp(
         model_chunks: Sequence[torch.nn.Module],

@@ -61,7 +61,7 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """The parameters that a token uses; all of them without experts."""
+        """The number of parameters that a token uses; in models without experts, all parameters."""
         return self.total - self.idle
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from canzona_cli.config.schema import ModelConfig
 
 Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
-"""The kind of a matrix; `other` for user-defined matrices and for those of the vocabulary."""
+"""The kind of a matrix; `other` for user-defined matrices and for the matrices of the vocabulary."""
 Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
 """A module of the model, with one 2-D weight."""
 Copies = Literal["data", "tp"]
@@ -106,7 +106,7 @@ class Router:
     """The number of experts."""
     cols: int
     part: Part
-    """The module that uses the choice."""
+    """The module with the experts, which uses the router's choice."""
     copies: tuple[Copies, ...] = ("data", "tp")
 
     @property
@@ -167,7 +167,7 @@ class Foreign:
     config: str
     """The name of the configuration class."""
     defaults: Callable[[Mapping[str, object]], Mapping[str, object]]
-    """Returns the values of keys that a `config.json` may leave out, given those that it has."""
+    """Returns the values of keys that a `config.json` may leave out, given the keys that it has."""
     must_be: Mapping[str, tuple[object, ...]]
     """The accepted values of keys that the family fixes; the first is the family's value."""
     fixed: Mapping[str, object]

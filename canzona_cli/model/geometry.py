@@ -1,5 +1,5 @@
-"""The geometry of parameters: which rows and columns of which Megatron parameter a matrix or a fragment is.
-It computes with plain numbers, without tensors.
+"""The geometry of parameters: the rows and columns of Megatron's parameters that make up a matrix or a fragment, as
+plain numbers, without tensors.
 
 With one tensor-parallel (TP) rank, a 2-D parameter is its *parts* from top to bottom, repeated `repeats`
 times. TP divides either the repeats, or each part, or the columns:
@@ -182,7 +182,7 @@ def _blocks(weight: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
     stored, row = weight.stored(tp), 0
     for repeat in range(stored.repeats):
         for part in stored.parts:
-            # The number of repeats on earlier ranks; `repeat` counts those on this rank.
+            # The number of repeats on earlier ranks; `repeat` counts the repeats on this rank.
             before = 0 if stored.cut == "cols" else rank * stored.repeats
             yield Block(
                 unit=weight.name if part.kind == "other" else f"{layer}{weight.inside}{part.kind}",
@@ -270,8 +270,7 @@ def stored_shape(matrices: Sequence[Matrix], tp: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def interleaved_kinds(model: ModelConfig) -> frozenset[Kind]:
-    """Returns the kinds of matrices whose rows are interleaved with those of other matrices in their
-    parameter."""
+    """Returns the kinds of matrices whose rows are interleaved with the rows of other matrices in their parameter."""
     weights = family_of(model).weights(model)
     return frozenset(part.kind for weight in weights if weight.cut == "repeats" for part in weight.parts)
 

@@ -1,7 +1,7 @@
 """The Qwen3 family with experts: every layer has many feed-forward networks, and a router sends each token to
 a few of them.
 
-Attention, norms and embeddings are those of the dense family. Expert e of a layer has the unit names
+Attention, norms and embeddings are the same as in the dense family. Expert e of a layer has the unit names
 `experts.e.gate`, `experts.e.up` and `experts.e.down`.
 
 Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` files, and
@@ -46,9 +46,9 @@ def _routers(model: ModelConfig) -> tuple[Router, ...]:
 def _modules(model: ModelConfig) -> tuple[Work, ...]:
     """Lists the modules of a layer with their memory traffic.
 
-    SwiGLU passes over an expert's width three times. Every token is copied to each of its experts, which
-    reads and writes it, and their results are added in the same way. The router's product is left out: it is
-    below 1% of the experts'.
+    SwiGLU passes over an expert's width three times. A copy of a token for each of its experts is read and written;
+    adding up the experts' results takes the same traffic. The router's product is left out, because it has less than
+    1% of the FLOPs of the experts' products.
     """
     qkv, proj, fc1, fc2 = QWEN3.modules(model)
     first, *_, last = _weights(model)[2:]

@@ -3,7 +3,7 @@
     name: my-model
     hidden_size: 4096          # width of the residual stream
     embedding: 524288000       # elements
-    output: 524288000          # elements of the output layer; 0 where it shares the embedding
+    output: 524288000          # elements of the output layer; 0 if it shares the embedding
     layers: 32
     other: 8192                # elements of a layer that are not in matrices: norms, biases, routers
     matrices:                  # matrices of one layer, in the order in which the model registers them
@@ -74,8 +74,8 @@ class ModelShapes:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of everything that planning depends on: all fields but the name. `expert` is left out, because a
-        user's matrices do not belong to experts."""
+        """The SHA-256 of everything that planning depends on: all fields except the name. `expert` is left out, because
+        a user's matrices do not belong to experts."""
         content = asdict(
             replace(self, name=""),
             dict_factory=lambda pairs: {name: value for name, value in pairs if name != "expert"},
@@ -93,8 +93,8 @@ class ModelShapes:
     def stand_in(self, base: ModelConfig) -> ModelConfig:
         """Returns a dense model with the same number of layers and nearly the same number of elements.
 
-        The feed-forward width is rounded to a multiple of 128. The model stands for the shapes where single
-        matrices do not matter: memory of activations, and the time of forward and backward. Every token is
+        The feed-forward width is rounded to a multiple of 128. The model replaces the shapes in estimates that do not
+        depend on single matrices: memory of activations, and the time of forward and backward. Every token is
         assumed to pass through every matrix.
         """
         attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)

@@ -73,7 +73,8 @@ def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
 
 
 def _replace_undefined(basis: torch.Tensor, defined: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Replaces the columns that are not `defined` (..., side) by those of `previous`, made orthogonal to all others."""
+    """Replaces the columns that are not `defined` (..., side) by the columns of `previous`, made orthogonal to all
+    others."""
     # QR makes each column orthogonal to the columns before it, so columns with a defined direction come first.
     order = defined.to(torch.int8).argsort(descending=True, stable=True)[..., None, :].expand_as(basis)
     mixed = torch.where(defined[..., None, :], basis, previous.to(basis.dtype)).gather(-1, order)
@@ -215,7 +216,7 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
 
     X converges to the root while M = X^order factor converges to the identity (Guo & Higham 2006,
     doi:10.1137/050643374; in Shampoo: Anil et al. 2020, arXiv:2002.09018). Polynomials of degree 2 that
-    increase small eigenvalues quickly need 7 or 8 steps where Newton's needs 20. Eigenvalues below fp32's
+    increase small eigenvalues quickly need 7 or 8 steps, Newton's polynomial needs 20. Eigenvalues below fp32's
     rounding are damped, so condition numbers stay below 1e7. The error is at most that of `eigh` in fp32. The
     host does not wait for the device.
 
@@ -261,7 +262,7 @@ def newton_step(
     """Returns X and M after a step (count, side, side); the last step keeps M.
 
     Args:
-        x: None before the first step, where X is the identity.
+        x: None before the first step, when X is the identity.
     """
     a, b, c = _STEPS[order][number]
     q = torch.baddbmm(m, m, m, beta=b, alpha=c)

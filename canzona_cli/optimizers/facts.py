@@ -75,7 +75,7 @@ class Algorithm:
     name: str
     """The optimizer whose update is priced; for a user's own optimizer, the optimizer that it resembles."""
     custom: bool = False
-    """True for a user's own optimizer, whose measurements are looked up under a label of its own."""
+    """True for a user's optimizer, whose measurements have a separate label."""
     ns_steps: int = 5
     form: Literal["auto"] | Form = "standard"
     """The form of Muon's Newton-Schulz iteration; with auto, `costs.update.form_of` decides for each shape."""
@@ -86,13 +86,13 @@ class Algorithm:
     max_preconditioner_dim: int = 8192
     """The longest side that is preconditioned (Shampoo, SOAP, KL-Shampoo)."""
     grafting: Literal["none", "sgd", "adam"] = "none"
-    """The method whose update's norm Shampoo's update gets."""
+    """The method to whose norm Shampoo's update is scaled."""
     roots: RootMethod = "eigh"
     """The method by which Shampoo's inverse roots are computed."""
     precision: Precision = "bf16"
     """The precision of the products of Newton-Schulz. Products with Kronecker factors are in fp32 or TF32."""
     tf32: bool = True
-    """True if products with Kronecker factors use TF32 where a GPU has it; refreshes do not."""
+    """True if products with Kronecker factors use TF32 on GPUs that have it; refreshes never use TF32."""
     stack: Literal["auto"] | bool = False
     """True if Muon updates matrices of one shape in batched products; with auto, `costs.update.stack_of`
     decides for each shape."""
@@ -110,7 +110,7 @@ class Work:
     """The products with a symmetric result, as (count, m, k): `count` products of (m, k) by (k, m). A kernel
     that makes use of the symmetry needs half the operations."""
     qr: tuple[tuple[int, int], ...] = ()
-    """The shapes (m, n), m >= n, of the matrices with a QR decomposition, of which Q is formed."""
+    """The shapes (m, n), m >= n, of the matrices whose QR decomposition is computed with an explicit Q."""
     eigh: tuple[int, ...] = ()
     """The sides of the squares with an eigendecomposition."""
     elementwise: float = 0.0
@@ -134,7 +134,7 @@ class Work:
 
     @property
     def product_flops(self) -> float:
-        """The FLOPs of all products; symmetric ones count in full."""
+        """The FLOPs of all products; products with a symmetric result count in full."""
         iteration = self.iteration.product_flops if self.iteration else 0.0
         return iteration + sum(2.0 * count * m * k * n for count, m, k, n in self.products) + self._symmetric_flops
 

@@ -63,8 +63,8 @@ from .muon_facts import SAMPLES, segments
 
 DOUBT = 0.15
 """The estimated error (see above) above which a result is not trusted. It is of the size of the 0.02 to 0.2
-by which the polynomials themselves miss 1. In bf16 the estimates of Gaussian matrices are 0.009 to 0.145; the
-largest is that of 16 x 16 matrices."""
+by which the polynomials themselves miss 1. In bf16 the estimates of Gaussian matrices are 0.009 to 0.145, the
+largest for 16 x 16 matrices."""
 LARGEST_NORM = 2.0**6
 """The largest starting norm in fp16; its square is well inside fp16's range."""
 LOWEST, PER_OCTAVE = -24, 8
@@ -81,9 +81,9 @@ Step = tuple[float, float, float]
 
 
 def products_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype of X and of squares in Gram form on `device`, if the standard form uses `dtype`: fp16
-    in place of bf16 where both are equally fast. That is the case on CUDA and on processors without bf16
-    instructions (`cpu_products`); processors that have them multiply fp16 400 times slower than bf16."""
+    """Returns the dtype of X and of squares in Gram form on `device`, if the standard form uses `dtype`. It is fp16
+    instead of bf16 if the two are equally fast: on CUDA, and on processors without bf16 instructions
+    (`cpu_products`). Processors with bf16 instructions multiply fp16 400 times slower than bf16."""
     has_fp16 = device.type == "cuda" or (device.type == "cpu" and cpu_products.installed())
     return torch.float16 if dtype is torch.bfloat16 and has_fp16 else dtype
 

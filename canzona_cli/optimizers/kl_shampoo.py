@@ -10,7 +10,7 @@ from .kronecker import LONGEST, KroneckerOptimizer, Side, unpack
 from .matrix_optimizer import products
 
 NO_FACTOR = 0.2
-"""The root mean square of an update where neither side has a factor: about that of AdamW (arXiv:2502.16982)."""
+"""The root mean square of an update of a matrix without factors: about that of AdamW's updates (arXiv:2502.16982)."""
 
 
 class KLShampoo(KroneckerOptimizer):

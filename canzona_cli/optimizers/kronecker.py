@@ -21,8 +21,8 @@ LONGEST = 2.0
 values of Shampoo's. Without outdated statistics, both are 1 for gradients that are all equal, less for
 others, and with the usual decays never above 1.2."""
 TOGETHER = {"cuda": STACKED_SQUARES}
-"""The most elements of the stack of squares that one call of `_refresh` takes, by device type; on other
-devices a stack has one square."""
+"""The largest stack of squares that one call of `_refresh` takes, in elements, by device type; on other devices a
+stack has one square."""
 
 
 class KroneckerSettings(TypedDict, total=False):

@@ -127,7 +127,7 @@ class Workspace:
         return buffer[:size].view(dtype).view(*shape)
 
     def like(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns `get` for a tensor's shape, dtype and device; contiguous whatever the tensor's strides are."""
+        """Returns `get` for a tensor's shape, dtype and device; the buffer is always contiguous."""
         return self.get(role, tensor.shape, tensor.dtype, tensor.device)
 
     @property

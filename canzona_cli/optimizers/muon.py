@@ -31,7 +31,7 @@ from .runs import Run, joined, runs
 from .shared_rows import Shape
 
 Norms = float | list[float] | torch.Tensor
-"""The norm of one matrix, or those of a run: on CPUs a float or a list, on CUDA a tensor () or (count,) in fp64."""
+"""The norm of a matrix, or the norms of a run: on CPUs a float or a list, on CUDA a tensor () or (count,) in fp64."""
 
 
 class MuonSettings(TypedDict, total=False):
@@ -185,8 +185,8 @@ class Muon(MatrixOptimizer):
         muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
     def _graph_key(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
-        """Returns everything apart from `_rates` that a captured update of these matrices depends on and that may
-        change. If it differs from the previous step's, the update must not be replayed."""
+        """Returns a key of everything that a captured update of these matrices depends on and that may change, except
+        `_rates`. If the key differs from the previous step's key, the update must not be replayed."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
@@ -405,8 +405,8 @@ class Muon(MatrixOptimizer):
     def _joined_state(self, run: Run, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a part of a run's state as one tensor: `shape` of one matrix, (count, *shape) of several.
 
-        State that is missing starts at zero. State that is not evenly spaced in memory, for example because a
-        checkpoint was loaded, is first copied to memory where it is.
+        Missing state starts at zero. State that is not evenly spaced in memory, for example because a checkpoint was
+        loaded, is first copied to memory in which it is.
         """
         states: list[torch.Tensor | None] = [self.state[p].get(key) for p in run.matrices]
         present = [state for state in states if state is not None]

@@ -117,7 +117,7 @@ def _shifted(block: torch.Tensor, exponent: int, workspace: Workspace) -> torch.
 
 def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns views of blocks of about BLOCK elements: rows of a matrix, or several matrices of a run. Tensors
-    of the same shape are cut alike."""
+    of the same shape are cut in the same way."""
     if tensor.ndim == 2:
         return tensor.split(max(1, BLOCK // tensor.size(1)))  # type: ignore[no-untyped-call,no-any-return]
     stacks = _stacks(tensor)

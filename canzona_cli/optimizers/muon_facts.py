@@ -31,7 +31,7 @@ class Blend:
     nesterov: bool
     """True for Nesterov's direction, False for the momentum itself."""
     momentum: float
-    """The share of the momentum in Nesterov's direction; the rest is the gradient's."""
+    """The share of the momentum in Nesterov's direction; the gradient has the remaining share."""
     weight: float
     """The share of the gradient in the new momentum."""
     norm: float

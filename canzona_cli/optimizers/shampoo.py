@@ -62,8 +62,8 @@ class Shampoo(KroneckerOptimizer):
         params, lr, settings: As for KroneckerOptimizer. `betas`: the decay of M and of the grafted Adam's
             second moment; `eps`: the epsilon of the grafted Adam.
         shampoo_eps: Term added to a factor's eigenvalues, relative to the largest.
-        grafting: The method whose update's Frobenius norm the update gets. none: its own norm; sgd: that of
-            M; adam: that of M / (sqrt(V) + eps), for which an AdamW learning rate fits. adam keeps one more
+        grafting: The method to whose Frobenius norm the update is scaled. none: no scaling; sgd: the norm of
+            M; adam: the norm of M / (sqrt(V) + eps), for which an AdamW learning rate fits. adam keeps one more
             buffer of the size of the weight.
         roots: How inverse roots are computed. eigh: from eigenvalues. newton: by matrix products alone, which
             is faster on GPUs; a root that does not converge is computed from eigenvalues.

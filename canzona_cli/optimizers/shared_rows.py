@@ -75,7 +75,7 @@ class Together:
 
 
 def each_turn[Result](running: Turns[Result], within: Callable[[], AbstractContextManager[object]]) -> Turns[Result]:
-    """Runs each turn of the generator `running` within a context, which is left between turns."""
+    """Runs each turn of the generator `running` within a new context."""
     while True:
         with within():
             try:
@@ -161,7 +161,7 @@ def _polynomial(
     Yields once for each product, in an order in which most gathers overlap with the next product.
 
     Args:
-        free: Scratch of the size of the fragment, which is at least that of this rank's rows of a square.
+        free: Scratch as large as the fragment, which has at least as many elements as this rank's rows of a square.
     """
     rows = ranks.rows(r.size(0))
     s, q = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all"))

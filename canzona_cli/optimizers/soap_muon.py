@@ -48,7 +48,7 @@ class SOAPMuon(SOAP):
         """Args:
             params, lr, settings: As for SOAP.
             ns_steps, coefficients, scale_mode, scale_factor: As for Muon.
-            iterated_in: The precision of the iteration's products; `precision` is that of SOAP's products.
+            iterated_in: The precision of the iteration's products; `precision` is the precision of SOAP's products.
 
         Raises:
             ValueError: `ns_steps` is below 1, or a setting of SOAP is not valid.

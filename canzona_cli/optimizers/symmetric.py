@@ -36,7 +36,7 @@ _chosen: dict[Shape, Kernel] = {}
 
 
 def use(kernels: Mapping[Shape, Kernel]) -> None:
-    """Uses these kernels, by the shape of A, for all products from now on; they replace those of an earlier call."""
+    """Uses these kernels, by the shape of A, for all products from now on, instead of an earlier call's kernels."""
     _chosen.clear()
     _chosen.update(kernels)
 

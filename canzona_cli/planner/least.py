@@ -29,7 +29,7 @@ _BISECTIONS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Updates:
-    """The updates of a plan's slowest owner, with their exchanges."""
+    """The time of matrix updates and their exchanges on a plan's slowest owner, and its lower bound."""
 
     seconds: float
     least: float

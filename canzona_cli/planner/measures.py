@@ -22,7 +22,7 @@ class Balance:
     is perfect."""
 
     dp: float
-    """The balance over owners, with the summed seconds of each owner's hosts."""
+    """The balance over owners, whose seconds are the sums over their hosts."""
     tp: float
     """The balance over the hosts of the owner that has the slowest host. If this owner is also the busiest,
     `grid` is `dp` times `tp`."""
@@ -55,7 +55,7 @@ class Communication:
     """The bytes of gradients that a rank sends for reductions over n owners, padding included: (n - 1) / n of AdamW's
     gradients and of buckets that are reduced for each owner, and the whole of buckets that are reduced in a ring."""
     dp_gather_bytes: int
-    """The bytes of weights that a rank sends for gatherings, counted in the same way."""
+    """The bytes of weights that a rank sends for gatherings, counted as in `dp_reduce_bytes`."""
     tp_exchange_bytes: int
     """The bytes that a rank sends within its TP group: gradient fragments to hosts, new weights and flags from hosts,
     and the squares of shared matrices."""

@@ -299,7 +299,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     # Most of the thousands of cells are equal, so only the first of equal cells is evaluated.
     distinct = {(elements[cell], factors[cell], buffers[cell]): cell for cell in reversed(range(mesh.cells))}
     worst = max(distinct.values(), key=lambda cell: (sum(varying(cell).values()), -cell))
-    # Fragments are counted from the plan, because a user's own shapes differ from those of `stage_weights`.
+    # Fragments are counted from the plan, because a user's shapes differ from the shapes of `stage_weights`.
     held = [m.fragment_elements(mesh.tp) for m, _ in plan.placed[stage] if m.expert_rank in (None, 0)]
     stored = weights.others + sum(held)
     padding = sum(bucket.padding for bucket in rank_buckets(plan.buckets, stage))

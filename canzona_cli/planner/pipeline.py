@@ -191,7 +191,8 @@ class HostedPipeline:
         return self.begin_s + sum(each) if jobs else 0.0
 
     def each_alone(self, seconds: float, elements: int) -> float:
-        """Returns the seconds of one update in `alone`.
+        """Returns the seconds in which a host updates a matrix that no other rank of its TP group stores, without the
+        launch.
 
         Args:
             seconds: the seconds of the update.

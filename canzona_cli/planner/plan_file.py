@@ -109,7 +109,7 @@ def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
     Raises:
         ConfigError: the file cannot be read, was altered or has another version; or the plan is for another
             model, layout, optimizer, setting or profile (the first `_SHOWN` differences are listed); or its
-            matrices or costs are not those of this run.
+            matrices or costs differ from this run's.
     """
     plan = read_plan(path)
     expected = subject(config, layout)

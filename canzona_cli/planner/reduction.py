@@ -166,7 +166,7 @@ def scratch_bytes(bucket: Bucket, way: Reduction | Gathering, owners: int, width
 
 
 def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
-    """Counts the collectives that reduce the bucket's gradients, and those that gather its weights."""
+    """Counts the collectives that reduce the bucket's gradients, and the collectives that gather its weights."""
     if owners == 1:
         return 0, 0
     each: Mapping[Reduction | Gathering, int] = {

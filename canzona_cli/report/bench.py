@@ -172,7 +172,7 @@ def steps(benches: Iterable[tuple[str, StrategyBench]], *, planned: bool) -> Bar
 
 
 def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[RenderableType]:
-    """Yields the heading: what was run, on which hardware, and how many rounds.
+    """Yields the heading: the run, the hardware and the number of rounds.
 
     Args:
         without: the setting that a sweep varies (`optimizer` or `gpus`), which the title leaves out.
@@ -196,7 +196,7 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
 
 
 def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
-    """Returns the row that says where predictions come from, or how to get some that describe this machine.
+    """Returns the row about the origin of predictions, or about the way to get predictions for this machine.
 
     Args:
         origin: the words for a profile that was calibrated.

@@ -22,7 +22,7 @@ from canzona_cli.run.records import StageEvent
 from canzona_cli.run.words import MISSING, clean, milliseconds, plural, size
 
 _NAME, _BEFORE = 31, 9
-"""The width of the first column in all tables, and the most characters of the last column's head."""
+"""The width of the first column of every table, and the largest width of the last column's heading, in characters."""
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
     "fp32_tflops": ("fp32 products", "TFLOP/s"),
     "tf32_tflops": ("TF32 products", "TFLOP/s"),

@@ -426,7 +426,7 @@ def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
 
 
 def owners_a_column(owners: int, width: int) -> int:
-    """Returns the most owners that one column of a map of `width` characters stands for."""
+    """Returns the largest number of owners in one column of a map with `width` columns."""
     return max(end - begin for begin, end in _bins(owners, width))
 
 

@@ -113,7 +113,7 @@ def setting_value(value: object) -> str:
 
 
 _MOST_SETTINGS = 8
-"""The most settings that get a column."""
+"""The largest number of settings with a column."""
 COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
     "loss": ("loss", partial(number, spec=".4f")),
     "best_validation": ("validation", partial(number, spec=".4f")),

@@ -191,7 +191,7 @@ class Curves(Picture):
 
 
 class SideBySide(Picture):
-    """Small charts of an HTML page, as many in a row as fit; a terminal shows none of them."""
+    """The small charts of an HTML page, in rows as wide as the page; a terminal does not show them."""
 
     def __init__(self, *pictures: Picture) -> None:
         self._pictures = pictures
@@ -263,7 +263,7 @@ class _Chart:
             yield tag("text", _step(step), x=percent(place), y=self._picture.height + 18, class_=css)
 
     def _written_steps(self) -> list[float]:
-        """Returns the steps that label the x axis: the first, the last and round ones between them, or all
+        """Returns the steps that label the x axis: the first, the last and round numbers between them, or all
         steps."""
         if self._every or len(self._steps) < 3:
             return self._steps

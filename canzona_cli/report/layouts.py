@@ -145,14 +145,14 @@ _WORTH_NAMING = 0.005
 
 @dataclass(frozen=True, kw_only=True)
 class FastestLayouts(Page):
-    """A table of the fastest layouts; the first, in bold, is the one that a run gets by default."""
+    """A table of the fastest layouts; the first, in bold, is the default of the run."""
 
     config: RunConfig
     search: LayoutSearch
     without: Tried | None = None
     """The fastest layout if no headroom is left free (`cluster.headroom_gib`); None if it is not faster."""
     verbose: bool = False
-    """True to also show the columns that do not fit in the terminal, in a second table."""
+    """True shows the columns that do not fit in the terminal in a second table."""
 
     widest = 140
 
@@ -262,7 +262,7 @@ def layouts_of(config: RunConfig, *, verbose: bool) -> FastestLayouts:
     """Searches the fastest layouts of a composed run.
 
     Args:
-        verbose: True to show every column whatever the width of the terminal.
+        verbose: True shows every column, even in a narrow terminal.
 
     Raises:
         ConfigError: the settings are impossible.

@@ -32,7 +32,7 @@ class Table(rich.table.Table):
         self.add_words(*names)
 
     def add_words(self, *names: str) -> None:
-        """Adds columns of text, which folds onto several lines where there is no room."""
+        """Adds columns of text, which folds onto several lines if there is no room."""
         for name in names:
             self.add_column(Text(name), overflow="fold")
 

@@ -175,7 +175,7 @@ def make_view(config: RunConfig, layout: Layout, console: Console, *, short: str
     terminals.
 
     Args:
-        short: the name of the run in the one line that is printed at its end; empty to print everything.
+        short: the name of the run, to print a single line at the end of the run; empty to print everything.
     """
     if console.is_terminal and console.is_interactive and not console.is_dumb_terminal:
         return LiveView(config, layout, console, short=short)
@@ -352,7 +352,7 @@ class PlainView(ConsoleView):
     def stage(self, event: StageEvent) -> None:
         ended = self.state.add_stage(event)
         stage = self.state.stages[-1]
-        # When stages alternate, only the first is printed: steps and validations have lines of their own.
+        # When stages alternate, only the first is printed, because steps and validations have separate lines.
         if stage.name not in REPEATED_STAGES or ended is None or ended.name not in REPEATED_STAGES:
             detail = f": {clean(stage.detail)}" if stage.detail else ""
             self._print(f"{self._time()} {clean(stage.name)}{detail}")
@@ -414,7 +414,7 @@ class PlainView(ConsoleView):
         return f"{_clock(self.state.elapsed):>8}"
 
     def _print(self, line: str, *, always: bool = False) -> None:
-        """Prints a line; a short view prints only those with `always`."""
+        """Prints a line; a short view prints only lines with `always`."""
         if always or not self._short:
             # With soft_wrap, the width that the console assumes for a pipe does not break lines.
             self._console.print(Text(line.rstrip()), soft_wrap=True)

@@ -218,7 +218,7 @@ def _figures(breakdown: Breakdown | None) -> dict[str, float | None]:
 
 
 def ratio(pair: Pair) -> float | None:
-    """Returns run B's value over run A's; None if either is missing or run A's is negligible."""
+    """Returns run B's value over run A's value; None if a value is missing or run A's value is negligible."""
     a, b = pair
     return b / a if a is not None and b is not None and abs(a) >= NOTHING_S else None
 

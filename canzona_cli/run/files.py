@@ -42,7 +42,7 @@ class RunFiles:
         self.plan = root / "plan.json"
         """The plan that the strategies canzona, paper and asc execute; absent for others."""
         self.routing = root / "routing.json"
-        """The parameters that the optimizer updates as matrices, and those that AdamW updates."""
+        """The parameters that the optimizer updates as matrices, and the parameters that AdamW updates."""
         self.kernels = root / "kernels.json"
         """The kernels for matrix products with a symmetric result."""
         self.command = root / "command.txt"

@@ -48,7 +48,7 @@ class Ink:
     colour: str
     """The colour in HTML pages."""
     css: str
-    """The CSS class of that colour."""
+    """The CSS class for `colour`."""
     name: str
     """The name in tables and legends."""
 

@@ -23,7 +23,7 @@ from canzona_cli.run.words import clean, size, step_time
 Ending = Literal["done", "interrupted", "preempted"]
 """The status of a rank or a run that ended without an error."""
 Failure = Literal["failed", "diverged"]
-"""The status after an error: the training diverged, or anything else failed."""
+"""The status after an error: `diverged` if the training diverged, otherwise `failed`."""
 RunStatus = Literal[Ending, Failure]
 FAILURES: Final[tuple[Failure, ...]] = get_args(Failure)
 Level = Literal["info", "warning"]
@@ -101,8 +101,7 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerState:
-    """The content of trackers/NAME.json: how far a tracker has got, so that the next launch continues the
-    same curve."""
+    """The content of trackers/NAME.json: a tracker's progress, so that the next launch continues the same curve."""
 
     id: str | None = None
     """The tracker's own id of the run; None before there is one."""
@@ -113,7 +112,8 @@ class TrackerState:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """The content of resume.json: where this launch starts from, for its workers and for the next launch."""
+    """The content of resume.json: the checkpoint from which this launch starts, for its workers and for the next
+    launch."""
 
     checkpoint: str
     """The path of the checkpoint."""
@@ -215,7 +215,7 @@ class CheckpointEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A line of events.jsonl for any other event."""
+    """A line of events.jsonl for an event that is neither a stage nor a checkpoint."""
 
     time: float | None = None
     event: str

@@ -30,8 +30,8 @@ from canzona_cli.run.words import plural
 
 Record = StepMetrics | ValidationLoss | Event
 _CLOCK_NOISE_S: Final = 1.0
-"""The seconds by which a line may be earlier than the one before it without the clock having been set back:
-the launcher and rank 0 write to the same file."""
+"""The seconds by which a line may be earlier than the line before it although the clock was not set back, because the
+launcher and rank 0 write to the same file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
 
 
 def _with_rising_times[R: (StepMetrics, ValidationLoss, Event)](lines: Sequence[R]) -> list[R]:
-    """Corrects the times of a file's lines after the clock was set back: that line and all later ones are shifted,
-    so that no line is earlier than the one before it."""
+    """Corrects the times of a file's lines after the clock was set back. From the first such line on, all times are
+    shifted, so that no line is earlier than the line before it."""
     corrected: list[R] = []
     newest, set_back_s = -math.inf, 0.0
     for line in lines:
@@ -125,7 +125,7 @@ def earlier_events(files: RunFiles) -> list[Event]:
 
 def events_of(files: RunFiles) -> list[Event]:
     """Reads events.jsonl: the events of the newest launch, and earlier ones up to the checkpoint it resumed
-    from. Times are corrected where the clock was set back."""
+    from. Times are corrected if the clock was set back."""
     return _with_rising_times(
         [event for line in JsonLines(files.events).read() if (event := event_of(line)) is not None]
     )

@@ -144,7 +144,7 @@ def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
     if execution.everywhere:
         gathering = 0.0
     if weights.experts:
-        # Experts have a communicator of their own, whose transfers hide the latency of the others'.
+        # Experts have a separate communicator, whose transfers hide the latency of the other transfers.
         reductions[0] = replace(reductions[0], latency_s=0.0)
         gatherings[0] = replace(gatherings[0], latency_s=0.0)
     return _Traffic(

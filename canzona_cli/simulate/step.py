@@ -368,7 +368,7 @@ def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
 def _merged(
     segments: Sequence[tuple[Stream, str, float, float]],
 ) -> list[tuple[Stream, str, float, float]]:
-    """Sorts segments by start and joins adjacent ones of the same stream and phase."""
+    """Sorts segments by start, and joins adjacent segments of the same stream and phase."""
     merged: list[tuple[Stream, str, float, float]] = []
     last: dict[Stream, int] = {}
     for stream, phase, start, end in sorted(segments, key=lambda s: (s[2], s[3], s[0])):

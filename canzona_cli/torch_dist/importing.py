@@ -66,7 +66,7 @@ class Import:
     step: float
     """The number of steps that AdamW has made."""
     notes: tuple[str, ...]
-    """Notes for the user on what is left out."""
+    """The notes for the user on state and features that are left out."""
 
     @property
     def config(self) -> RunConfig:

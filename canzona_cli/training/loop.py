@@ -120,7 +120,7 @@ class Training:
                 self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
                 self._check(step, result)
                 if result.stop and not finished:
-                    # A validation that is due is skipped, because it may take as long as many steps.
+                    # If a validation is due, it is skipped, because it may take as long as many steps.
                     return self._stop()
                 self._save_and_validate(step, wanted=result.save, finished=finished)
                 collect_after(step)

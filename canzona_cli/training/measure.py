@@ -92,7 +92,7 @@ def _phase_time(by_rank: Sequence[float], step_mean: float | None = None, *, in_
 
     Args:
         by_rank: each rank's mean time, in seconds.
-        step_mean: the mean step time, of which the phase is a share; None if the phase is the step itself.
+        step_mean: the mean step time, for the phase's share; None if the phase is the step itself.
     """
     times = OverRanks.of(by_rank)
     share = 1.0 if step_mean is None else times.mean_s / step_mean

@@ -77,8 +77,8 @@ class RankRecord:
         """Records how this rank ended.
 
         Returns:
-            The exit code of the process: 0, so that torchrun does not treat a stop as a failure. Only if the
-            file cannot be written does the exit code say how the rank ended.
+            The exit code of the process: 0, so that torchrun does not treat a stop as a failure. If the file cannot
+            be written, it is the exit code of the ending instead.
         """
         codes = {"done": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "preempted": ExitCode.PREEMPTED}
         return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]

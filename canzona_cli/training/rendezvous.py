@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore  # where its type lives; the same class as torch.distributed.TCPStore
+from torch._C._distributed_c10d import TCPStore  # torch.distributed.TCPStore, from the module with its types
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 

@@ -40,12 +40,12 @@ class Routing:
 
     @property
     def load(self) -> float:
-        """The tokens of the busiest expert over those of the mean expert, in the most uneven layer."""
+        """The tokens of the busiest expert over the mean of all experts, in the most uneven layer."""
         return max(max(layer) * len(layer) / sum(layer) for layer in self.tokens)
 
 
 class StarvationWatch:
-    """A detector of experts that get no tokens, so that their weights are not trained.
+    """A detector of experts that receive no tokens, so that their weights are not trained.
 
     Every `WINDOW` steps, and after the last step, it reports the experts that got no token since its last
     report.

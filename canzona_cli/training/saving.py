@@ -39,10 +39,10 @@ class _Save:
     step: int
     thread: threading.Thread | None = None
     failure: SaveFailed | None = None
-    """The error that stopped the save. On rank 0 it may be that of any rank; other ranks only have unexpected
-    errors of their own."""
+    """The error that stopped the save. Rank 0 may have the error of any rank; other ranks have only their own
+    unexpected errors."""
     reported: bool = False
-    """True once it was reported that the next save is due and waits for this one."""
+    """True once an event has reported that the next save is due and waits for this save."""
 
 
 @dataclass(frozen=True, kw_only=True)

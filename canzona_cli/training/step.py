@@ -137,7 +137,7 @@ def evaluating(model: Model) -> Iterator[None]:
 def _forward_backward(trainee: Model, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
     layout = trainee.world.layout
     run = get_forward_backward_func()
-    # With virtual pipeline stages, every model chunk reads all micro-batches, each at its own pace.
+    # With virtual pipeline stages, every model chunk reads all micro-batches, at different times.
     streams = [batches]
     if layout.vpp > 1:
         streams = list(tee(islice(batches, layout.num_microbatches), layout.vpp))
