@@ -168,7 +168,7 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:
         """Returns the number of updates of the last step that were not finite or needed their optimizer's
-        fallback: (1,), on the device. Each counts on one rank of `CanzonaOptimizer`'s `stats_group`."""
+        fallback: (1,), on the device. Only one rank of `CanzonaOptimizer`'s `stats_group` counts an update."""
 
     @property
     def captures(self) -> int:

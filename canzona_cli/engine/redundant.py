@@ -200,10 +200,10 @@ class RedundantOptimizer(MasterOptimizer):
 
 
 def counts_dense(world: World) -> bool:
-    """Returns True if this rank counts, in sums over the stats group, tensors of which all data-parallel
-    ranks have copies. The group is usually one model replica, in which every rank counts. If experts are
-    divided among ranks, the group is all ranks, because a replica does not have all experts; then only one
-    replica counts."""
+    """Returns True if this rank adds its copies of dense tensors to sums over the stats group. All data-parallel ranks
+    have such copies. The group is usually one model replica, in which every rank adds them. If experts are divided
+    among ranks, the group is all ranks, because a replica does not have all experts; then only one replica adds
+    them."""
     return world.layout.ep == 1 or world.owner == 0
 
 

@@ -17,8 +17,9 @@ _BALANCING = {"none": "none", "sequence": "seq_aux_loss", "global": "global_aux_
 
 
 class _UnbiasedRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router without a bias of experts, which no run here has. Megatron compiles the function that counts
-    tokens for that bias, so that every rank would load torch's compiler, which takes longer than its first step."""
+    """Megatron's router without the bias of experts, which canzona's models do not have. Megatron compiles the function
+    that counts tokens for this bias, so every rank would load torch's compiler, which takes longer than its first
+    step."""
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         """Counts no tokens."""

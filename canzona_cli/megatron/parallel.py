@@ -213,7 +213,7 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
     group: 118 groups for 8 ranks, 8,091 for 1,024. Here, purposes with the same ranks share a group, and all
     groups of a single rank are the same. Every rank registers every group in the same order. If the backend
     connects ranks only at a group's first use (NCCL without a device given in advance), groups that a rank
-    does not use cost nothing more.
+    does not use need no further time or memory.
 
     Args:
         timeout: the timeout of each group's collectives.

@@ -185,7 +185,7 @@ class Foreign:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A kind of model."""
+    """The facts about a family of models: its weights, its cost, and its names in Megatron and Hugging Face."""
 
     name: str
     title: str

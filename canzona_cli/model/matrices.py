@@ -324,7 +324,7 @@ class Routing:
     VERSION: ClassVar[int] = 1
     optimizer: OptimizerName
     matrices: tuple[Routed, ...]
-    """The matrices that `optimizer` updates; none if that is AdamW."""
+    """The matrices that `optimizer` updates; empty if `optimizer` is AdamW."""
     adamw: tuple[Routed, ...]
     """The parameters that AdamW updates."""
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 _FEWEST = 4
 """The smallest number of entries that are merged."""
 _NUMBERED = re.compile(r"(.*\.(?:experts\.|weight))(\d+)(.*)")
-"""A name with the number of an expert."""
+"""The pattern of a name with the number of an expert."""
 _TEXTS = ("name", "parameter")
 
 Entry = Mapping[str, object]

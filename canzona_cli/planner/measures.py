@@ -127,22 +127,24 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
     if isinstance(optimizer, NewtonSchulzConfig) and how.ns_steps == 5:
         error = POLYNOMIAL_ERROR[optimizer.coefficients]
     halved = orthogonal and how.precision == "bf16" and config.cluster.symmetric_factor < 1
-    return tuple(
-        UpdateKind(
-            rows=rows,
-            cols=cols,
-            matrices=number,
-            seconds=cost,
-            shared=len(counts),
-            fragment_s=counts[0].each if counts else 0.0,
-            form=form_of(how, rows, cols, config.cluster) if orthogonal else None,
-            products="symmetric" if halved and stack_of(how, rows, cols, config.cluster) == 1 else "plain",
-            together=stack_of(how, rows, cols, config.cluster),
-            error=error,
+    described = []
+    for (rows, cols, cost), number in sorted(counted.items(), key=lambda item: -item[1] * item[0][2]):
+        shared, stack = shares.get((rows, cols), ()), stack_of(how, rows, cols, config.cluster)
+        described.append(
+            UpdateKind(
+                rows=rows,
+                cols=cols,
+                matrices=number,
+                seconds=cost,
+                shared=len(shared),
+                fragment_s=shared[0].each if shared else 0.0,
+                form=form_of(how, rows, cols, config.cluster) if orthogonal else None,
+                products="symmetric" if halved and stack == 1 else "plain",
+                together=stack,
+                error=error,
+            )
         )
-        for (rows, cols, cost), number in sorted(counted.items(), key=lambda item: -item[1] * item[0][2])
-        for counts in (shares.get((rows, cols), ()),)
-    )
+    return tuple(described)
 
 
 def balance(plan: Plan) -> Balance:

@@ -98,7 +98,7 @@ def _classes(style: str) -> str | None:
 
 
 def table_html(table: GroupedTable | rich.table.Table) -> Html:
-    """Returns the markup of a terminal table; a table wider than the screen scrolls on its own."""
+    """Returns the markup of a terminal table; a table that is wider than the screen gets a scroll bar."""
     numbers = isinstance(table, GroupedTable) or any(shown.justify == "right" for shown in table.columns)
     if not isinstance(table, GroupedTable):
         table = _in_groups(table)

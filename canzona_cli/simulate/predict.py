@@ -150,7 +150,7 @@ class Outlook:
     checkpoint_bytes: int
     """The bytes of one checkpoint."""
     checkpoints_kept: int
-    """The number of checkpoints on disk at the end of a run that is long enough."""
+    """The number of checkpoints on disk at the end of the run, if the run is long enough to save them all."""
     host_bytes: int
     """The bytes of host memory per node, on average, for copies of the state that its ranks save, from the first save
     on."""
