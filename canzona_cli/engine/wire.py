@@ -244,7 +244,7 @@ def joined_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
     """Joins writes whose fragments and flags are both evenly spaced.
 
     Args:
-        writes: the place of each write's flag, and the write.
+        writes: (place of the flag, write) pairs.
     """
     merged: list[Writes] = []
     for alike in by_key(writes, lambda write: (write[1].target.shape, write[1].target.dtype, write[1].source.dtype)):

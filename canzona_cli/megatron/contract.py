@@ -116,7 +116,8 @@ def verify() -> list[Problem]:
 
 
 def verify_loop() -> list[Problem]:
-    """Returns the properties that Megatron-LM's training does not have. Imports it, which takes seconds."""
+    """Returns a problem for each property that canzona expects of Megatron-LM's training and that it lacks. Imports
+    `megatron.training`, which takes seconds."""
     return [problem for pin in LOOP for problem in _broken(pin)]
 
 

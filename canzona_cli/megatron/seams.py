@@ -80,8 +80,8 @@ def stored_keys() -> Collection[str]:
 
 
 def _loop_problems(args: Namespace) -> Iterator[Problem]:
-    """Yields a problem for each argument that makes Megatron-LM's loop ask for something the engine cannot
-    do."""
+    """Yields a problem for each argument with which Megatron-LM's loop needs a feature that the engine does not
+    have."""
     yield from problems(args, LOOP)
     if not args.use_layer_wise_distributed_optimizer:
         reason = "without it the loop expects every rank to have the complete optimizer"

@@ -16,7 +16,7 @@ NO_FACTOR = 0.2
 class KLShampoo(KroneckerOptimizer):
     """KL-Shampoo: each factor averages the gradient whitened by the other factor. Together they minimise the
     KL divergence between the normal distributions of covariance E[g g^T] and L (x) R (the Kronecker product).
-    Shampoo's factors each ignore the other.
+    In Shampoo, each factor ignores the other.
 
         L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows          decay shampoo_beta
         l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise                eigenvalues, in the current basis
@@ -31,7 +31,7 @@ class KLShampoo(KroneckerOptimizer):
     Differences from the authors' code: l and r start from the size of the first gradient rather than from
     0.1, M is corrected for its start, and no step is skipped, so updates do not depend on the gradients'
     scale. Eigenvalues are bounded below by the rounding error of the largest rather than by 1 / 4000^2. No
-    update is longer than `LONGEST`, because for some steps after a refresh l and r are still those of the old
+    update is longer than `LONGEST`, because for some steps after a refresh l and r still belong to the old
     basis.
 
     Settings are those of KroneckerOptimizer; `betas[1]` and `eps` are not used. State besides that of

@@ -18,8 +18,8 @@ Side = Literal["L", "R"]
 SIDES: tuple[Side, Side] = ("L", "R")
 LONGEST = 2.0
 """The bound on an update, in learning rates: on the root mean square of Adam's update, and on the singular
-values of Shampoo's. Without outdated statistics, both are 1 for gradients that are all equal, less for
-others, and with the usual decays never above 1.2."""
+values of Shampoo's update. With current statistics, these values are 1 if all gradients are equal, smaller for
+other gradients, and never above 1.2 with the usual decays."""
 TOGETHER = {"cuda": STACKED_SQUARES}
 """The largest stack of squares that one call of `_refresh` takes, in elements, by device type; on other devices a
 stack has one square."""

@@ -37,9 +37,9 @@ class Shampoo(KroneckerOptimizer):
         W = (1 - lr weight_decay) W - lr D
 
     Averages are corrected for their start at 0. If one side is longer than `max_preconditioner_dim`, the
-    other side uses the power -1/2; if both are, the update is that of the grafted method. As in Shi et al.,
-    the momentum averages gradients rather than updates, so the grafted Adam shares its buffer, and new roots
-    apply to all of it.
+    other side uses the power -1/2; if both sides are longer, the update is the grafted method's. As in Shi et al.,
+    the momentum averages gradients instead of updates, so it has the same buffer as the grafted Adam, and new roots
+    apply to the whole momentum.
 
     State besides that of KroneckerOptimizer: `exp_avg`, M (rows, cols); `root_L` and `root_R`, A and B,
     packed; with grafting="adam", `exp_avg_sq` (rows, cols); if refreshes are spread, X and M of Newton's

@@ -50,7 +50,7 @@ class GroupTraffic:
 
     @property
     def collectives(self) -> int:
-        """The number of all-to-alls in which something moves."""
+        """The number of all-to-alls with at least one element."""
         return sum(any(traffic.sent) for traffic in (self.gradients, self.weights))
 
 

@@ -85,7 +85,7 @@ CALIBRATE = "`canzona calibrate` measures this machine, to compare the step with
 
 
 def describes_machine(device: Device | None, *, calibrated: bool) -> bool:
-    """Returns True if the times that a profile predicts say something about the machine of a run.
+    """Returns True if the times that a profile predicts are meaningful for the machine of a run.
 
     An uncalibrated CPU profile describes no machine, so no report shows its times beside measured ones.
     """
@@ -240,7 +240,7 @@ class Breakdown(MeasuredBreakdown):
     """A measured step next to its prediction."""
 
     planned: Prediction | None = None
-    """The prediction; None if the run left none that can be read."""
+    """The prediction; None if the run has no readable prediction."""
 
     @property
     def why(self) -> Why | None:

@@ -48,9 +48,9 @@ class Compared:
     settings: Mapping[str, tuple[object, object]]
     """The resolved settings that differ, by key; None if a run has no such setting."""
     first: Loss | None
-    """The losses at the first step that both logged."""
+    """The losses at the first step that both runs logged; None if there is no such step."""
     last: Loss | None
-    """The losses at the last step that both logged."""
+    """The losses at the last step that both runs logged; None if there is no such step."""
 
     @property
     def best_validation(self) -> Pair:

@@ -71,7 +71,7 @@ class RunFiles:
         self.attempts = root / "attempts"
         """The files of earlier launches in this directory: attempts/1 and so on."""
         self.stop = root / "stop"
-        """The request to stop after the current step; exists once somebody has asked for that."""
+        """The request to stop after the current step; absent until somebody makes the request."""
 
     def rank(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.json"

@@ -109,7 +109,7 @@ class Study:
 
     def iteration_speedup(self, over: str) -> float | None:
         """Returns the iteration time of strategy `over` divided by the planned strategy's; None unless both
-        fit."""
+        strategies fit into memory."""
         return self._ratio(over, self.strategy, lambda result: result.iteration_s)
 
     def overhead(self, of: str) -> float | None:

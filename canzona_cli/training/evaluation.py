@@ -17,7 +17,7 @@ SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.chec
 
 
 def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Computes the loss of the checkpoint and data that the launcher chose; rank 0 writes the evaluation."""
+    """Computes the loss of the launcher's checkpoint on the launcher's data; rank 0 writes the evaluation."""
     from canzona_cli.checkpoint.restore import load_weights, verify_together
     from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
