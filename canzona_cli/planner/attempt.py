@@ -42,12 +42,12 @@ def bucket_limits(default: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """The seconds that a plan's matrices take, whatever their assignment."""
+    """The costs of a plan's matrices, and the bounds that hold for every assignment."""
 
     costs: tuple[float, ...]
     """The seconds of each matrix's update by one rank."""
     bounds: tuple[float, ...]
-    """`Plan.lower_bounds`."""
+    """The lower bounds of the plan (`Plan.lower_bounds`)."""
     possible: Mapping[int, Share]
     """The costs of the matrices that may be shared, by index."""
 

@@ -117,7 +117,7 @@ class _Placed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Copies:
-    """The gradients that ranks have to copy, because they are not contiguous and in fp32 where they are reduced."""
+    """The copies of gradients that are not contiguous and in fp32 in the buffer in which they are reduced."""
 
     interleaved: frozenset[Kind]
     """The kinds of matrices whose gradients are not contiguous."""
@@ -125,18 +125,23 @@ class _Copies:
     """True if gradients are reduced in fp32."""
 
     def of_host(self, matrix: Matrix, tp: int, host: int) -> int:
-        """Counts the elements that a matrix's host has to copy: all of them, or none if it has the whole gradient."""
+        """Counts the elements of a matrix's gradient that its host has to copy: all elements, or none if the host
+        already has the whole gradient contiguous and in fp32."""
         interleaved = matrix.kind in self.interleaved and not _is_head(matrix)
         stored_whole = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
         return 0 if stored_whole and not interleaved and self.fp32 else matrix.elements
 
     def of_fragment(self, matrix: Matrix, tp: int) -> int:
-        """Counts the elements that a rank has to copy of a shared matrix's fragment: all of them or none."""
+        """Counts the elements of a shared matrix's fragment that a rank has to copy: all elements, or none if the
+        fragment's gradient is contiguous and in fp32."""
         return 0 if matrix.kind not in self.interleaved and self.fp32 else matrix.elements // tp
 
     def batched(self, matrices: Sequence[Matrix]) -> tuple[int, list[list[Shape]]]:
-        """Returns, for matrices that one rank stores whole, the fp32 bytes of the largest batch of gradients
-        that it copies, and the shapes of each batch."""
+        """Returns the fp32 bytes of the largest batch of gradients that are copied, and the shapes of each batch.
+
+        Args:
+            matrices: matrices that one rank stores whole.
+        """
         copied = [self.of_host(matrix, 1, 0) for matrix in matrices]
         return batch_bytes(copied), [[matrix.shape for matrix in matrices[batch]] for batch in in_batches(copied)]
 

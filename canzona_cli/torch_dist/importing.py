@@ -194,7 +194,7 @@ def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[in
 
 
 class _Stored:
-    """A tensor of the checkpoint, which is read once and then cut into the units that are fused in it."""
+    """A tensor of the checkpoint, which is read once and then cut into its units."""
 
     def __init__(
         self, folder: TorchDistFolder, parameter: Parameter, key: str, on_bytes: Callable[[int], None]
@@ -203,7 +203,7 @@ class _Stored:
         self._unwritten: dict[str, torch.Tensor] = {}
 
     def unit(self, name: str) -> Iterator[memoryview]:
-        """Yields the bytes of a unit, once.
+        """Yields the bytes of a unit; call this once for each unit.
 
         Raises:
             CheckpointInvalid: the tensor cannot be read, or is not finite.
