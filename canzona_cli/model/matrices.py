@@ -119,10 +119,10 @@ class LayerMatrix:
     unit: int
     """The number of the unit within the layer; matrices of a unit must have the same owner."""
     slices: int = 0
-    """The number of heads of this kind in the parameter, for a per-head matrix; otherwise 0. TP divides them
-    by heads."""
+    """The number of heads of this kind in the parameter, which TP must divide evenly; 0 unless the matrix is
+    that of one head."""
     slice: int = 0
-    """The number of the head among `slices`."""
+    """The index of the matrix's head, below `slices`."""
     expert: int | None = None
     """The number of the expert in the layer; None for matrices outside experts."""
 

@@ -35,10 +35,12 @@ class SimulationView(Page):
         simulation = self.simulation
         unit = "GPUs" if simulation.device == "cuda" else "CPU ranks"
         trust = "(calibrated)" if simulation.calibrated else "(hand-written, not calibrated)"
+        low, high = min(simulation.gpus), max(simulation.gpus)
+        span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         yield headed(
             "Simulated",
-            f", not measured: {clean(simulation.optimizer)} on {min(simulation.gpus):,} to {max(simulation.gpus):,} "
-            f"{unit}, profile {clean(simulation.profile)} {trust}",
+            f", not measured: {clean(simulation.optimizer)} on {span} {unit}, "
+            f"profile {clean(simulation.profile)} {trust}",
         )
         if simulation.overrides:
             yield wrapped(" ".join(map(clean, simulation.overrides)), "dim")

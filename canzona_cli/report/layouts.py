@@ -103,7 +103,7 @@ def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview
         overrides: the settings for all sizes, without a recipe.
 
     Raises:
-        ConfigError: an override is impossible.
+        ConfigError: an override is not valid.
     """
     dirs = tuple(recipes_dirs)
     return Overview(

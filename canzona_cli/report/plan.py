@@ -357,7 +357,8 @@ sc is cut off."""
 
 
 def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields maps of the update time of every rank, one for each strategy; in a page also sorted curves."""
+    """Yields maps of the update time of every rank, one for each strategy; pages also have a chart with the sorted
+    times."""
     mesh = study.plan.subject.layout
     shown = ((name, study.strategies[name].loads) for name in study.mapped)
     maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]

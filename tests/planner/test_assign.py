@@ -162,7 +162,7 @@ def test_no_cell_holds_more_than_its_cap(matrices: tuple[Matrix, ...], mesh: Lay
 
 def test_a_cap_below_the_largest_matrix_does_not_fit() -> None:
     matrices = transformer(2, 64, 192, 16)
-    with pytest.raises(DoesNotFit, match="at least 12,288 on one of them"):
+    with pytest.raises(DoesNotFit, match="one of them holds at least 12,288"):
         assign(matrices, newton_schulz(matrices), grid(8, 8), CANZONA, 12_287)
 
 
