@@ -14,6 +14,8 @@ from tests.commands.support import canzona, canzona_process, importable, imports
 LARGE = ("plan", "recipe=qwen3-32b", "gpus=256")
 SMALL = ("plan", "recipe=tiny", "gpus=8", "parallel.tp=2")
 LITTLE_TO_SEARCH = ("train.micro_batch_size=1", "train.recompute=full")
+EVERY_SIZE = ("gpus=8", "optimizer=soap", *LITTLE_TO_SEARCH)
+"""What is found for one test is remembered for the next."""
 ONE_LAYOUT = ("parallel.tp=2", "parallel.pp=16", "parallel.vpp=1", "parallel.cp=1", *LITTLE_TO_SEARCH)
 SHAPES = """
 name: my model
@@ -130,7 +132,7 @@ def test_everything_about_a_plan_fits_the_width_of_its_terminal(large: dict[str,
 @pytest.mark.parametrize(
     "typed",
     [
-        pytest.param(LITTLE_TO_SEARCH, id="little to search"),
+        pytest.param(EVERY_SIZE, id="little to search"),
         pytest.param((), marks=pytest.mark.sweep, id="all to search"),
     ],
 )
@@ -146,7 +148,7 @@ def test_a_dry_run_without_a_recipe_shows_every_size(tmp_path: Path, typed: tupl
 
 
 def test_settings_without_a_recipe_are_those_of_every_size() -> None:
-    asked = ("gpus=8", "optimizer=soap", *LITTLE_TO_SEARCH, "--dry-run", "--json")
+    asked = (*EVERY_SIZE, "--dry-run", "--json")
     result = canzona("plan", *asked, code=0)
     plans = json.loads(result.stdout)["plans"]
     assert {(plan["gpus"], plan["optimizer"]) for plan in plans} == {(8, "soap")}
