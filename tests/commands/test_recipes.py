@@ -66,7 +66,7 @@ def test_a_short_copy_has_only_the_changes_and_is_the_same_run(tmp_path: Path) -
     short = compose_run([f"recipe={file}"]).config
     assert short == replace(compose_run(["recipe=qwen3-tiny", *changes]).config, name="mine")
     again = canzona("recipes", "copy", str(file), str(tmp_path / "other.yaml"), "--short", code=2)
-    assert "only start from another by its name" in " ".join(again.stderr.split())
+    assert "can build only on another recipe's name" in " ".join(again.stderr.split())
 
 
 def test_copy_refuses_what_no_recipe_may_be_named(tmp_path: Path) -> None:

@@ -362,7 +362,7 @@ class TestOwnRecipes:
             ("train:\n  steps: [1\n", "is not valid YAML: line 3, column 1: "),
             ("- a\n- b\n", "contains no settings"),
             ("", "contains no settings"),
-            ("defaults: [qwen3-9b]\n", "there is no recipe qwen3-9b"),
+            ("defaults: [qwen3-9b]\n", "builds on recipe qwen3-9b in its `defaults:`, but there is no"),
             ("# @package _global_\ndefaults:\n  - recipe/qwen3-tiny\nname: mine\n", "recipe/qwen3-tiny"),
             (
                 "defaults: [qwen3-tiny]\ngpus: 1\ngpus: 2\n",
