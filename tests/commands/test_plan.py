@@ -263,7 +263,7 @@ def test_shapes_need_no_recipe_and_have_layouts(tmp_path: Path) -> None:
     (tmp_path / "shapes.yaml").write_text(SHAPES)
     asked = ("plan", "gpus=8", "--shapes", "shapes.yaml", "--dry-run", "--json")
     plan = canzona(*asked, cwd=tmp_path)
-    assert "those of recipe=qwen3-8b" in told(plan)
+    assert "all settings except the model come from recipe=qwen3-8b" in told(plan)
     layouts = json.loads(canzona(*asked, "--layouts", cwd=tmp_path).stdout)
     said = json.loads(plan.stdout)
     assert layouts["recipe"] == said["recipe"] == "my-model"
