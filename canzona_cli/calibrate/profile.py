@@ -244,7 +244,12 @@ def profile_of(
 ) -> ClusterConfig:
     """Returns the base profile of `config`, updated with the measured values.
 
-    Rows of tables that were not measured are taken from the base if it was calibrated on this machine.
+    Rows of `measured_updates` and `collectives` that this calibration did not measure are kept if the base was
+    calibrated on this machine, and dropped otherwise. `matmul_tflops` is replaced only if all its sizes were measured.
+
+    Args:
+        name: the profile's name.
+        facts: entries of `measured_on`, in addition to those that the ranks report.
     """
     base = config.cluster
     medians = {m.quantity: m.spread.median for m in record.measurements if not m.key}
@@ -394,14 +399,16 @@ def fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterCon
 def factors(results: Sequence[BenchResult]) -> StepFactors:
     """Computes the factors from the data-parallel bench and, if there is one, the tensor-parallel bench.
 
-    Forward and backward share a factor from the data-parallel bench, in which they have no collectives. It
-    includes the waits for gradients and parameters, because the operating system gives the ranks unequal shares of
-    the cores, and faster ranks wait for slower ones.
+    One factor covers forward and backward. It comes from the data-parallel bench, in which these passes have no
+    collectives of their own, and includes the waits for gradients and parameters, because the operating system gives
+    the ranks unequal shares of the cores, and faster ranks wait for slower ones.
 
     Args:
         results: the data-parallel bench first.
     """
     phases: dict[str, float] = {}
+    # Keys with `megatron/` are for Megatron's own strategies: `sc` measures their matrix updates and exchanges, `adamw`
+    # the rest.
     for prefix, updating, elementwise in (("", "canzona", "canzona"), ("megatron/", "sc", "adamw")):
         benched: dict[Phase, str] = {
             "matrix_update": updating,
@@ -411,8 +418,8 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
         }
         for phase, strategy in benched.items():
             # Early ranks wait for late ranks in norm and clip, so only the shortest time contains no wait.
-            rank: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
-            factor = _factor([result.strategies[strategy] for result in results], (phase,), rank)
+            over_ranks: Literal["min", "mean"] = "min" if phase == "norm_clip" else "mean"
+            factor = _factor([result.strategies[strategy] for result in results], (phase,), over_ranks)
             if factor is not None:
                 phases[f"{prefix}{phase}"] = factor
     computing_phases: tuple[Phase, ...] = ("forward", "backward", "grad_reduce", "param_gather")
@@ -421,17 +428,19 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
     return StepFactors(computing=computing, phases=phases)
 
 
-def _factor(benches: Iterable[StrategyBench], phases: Sequence[Phase], rank: Literal["min", "mean"]) -> float | None:
+def _factor(
+    benches: Iterable[StrategyBench], phases: Sequence[Phase], over_ranks: Literal["min", "mean"]
+) -> float | None:
     """Returns the ratio of measured to predicted time, summed over phases and benches; None if no bench has the
     phases.
 
     Args:
-        rank: the rank whose measured time counts: the fastest, or the mean of all.
+        over_ranks: the measured time that counts: the fastest rank's, or the mean of all ranks.
     """
     measured = predicted = 0.0
     for bench, phase in itertools.product(benches, phases):
         expected, seconds = bench.predicted.phases.get(phase, 0.0), bench.measured.phases.get(phase)
         if seconds is not None and expected > 0:
-            measured += seconds.min_s if rank == "min" else seconds.mean_s
+            measured += seconds.min_s if over_ranks == "min" else seconds.mean_s
             predicted += expected
     return significant(measured / predicted) if predicted > 0 and measured > 0 else None

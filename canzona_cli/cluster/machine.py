@@ -221,7 +221,10 @@ def fused_layers_problem() -> Problem | None:
     """Returns a problem if Transformer Engine is missing, or its version is untested with megatron-core; else
     None."""
     version, needed = installed_version("transformer-engine"), requirement("transformer-engine")
-    key, without = "cluster.transformer_engine", "cluster.transformer_engine=false, which trains the same without"
+    key, without = (
+        "cluster.transformer_engine",
+        "cluster.transformer_engine=false, which builds the same model without it",
+    )
     fix = f"{install_fused_layers()}, or {without}"
     if importlib.util.find_spec("transformer_engine") is None:
         return Problem(key=key, value=True, reason="Transformer Engine is not installed here", fix=fix)
@@ -239,7 +242,7 @@ def install_fused_layers() -> str:
     """
     needed = requirement("transformer-engine")
     name = f"transformer-engine[core_cu13,pytorch]{'' if needed is None else _sorted(needed)}"
-    return f"pip install --no-build-isolation '{name}' (compiles for minutes; needs nvcc and cuDNN's headers)"
+    return f"pip install --no-build-isolation '{name}' (takes minutes to compile; needs nvcc and cuDNN's headers)"
 
 
 def _sorted(requirement: Requirement) -> str:

@@ -93,7 +93,7 @@ def tell_batch(composed: "RunConfig", layout: "Layout") -> None:
     if composed.train.global_batch_size is None and layout.global_batch_size != exact:
         progress(
             f"note: the batch has {layout.global_batch_size} sequences instead of {exact:g}: "
-            f"it is a multiple of DP {layout.dp} x micro-batch {layout.micro_batch_size} near train.batch_tokens"
+            f"it must be a multiple of DP {layout.dp} x micro-batch {layout.micro_batch_size}"
         )
 
 

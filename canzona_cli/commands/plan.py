@@ -66,7 +66,8 @@ def plan(
     compare: Annotated[
         Literal["strategies", "alpha", "form"] | None,
         typer.Option(
-            "--compare", help="Show a comparison instead: of strategies by phase, of alphas, or of Muon's forms."
+            "--compare",
+            help="Compare strategies by phase, values of alpha, or Muon's forms, instead of showing the plan.",
         ),
     ] = None,
     shapes: Annotated[
@@ -97,8 +98,8 @@ def plan(
     """Plan which rank updates which matrix.
 
     Shows load balance and its bound, traffic, memory and simulated step times. Except in a dry run, the plan
-    is written to plans/, where `canzona train` looks for it. A dry run without a recipe shows every built-in
-    size.
+    is written to plans/, where `canzona train` looks for it. A dry run without a recipe shows the Qwen3 sizes
+    from 0.6B to 235B.
     """
     if dry_run and not {out, html, compare, shapes, from_megatron} - {None} and not _names_recipe(overrides or ()):
         from canzona_cli.report.layouts import overview

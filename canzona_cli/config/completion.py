@@ -37,7 +37,8 @@ complete -o default -F %(complete_func)s %(prog_name)s
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Returns the completions of one `KEY=VALUE`; empty if any value is possible (the shell then offers files)."""
+    """Returns the completions of one `KEY=VALUE`: none if the key does not have a fixed set of values, for which the
+    shell offers files."""
     key, equals, _ = incomplete.partition("=")
     words = [f"{key}={value}" for value in _values(key)] if equals else [f"{name}=" for name in _keys(incomplete)]
     return [word for word in words if word.startswith(incomplete)]

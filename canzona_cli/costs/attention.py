@@ -1,5 +1,5 @@
-"""The time of attention between its two products: rotary embedding, QK-norm, and core attention with its
-context-parallel collectives."""
+"""The time of attention between the QKV and the output projections: rotary embedding, QK-norm, and core attention
+with its context-parallel collectives."""
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.buffers import micro_batch_tokens

@@ -66,7 +66,9 @@ def check_nodes(config: RunConfig) -> None:
     refuse(problems)
     if cluster.node_rank == 0 and cluster.rdzv_endpoint is not None:
         host, _, port = cluster.rdzv_endpoint.rpartition(":")
-        local = LOOPBACK if on_one_machine(config) else ""  # otherwise torchrun listens on every interface
+        # Launchers that meet at a loopback address are all on this machine; otherwise torchrun listens on every
+        # interface.
+        local = LOOPBACK if on_one_machine(config) else ""
         # torchrun refuses an invalid address itself. For a port in use it would print a traceback while the
         # other machines wait.
         if port.isdecimal() and int(port) <= 65535 and taken(local, int(port)):

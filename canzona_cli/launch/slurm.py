@@ -31,7 +31,7 @@ class SlurmStep:
     """The Slurm step that this process is a task of."""
 
     job_id: int
-    """The job's number: unique, also for each task of an array, and the same after a requeue."""
+    """The job's number. Each task of an array has a number of its own; a requeue keeps it."""
     step_id: int
     nodes: int
     tasks: int
@@ -39,7 +39,8 @@ class SlurmStep:
     node_list: str
     """The machines in Slurm's notation, as in `n[1-3,7]`; the first is machine 0."""
     name: str
-    """The job's number or, in an array, ARRAY_TASK; followed by -STEP unless this is the job's first step."""
+    """The job's number or, in an array, the array's and the task's (`17_3`); followed by -STEP unless this is the job's
+    first step."""
     array_task: int | None = None
     """The number of this task in an array; None outside of one."""
 

@@ -192,7 +192,7 @@ def _placed(bucket: Bucket, plan: Plan, parameters: Mapping[str, Parameter]) -> 
         for part in parameter.parts:
             end = position + part.elements
             for index in part.matrices:
-                held, owner = range_of.get(index), cells[index].reduces(plan.matrices[index], mesh)
+                held, owner = range_of.get(index), cells[index].reducing_rank(plan.matrices[index], mesh)
                 if held is None or held.owner != owner or not held.start <= position <= end <= held.end:
                     raise PlanMismatch(
                         key=plan.matrices[index].name,

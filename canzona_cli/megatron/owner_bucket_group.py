@@ -322,7 +322,8 @@ def judged(share: float, *, assumed: bool) -> str | None:
 
 
 def grouped(share: float) -> bool:
-    """Returns True if a `share_together` means that reductions are grouped."""
+    """Returns True if `share`, as measured by `share_together`, shows that reductions submitted together run as one
+    group."""
     return share < GROUPED
 
 

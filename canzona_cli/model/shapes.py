@@ -74,8 +74,8 @@ class ModelShapes:
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of everything that planning depends on: all fields except the name. `expert` is left out, because
-        a user's matrices do not belong to experts."""
+        """The SHA-256, in hex, of everything that planning depends on: all fields except `name`, and of each matrix all
+        fields except `expert`, which is always None in a user's model."""
         content = asdict(
             replace(self, name=""),
             dict_factory=lambda pairs: {name: value for name, value in pairs if name != "expert"},

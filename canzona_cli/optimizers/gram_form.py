@@ -335,7 +335,8 @@ def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
 
 
 def norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:
-    """Returns the Frobenius norm of the sampled rows of `square`, or of gamma I + `square`."""
+    """Returns the Frobenius norm of at most `SAMPLES` evenly spaced rows of `square` (..., side, side), or, if `gamma`
+    is given, of the same rows of gamma I + `square`."""
     every = _every(square.size(-1))
     sample = square[..., ::every, :]
     if gamma is not None:

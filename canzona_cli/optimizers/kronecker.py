@@ -179,8 +179,9 @@ class KroneckerOptimizer(MatrixOptimizer):
         due = [p for p in matrices if self._is_due(p)]
         with products("fp32"):
             for stack in self._stacks(due):
-                length = stack[0][0].size(SIDES.index(stack[0][1]))
-                factors = self._square(stack[0][0], len(stack), length)
+                first, side_of_all = stack[0]
+                length = first.size(SIDES.index(side_of_all))
+                factors = self._square(first, len(stack), length)
                 for (p, side), factor in zip(stack, factors, strict=True):
                     unpack(self.state[p][side], factor)
                 self._refresh(stack, factors)

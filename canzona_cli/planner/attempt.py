@@ -103,7 +103,7 @@ class Attempt:
         """Returns the plan that adds the fewest seconds to an iteration.
 
         Args:
-            exposure: the times of the run's forward and backward passes.
+            exposure: computes these seconds from the times of the run's forward and backward passes.
         """
         best = self._best(exposure)
         return Plan(

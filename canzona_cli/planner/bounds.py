@@ -110,7 +110,7 @@ def lower_bound(
     tp: int,
     shares: Mapping[int, Share] = HOSTED,
 ) -> float:
-    """Returns the least possible seconds of the slowest cell in a stage's dp x tp grid.
+    """Returns a lower bound, in seconds, on the update time of the slowest cell in a stage's dp x tp grid.
 
     It is the largest bound of three relaxations. Each is valid, because dropping or merging constraints cannot raise
     the optimum:
@@ -120,7 +120,7 @@ def lower_bound(
        least 1 / tp of the fullest owner's sum;
     3. pack the matrices of one unit, which have one owner, into tp cells.
 
-    With tp = 1 a cell is an owner, and relaxation 2 is the exact problem. `packing_bound` bounds each relaxation.
+    With tp = 1, a cell is an owner, and relaxation 2 is the exact problem. `packing_bound` bounds each relaxation.
 
     A matrix that may be shared (in `shares`) counts with its cheaper mode: in relaxations 1 and 3, the hosted update
     or one rank's part of the shared update; in relaxation 2, the hosted update or all ranks' parts.
@@ -141,7 +141,7 @@ def lower_bound(
 
 
 def packing_bound(costs: Sequence[float], bins: int) -> float:
-    """Returns the least possible height of the fullest of `bins` bins that hold items of positive `costs`.
+    """Returns a lower bound on the height of the fullest of `bins` bins that hold items of positive `costs`.
 
     Proof, term by term:
 

@@ -249,7 +249,7 @@ def buckets(
 def owner_of(part: Part, matrices: Sequence[Matrix], assignment: Assignment, mesh: Mesh) -> int:
     """Returns the owner of a part, by its number in the ranges of buckets."""
     first = part.matrices[0]
-    return assignment.cells[first].reduces(matrices[first], mesh)
+    return assignment.cells[first].reducing_rank(matrices[first], mesh)
 
 
 class _Owned(NamedTuple):

@@ -79,10 +79,11 @@ class Exposure:
         for stage, (clock, of_stage) in enumerate(zip(self.stages, chunks, strict=True)):
             busy_s = busy.get(stage, 0.0)
             if self._overlap_gather:
-                end_s, late_s = clock.gathered(of_stage, busy_s, late_s)
+                # `late_s` delays the input of the next stage.
+                delay_s, late_s = clock.gathered(of_stage, busy_s, late_s)
             else:
-                end_s = busy_s + sum(chunk.gather.seconds for chunk in of_stage)
-            added_s = max(added_s, end_s)
+                delay_s = busy_s + sum(chunk.gather.seconds for chunk in of_stage)
+            added_s = max(added_s, delay_s)
         return added_s
 
     def roughly(
@@ -142,24 +143,28 @@ class _StageClock:
             reductions, negative if the reductions end earlier; and the seconds by which the reductions slow this
             stage's pass down.
         """
-        ready: dict[int, list[Chunk]] = {}
+        chunks_of_module: dict[int, list[Chunk]] = {}
         for chunk in chunks:
-            ready.setdefault(chunk.module, []).append(chunk)
+            chunks_of_module.setdefault(chunk.module, []).append(chunk)
         work, ends = _Pass(chunk.reduce for chunk in chunks), []
-        for number, places in enumerate(reversed(self.time.places)):
-            if number:
-                # The other micro-batches pass through the model chunk first.
+        for position, places in enumerate(reversed(self.time.places)):
+            if position:
+                # Before the last micro-batch, the pp - 1 others of its turn pass through this model chunk, and its
+                # gradient travels once around the pipeline.
                 work.compute(self._turns * self._pass_s(places, 1) + self._stages * self._hop_s)
             work.compute(self.time.pass_s)
             for place in reversed(places):
                 module = self.time.modules[place]
                 work.compute(module.backward_s + module.again_s, module.moves[1])
-                ends += [work.transfer(chunk.reduce, chunk.stream, [work.now()]) for chunk in ready.get(place, ())]
+                ends += [
+                    work.transfer(chunk.reduce, chunk.stream, [work.now()]) for chunk in chunks_of_module.get(place, ())
+                ]
         last = work.now()
         ran = work.run(self._units)
         end_s = max(ran[number].end for number in (last, *ends))
         earlier_s = self._stage * (self._hop_s + self._pass_s(self.time.places[0], 1))
-        return end_s - work.computed_s - earlier_s, ran[last].end - work.computed_s
+        late_s, slowed_s = end_s - work.computed_s - earlier_s, ran[last].end - work.computed_s
+        return late_s, slowed_s
 
     def gathered(self, chunks: Sequence[Chunk], busy_s: float, late_s: float) -> tuple[float, float]:
         """Simulates the updates, and the gatherings up to the end of the first forward pass.

@@ -60,8 +60,8 @@ def micro_groups(
 def held_jobs(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment
 ) -> dict[tuple[int, int], list[Job]]:
-    """Lists the matrices of each (stage, owner) that its TP group exchanges, with their hosts and costs: all except
-    experts with an `expert_rank`."""
+    """Returns, by (stage, owner), a job for each matrix that belongs to a micro-group: its host and its update
+    seconds. Experts with an `expert_rank` are in no micro-group and are left out."""
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
         if matrix.expert_rank is None:

@@ -263,7 +263,7 @@ def memory_of(config: RunConfig, layout: Layout, plan: Plan | None) -> Memory:
 
 
 def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
-    """Returns the memory of the fullest rank under a plan, over the cells of all stages."""
+    """Returns the memory of the rank that needs the most under a plan, in any stage."""
     stages = [_stage_memory(config, layout, plan, stage) for stage in range(plan.subject.layout.pp)]
     return max(stages, key=lambda memory: (memory.total, -memory.worst.rank))
 

@@ -15,6 +15,8 @@ from canzona_cli.planner.bounds import packing_bound, simple_bound
 
 CLOSE_ENOUGH = 1e-3
 """The relative distance from its bound at which a packing is not improved further."""
+_EXCHANGES_PER_BIN = 4
+"""The most times, for each bin on average, that the fullest bin is pooled with another."""
 HALVINGS = 9
 """The number of bisections between the bound and the height that largest-first reached."""
 NODES = 1500
@@ -210,11 +212,11 @@ class _Filler:
 
 
 def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> list[Pattern]:
-    """Lowers the fullest bin by redistributing its items and those of one other bin, until no other bin
-    helps."""
+    """Repeatedly pools the items of the fullest bin with those of one other bin and divides them anew. Stops when the
+    fullest bin is close to `bound`, when no other bin helps, or after `_EXCHANGES_PER_BIN` exchanges per bin."""
     packed = list(patterns)
     loads = [classes.load(pattern) for pattern in packed]
-    for _ in range(4 * len(packed)):
+    for _ in range(_EXCHANGES_PER_BIN * len(packed)):
         top = max(range(len(packed)), key=lambda b: (loads[b], -b))
         if loads[top] <= bound * (1 + CLOSE_ENOUGH):
             break
@@ -226,13 +228,13 @@ def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> l
             pooled = [a + b for a, b in zip(packed[top], packed[other], strict=True)]
             half = (loads[top] + loads[other]) / 2
             # The two new bins have the same sum as before, so the split closest to half is the best.
-            share = _Filler(costs=classes.costs, counts=pooled, limit=half, enough=half).best()
-            if share is None:
+            first_half = _Filler(costs=classes.costs, counts=pooled, limit=half, enough=half).best()
+            if first_half is None:
                 continue
-            rest = tuple(a - b for a, b in zip(pooled, share, strict=True))
-            if classes.load(rest) < loads[top] * (1 - 1e-9):
-                packed[top], packed[other] = share, rest
-                loads[top], loads[other] = classes.load(share), classes.load(rest)
+            second_half = tuple(a - b for a, b in zip(pooled, first_half, strict=True))
+            if classes.load(second_half) < loads[top] * (1 - 1e-9):
+                packed[top], packed[other] = first_half, second_half
+                loads[top], loads[other] = classes.load(first_half), classes.load(second_half)
                 break
         else:
             break

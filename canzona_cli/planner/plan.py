@@ -52,9 +52,9 @@ class Cell:
         """Returns the number of the cell in its stage."""
         return self.owner * tp + self.host
 
-    def reduces(self, matrix: Matrix, mesh: Mesh) -> int:
-        """Returns the number of this cell among the ranks over which a matrix's gradient is reduced: its owner, or for
-        experts its `Mesh.expert_owner`."""
+    def reducing_rank(self, matrix: Matrix, mesh: Mesh) -> int:
+        """Returns the rank that receives a matrix's reduced gradient, numbered in the group that reduces it: the cell's
+        owner, or for an expert its `Mesh.expert_owner`."""
         return self.owner if matrix.expert_rank is None else mesh.expert_owner(self.number(mesh.tp))
 
 
@@ -431,7 +431,7 @@ def _check_buckets(plan: Plan) -> None:
                 raise ValueError(
                     f"bucket {bucket.index} of stage {bucket.stage} has ranges that overlap or exceed its elements"
                 )
-            if any(cells[i].reduces(plan.matrices[i], mesh) != part.owner for i in part.matrices):
+            if any(cells[i].reducing_rank(plan.matrices[i], mesh) != part.owner for i in part.matrices):
                 raise ValueError(f"bucket {bucket.index} of stage {bucket.stage} gives a matrix to another owner")
             end = part.end
         if len({matrix.chunk for matrix in of_bucket}) > 1:

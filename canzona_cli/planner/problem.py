@@ -99,7 +99,7 @@ class PoolProblem:
             held: Counter[int] = Counter()
             for part in parts:
                 first = part.matrices[0]
-                held[placed.cells[first].reduces(self.matrices[first], self.mesh)] += part.elements
+                held[placed.cells[first].reducing_rank(self.matrices[first], self.mesh)] += part.elements
             total += max(held.values())
         return float(total)
 

@@ -166,9 +166,9 @@ class FastestLayouts(Page):
         rows = ((layout_code(tried.layout), self._cells(tried)) for tried in best)
         yield rows_table(heads, rows, bold=0, needed=None if self.verbose else len(needed))
         yield note(
-            "batch: micro-batch x accumulation x DP; slower: time per sequence, relative to the first; GiB: on the "
-            f"fullest rank, of {_room(config)}; limited by (only in wide terminals and with -v): the largest shares "
-            "besides compute"
+            "PP2x5: two stages of five model chunks each; batch: micro-batch x accumulation x DP; slower: time per "
+            f"sequence, relative to the first; GiB: on the fullest rank; a layout may use {_room(config)}; limited by "
+            "(only in wide terminals and with -v): the largest shares besides compute"
         )
         yield Text()
         yield wrapped(self._why())
@@ -179,7 +179,7 @@ class FastestLayouts(Page):
                 f"{self.without.memory_bytes / GIB:.1f} GiB."
             )
         yield wrapped(
-            f"{self.search.legal:,} layouts are legal and fit; {self.search.simulated:,} of them were simulated, the "
+            f"{self.search.legal:,} layouts are legal and fit; {self.search.simulated:,} were simulated, and the "
             "others are estimated to be slower.",
             "dim",
         )
@@ -250,7 +250,8 @@ class FastestLayouts(Page):
         reasons = [
             f"{step_time(abs(saved))} {_less_or_more(saved)} on {name}" for name, saved in largest if abs(saved) > least
         ]
-        spends = f" For one batch, the first spends {', '.join(reasons)}." if reasons else ""
+        listed = " and ".join(part for part in (", ".join(reasons[:-1]), *reasons[-1:]) if part)
+        spends = f" For one batch, the first spends {listed}." if listed else ""
         return (
             f"{layout_name(first.layout)} has the shortest simulated step per sequence; besides compute, it takes: "
             f"{_limits(first) or 'nothing'}. The next, {layout_name(second.layout)}, is "
@@ -285,9 +286,9 @@ def _without_headroom(config: RunConfig, best: Tried) -> Tried | None:
 
 
 def _room(config: RunConfig) -> str:
-    """Returns the GiB of one GPU that a chosen layout may use: `73.6, and 3.0 of headroom`."""
+    """Returns the GiB of one GPU that a chosen layout may use: `73.6, which leaves 3.0 of headroom`."""
     free = headroom(config)
-    return f"{(capacity(config) - free) / GIB:.1f}" + (f", and {free / GIB:.1f} of headroom" if free else "")
+    return f"{(capacity(config) - free) / GIB:.1f}" + (f", which leaves {free / GIB:.1f} of headroom" if free else "")
 
 
 def _limits(tried: Tried) -> str:

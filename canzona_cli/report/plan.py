@@ -192,7 +192,7 @@ class PlanView(Page):
         plan = self.study.plan
         mesh, matrices = plan.subject.layout, plan.matrices
         elements = count(sum(matrix.elements for matrix in matrices))
-        text = f"{len(matrices):,} ({plan.subject.settings.splitting}) with {elements} elements"
+        text = f"{len(matrices):,} with {elements} elements (engine.splitting={plan.subject.settings.splitting})"
         ranks = mesh.pp * mesh.cells
         busy = sum(load > 0 for stage in range(mesh.pp) for load in plan.loads(stage))
         if len(matrices) >= ranks or busy == ranks:
@@ -218,8 +218,8 @@ class PlanView(Page):
         return f"{shapes}; {products} products{'' if error is None else f', expected error {error:g}'}"
 
     def _where(self) -> str:
-        where = "nothing was written" if self.written is None else f"written to {self.written}"
-        return f"Plan {self.study.plan.hash if self.verbose else self.study.plan.name}, {where}."
+        where = "was not written" if self.written is None else f"was written to {self.written}"
+        return f"Plan {self.study.plan.hash if self.verbose else self.study.plan.name} {where}."
 
     def _more(self) -> Iterator[str]:
         """Yields hints about the options that show more."""

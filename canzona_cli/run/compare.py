@@ -58,7 +58,8 @@ class Compared:
 
     @property
     def phases(self) -> Mapping[str, Pair]:
-        """The mean seconds of every phase that at least one of the runs has; `step` is the time of the step."""
+        """The mean seconds over ranks of each phase in both runs, for phases that at least one run has; None for a run
+        that lacks the phase. The key `step` has the whole step."""
         a, b = _means(self.a.breakdown), _means(self.b.breakdown)
         names = [*(name for name in LABELS if name in a | b), *sorted(set(a | b) - set(LABELS))]
         return {name: (a.get(name), b.get(name)) for name in names}
