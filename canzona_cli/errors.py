@@ -156,8 +156,8 @@ _FIXES: Final = {
 
 
 def of_the_machine(error: BaseException) -> EnvironmentProblem | None:
-    """Converts an OSError with a known fix, or one caused by a deleted working directory, to an error for the user;
-    returns None for any other exception."""
+    """Converts an OSError with a known fix, or one caused by a deleted working directory, to an error for the
+    user; returns None for any other exception."""
     if not isinstance(error, OSError):
         return None
     if isinstance(error, FileNotFoundError) and not _has_working_directory():

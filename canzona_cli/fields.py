@@ -1,8 +1,8 @@
 """The annotations of settings: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
 
-The text is the setting's help. `Affects` says how a change of the setting affects plans, and runs that are resumed from
-a checkpoint. These annotations are read by the range check, `canzona recipes copy`, completion, the comparison of a
-resumed run with the saved one, and the planner's list of settings that a plan depends on.
+The text is the setting's help. `Affects` says how a change of the setting affects plans, and runs that are
+resumed from a checkpoint. These annotations are read by the range check, `canzona recipes copy`, completion,
+the comparison of a resumed run with the saved one, and the planner's list of settings that a plan depends on.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""`canzona tune`: chooses layouts, measures them, compares the times with the predictions, and writes a recipe
-with the fastest layout. Does not import torch.
+"""`canzona tune`: chooses layouts, measures them, compares the times with the predictions, and writes a
+recipe with the fastest layout. Does not import torch.
 
-An error is predicted / measured - 1. MAPE is the mean of the absolute errors. Times are seconds of a step on the
-slowest rank. Layouts are compared by time per sequence, because their batch sizes may differ.
+An error is predicted / measured - 1. MAPE is the mean of the absolute errors. Times are seconds of a step on
+the slowest rank. Layouts are compared by time per sequence, because their batch sizes may differ.
 """
 
 import itertools
@@ -38,8 +38,8 @@ LEAST_SHARE = 0.01
 
 
 def layout_name(layout: Layout) -> str:
-    """Returns the name of a layout in file names. It is unique among a run's layouts: `tp2-pp1-cp1-dp2-mb4-none`,
-    `tp1-pp2-vpp2-...`."""
+    """Returns the name of a layout in file names. It is unique among a run's layouts:
+    `tp2-pp1-cp1-dp2-mb4-none`, `tp1-pp2-vpp2-...`."""
     chunks = f"vpp{layout.vpp}-" if layout.vpp > 1 else ""
     mesh = f"tp{layout.tp}-pp{layout.pp}-{chunks}cp{layout.cp}-dp{layout.dp}"
     return f"{mesh}-mb{layout.micro_batch_size}-{layout.recompute}"
@@ -165,8 +165,8 @@ class TuneResult(TurnsResult):
 
     @property
     def certain(self) -> bool:
-        """True if the fastest layout is the simulator's choice, or if the interquartile ranges of the two do not
-        overlap."""
+        """True if the fastest layout is the simulator's choice, or if the interquartile ranges of the two do
+        not overlap."""
         if self.best == self.chosen or self.chosen not in self.layouts:
             return self.best == self.chosen
         best, chosen = (
@@ -248,13 +248,13 @@ def _per_sequence_s(layout: LayoutBench) -> float:
 ROOT = "tune"
 """The default folder for tune directories; `run.root` overrides it."""
 WARM_UP_STEPS = 2
-"""The number of steps at the start of a process that are not measured: these steps allocate buffers and optimizer
-state, and no parameter gathering overlaps with their forward passes."""
+"""The number of steps at the start of a process that are not measured: these steps allocate buffers and
+optimizer state, and no parameter gathering overlaps with their forward passes."""
 SETTLING_STEPS = 4
-"""The maximum number of additional warm-up steps. A turn has them while updates in Muon's Gram form are redone in
-standard form. The momentum of few gradients is close to low rank, which makes the Gram form unreliable: with
-qwen3-mini and a batch of two sequences, 36 of 84 updates took twice as long in the first three steps, and ten in
-the fourth."""
+"""The maximum number of additional warm-up steps. A turn has them while updates in Muon's Gram form are
+redone in standard form. The momentum of few gradients is close to low rank, which makes the Gram form
+unreliable: with qwen3-mini and a batch of two sequences, 36 of 84 updates took twice as long in the first
+three steps, and ten in the fourth."""
 _START_S = {"cpu": 4.0, "cuda": 40.0}
 """The approximate seconds from the start of a turn to its first step, by device."""
 
@@ -295,8 +295,8 @@ def prepare(
     """Chooses the layouts and checks everything that can be checked before anything is written.
 
     Args:
-        count: the number of fastest predicted layouts to measure, in addition to the layout of an untuned run; None
-            for every layout that is possible and fits.
+        count: the number of fastest predicted layouts to measure, in addition to the layout of an untuned
+            run; None for every layout that is possible and fits.
         rounds: the number of turns of each layout.
         steps: the number of measured steps in a turn.
 
@@ -326,7 +326,8 @@ def prepare(
         chosen += [layout_of_run] if layout_of_run not in chosen else []
     short = replace(
         config,
-        # Turns run the first steps of the recipe's full schedule, so learning rates do not depend on their length.
+        # Turns run the first steps of the recipe's full schedule, so learning rates do not depend on their
+        # length.
         schedule=config.schedule.complete(config.train.steps),
         train=replace(config.train, steps=WARM_UP_STEPS + SETTLING_STEPS + steps, eval_interval=0),
     )

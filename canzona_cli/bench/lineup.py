@@ -1,9 +1,9 @@
 """The lineup of a bench: the strategies that run, and the process groups that they share. Does not import torch.
 
-All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and asc
-also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together; they take
-turns in one process group. If there are several measurement groups, the reference strategy runs in each of them. A
-strategy that does not fit together with the reference has a group of its own.
+All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and
+asc also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together; they
+take turns in one process group. If there are several measurement groups, the reference strategy runs in each
+of them. A strategy that does not fit together with the reference has a group of its own.
 """
 
 from collections.abc import Sequence
@@ -45,11 +45,11 @@ class Entrant:
     plan: Plan | None
     """The plan that canzona, paper and asc execute; None for other strategies."""
     state_bytes: int
-    """The bytes that stay allocated between steps on the rank with the most. In a measurement group, the states of
-    all strategies are in memory at the same time."""
+    """The bytes that stay allocated between steps on the rank with the most. In a measurement group, the
+    states of all strategies are in memory at the same time."""
     transient_bytes: int
-    """The bytes that are allocated only during a step. In a measurement group, only one strategy runs a step at a
-    time."""
+    """The bytes that are allocated only during a step. In a measurement group, only one strategy runs a step
+    at a time."""
 
     @property
     def strategy(self) -> AnyStrategy:
@@ -158,8 +158,8 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
 def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
     """Puts each strategy into the first measurement group with enough free memory.
 
-    The reference is the first strategy of every measurement group, except for strategies that do not fit together
-    with the reference; each of these has a measurement group of its own.
+    The reference is the first strategy of every measurement group, except for strategies that do not fit
+    together with the reference; each of these has a measurement group of its own.
 
     Args:
         available_bytes: the machine's free memory, which CPU ranks share; None for GPU ranks.
@@ -225,8 +225,8 @@ def _of_option(problem: Problem, strategy: AnyStrategy) -> Problem:
 def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str]) -> RunConfig:
     """Sets engine.splitting=qkv if the strategies would otherwise split weights differently.
 
-    layerwise and sc split only q, k and v. Other strategies may split more weights, and would then update different
-    matrices.
+    layerwise and sc split only q, k and v. Other strategies may split more weights, and would then update
+    different matrices.
     """
     shapes = {matrix_shapes(with_strategy(config, name)) for name in names if name != "adamw"}
     if len(shapes) < 2:
@@ -262,8 +262,8 @@ def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_s
 
 
 def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, layout: Layout) -> RunConfig:
-    """Returns the run with a small batch, to keep steps short: for every data-parallel rank, one micro-batch per
-    pipeline stage.
+    """Returns the run with a small batch, to keep steps short: for every data-parallel rank, one micro-batch
+    per pipeline stage.
 
     On CPU ranks a micro-batch is one sequence unless the user set its size. The mesh does not change.
     """

@@ -96,8 +96,8 @@ def read_options(
     simulate: bool = False,
     gpus: str | None = None,
 ) -> Options:
-    """Checks the options. Problems are returned in `Options.problems`, so that they can be raised together with the
-    problems of the run.
+    """Checks the options. Problems are returned in `Options.problems`, so that they can be raised together
+    with the problems of the run.
 
     Args:
         strategies: the words on the command line, each with one or more strategies, separated by commas.
@@ -196,8 +196,8 @@ def with_value(overrides: Sequence[str], kind: SweepKind, value: str) -> list[st
 
 
 def default_values(kind: SweepKind, config: RunConfig) -> tuple[str, ...]:
-    """Returns the values to sweep if the user does not name any. The last value of C_max is `auto`, the planner's
-    choice."""
+    """Returns the values to sweep if the user does not name any. The last value of C_max is `auto`, the
+    planner's choice."""
     if kind == "alpha":
         return ("0", "0.25", "0.5", "0.75", "1")
     if kind == "optimizer":
@@ -220,8 +220,8 @@ def simulate_sweep(
     """Simulates all sizes and numbers of GPUs for each swept value; returns the simulations by value.
 
     Raises:
-        ConfigError: options contradict each other, or a run is impossible; the problems of all values are reported
-            at once.
+        ConfigError: options contradict each other, or a run is impossible; the problems of all values are
+            reported at once.
     """
     refuse(options.problems)
     values = options.values

@@ -180,8 +180,8 @@ def load_published(path: Path = ROWS) -> Published:
 
 
 def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
-    """Returns the run with AdamW that predicts a published step, and its layout, even if it does not fit according
-    to canzona's memory estimate.
+    """Returns the run with AdamW that predicts a published step, and its layout, even if it does not fit
+    according to canzona's memory estimate.
 
     Raises:
         ConfigError: the layout is impossible.
@@ -239,8 +239,8 @@ def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
 
 
 def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSeries, PredictedSeries, bool]]:
-    """Yields pairs of layouts of one model, each with True if they are predicted in the measured order of time per
-    sequence.
+    """Yields pairs of layouts of one model, each with True if they are predicted in the measured order of
+    time per sequence.
 
     A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence length in
     the same publication. Between publications, software may make a larger difference than layouts do.

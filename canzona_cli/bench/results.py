@@ -1,10 +1,10 @@
-"""The result of `canzona bench`: measured and predicted values, for the reports and for `--json`. Does not import
-torch.
+"""The result of `canzona bench`: measured and predicted values, for the reports and for `--json`. Does not
+import torch.
 
-Times are in seconds. A turn is a few consecutive training steps of one strategy; its first step does not count. A
-measurement group (called `sitting` in code and files) is a process group in which strategies take turns on the same
-batches, and a round is one turn of each of its strategies. If the strategies do not all fit into memory together,
-there are several measurement groups.
+Times are in seconds. A turn is a few consecutive training steps of one strategy; its first step does not
+count. A measurement group (called `sitting` in code and files) is a process group in which strategies take
+turns on the same batches, and a round is one turn of each of its strategies. If the strategies do not all fit
+into memory together, there are several measurement groups.
 
 Strategies that compute the same update must have the same losses; otherwise their times are not compared. All
 strategies start from the same weights and see the same batches, so the losses of the first step, before any update,
@@ -33,15 +33,15 @@ class Measured:
     """The measurements of one strategy in one measurement group."""
 
     iteration_s: tuple[float, ...]
-    """The seconds of a complete training step on the slowest rank, by round, averaged over the measured steps of
-    the turn."""
+    """The seconds of a complete training step on the slowest rank, by round, averaged over the measured steps
+    of the turn."""
     optimizer_s: tuple[float, ...]
     """The seconds from reduced gradients to the next forward pass, by round. The time of exchange, matrix updates
     and AdamW's update is the slowest rank's. The time of norm and clip, and of the wait for gathered parameters, is
     that of the rank that arrives last, because the times of other ranks include the wait for this rank."""
     processor_s: tuple[float, ...]
-    """The processor seconds of one step by round, summed over ranks. With more ranks than cores, they show the
-    amount of work better than wall time does."""
+    """The processor seconds of one step by round, summed over ranks. With more ranks than cores, they show
+    the amount of work better than wall time does."""
     phases: Mapping[str, OverRanks]
     """The seconds of each phase of a step and of the `_total`s, by their names in the breakdown."""
     load_balance: float
@@ -138,11 +138,11 @@ class BenchResult(TurnsResult):
     """The strategy with which the others are compared: canzona if it ran, otherwise the first."""
     strategies: Mapping[str, StrategyBench]
     references: tuple[Measured, ...]
-    """The measurements of the reference, by measurement group. For a group without the reference they are copied
-    from the first group."""
+    """The measurements of the reference, by measurement group. For a group without the reference they are
+    copied from the first group."""
     arithmetic: str = ""
-    """A sentence about the forms of the update, for comparisons of canzona's strategies with Megatron's, which have
-    only the standard form; otherwise empty."""
+    """A sentence about the forms of the update, for comparisons of canzona's strategies with Megatron's,
+    which have only the standard form; otherwise empty."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
         """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement group."""
@@ -157,8 +157,8 @@ class BenchResult(TurnsResult):
     def overhead(self, strategy: str) -> Speedup | None:
         """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW, or if AdamW was not measured.
 
-        A strategy from another measurement group than AdamW is compared by the ratios of both to the reference in
-        their groups.
+        A strategy from another measurement group than AdamW is compared by the ratios of both to the
+        reference in their groups.
         """
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
@@ -195,19 +195,19 @@ class BenchResult(TurnsResult):
 
 
 FIRST_STEP = 1e-3
-"""The tolerance for the relative difference of losses in the first step. Measured differences were 0, because all
-strategies run the same forward pass."""
+"""The tolerance for the relative difference of losses in the first step. Measured differences were 0, because
+all strategies run the same forward pass."""
 LATER = 0.03
-"""The tolerance for the relative difference of losses in later steps. Measured over 21 steps of qwen3-tiny in bf16,
-with one sequence on each data-parallel rank: at most 0.002 with Muon, 0.005 with Shampoo, 0.011 with SOAP. A
-learning rate that is 10% too high or too low gives 0.034 within 8 steps."""
+"""The tolerance for the relative difference of losses in later steps. Measured over 21 steps of qwen3-tiny in
+bf16, with one sequence on each data-parallel rank: at most 0.002 with Muon, 0.005 with Shampoo, 0.011 with
+SOAP. A learning rate that is 10% too high or too low gives 0.034 within 8 steps."""
 COMPARED = 30
 """The number of steps whose losses are compared. After more steps, rounding alone makes equal runs differ."""
 
 
 class StrategiesDisagree(CanzonaError):
-    """An error because strategies that compute the same update had different losses, so that their times must not
-    be compared."""
+    """An error because strategies that compute the same update had different losses, so that their times must
+    not be compared."""
 
     headline = "Strategies disagree"
 
@@ -222,8 +222,8 @@ def check_losses(result: BenchResult) -> None:
 
 
 def disagreements(result: BenchResult) -> list[Problem]:
-    """Returns a problem for each strategy whose losses differ from those that they must match (`kin`), with the
-    first step at which they differ.
+    """Returns a problem for each strategy whose losses differ from those that they must match (`kin`), with
+    the first step at which they differ.
 
     The reference's losses are also compared between measurement groups.
     """
@@ -240,8 +240,8 @@ def disagreements(result: BenchResult) -> list[Problem]:
 def kin(result: BenchResult) -> dict[str, str]:
     """Returns, for each strategy, the strategy whose losses it must match.
 
-    This is the reference if both compute the same updates, otherwise the first strategy with the same updates, which
-    may be the strategy itself. AdamW only has to match itself.
+    This is the reference if both compute the same updates, otherwise the first strategy with the same
+    updates, which may be the strategy itself. AdamW only has to match itself.
     """
     firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
     return {

@@ -1,8 +1,8 @@
-"""`canzona bench --simulate`: predicted step times of every model size and strategy by number of GPUs. Does not
-import torch.
+"""`canzona bench --simulate`: predicted step times of every model size and strategy by number of GPUs. Does
+not import torch.
 
-For each size and number of GPUs, an iteration of every strategy is simulated in the layout that `canzona train`
-would choose. AdamW and layerwise are also simulated in their own fastest layouts. Nothing is measured.
+For each size and number of GPUs, an iteration of every strategy is simulated in the layout that `canzona
+train` would choose. AdamW and layerwise are also simulated in their own fastest layouts. Nothing is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,8 +43,8 @@ class SimulatedCell:
     reason: str = ""
     """The reason why no layout is possible; empty if `study` is set."""
     yardsticks: Mapping[str, Tried | None] = MappingProxyType({})
-    """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that does not fit in any
-    layout."""
+    """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that does not fit in
+    any layout."""
 
     def overhead(self, yardstick: str) -> float | None:
         """Returns canzona's overhead per sequence over a yardstick in its fastest layout; 0.01 is 1%.
@@ -153,8 +153,8 @@ def run_simulation(
     sizes: Sequence[str] = SIZES,
     recipes_dirs: Sequence[Path] = (),
 ) -> Simulation:
-    """Simulates every size on every number of GPUs. Each simulation takes a second or two, or ten seconds with 1,024
-    GPUs.
+    """Simulates every size on every number of GPUs. Each simulation takes a second or two, or ten seconds
+    with 1,024 GPUs.
 
     Args:
         overrides: settings for all runs; a `recipe=` among them selects a single size.
@@ -226,8 +226,8 @@ def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
 
 
 def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> RunConfig:
-    """Returns the resolved run on `gpus` GPUs with strategy canzona. CPU ranks share the profile's number of cores,
-    or else this machine's."""
+    """Returns the resolved run on `gpus` GPUs with strategy canzona. CPU ranks share the profile's number of
+    cores, or else this machine's."""
     composed = compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides], recipes_dirs=recipes_dirs, training=False)
     config, _ = plannable(composed.config)
     return with_cores(replace(config, engine=replace(config.engine, strategy="canzona")))

@@ -17,8 +17,8 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 _UPDATING: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
 """The phases of the optimizer step in which a rank works alone or communicates only with its TP group."""
 _WAITING: tuple[str, ...] = ("norm_clip", "param_gather")
-"""The phases in which early ranks wait for late ones: for the end of the last backward pass, or for the last rank's
-gathering in the next forward pass. The last rank waits only for the communication itself."""
+"""The phases in which early ranks wait for late ones: for the end of the last backward pass, or for the last
+rank's gathering in the next forward pass. The last rank waits only for the communication itself."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Turns:
     warm_up_steps: int = 0
     """The number of steps at the start of a turn that are not measured."""
     settling: int = 0
-    """The maximum number of extra warm-up steps in a turn. A turn has them while steps redo updates of Muon's Gram
-    form in standard form, which takes longer than planned."""
+    """The maximum number of extra warm-up steps in a turn. A turn has them while steps redo updates of Muon's
+    Gram form in standard form, which takes longer than planned."""
     apart: bool = False
-    """True if each turn runs in separate processes. Layouts need this, because Megatron supports only one layout in
-    a process."""
+    """True if each turn runs in separate processes. Layouts need this, because Megatron supports only one
+    layout in a process."""
 
     def order(self, round_: int) -> Sequence[str]:
         """Returns the names in the order of their turns in a round."""

@@ -93,8 +93,8 @@ def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Sampl
 
 
 def tensor_bytes(trainee: Trainee) -> int:
-    """Returns the bytes of this rank's tensors that stay allocated between steps: buffers, masters, optimizer state,
-    messages and scratch memory."""
+    """Returns the bytes of this rank's tensors that stay allocated between steps: buffers, masters, optimizer
+    state, messages and scratch memory."""
     optimizer = trainee.optimizer
     buffers = [buffer for chunk in trainee.chunks for buffer in chunk.buffers]
     tensors = [tensor for buffer in buffers for tensor in (buffer.param_data, buffer.grad_data)]

@@ -53,8 +53,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
     forks = forks_ranks(load_resolved(inputs.config(turns.names[0])))
-    # Python warns of forks in a process with threads. The only other thread here waits for signals, and a forked
-    # process needs none of the locks that it may hold.
+    # Python warns of forks in a process with threads. The only other thread here waits for signals, and a
+    # forked process needs none of the locks that it may hold.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     start: Callable[..., BaseProcess] = ForkProcess if forks else SpawnProcess
     length = f"{plural(turns.rounds, 'round')} of {plural(len(turns.names), 'layout')}"
@@ -78,8 +78,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def _report(failure: Path, reason: str) -> None:
-    """Writes the reason for a turn's failure, unless another rank has written one: the first failure causes the
-    others."""
+    """Writes the reason for a turn's failure, unless another rank has written one: the first failure causes
+    the others."""
     with suppress(FileExistsError), failure.open("x", encoding="utf-8") as file:
         file.write(reason)
 

@@ -1,10 +1,10 @@
 """The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements and writes a cluster
 profile.
 
-In a loop over a single operation, caches are warm and ranks arrive at the same time; in a training step they are
-not and do not. Therefore two short benches run with the new profile, one with data-parallel ranks and one with
-pairs of tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a factor in the
-profile.
+In a loop over a single operation, caches are warm and ranks arrive at the same time; in a training step they
+are not and do not. Therefore two short benches run with the new profile, one with data-parallel ranks and one
+with pairs of tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a factor
+in the profile.
 """
 
 import json
@@ -92,8 +92,8 @@ class Calibration:
 
 
 def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Returns the run that the calibration measures, and its layout: all ranks are data-parallel on one machine,
-    without overlap.
+    """Returns the run that the calibration measures, and its layout: all ranks are data-parallel on one
+    machine, without overlap.
 
     Raises:
         ConfigError: the ranks are on several machines, or there are too few CPU ranks for a collective.
@@ -147,8 +147,8 @@ def calibrate(
         files.logs.mkdir()
         write_text_atomic(files.config, dump_resolved(config))
         write_json_atomic(files.layout, asdict(layout))
-        # A GPU's speed does not depend on other GPUs, so one rank measures. CPU ranks share caches and cores, so
-        # all of them measure at the same time, as in a run.
+        # A GPU's speed does not depend on other GPUs, so one rank measures. CPU ranks share caches and cores,
+        # so all of them measure at the same time, as in a run.
         workers = config.gpus if config.cluster.device == "cpu" else 1
         Orders(effort=effort.on(config.cluster.device), workers=workers).write(files)
         command = torchrun.build(config, files.root, module=worker)

@@ -4,9 +4,9 @@ On CPU ranks, the result is the time that a collective adds to a loop of computa
 at once. In a loop of collectives alone, every rank is awake, every cache is warm and every core is free: in
 training steps of four ranks on two cores, collectives took two to six times as long as in such a loop.
 
-On GPUs, launching a collective takes as long as the collective itself, and so does the skew between ranks after a
-barrier. Therefore a row of several collectives is timed between two events on the device. Before the row,
-all-reduces synchronise the devices and keep them busy until the host has launched the row.
+On GPUs, launching a collective takes as long as the collective itself, and so does the skew between ranks
+after a barrier. Therefore a row of several collectives is timed between two events on the device. Before the
+row, all-reduces synchronise the devices and keep them busy until the host has launched the row.
 """
 
 import math
@@ -31,8 +31,8 @@ LEAST, MOST = 5, 200
 ROW = 16
 """The number of collectives between two events on a GPU."""
 _CALLS = 4
-"""The maximum number of collectives, with computation between them, in a sample on CPU ranks; fewer if they take
-long."""
+"""The maximum number of collectives, with computation between them, in a sample on CPU ranks; fewer if they
+take long."""
 _SIDE, _TOUCHED = 384, 1 << 20
 """The computation between collectives on CPU ranks: a bf16 product of square matrices of this side, and this
 many bytes read and written. This takes about a millisecond."""
@@ -41,8 +41,8 @@ _PILOTS = 2
 _SYNCHRONISING_BYTES = 64 << 20
 """The size in bytes of each all-reduce before a row, which takes at least 0.2 ms over NVLink."""
 _HEAD_START = 1.5
-"""The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row. With
-less, the result for collectives of under 30 us would be the time of their launches."""
+"""The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row.
+With less, the result for collectives of under 30 us would be the time of their launches."""
 _MAX_SYNCHRONISING = 16
 """The maximum number of all-reduces before a row."""
 _LEAST_S = 1e-6
@@ -169,8 +169,8 @@ def _slowest(team: Team, seconds: Sequence[float]) -> list[float]:
 
 
 def _in_a_row(members: Members, run: Transfer) -> Callable[[], float]:
-    """Prepares the measurement of `ROW` collectives in a row on GPUs. Returns a function that measures the seconds of
-    one collective."""
+    """Prepares the measurement of `ROW` collectives in a row on GPUs. Returns a function that measures the
+    seconds of one collective."""
     synchronise = _all_reduce(_SYNCHRONISING_BYTES, members)
 
     def row() -> None:

@@ -1,9 +1,9 @@
 """Measures work without communication: products, decompositions, memory, forward and backward passes, matrix
 updates.
 
-An update is timed as the engine runs it, without the exchange: clip the gradient, step, check that the new weight
-is finite, and write the weight in the model's precision. One matrix per layer of the model is updated after
-another, because in training each update finds the caches full of other matrices.
+An update is timed as the engine runs it, without the exchange: clip the gradient, step, check that the new
+weight is finite, and write the weight in the model's precision. One matrix per layer of the model is updated
+after another, because in training each update finds the caches full of other matrices.
 """
 
 import time
@@ -58,13 +58,13 @@ SIZES = {
 """The sizes by type of device."""
 _LAUNCHES = 200
 _MODEL_BUDGET = 12
-"""The time budget for forward and backward passes, as a multiple of `Effort.item_s`. It is large because every
-predicted step time depends on these passes."""
+"""The time budget for forward and backward passes, as a multiple of `Effort.item_s`. It is large because
+every predicted step time depends on these passes."""
 
 
 def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
-    """Measures the rates of matrix products and decompositions, and the time of a launch. All members have to call
-    this."""
+    """Measures the rates of matrix products and decompositions, and the time of a launch. All members have to
+    call this."""
     sizes = SIZES[team.device.type]
     for size in sizes.products:
         factors = (torch.randn(size, size, device=team.device).bfloat16() for _ in range(3))
@@ -93,8 +93,8 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
 def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
     """Measures memory bandwidth by a copy between buffers that are too large for any cache.
 
-    The measured rate is divided by `COPY_EFFICIENCY`, the share of the bandwidth that a copy reaches. All members
-    have to call this.
+    The measured rate is divided by `COPY_EFFICIENCY`, the share of the bandwidth that a copy reaches. All
+    members have to call this.
     """
     elements = SIZES[team.device.type].copied_bytes // 4
     source, target = (torch.ones(elements, device=team.device) for _ in range(2))
@@ -105,12 +105,12 @@ def measure_memory(team: Team, effort: Effort, recorder: Recorder) -> None:
 
 
 def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, recorder: Recorder) -> None:
-    """Measures forward and backward of the recipe's model, shortened to a few layers, with random tokens. All ranks
-    have to call this.
+    """Measures forward and backward of the recipe's model, shortened to a few layers, with random tokens. All
+    ranks have to call this.
 
-    All ranks measure at the same time, because ranks that share a core evict each other's data and instructions
-    from its caches. Two micro-batch sizes separate the fixed time of a pass from the time per token. Gradients are
-    added to Megatron's buffers, without communication.
+    All ranks measure at the same time, because ranks that share a core evict each other's data and
+    instructions from its caches. Two micro-batch sizes separate the fixed time of a pass from the time per
+    token. Gradients are added to Megatron's buffers, without communication.
 
     Args:
         config: the result of `profile.shortened`.
@@ -265,9 +265,9 @@ def expected(variant: Variant, rows: int, cols: int) -> float:
 def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s: float) -> list[float]:
     """Measures the seconds of one update of one (rows, columns) matrix; returns the samples of all members.
 
-    For SOAP and Shampoo a sample is the mean over a refresh period. If refreshes are not spread over all steps, it
-    is computed from one measured step without a refresh and the median of the measured steps with one, weighted by
-    how often each occurs.
+    For SOAP and Shampoo a sample is the mean over a refresh period. If refreshes are not spread over all
+    steps, it is computed from one measured step without a refresh and the median of the measured steps with
+    one, weighted by how often each occurs.
     """
     group = Group(variant, rows, cols, team.device)
     optimizer = group.optimizer

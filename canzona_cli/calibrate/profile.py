@@ -1,5 +1,5 @@
-"""The measurements that the ranks of a calibration report, and the cluster profile made from them. Does not import
-torch."""
+"""The measurements that the ranks of a calibration report, and the cluster profile made from them. Does not
+import torch."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,8 +52,8 @@ Quantity = Literal[
     "forward",
     "backward",
 ]
-"""The measured quantities: fields of the profile in the units of these fields (grouped_collectives is 1 or 0), and
-updates, collectives, forward and backward in seconds."""
+"""The measured quantities: fields of the profile in the units of these fields (grouped_collectives is 1 or
+0), and updates, collectives, forward and backward in seconds."""
 
 PART_NAMES: dict[Part, str] = {
     "arithmetic": "matrix products, decompositions, launches",
@@ -83,8 +83,8 @@ class Effort:
     """A further size of collectives in bytes, measured if it is quick enough; None for no further size."""
 
     def on(self, device: Device) -> "Effort":
-        """Returns the effort with the collective sizes for a type of device. On GPUs these go up to the buckets of
-        the largest models."""
+        """Returns the effort with the collective sizes for a type of device. On GPUs these go up to the
+        buckets of the largest models."""
         return self if device == "cpu" else replace(self, sizes=GPU_SIZES, large=None)
 
 
@@ -164,8 +164,8 @@ class Record:
 
 
 class Recorder:
-    """The writer of a rank's measurements. Rank 0 writes each number before it measures the next; other ranks write
-    nothing."""
+    """The writer of a rank's measurements. Rank 0 writes each number before it measures the next; other ranks
+    write nothing."""
 
     def __init__(self, files: RunFiles, *, writes: bool) -> None:
         self._path, self._writes = _measured(files), writes
@@ -203,8 +203,8 @@ MODEL_LAYERS = 2
 
 
 def shortened(config: RunConfig) -> RunConfig:
-    """Returns the run in which forward and backward are measured: with a few layers and with AdamW, which uses
-    Megatron's own buffers."""
+    """Returns the run in which forward and backward are measured: with a few layers and with AdamW, which
+    uses Megatron's own buffers."""
     return replace(
         config,
         model=replace(config.model, num_layers=min(MODEL_LAYERS, config.model.num_layers)),
@@ -213,8 +213,8 @@ def shortened(config: RunConfig) -> RunConfig:
 
 
 def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
-    """Returns a copy of the run for each optimizer to measure: Muon, SOAP, Shampoo and the recipe's own optimizer
-    with its settings.
+    """Returns a copy of the run for each optimizer to measure: Muon, SOAP, Shampoo and the recipe's own
+    optimizer with its settings.
 
     There is a copy for each form of an optimizer, with and without stacking of matrices.
     """
@@ -290,9 +290,9 @@ def with_peak(profile: ClusterConfig) -> ClusterConfig:
     """Returns the profile with a measured peak rate (`bf16_tflops`) for CPU ranks; GPU profiles are not
     changed.
 
-    No datasheet lists the peak of this number of threads on this processor, so the rate of the fastest product is
-    used. If a factor of forward or backward is below 1, passes ran faster than the products alone, and the rate is
-    divided by the smaller factor, so that no pass exceeds the peak.
+    No datasheet lists the peak of this number of threads on this processor, so the rate of the fastest
+    product is used. If a factor of forward or backward is below 1, passes ran faster than the products alone,
+    and the rate is divided by the smaller factor, so that no pass exceeds the peak.
     """
     if profile.device != "cpu":
         return profile
@@ -322,8 +322,8 @@ def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, f
 
 
 def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
-    """Returns the profile with intra-node latency and bandwidth, measured by an all-to-all of two ranks. They apply
-    to kinds of collectives without a measurement."""
+    """Returns the profile with intra-node latency and bandwidth, measured by an all-to-all of two ranks. They
+    apply to kinds of collectives without a measurement."""
     pairs = sorted(
         (int(m.key[2]), m.spread.median)
         for m in _of_quantity(record, "collectives")
@@ -339,8 +339,8 @@ def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
 def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterConfig:
     """Returns the profile of `config` with the factors and fixed times of forward and backward.
 
-    Measured seconds are a linear function of predicted seconds, fitted over micro-batch sizes. The factor is its
-    slope; the fixed time of a module is its intercept divided by the number of modules.
+    Measured seconds are a linear function of predicted seconds, fitted over micro-batch sizes. The factor is
+    its slope; the fixed time of a module is its intercept divided by the number of modules.
     """
     neutral = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
     # A measured pass is not part of a pipeline schedule, so it does not include the cost of a pass in one.
@@ -399,16 +399,16 @@ def fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterCon
 def factors(results: Sequence[BenchResult]) -> StepFactors:
     """Computes the factors from the data-parallel bench and, if there is one, the tensor-parallel bench.
 
-    One factor covers forward and backward. It comes from the data-parallel bench, in which these passes have no
-    collectives of their own, and includes the waits for gradients and parameters, because the operating system gives
-    the ranks unequal shares of the cores, and faster ranks wait for slower ones.
+    One factor covers forward and backward. It comes from the data-parallel bench, in which these passes have
+    no collectives of their own, and includes the waits for gradients and parameters, because the operating
+    system gives the ranks unequal shares of the cores, and faster ranks wait for slower ones.
 
     Args:
         results: the data-parallel bench first.
     """
     phases: dict[str, float] = {}
-    # Keys with `megatron/` are for Megatron's own strategies: `sc` measures their matrix updates and exchanges, `adamw`
-    # the rest.
+    # Keys with `megatron/` are for Megatron's own strategies: `sc` measures their matrix updates and
+    # exchanges, `adamw` the rest.
     for prefix, updating, elementwise in (("", "canzona", "canzona"), ("megatron/", "sc", "adamw")):
         benched: dict[Phase, str] = {
             "matrix_update": updating,
@@ -431,8 +431,8 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
 def _factor(
     benches: Iterable[StrategyBench], phases: Sequence[Phase], over_ranks: Literal["min", "mean"]
 ) -> float | None:
-    """Returns the ratio of measured to predicted time, summed over phases and benches; None if no bench has the
-    phases.
+    """Returns the ratio of measured to predicted time, summed over phases and benches; None if no bench has
+    the phases.
 
     Args:
         over_ranks: the measured time that counts: the fastest rank's, or the mean of all ranks.

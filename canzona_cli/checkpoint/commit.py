@@ -1,9 +1,9 @@
 """Commits a checkpoint atomically: it becomes visible when it is complete, or not at all.
 
 Every rank writes into a hidden folder next to the checkpoints, and leaves a part file there when it is done.
-Rank 0 waits for all part files, adds the manifest, and renames the folder. Ranks synchronise only through these
-files, so a save adds no collective to training. Whenever the run is killed, the store has all earlier complete
-checkpoints, and either all or nothing of the new one.
+Rank 0 waits for all part files, adds the manifest, and renames the folder. Ranks synchronise only through
+these files, so a save adds no collective to training. Whenever the run is killed, the store has all earlier
+complete checkpoints, and either all or nothing of the new one.
 """
 
 import errno
@@ -70,8 +70,8 @@ def begin(store_root: Path, step: int) -> Path:
             sync_folder(store_root.parent)
         for name in os.listdir(store_root):
             if (hidden := hidden_name(name)) is not None and hidden[1] == "partial":
-                # A rank may still be writing into a folder that rank 0 has abandoned. If the removal fails for
-                # this reason, the next save tries again.
+                # A rank may still be writing into a folder that rank 0 has abandoned. If the removal fails
+                # for this reason, the next save tries again.
                 shutil.rmtree(store_root / name, ignore_errors=name != partial.name)
         partial.mkdir(mode=0o755)
     except OSError as error:
@@ -83,8 +83,8 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
     """Writes one rank's share of a checkpoint, then its part file, which tells rank 0 that the share is
     complete.
 
-    Every rank calls this, from any thread. If writing fails, the part file contains the reason; if the disk does
-    not even have room for a part file, an empty marker file is left.
+    Every rank calls this, from any thread. If writing fails, the part file contains the reason; if the disk
+    does not even have room for a part file, an empty marker file is left.
 
     Args:
         partial: the folder that `begin` made.

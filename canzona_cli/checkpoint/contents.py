@@ -1,10 +1,10 @@
 """Checks a checkpoint's manifest against its run: the saved settings, and the tensors' names, types and
 shapes.
 
-`canzona_cli.checkpoint.verify` makes sure that the files agree with the manifest. Therefore these checks need no
-tensors: the launcher makes them before it starts workers (`saved_run`), and so do `canzona checkpoint verify`
-(`verify_chosen`) and the workers (`content_problems`). The values of tensors (NaN, for example) are checked when
-they are read.
+`canzona_cli.checkpoint.verify` makes sure that the files agree with the manifest. Therefore these checks need
+no tensors: the launcher makes them before it starts workers (`saved_run`), and so do `canzona checkpoint
+verify` (`verify_chosen`) and the workers (`content_problems`). The values of tensors (NaN, for example) are
+checked when they are read.
 """
 
 import re
@@ -124,8 +124,8 @@ def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifes
 def _optimizer_kind(name: str, optimizer: str) -> str | None:
     """Returns the kind of optimizer that keeps state for a weight.
 
-    Returns `element` for AdamW and other optimizers with elementwise state, `matrix` for the run's optimizer of
-    matrices, and None for a user's own optimizer, which may keep any state.
+    Returns `element` for AdamW and other optimizers with elementwise state, `matrix` for the run's optimizer
+    of matrices, and None for a user's own optimizer, which may keep any state.
     """
     if name.endswith("weight") or optimizer in ELEMENTWISE:
         return "element"
@@ -159,8 +159,8 @@ def _rectangle(shape: Sequence[int]) -> tuple[int, int]:
 def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
     """Returns True if the pieces cover an (all_rows, all_cols) tensor exactly once.
 
-    Only one arrangement is accepted: the rows are divided into bands, each band by columns into rectangles, and
-    each rectangle into consecutive runs of elements.
+    Only one arrangement is accepted: the rows are divided into bands, each band by columns into rectangles,
+    and each rectangle into consecutive runs of elements.
     """
     rectangles: dict[tuple[int, int, int, int], list[tuple[int, int]]] = defaultdict(list)
     for piece in pieces:
@@ -204,8 +204,8 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
     tensors.
 
     Raises:
-        CheckpointInvalid: a file is missing, a file that was read is damaged, or the listed tensors do not belong
-            to the model.
+        CheckpointInvalid: a file is missing, a file that was read is damaged, or the listed tensors do not
+            belong to the model.
     """
     manifest = read_manifest(checkpoint)
     problems: list[Problem | None] = []

@@ -1,10 +1,10 @@
 """The manifest of a checkpoint, and the names of the folders in a store of checkpoints.
 
 A checkpoint is a folder `step-00000030`: one safetensors file for each rank that writes tensors, `config.yaml` and
-`layout.json` of the run, and `manifest.json`, written last. Tensors have the names of the model, not of any rank
-(`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`). Each tensor is
-stored whole or in pieces with their positions, so a run with another layout can read it. Visible folders are
-complete; hidden folders are being written, replaced or removed.
+`layout.json` of the run, and `manifest.json`, written last. Tensors have the names of the model, not of any
+rank (`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`). Each
+tensor is stored whole or in pieces with their positions, so a run with another layout can read it. Visible
+folders are complete; hidden folders are being written, replaced or removed.
 
 This module does not import torch, so that commands start fast.
 """
@@ -213,8 +213,8 @@ def step_of(name: str) -> int | None:
 
 
 def hidden_name(name: str) -> tuple[str, str] | None:
-    """Returns the checkpoint's name and the state (see `Hidden`) in the name of a hidden folder; None for other
-    names."""
+    """Returns the checkpoint's name and the state (see `Hidden`) in the name of a hidden folder; None for
+    other names."""
     match = _HIDDEN.fullmatch(name)
     return None if match is None or step_of(match[1]) is None else (match[1], match[2])
 
@@ -278,8 +278,8 @@ def parse_manifest(text: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Checks everything that the types do not: file names, hashes, sizes of tensors and files, and that pieces are
-    consistent.
+    """Checks everything that the types do not: file names, hashes, sizes of tensors and files, and that
+    pieces are consistent.
 
     Raises:
         ValueError: a check fails; the message is for the user.

@@ -20,8 +20,8 @@ from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 
 class Reader:
-    """A reader of a checkpoint's stored tensors and scalars, and of any part of a unit (a tensor in model space, see
-    `model.geometry`), whichever tensors the unit is stored in.
+    """A reader of a checkpoint's stored tensors and scalars, and of any part of a unit (a tensor in model
+    space, see `model.geometry`), whichever tensors the unit is stored in.
 
     Files are memory-mapped, and only the requested parts are read.
     """
@@ -151,8 +151,8 @@ class Reader:
         return self._scalars.get(name, {})
 
     def marks(self, units: Iterable[str]) -> dict[str, Scalar]:
-        """Returns the largest `distrusted` value of the tensors in which these units are stored; empty if there is
-        none.
+        """Returns the largest `distrusted` value of the tensors in which these units are stored; empty if
+        there is none.
 
         Raises:
             CheckpointInvalid: a unit is not stored.

@@ -56,8 +56,8 @@ def verify_together(world: World, folder: Path) -> Manifest:
 def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only: bool = False) -> None:
     """Restores weights, masters, optimizer state, schedule and random states from a checkpoint.
 
-    All ranks have to call this. Random states belong to ranks, so they are restored only if the number of ranks is
-    the same.
+    All ranks have to call this. Random states belong to ranks, so they are restored only if the number of
+    ranks is the same.
 
     Args:
         weights_only: restore only weights and masters, whichever optimizer and splitting the checkpoint has.
@@ -100,8 +100,8 @@ class _Problems:
 def together(world: World, folder: Path) -> Iterator[None]:
     """Raises CheckpointInvalid on all ranks if the block raises any exception on one of them.
 
-    All ranks have to enter it. The error lists each distinct problem once. If only the failing rank raised, the
-    others would wait for it forever in their next collective.
+    All ranks have to enter it. The error lists each distinct problem once. If only the failing rank raised,
+    the others would wait for it forever in their next collective.
     """
     problems: list[Problem] = []
     try:
@@ -248,8 +248,8 @@ def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:
 
 @torch.no_grad()
 def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
-    """Loads every parameter of this rank from its stored master, rounded as in training. All ranks have to call
-    this.
+    """Loads every parameter of this rank from its stored master, rounded as in training. All ranks have to
+    call this.
 
     Raises:
         CheckpointInvalid: a weight is not stored or not finite. All ranks raise this together.

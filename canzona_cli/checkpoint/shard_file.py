@@ -1,5 +1,5 @@
-"""Writes and checks safetensors files: 8 bytes with the header's length, a JSON header, and the tensors without
-gaps.
+"""Writes and checks safetensors files: 8 bytes with the header's length, a JSON header, and the tensors
+without gaps.
 
 The library's own writer needs all tensors in memory, and neither hashes nor syncs the file.
 """
@@ -41,8 +41,8 @@ def write_shard(
     """Writes and hashes a new safetensors file, and syncs it to the disk.
 
     Args:
-        tensors: the tensors by name. Their memory is not copied and must not change during the call. Buffers with
-            a function are read in chunks, one tensor after another.
+        tensors: the tensors by name. Their memory is not copied and must not change during the call. Buffers
+            with a function are read in chunks, one tensor after another.
         metadata: the header's `__metadata__`; None to leave it out.
 
     Returns:
@@ -52,7 +52,8 @@ def write_shard(
         OSError: the file could not be written. A part of it may be left.
         ValueError: a buffer's size does not match its type and shape, or safetensors does not have the type.
     """
-    # There are no gaps between tensors. With larger elements first, every tensor is aligned to its element size.
+    # There are no gaps between tensors. With larger elements first, every tensor is aligned to its element
+    # size.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-_item_bytes(*item), item[0])))
     header = _header(ordered, metadata)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)

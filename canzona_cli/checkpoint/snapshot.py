@@ -1,8 +1,8 @@
 """Copies the state for a checkpoint to host memory, so that it can be written while training continues.
 
 Weights are not saved, because they are the rounded masters. State is stored under the model's names
-(`canzona_cli.model.geometry`), and one of the ranks that hold an element writes it. Hosts write the matrices that
-they host; state that is spread over ranks, such as fragments of shared matrices, is written in pieces.
+(`canzona_cli.model.geometry`), and one of the ranks that hold an element writes it. Hosts write the matrices
+that they host; state that is spread over ranks, such as fragments of shared matrices, is written in pieces.
 """
 
 import random
@@ -90,8 +90,8 @@ class Snapshots:
     def take(self) -> Shard:
         """Copies this rank's share of the state to host memory. All ranks have to call this between two steps.
 
-        The copy overwrites the memory of the shard that the previous call returned, so that shard must already have
-        been written to disk.
+        The copy overwrites the memory of the shard that the previous call returned, so that shard must
+        already have been written to disk.
 
         Raises:
             ConfigError: a user's own optimizer keeps state that a checkpoint cannot store.
@@ -117,8 +117,8 @@ class Snapshots:
     def _agree(self, contents: Sequence[_Contents]) -> Mapping[Part, int]:
         """Returns the rank that writes each part, with the same result on every rank. All ranks have to call this.
 
-        The assignment is computed again only if the holdings of some rank have changed, for example after the first
-        update has created state.
+        The assignment is computed again only if the holdings of some rank have changed, for example after the
+        first update has created state.
         """
         sizes = tuple(sum(tensor.nbytes for tensor in item.tensors.values()) for item in contents)
         holding = Holding(parts=tuple(item.part for item in contents), bytes=sizes)
@@ -130,8 +130,8 @@ class Snapshots:
         return self._writers
 
     def _copy(self, name: str, tensor: torch.Tensor, piece: Piece | None = None) -> Buffer:
-        """Copies a tensor to its host buffer. Copies from a GPU are asynchronous, so the caller must synchronise
-        before it reads the buffer."""
+        """Copies a tensor to its host buffer. Copies from a GPU are asynchronous, so the caller must
+        synchronise before it reads the buffer."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[name] = self._new_buffer(tensor)
@@ -271,7 +271,8 @@ def share(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part, int]:
             raise ValueError(f"{unit} has {prod(unit_shape(unit, model))} elements, but its pieces have {count}")
     loads = [0] * len(holdings)  # the bytes that each rank writes
     writers: dict[Part, int] = {}
-    # Assign matrices before pieces, and parts with fewer holders before others, which can then even out the loads.
+    # Assign matrices before pieces, and parts with fewer holders before others, which can then even out the
+    # loads.
     for part in sorted(holders, key=lambda part: (part.piece is not None, len(holders[part]), str(part))):
         writers[part] = min(holders[part], key=lambda rank: (loads[rank], rank))
         loads[writers[part]] += sizes[part]

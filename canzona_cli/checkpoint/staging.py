@@ -27,8 +27,8 @@ _PATIENCE_S: Final = 60.0
 def write_checkpoint(
     files: RunFiles, shards: Sequence[Shard], config: RunConfig, progress: Progress, *, optimizer: str
 ) -> Path:
-    """Writes a checkpoint of one process that stores whole units (see `model.geometry`). The checkpoint appears
-    only once it is complete.
+    """Writes a checkpoint of one process that stores whole units (see `model.geometry`). The checkpoint
+    appears only once it is complete.
 
     Args:
         optimizer: the optimizer whose state the shards contain, or `NO_OPTIMIZER`.
@@ -71,8 +71,8 @@ def staged(out: Path, *, key: str) -> Iterator[Path]:
     """Yields a hidden folder next to `out`, and renames it to `out` after the block. If the block fails, the
     hidden folder is removed.
 
-    The block has to sync the files in the folder to the disk. If the process is killed, the next call with the
-    same `out` removes the hidden folder.
+    The block has to sync the files in the folder to the disk. If the process is killed, the next call with
+    the same `out` removes the hidden folder.
 
     Args:
         key: the option or setting that `out` comes from, for messages.

@@ -74,8 +74,8 @@ class CheckpointStore:
         usable, removed = 0, []
         for name, path in reversed(self._paths().items()):
             if usable < keep:
-                # Only usable checkpoints count, so that a damaged one never causes the removal of a usable one.
-                # Older checkpoints are not even read.
+                # Only usable checkpoints count, so that a damaged one never causes the removal of a usable
+                # one. Older checkpoints are not even read.
                 usable += judge(name, path).sound
             elif keep_every is None or (step_of(name) or 0) % keep_every:
                 _remove(path, hidden_path(self.root / name, "removed"))
@@ -103,8 +103,8 @@ class CheckpointStore:
     def clear_partials(self) -> tuple[str, ...]:
         """Removes the hidden folders that killed saves and removals left behind. No save may be in progress.
 
-        If a save was killed while it replaced a checkpoint, between the two renames, the old checkpoint gets its
-        name back.
+        If a save was killed while it replaced a checkpoint, between the two renames, the old checkpoint gets
+        its name back.
 
         Returns:
             The names of the removed folders.
@@ -153,8 +153,8 @@ class CheckpointStore:
             yield judge(name, path)
 
     def _consistently[T](self, read: Callable[[], T]) -> T:
-        """Returns the result of `read`; repeats it up to `_ATTEMPTS` times if folders changed during the call, because
-        a save may be replacing a checkpoint."""
+        """Returns the result of `read`; repeats it up to `_ATTEMPTS` times if folders changed during the
+        call, because a save may be replacing a checkpoint."""
         for _ in range(_ATTEMPTS):
             before = self._identities()
             result = read()
@@ -202,8 +202,8 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
 
     Raises:
         ConfigError: there is no such checkpoint.
-        CheckpointInvalid: the checkpoint cannot be used. The message suggests an older one, but the user has to
-            choose it.
+        CheckpointInvalid: the checkpoint cannot be used. The message suggests an older one, but the user has
+            to choose it.
     """
     store = CheckpointStore(run_checkpoints)
     if resume == "auto":

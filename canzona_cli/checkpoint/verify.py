@@ -32,8 +32,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads a checkpoint's manifest and checks, without reading them, that all files exist with the right sizes.
 
     Raises:
-        CheckpointInvalid: the manifest is not valid, or files are missing or have another size. The error names the
-            first ten, and the previous usable checkpoint.
+        CheckpointInvalid: the manifest is not valid, or files are missing or have another size. The error
+            names the first ten, and the previous usable checkpoint.
     """
     manifest = _parsed(folder)
     reasons = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
@@ -122,8 +122,8 @@ def shortened(problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: s
 
 
 def previous_sound(folder: Path) -> Path | None:
-    """Finds the newest earlier checkpoint in the same store whose manifest and file sizes are right; None if there
-    is none.
+    """Finds the newest earlier checkpoint in the same store whose manifest and file sizes are right; None if
+    there is none.
 
     If the folder does not have the name of a checkpoint, every checkpoint next to it counts as earlier.
     """

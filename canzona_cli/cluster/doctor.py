@@ -179,8 +179,8 @@ def _probe() -> dict[str, object] | str | None:
     """Imports torch in a subprocess and lets two ranks connect over gloo.
 
     Returns:
-        the results; the error message if torch is broken; None if the subprocess did not end in time, which may
-        only mean that the machine is busy.
+        the results; the error message if torch is broken; None if the subprocess did not end in time, which
+        may only mean that the machine is busy.
     """
     # Use the same interface as a run on one machine.
     environment = {name: value for name, value in os.environ.items() if name not in _TORCHRUN}

@@ -87,8 +87,8 @@ def _does_not_fit(config: RunConfig) -> Problem:
 def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """Yields single changes that make `config` fit, each as overrides and as the changed configuration.
 
-    Changes that alter the job less come first. Of several numbers of GPUs only the smallest that fits is yielded,
-    and of several sequence lengths only the longest.
+    Changes that alter the job less come first. Of several numbers of GPUs only the smallest that fits is
+    yielded, and of several sequence lengths only the longest.
     """
     for ladder in _changes(config):
         for override, changed in ladder:
@@ -158,8 +158,8 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     """Composes and resolves every run of a sweep, so that none is refused hours later.
 
     Raises:
-        CanzonaError: at least one run is refused. A problem that only some runs have names the swept values of
-            the first of them.
+        CanzonaError: at least one run is refused. A problem that only some runs have names the swept values
+            of the first of them.
     """
     runs: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
@@ -202,8 +202,8 @@ def _with_scaled_minimum(
 
 
 def _merged(occurrences: Sequence[tuple[Problem, str]], runs: int) -> Problem:
-    """Merges the same problem of several runs into one. If not all of the `runs` have it, the reason names the
-    swept values of the first run that does."""
+    """Merges the same problem of several runs into one. If not all of the `runs` have it, the reason names
+    the swept values of the first run that does."""
     (problem, words), *more = occurrences
     if len(occurrences) == runs:
         return problem

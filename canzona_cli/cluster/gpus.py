@@ -1,7 +1,7 @@
 """The GPUs of this machine. Imports nothing slow, because every plan loads this module.
 
-The list comes from nvidia-smi, which is part of the driver, or else from /proc. CUDA_VISIBLE_DEVICES is applied as
-by CUDA: the first entry that names no device hides all entries after it.
+The list comes from nvidia-smi, which is part of the driver, or else from /proc. CUDA_VISIBLE_DEVICES is
+applied as by CUDA: the first entry that names no device hides all entries after it.
 """
 
 import importlib.util
@@ -19,8 +19,8 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def with_layers_here(cluster: ClusterConfig) -> ClusterConfig:
-    """Fills in `transformer_engine` if it is null: True if the profile has fused layers and Transformer Engine is
-    installed here.
+    """Fills in `transformer_engine` if it is null: True if the profile has fused layers and Transformer
+    Engine is installed here.
 
     A machine without GPUs can only plan for other machines. These are assumed to have Transformer Engine.
     """
@@ -55,8 +55,8 @@ def gpu_inventory() -> tuple[GpuInfo, ...]:
 
 @cache
 def installed_gpus() -> tuple[GpuInfo, ...]:
-    """Lists all GPUs of the machine in PCI order; empty without an NVIDIA driver. Cached, because the query may
-    take a second."""
+    """Lists all GPUs of the machine in PCI order; empty without an NVIDIA driver. Cached, because the query
+    may take a second."""
     fields = ",".join(_SMI_FIELDS)
     gpus = read_smi(tool_output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", timeout_s=30))
     return read_proc(_PROC_GPUS) if gpus is None else gpus
@@ -65,9 +65,9 @@ def installed_gpus() -> tuple[GpuInfo, ...]:
 def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...]:
     """Returns the GPUs that a value of CUDA_VISIBLE_DEVICES makes visible.
 
-    None shows all GPUs, an empty value none. An entry is an index, or the start of a UUID that matches exactly
-    one GPU. Any other entry, such as -1, ends the list. If a GPU is named twice, CUDA shows none. A MIG entry
-    counts as the whole GPU that it names, or else as the first one.
+    None shows all GPUs, an empty value none. An entry is an index, or the start of a UUID that matches
+    exactly one GPU. Any other entry, such as -1, ends the list. If a GPU is named twice, CUDA shows none. A
+    MIG entry counts as the whole GPU that it names, or else as the first one.
     """
     if visible is None:
         return gpus

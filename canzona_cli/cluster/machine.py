@@ -34,8 +34,8 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 def machine_facts(device: Device) -> dict[str, str | int | float]:
-    """Returns the processor, cores, memory, torch's version, and for "cuda" the GPU. Nothing in it identifies the
-    machine."""
+    """Returns the processor, cores, memory, torch's version, and for "cuda" the GPU. Nothing in it identifies
+    the machine."""
     facts: dict[str, str | int | float] = {
         "device": device,
         "processor": processor_name(),
@@ -49,8 +49,8 @@ def machine_facts(device: Device) -> dict[str, str | int | float]:
 
 
 def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
-    """Returns a warning if a profile was measured on a different machine; empty if it was measured here, or not
-    measured at all."""
+    """Returns a warning if a profile was measured on a different machine; empty if it was measured here, or
+    not measured at all."""
     here: dict[str, str | int] = {"processor": processor_name(), "cores": cores(), "torch": torch_version()}
     if cluster.device == "cuda":
         # Times depend on the GPU, so a different host processor is not a mismatch.
@@ -96,8 +96,8 @@ def installed_version(package: str) -> str | None:
 
 
 def requirement(package: str) -> Requirement | None:
-    """Returns the requirement for a package in canzona's metadata, optional ones included; None if there is no
-    such requirement, or if canzona is not installed as a package."""
+    """Returns the requirement for a package in canzona's metadata, optional ones included; None if there is
+    no such requirement, or if canzona is not installed as a package."""
     try:
         requirements = map(Requirement, metadata.requires("canzona") or ())
     except metadata.PackageNotFoundError:
@@ -112,8 +112,8 @@ def admits(requirement: Requirement, version: str) -> bool:
 
 
 def loopback_problem(ranks: int) -> str | None:
-    """Returns the error if `ranks` ranks cannot each open a port and connect on the loopback interface; None if
-    they can."""
+    """Returns the error if `ranks` ranks cannot each open a port and connect on the loopback interface; None
+    if they can."""
     try:
         with ExitStack() as sockets:
             for _ in range(ranks + 1):  # one more for torchrun's store
@@ -174,8 +174,8 @@ def driver_cuda() -> Release | None:
 
 
 def torch_cuda() -> Release | None:
-    """Returns the CUDA release that the installed torch was built for; (0, 0) for a build without CUDA, None if
-    unknown."""
+    """Returns the CUDA release that the installed torch was built for; (0, 0) for a build without CUDA, None
+    if unknown."""
     spec = importlib.util.find_spec("torch")
     try:
         text = Path(spec.origin).with_name("version.py").read_text("utf-8") if spec and spec.origin else ""
@@ -204,8 +204,8 @@ def torch_lacks() -> list[str]:
 def backend_problem(chosen: str | None) -> Problem | None:
     """Returns a problem if TORCH_DIST_USE_NCCL2 selects a backend that may use gradients before they arrive.
 
-    Before torch 2.15, the end of a coalesced group in the nccl2 backend waits for sends and receives, but is not
-    documented to wait for reductions.
+    Before torch 2.15, the end of a coalesced group in the nccl2 backend waits for sends and receives, but is
+    not documented to wait for reductions.
 
     Args:
         chosen: the value of TORCH_DIST_USE_NCCL2; None if it is not set.
@@ -237,8 +237,8 @@ def fused_layers_problem() -> Problem | None:
 def install_fused_layers() -> str:
     """Returns the command that installs Transformer Engine, with its requirements in parentheses.
 
-    The PyTorch extension is a source package, and an isolated build would not find torch (NVIDIA's installation
-    guide).
+    The PyTorch extension is a source package, and an isolated build would not find torch (NVIDIA's
+    installation guide).
     """
     needed = requirement("transformer-engine")
     name = f"transformer-engine[core_cu13,pytorch]{'' if needed is None else _sorted(needed)}"
@@ -254,8 +254,8 @@ def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
     """Returns a problem if NCCL_SOCKET_IFNAME matches no usable network interface; None if it matches one.
 
     Args:
-        chosen: the value of NCCL_SOCKET_IFNAME: prefixes of names, or full names after a leading `=`. A leading
-            `^` excludes the matches instead. None or empty if it is not set.
+        chosen: the value of NCCL_SOCKET_IFNAME: prefixes of names, or full names after a leading `=`. A
+            leading `^` excludes the matches instead. None or empty if it is not set.
         alone: True if the run uses only this machine, so that the loopback interface is usable.
     """
     if not chosen:
@@ -302,8 +302,8 @@ def _dotted(release: Release) -> str:
 def compiling_lacks() -> str | None:
     """Returns the first requirement of torch.compile that this machine does not meet; None if it meets all.
 
-    torch.compile generates Triton kernels. On each machine Triton compiles the C code that launches them, with
-    $CC, gcc or clang and Python's headers (`triton.runtime.build`).
+    torch.compile generates Triton kernels. On each machine Triton compiles the C code that launches them,
+    with $CC, gcc or clang and Python's headers (`triton.runtime.build`).
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton"

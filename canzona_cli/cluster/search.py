@@ -1,8 +1,8 @@
 """The possible layouts of a run, and the search for the fastest.
 
-Every layout that keeps the user's settings gets a quick estimate; a layout with more recomputation gets one only after
-the same layout with less. Layouts are simulated in the order of their estimates, until the estimates of all remaining
-layouts exceed the fastest simulated steps.
+Every layout that keeps the user's settings gets a quick estimate; a layout with more recomputation gets one
+only after the same layout with less. Layouts are simulated in the order of their estimates, until the
+estimates of all remaining layouts exceed the fastest simulated steps.
 """
 
 import math
@@ -32,8 +32,8 @@ from canzona_cli.simulate.predict import Spent, simulate_run, spent
 from canzona_cli.simulate.step import StrategyResult
 
 BATCH_TOLERANCE = 0.125
-"""The largest relative difference between a chosen batch and `train.batch_tokens`. The limit prevents the number of
-GPUs from silently changing the training job."""
+"""The largest relative difference between a chosen batch and `train.batch_tokens`. The limit prevents the
+number of GPUs from silently changing the training job."""
 MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -65,7 +65,8 @@ def any_fits(config: RunConfig) -> bool:
     Raises:
         ConfigError: the settings are impossible.
     """
-    # The smallest micro-batch and full recomputation need the least memory. Layouts that need little come last.
+    # The smallest micro-batch and full recomputation need the least memory. Layouts that need little come
+    # last.
     train = config.train
     least = replace(train, micro_batch_size=train.micro_batch_size or 1, recompute=train.recompute or "full")
     return any(estimate(config, layout).fits for layout in reversed(possible_layouts(replace(config, train=least))))
@@ -132,8 +133,8 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
 def expert_ranks(config: RunConfig, cells: int) -> tuple[int, ...]:
     """Returns the possible expert-parallel sizes of a stage with `cells` ranks.
 
-    Unless the user sets `parallel.ep`, only GPU ranks divide experts. CPU ranks share their cores, so moving experts
-    to other ranks would not make them faster.
+    Unless the user sets `parallel.ep`, only GPU ranks divide experts. CPU ranks share their cores, so moving
+    experts to other ranks would not make them faster.
     """
     if config.parallel.ep is not None:
         return (config.parallel.ep,)
@@ -151,8 +152,8 @@ def _least_batch(pp: int, vpp: int, dp: int, micro: int) -> int:
 
 
 def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields every possible (tp, pp, vpp, cp, dp) for the number of GPUs. tp * cp exceeds the GPUs of a node only if
-    the user's settings ask for it."""
+    """Yields every possible (tp, pp, vpp, cp, dp) for the number of GPUs. tp * cp exceeds the GPUs of a node
+    only if the user's settings ask for it."""
     parallel, model, sequence = config.parallel, config.model, config.train.seq_length
     per_node = min(config.cluster.gpus_per_node, config.gpus)
     needed = parallel.sequence_parallel or model.num_experts > 0
@@ -181,8 +182,8 @@ def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
 
 
 def _global_batch(config: RunConfig, step: int) -> int | None:
-    """Returns the number of sequences in an optimizer step, a multiple of `step`; None if no multiple matches the
-    settings."""
+    """Returns the number of sequences in an optimizer step, a multiple of `step`; None if no multiple matches
+    the settings."""
     train = config.train
     if train.global_batch_size is not None:
         return train.global_batch_size if train.global_batch_size % step == 0 else None
@@ -218,20 +219,20 @@ ALIKE = 1e-5
 """The relative difference up to which two step times count as equal."""
 
 MARGIN = 1.005
-"""The factor by which the estimates of all remaining layouts must exceed the slowest of the best simulated steps
-before the search stops. Estimates hardly ever exceed simulations by more."""
+"""The factor by which the estimates of all remaining layouts must exceed the slowest of the best simulated
+steps before the search stops. Estimates hardly ever exceed simulations by more."""
 MARGIN_WITH_EXPERTS = 1.03
 """The same factor for models with experts, whose traffic is harder to estimate."""
 EXHAUSTIVE_RANKS = 1024
 """The largest number of ranks for which every layout within `MARGIN` is simulated."""
 MAX_SIMULATIONS = 10
-"""The limit on simulations for runs with more ranks, where each takes a second. A search for more layouts than this
-simulates more."""
+"""The limit on simulations for runs with more ranks, where each takes a second. A search for more layouts
+than this simulates more."""
 MANY_MATRICES = 4096
 """The number of matrices above which a plan takes seconds. Only models with experts have so many."""
 MAX_SIMULATIONS_MANY_MATRICES = 2
-"""The limit on simulations for models with more matrices than `MANY_MATRICES`. A search for more layouts than this
-simulates more."""
+"""The limit on simulations for models with more matrices than `MANY_MATRICES`. A search for more layouts than
+this simulates more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,8 +258,8 @@ class LayoutSearch:
     """The result of a search."""
 
     best: tuple[Tried, ...]
-    """The requested number of layouts, fastest first. Of layouts with equal times only the simplest is listed.
-    Empty if no plan fits."""
+    """The requested number of layouts, fastest first. Of layouts with equal times only the simplest is
+    listed. Empty if no plan fits."""
     legal: int
     """The number of layouts that fit and were compared."""
     simulated: int
@@ -284,8 +285,8 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> T
     """Returns the fastest layout of the run with another strategy that needs no plan; None if no layout fits.
 
     The planned layout is always tried too, because a search with limited simulations may miss it. On GPUs the
-    fastest layout is also simulated with the bucket sizes that plans choose from, because a user of this strategy
-    could set them with `parallel.bucket_elements`.
+    fastest layout is also simulated with the bucket sizes that plans choose from, because a user of this
+    strategy could set them with `parallel.bucket_elements`.
     """
     other = with_strategy(config, strategy)
     same_layout = _try(other, planned) if estimate(other, planned).fits else None
@@ -313,8 +314,10 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
         enough = best and simulated >= max(count, most)
         if estimated_s > margin * slowest or enough:
             break
-        # A layout with k times the context parallelism and k times the micro-batch has the same tokens, messages
-        # and owners. If the estimate is equal too, so is attention, and a simulation would give the same result.
+        # A layout with k times the context parallelism and k times the micro-batch has the same tokens,
+        # messages and owners. If the estimate is equal too, so is attention, and a simulation would give the
+        # same
+        # result.
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
         same = (unsliced, layout.micro_batch_size / layout.cp, estimated_s)
         plain = replace(layout, recompute="none")
@@ -360,8 +363,8 @@ def _quickest_first(config: RunConfig, layouts: Iterable[Sequence[Layout]]) -> I
     """Yields layouts with their estimated seconds per sequence, fastest first.
 
     Args:
-        layouts: see `_eligible`. A layout is estimated only after the previous layout of its list has been yielded,
-            because more recomputation does not make it faster.
+        layouts: see `_eligible`. A layout is estimated only after the previous layout of its list has been
+            yielded, because more recomputation does not make it faster.
     """
 
     def entry(several: Sequence[Layout]) -> tuple[float, tuple[int, ...], Sequence[Layout]]:

@@ -166,8 +166,8 @@ def _conclude(
 ) -> None:
     """Writes a result, checks its losses, and shows it.
 
-    If the losses of strategies differ, `check_losses` raises after the JSON has been written, so that no speed-up
-    is shown.
+    If the losses of strategies differ, `check_losses` raises after the JSON has been written, so that no
+    speed-up is shown.
 
     Args:
         kind: the command, which is the title of the HTML page.

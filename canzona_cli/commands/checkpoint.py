@@ -47,8 +47,8 @@ def list_(where: Where = None, as_json: AsJson = False) -> None:
 def verify(where: Where = None, as_json: AsJson = False) -> None:
     """Compare every byte of checkpoints with the hashes.
 
-    Verifies one checkpoint, or all checkpoints of a run. Reports every missing, truncated or damaged file; the
-    exit code is 5 if there are any.
+    Verifies one checkpoint, or all checkpoints of a run. Reports every missing, truncated or damaged file;
+    the exit code is 5 if there are any.
     """
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.checkpoint.verify import shortened
@@ -189,9 +189,9 @@ def export(
 ) -> None:
     """Export weights to a Hugging Face folder, or weights and optimizer state to a Megatron checkpoint.
 
-    Verifies every byte of the checkpoint first. The folder, which transformers or Megatron-LM can read, is written
-    under a temporary name next to OUT and then renamed, so it is never incomplete. A Megatron checkpoint gets the
-    state of Muon and AdamW, but not of other optimizers.
+    Verifies every byte of the checkpoint first. The folder, which transformers or Megatron-LM can read, is
+    written under a temporary name next to OUT and then renamed, so it is never incomplete. A Megatron
+    checkpoint gets the state of Muon and AdamW, but not of other optimizers.
     """
     from canzona_cli.checkpoint.manifest import tensor_bytes
     from canzona_cli.checkpoint.staging import check_empty

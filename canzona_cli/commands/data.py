@@ -1,5 +1,5 @@
-"""`canzona data`: converts text, JSONL, Parquet or the standard library's sources to Megatron's .bin/.idx, and
-shows the content of such data."""
+"""`canzona data`: converts text, JSONL, Parquet or the standard library's sources to Megatron's .bin/.idx,
+and shows the content of such data."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -130,8 +130,8 @@ def show_data(
 ) -> None:
     """Show prepared data as text: the documents' lengths and the first documents.
 
-    Training joins documents in a random order and cuts them into sequences, so a sequence may begin and end inside a
-    document.
+    Training joins documents in a random order and cuts them into sequences, so a sequence may begin and end
+    inside a document.
     """
     from canzona_cli.commands.output import show
     from canzona_cli.data.view import view

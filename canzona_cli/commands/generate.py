@@ -103,8 +103,8 @@ def generate(
 
 
 def _silence_teardown() -> None:
-    """Discards further output to standard error: libraries that transformers imports, such as Triton, report leaks
-    of their bindings while Python shuts down."""
+    """Discards further output to standard error: libraries that transformers imports, such as Triton, report
+    leaks of their bindings while Python shuts down."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 

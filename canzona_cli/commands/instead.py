@@ -96,8 +96,8 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
 
 
 def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
-    """Returns the problem of arguments that the parser refuses: there is no such subcommand, an argument is missing,
-    there is one too many, or a value is not valid.
+    """Returns the problem of arguments that the parser refuses: there is no such subcommand, an argument is
+    missing, there is one too many, or a value is not valid.
 
     Args:
         context: the parser's context of the command.

@@ -61,8 +61,8 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True, printed
 def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
     """Checks the data of a run before training, prints warnings about the data, and returns the corpus.
 
-    Returns None for the standard library's sources with a built-in tokenizer, which need no check. For a custom
-    optimizer, prints a note that its code is not tested here.
+    Returns None for the standard library's sources with a built-in tokenizer, which need no check. For a
+    custom optimizer, prints a note that its code is not tested here.
 
     Raises:
         ConfigError: see `canzona_cli.data.corpus.look_at_data`.

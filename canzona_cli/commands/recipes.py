@@ -97,8 +97,8 @@ def copy(
 ) -> None:
     """Copy a recipe to a file of your own, to edit.
 
-    The file is complete: it has every setting with its value and meaning. With --short it builds on the recipe
-    (`defaults: [NAME]`) and has only the differences.
+    The file is complete: it has every setting with its value and meaning. With --short it builds on the
+    recipe (`defaults: [NAME]`) and has only the differences.
     """
     from dataclasses import replace
 
@@ -150,8 +150,8 @@ def from_hf(
 ) -> None:
     """Write a recipe for a Hugging Face model.
 
-    Shape and tokenizer come from the folder; all other settings come from recipe=NAME, or from the built-in recipe
-    that is closest in size.
+    Shape and tokenizer come from the folder; all other settings come from recipe=NAME, or from the built-in
+    recipe that is closest in size.
     """
     from dataclasses import replace
 
@@ -180,8 +180,8 @@ def layouts(
 ) -> None:
     """Show the layout of each size on 1 to 1024 GPUs.
 
-    Also shows the batch and the memory of the fullest GPU or, if the model does not fit, the changes that would make
-    it fit.
+    Also shows the batch and the memory of the fullest GPU or, if the model does not fit, the changes that
+    would make it fit.
     """
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes

@@ -27,9 +27,9 @@ def resume(
 ) -> None:
     """Resume a run from its newest checkpoint.
 
-    Uses the settings with which the run was started, except for those that overrides replace. If they set gpus or
-    the cluster, canzona chooses the layout again, so a run can resume on another machine or number of GPUs. Ctrl-C
-    saves after the current step.
+    Uses the settings with which the run was started, except for those that overrides replace. If they set
+    gpus or the cluster, canzona chooses the layout again, so a run can resume on another machine or number of
+    GPUs. Ctrl-C saves after the current step.
     """
     from canzona_cli.checkpoint.manifest import step_of
     from canzona_cli.commands.train import train

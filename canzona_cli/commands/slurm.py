@@ -167,8 +167,8 @@ def _swept(
     """Resolves all runs of a sweep; returns the first run and its layout, and the options with `array` set.
 
     Raises:
-        CanzonaError: a run is refused (see `swept_runs`), the options are wrong, or the runs need different numbers
-            of nodes or ranks.
+        CanzonaError: a run is refused (see `swept_runs`), the options are wrong, or the runs need different
+            numbers of nodes or ranks.
     """
     from canzona_cli.cluster.fit import swept_runs
     from canzona_cli.errors import Problem, refuse

@@ -105,8 +105,8 @@ def run(
 
 
 def _composed(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
-    """Composes the run. If weights come from a Hugging Face folder and there is no recipe, derives the recipe from
-    the folder."""
+    """Composes the run. If weights come from a Hugging Face folder and there is no recipe, derives the recipe
+    from the folder."""
     parsed = parse_overrides(overrides)
     folder = Path(str(parsed.values.get("checkpoint.weights_from") or "")).expanduser()
     if "recipe" in parsed.groups or not is_hugging_face(folder):
@@ -254,8 +254,8 @@ def _launch(
             warn(() if restarts.done else data_warnings(config, layout, corpus), job.printed)
         view.header(run_dir=run.path, corpus=corpus, plan=job.plan, earlier=run.earlier)
         requests.raising = False
-        # On a terminal, the view's console prints above the live frame. On a pipe its output may be invisible, so use
-        # standard error.
+        # On a terminal, the view's console prints above the live frame. On a pipe its output may be
+        # invisible, so use standard error.
         say = console.print if console.is_terminal else tell
         trackers, start = () if node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
         with tracked(run.files, trackers, start=start, environment=command.environment, say=say):
@@ -318,8 +318,8 @@ def _claim(job: _Job) -> RunDirectory:
 
 
 def _import_weights(config: RunConfig, run: RunDirectory) -> None:
-    """Imports the weights of a Hugging Face folder as the checkpoint of step 0. Does nothing if the run does not start
-    from such a folder or already has a checkpoint."""
+    """Imports the weights of a Hugging Face folder as the checkpoint of step 0. Does nothing if the run does
+    not start from such a folder or already has a checkpoint."""
     where = config.checkpoint.weights_from
     folder = Path(where or "").expanduser()
     if where is None or not is_hugging_face(folder) or CheckpointStore(run.files.checkpoints).latest() is not None:
@@ -335,8 +335,8 @@ def _import_weights(config: RunConfig, run: RunDirectory) -> None:
 def _prepare_attempt(
     run: RunDirectory, job: _Job, corpus: PreparedCorpus, *, restarts: int
 ) -> tuple[Machines, LaunchCommand]:
-    """Prepares an attempt: node 0 chooses the checkpoint to resume from, and the other nodes wait for the rendezvous
-    address.
+    """Prepares an attempt: node 0 chooses the checkpoint to resume from, and the other nodes wait for the
+    rendezvous address.
 
     Args:
         restarts: the number of restarts before this attempt.

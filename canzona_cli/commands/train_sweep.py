@@ -77,8 +77,8 @@ def sweep(
 
 
 def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], requests: Requests) -> int:
-    """Trains the runs one after another, even after failures, until the sweep is stopped; returns the exit code.
-    Runs that have already finished are skipped."""
+    """Trains the runs one after another, even after failures, until the sweep is stopped; returns the exit
+    code. Runs that have already finished are skipped."""
     codes, printed = [int(ExitCode.OK)], set[str]()
     for number, run in enumerate(runs, 1):
         where = f"run {number} of {len(runs)}: {run.combination.words}"
@@ -131,8 +131,8 @@ def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
 
 
 def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
-    """Returns the parent directory of the runs: run.dir, or a directory named after the Slurm job (requeued jobs keep
-    their id), or a new directory named after the time."""
+    """Returns the parent directory of the runs: run.dir, or a directory named after the Slurm job (requeued
+    jobs keep their id), or a new directory named after the time."""
     settings = runs[0].config.run
     if settings.dir is not None:
         return Path(settings.dir).absolute()

@@ -31,8 +31,8 @@ def tune(
 ) -> None:
     """Measure the simulator's best layouts, and write a recipe with the fastest.
 
-    The layouts run interleaved and are shown with their predictions. Overrides apply to all layouts. Raw numbers
-    are written to tune/RECIPE-TIME. Ctrl-C stops after the current step.
+    The layouts run interleaved and are shown with their predictions. Overrides apply to all layouts. Raw
+    numbers are written to tune/RECIPE-TIME. Ctrl-C stops after the current step.
     """
     from canzona_cli.bench.layouts import content_of, prepare, run, tuned_recipe
     from canzona_cli.config.recipes import check_destination, shown, write_recipe

@@ -26,8 +26,8 @@ def validate(
     """Check a recipe and its overrides, and show all mistakes at once.
 
     Also checks the cluster, the plan, prepared data and the checkpoint to resume from. The exit code is 0 if
-    `canzona train` can run with these arguments, 2 if the configuration is wrong, 4 if the model does not fit in the
-    cluster's memory, and 5 if the checkpoint cannot be used.
+    `canzona train` can run with these arguments, 2 if the configuration is wrong, 4 if the model does not fit
+    in the cluster's memory, and 5 if the checkpoint cannot be used.
     """
     from rich.console import Console
     from rich.text import Text

@@ -20,8 +20,8 @@ class Changes:
     warnings: tuple[str, ...]
     """A warning for each changed setting that alters the loss curve."""
     spread: tuple[str, ...]
-    """A note for each changed setting, apart from the layout, that distributes work differently but leaves the loss
-    curve unchanged."""
+    """A note for each changed setting, apart from the layout, that distributes work differently but leaves
+    the loss curve unchanged."""
 
 
 def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
@@ -61,8 +61,8 @@ def curve_differences(one: RunConfig, other: RunConfig) -> tuple[str, ...]:
 
 
 def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem, ...]:
-    """Returns a problem for each model setting in which two runs differ, so that the weights of `old` do not fit
-    `new`.
+    """Returns a problem for each model setting in which two runs differ, so that the weights of `old` do not
+    fit `new`.
 
     Args:
         source: the origin of the weights, for messages.
@@ -103,8 +103,8 @@ def _impossible(differing: Mapping[str, tuple[object, object]], step: int) -> It
 
 
 def _same_class(previous: object, value: object) -> bool:
-    """Returns True if two sources name the same class, even in different files, because a user may have moved the
-    class."""
+    """Returns True if two sources name the same class, even in different files, because a user may have moved
+    the class."""
     return str(previous).rpartition(":")[2] == str(value).rpartition(":")[2]
 
 

@@ -45,8 +45,8 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[str]:
-    """Yields a warning for each ignored setting of the command line, and for each value that will probably work
-    badly.
+    """Yields a warning for each ignored setting of the command line, and for each value that will probably
+    work badly.
 
     Ignored settings that were meant to change what is trained are refused instead (`unused_problems`).
 

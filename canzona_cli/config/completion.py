@@ -20,8 +20,8 @@ COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
 CALIBRATED = "`canzona calibrate`"
 """A text in the first line of every calibrated profile."""
 
-# Typer's script for bash with two changes: no space follows a key, and files are offered only if there is no other
-# completion.
+# Typer's script for bash with two changes: no space follows a key, and files are offered only if there is no
+# other completion.
 BASH_SCRIPT = """
 %(complete_func)s() {
     local IFS=$'\\n'
@@ -37,8 +37,8 @@ complete -o default -F %(complete_func)s %(prog_name)s
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Returns the completions of one `KEY=VALUE`: none if the key does not have a fixed set of values, for which the
-    shell offers files."""
+    """Returns the completions of one `KEY=VALUE`: none if the key does not have a fixed set of values, for
+    which the shell offers files."""
     key, equals, _ = incomplete.partition("=")
     words = [f"{key}={value}" for value in _values(key)] if equals else [f"{name}=" for name in _keys(incomplete)]
     return [word for word in words if word.startswith(incomplete)]
@@ -73,8 +73,8 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
         current: COMP_CWORD, the index of the word at the cursor.
 
     Returns:
-        The joined words, the index of the word at the cursor among them, and the prefix of this word after which
-        bash inserts a completion.
+        The joined words, the index of the word at the cursor among them, and the prefix of this word after
+        which bash inserts a completion.
     """
     joined: list[str] = []
     place, prefix = len(words), ""
@@ -93,8 +93,8 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
 def prepare_completion_options(arguments: list[str]) -> None:
     """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and accept a shell's name.
 
-    Without a name, Typer looks for a shell among the parent processes. In a script or a container there may be
-    none.
+    Without a name, Typer looks for a shell among the parent processes. In a script or a container there may
+    be none.
     """
     from typer import _completion_shared
 
@@ -119,8 +119,8 @@ def _profiles_here() -> list[str]:
 def _keys(prefix: str) -> list[str]:
     """Returns the keys to offer for a prefix.
 
-    Settings of a section are offered only if the prefix matches a single section, so that an empty word does not
-    list every setting.
+    Settings of a section are offered only if the prefix matches a single section, so that an empty word does
+    not list every setting.
     """
     from canzona_cli.config.settings import sections, settings
 

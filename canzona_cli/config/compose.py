@@ -36,8 +36,8 @@ from canzona_cli.errors import ConfigError, Problem, refuse
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """A checked configuration and the files from which it was composed. `canzona_cli.cluster.fit` resolves its null
-    values later."""
+    """A checked configuration and the files from which it was composed. `canzona_cli.cluster.fit` resolves
+    its null values later."""
 
     config: RunConfig
     explicit: frozenset[str]
@@ -51,13 +51,13 @@ class Composed:
 def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), training: bool = True) -> Composed:
     """Composes and checks a run.
 
-    Recipes and the options of other groups are searched in `recipes_dirs`, then in $CANZONA_RECIPES_DIR, then among
-    the built-in ones. A bad value does not hide other problems, because the rest is checked with the recipe's value
-    in its place.
+    Recipes and the options of other groups are searched in `recipes_dirs`, then in $CANZONA_RECIPES_DIR, then
+    among the built-in ones. A bad value does not hide other problems, because the rest is checked with the
+    recipe's value in its place.
 
     Args:
-        overrides: the settings as `KEY=VALUE`. Without `recipe=...`, the settings of the run in `run.dir` are used,
-            if there is one.
+        overrides: the settings as `KEY=VALUE`. Without `recipe=...`, the settings of the run in `run.dir` are
+            used, if there is one.
         training: False for plans, which skips the checks that only a run needs.
 
     Raises:
@@ -156,16 +156,16 @@ _OVERRULES: Final = {
     "optimizer.min_lr": "optimizer.min_lr_ratio",
     "train.batch_tokens": "train.global_batch_size",
 }
-"""The settings that have no effect if another setting is set, each with this other setting. If a recipe builds on a
-recipe with the other setting and sets the first one, the first one is meant to apply."""
+"""The settings that have no effect if another setting is set, each with this other setting. If a recipe
+builds on a recipe with the other setting and sets the first one, the first one is meant to apply."""
 
 
 def _overruling(files: Sequence[Path], paths: Mapping[str, Path], parsed: Overrides) -> Iterator[str]:
     """Yields the settings of a recipe that would have no effect because of a recipe on which it builds, see
     `_OVERRULES`.
 
-    A recipe's learning rate is meant for the recipe's optimizer, so it is not yielded if the command line chooses
-    an optimizer.
+    A recipe's learning rate is meant for the recipe's optimizer, so it is not yielded if the command line
+    chooses an optimizer.
     """
     recipes = [file for file in files if file.parent.name == "recipe" or file == paths.get("recipe")]
     chain = [dict(leaves(read_yaml(file))) for file in recipes] if len(recipes) > 1 else []
@@ -243,8 +243,8 @@ def _choices(
 ) -> tuple[dict[str, str], dict[str, Path]]:
     """Returns the full names of the chosen options by group, and the files chosen instead of options.
 
-    For options and files that do not exist, problems are added to `problems`. A misspelt recipe is replaced by the
-    closest one, so that the other values can still be checked.
+    For options and files that do not exist, problems are added to `problems`. A misspelt recipe is replaced
+    by the closest one, so that the other values can still be checked.
     """
     options: dict[str, str] = {}
     paths: dict[str, Path] = {}
@@ -302,8 +302,8 @@ def _checked_alone(parsed: Overrides) -> list[Problem]:
 
 
 def _among(key: str, keys: Collection[str]) -> bool:
-    """Returns True if a key equals one of `keys`, or if one of the two is a mapping and the other an entry of this
-    mapping."""
+    """Returns True if a key equals one of `keys`, or if one of the two is a mapping and the other an entry of
+    this mapping."""
     return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
 

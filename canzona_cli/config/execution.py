@@ -10,8 +10,8 @@ AnyStrategy = Strategy | Literal["adamw"]
 PLANNED: tuple[Strategy, ...] = ("canzona", "paper", "asc")
 """The strategies that execute a plan."""
 IN_ORDER: tuple[Strategy, ...] = ("paper", "asc")
-"""The strategies that ignore `engine.layout` and keep Megatron's order of buckets, and that update every matrix on
-its host."""
+"""The strategies that ignore `engine.layout` and keep Megatron's order of buckets, and that update every
+matrix on its host."""
 
 
 def strategy_of(config: RunConfig) -> AnyStrategy:
@@ -34,8 +34,8 @@ def dispatcher_of(config: RunConfig) -> Dispatcher:
 
 
 def overlaps_param_gather(config: RunConfig) -> bool:
-    """Returns True if parameter gathering overlaps with the forward pass. This needs both overlap settings, and a
-    strategy that gathers parameters at all."""
+    """Returns True if parameter gathering overlaps with the forward pass. This needs both overlap settings,
+    and a strategy that gathers parameters at all."""
     parallel = config.parallel
     return parallel.overlap_param_gather and parallel.overlap_grad_reduce and not config.execution.everywhere
 
@@ -43,8 +43,8 @@ def overlaps_param_gather(config: RunConfig) -> bool:
 def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
     """Returns True if the parameters of an entire model chunk are gathered together.
 
-    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default). Otherwise it gathers each
-    bucket while the previous one is in use. Runs that execute a plan follow the plan's order instead.
+    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default). Otherwise it gathers
+    each bucket while the previous one is in use. Runs that execute a plan follow the plan's order instead.
     """
     planned = config.execution is Execution.PLANNED
     return overlaps_param_gather(config) and layout.vpp > 1 and not planned
@@ -53,8 +53,8 @@ def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
 def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
     """Returns the run with another strategy.
 
-    adamw keeps the learning rates, weight decay, clipping and AdamW settings of the run's optimizer. Strategies
-    other than canzona drop `engine.plan`.
+    adamw keeps the learning rates, weight decay, clipping and AdamW settings of the run's optimizer.
+    Strategies other than canzona drop `engine.plan`.
     """
     if strategy == "adamw":
         optimizer = config.optimizer

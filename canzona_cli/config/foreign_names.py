@@ -1,5 +1,5 @@
-"""The names of settings in Megatron, Hugging Face, torchtitan, torchtune and NeMo, each with canzona's name or with
-advice."""
+"""The names of settings in Megatron, Hugging Face, torchtitan, torchtune and NeMo, each with canzona's name
+or with advice."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,8 +84,8 @@ _NAMES: Final[Mapping[str, str]] = {
     "parallel.cp": "context_parallel_size context_parallel_degree context_parallel cp_size",
 }
 RENAMED: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() for name in names.split()}
-"""canzona's key by the name in another program, if the same value has the same meaning. `resume` is `run.dir`,
-because a run continues in its directory."""
+"""canzona's key by the name in another program, if the same value has the same meaning. `resume` is
+`run.dir`, because a run continues in its directory."""
 
 _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
     "expert experts moe": (
@@ -140,8 +140,8 @@ _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
         "leave it out; metrics.jsonl in the run directory has a line for every step",
     ),
 }
-"""The reason and the fix by words. A word matches names that contain it between dots and underscores; a word with
-underscores matches names that end in it after a dot. In a fix, `{}` stands for the matching word."""
+"""The reason and the fix by words. A word matches names that contain it between dots and underscores; a word
+with underscores matches names that end in it after a dot. In a fix, `{}` stands for the matching word."""
 
 
 def instead(name: str) -> Instead | None:

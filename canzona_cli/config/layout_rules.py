@@ -1,8 +1,8 @@
 """The rules for valid layouts: the divisibility that Megatron-core 0.19 and torchrun require.
 
-Null values are not checked here; `canzona_cli.cluster.fit` chooses them later according to these rules. Sources:
-`TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build` (pipeline
-stages, see `canzona_cli.config.stages`), `MoELayer.forward` (experts need sequence parallelism),
+Null values are not checked here; `canzona_cli.cluster.fit` chooses them later according to these rules.
+Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build`
+(pipeline stages, see `canzona_cli.config.stages`), `MoELayer.forward` (experts need sequence parallelism),
 `get_batch_on_this_cp_rank` (2 * cp slices of a sequence), `forward_backward_pipelining_with_interleaving`
 (micro-batches in groups of pp).
 """
@@ -22,8 +22,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def possible_tp(model: ModelConfig, *, whole_experts: bool = False) -> tuple[int, ...]:
-    """Returns the tensor-parallel sizes that divide heads, query groups, ffn rows and vocabulary, in ascending
-    order.
+    """Returns the tensor-parallel sizes that divide heads, query groups, ffn rows and vocabulary, in
+    ascending order.
 
     Args:
         whole_experts: True if ffn rows need not be divided, because expert parallelism does not cut experts.
@@ -32,8 +32,8 @@ def possible_tp(model: ModelConfig, *, whole_experts: bool = False) -> tuple[int
 
 
 def may_have_whole_experts(config: RunConfig) -> bool:
-    """Returns True if a layout of the run may divide experts among ranks (`parallel.ep` above 1), so that each expert
-    stays whole. Unless the user sets `parallel.ep`, this is possible only on GPUs."""
+    """Returns True if a layout of the run may divide experts among ranks (`parallel.ep` above 1), so that
+    each expert stays whole. Unless the user sets `parallel.ep`, this is possible only on GPUs."""
     ep, experts = config.parallel.ep, config.model.num_experts
     if experts == 0 or ep is not None:
         return experts > 0 and (ep or 1) > 1
@@ -75,8 +75,8 @@ def _chunk_problems(layers: int, vpp: int) -> Iterator[Problem]:
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
-    """Returns the problems with the parallelism, the nodes and the batch of a run; some do not have the setting's value
-    yet (`settings.with_own_values`)."""
+    """Returns the problems with the parallelism, the nodes and the batch of a run; some do not have the
+    setting's value yet (`settings.with_own_values`)."""
     return [*_parallelism(config), *_machines(config), *_batch(config)]
 
 

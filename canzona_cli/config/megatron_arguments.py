@@ -58,8 +58,8 @@ def default(name: str) -> object:
 
 
 def limited(section: Meaning) -> Iterator[tuple[str, tuple[object, list[object], str]]]:
-    """Yields the arguments of a table section in which only some values are accepted, each with Megatron's default,
-    the accepted values (canzona's value first), and the reason."""
+    """Yields the arguments of a table section in which only some values are accepted, each with Megatron's
+    default, the accepted values (canzona's value first), and the reason."""
     for name, entry in table()[section].items():
         assert isinstance(entry, list)
         megatron_default, accepted, reason = entry
@@ -67,8 +67,8 @@ def limited(section: Meaning) -> Iterator[tuple[str, tuple[object, list[object],
 
 
 def argument_of(flag: str) -> tuple[str, str | None]:
-    """Returns the name of the argument that a flag sets, and the value that the flag implies; None as the value if it
-    follows the flag."""
+    """Returns the name of the argument that a flag sets, and the value that the flag implies; None as the
+    value if it follows the flag."""
     name = flag.lstrip("-").replace("-", "_")
     renamed = table()["flags"].get(name)
     if isinstance(renamed, list):

@@ -45,8 +45,8 @@ class MegatronRun:
     def command(
         self, config: RunConfig, user_overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()
     ) -> tuple[str, ...]:
-        """Returns the overrides that give the same run with canzona: those that differ from the recipe, and the
-        user's.
+        """Returns the overrides that give the same run with canzona: those that differ from the recipe, and
+        the user's.
 
         Args:
             config: the run with all overrides.
@@ -63,8 +63,8 @@ class MegatronRun:
         return *recipe, *changed, *user_overrides
 
     def by_argument(self, problem: Problem) -> Problem:
-        """Returns the problem with the argument that determines its setting as the key; unchanged if there is no such
-        argument."""
+        """Returns the problem with the argument that determines its setting as the key; unchanged if there is
+        no such argument."""
         written = self.arguments.get(problem.key)
         return problem if written is None else replace(problem, key=f"{written} ({problem.key})")
 

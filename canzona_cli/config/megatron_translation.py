@@ -50,8 +50,8 @@ def read_megatron_run(path: Path, user_values: Sequence[str]) -> MegatronRun:
         user_values: the user's overrides, which take precedence over the file.
 
     Raises:
-        ConfigError: the file cannot be read; or arguments are missing, impossible, or for a model or an optimizer
-            that canzona cannot plan. All problems are reported at once.
+        ConfigError: the file cannot be read; or arguments are missing, impossible, or for a model or an
+            optimizer that canzona cannot plan. All problems are reported at once.
     """
     values = {key_of(override): override.partition("=")[2] for override in user_values}
     if values.get("optimizer", "muon") != "muon":
@@ -126,8 +126,8 @@ class _Translation:
         return any(map(self._on, names)) or self._text("optimizer") == "dist_muon"
 
     def _check(self) -> None:
-        """Reports arguments that are missing, refused or contradictory, and lists the reasons why canzona can only
-        plan the model."""
+        """Reports arguments that are missing, refused or contradictory, and lists the reasons why canzona can
+        only plan the model."""
         for name in _REQUIRED:
             if self._text(name) is None and exact_key(name) not in self._typed:
                 elsewhere = "".join(f"; {path}, which the file sources, is not read" for path in self._given.sourced)
@@ -322,8 +322,8 @@ class _Translation:
                 self._left_out.append(self._listed(name))
 
     def _recipe(self) -> str:
-        """Returns the built-in recipe of the model. If there is none, returns a recipe of the same family, and names
-        the run after the file."""
+        """Returns the built-in recipe of the model. If there is none, returns a recipe of the same family,
+        and names the run after the file."""
         if self._like is not None:
             return self._like
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._given.path.stem).strip("-._") or "megatron"
@@ -335,8 +335,8 @@ class _Translation:
 
     @cached_property
     def _like(self) -> str | None:
-        """The name of the built-in model with the same matrices, which is also the name of its recipe; None if there
-        is no such model."""
+        """The name of the built-in model with the same matrices, which is also the name of its recipe; None
+        if there is no such model."""
         for name, file in group_options("model", [builtin_recipes_dir()]).items():
             model = {key: known.default for key, known in settings().items() if key.startswith("model.")}
             model |= {f"model.{key}": value for key, value in read_yaml(file).items()}
@@ -357,8 +357,8 @@ class _Translation:
         return self._text(name) == "true"
 
     def _number(self, name: str, missing: int, *, key: str | None = None) -> int:
-        """Returns the user's value of the setting that an argument determines, or else the argument's value, or else
-        `missing`."""
+        """Returns the user's value of the setting that an argument determines, or else the argument's value,
+        or else `missing`."""
         key = key or exact_key(name) or ""
         text = self._typed.get(key, self._text(name))
         if text is None:

@@ -1,7 +1,7 @@
 """Reads untrusted YAML and JSON files within limits, before any other code interprets their content.
 
-Only regular files are accepted. Their size, their depth, and the number and magnitude of their values are limited to
-what canzona needs. All YAML and JSON files are read here. This module is fast to import.
+Only regular files are accepted. Their size, their depth, and the number and magnitude of their values are
+limited to what canzona needs. All YAML and JSON files are read here. This module is fast to import.
 """
 
 import json
@@ -29,8 +29,8 @@ LARGEST_INTEGER: Final = 1 << 63
 
 
 class Unreadable(ValueError):
-    """An error for a file that cannot be read or exceeds a limit. The message is a predicate of the file: `is not a
-    regular file`."""
+    """An error for a file that cannot be read or exceeds a limit. The message is a predicate of the file: `is
+    not a regular file`."""
 
 
 class Absent(Unreadable, FileNotFoundError):

@@ -54,8 +54,8 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
 
 
 def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
-    """Returns the files of a group's options, sorted by name. If several folders have the same name, the first takes
-    precedence. A folder without group folders is itself a folder of recipes."""
+    """Returns the files of a group's options, sorted by name. If several folders have the same name, the
+    first takes precedence. A folder without group folders is itself a folder of recipes."""
     options: dict[str, Path] = {}
     for folder in dirs:
         flat = group == "recipe" and not any((folder / name).is_dir() for name in GROUPS)
@@ -70,8 +70,8 @@ def lies_flat(recipe: Path) -> bool:
 
 
 def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
-    """Returns the option with this name, ignoring case and possibly without the prefix of its family (`8b`, `tiny`,
-    `405b`); None if there is none."""
+    """Returns the option with this name, ignoring case and possibly without the prefix of its family (`8b`,
+    `tiny`, `405b`); None if there is none."""
     lowered = {name.lower(): name for name in options}
     for candidate in (option.lower(), *(f"{family}{option.lower()}" for family in _FAMILIES)):
         if candidate in lowered:
@@ -156,8 +156,8 @@ def read_yaml(path: Path) -> dict[str, object]:
 
 
 def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
-    """Yields (group, option, file) for each file of a configuration that hides the built-in option of the same
-    name."""
+    """Yields (group, option, file) for each file of a configuration that hides the built-in option of the
+    same name."""
     builtin = builtin_recipes_dir()
     for file in files:
         group = file.parent.name

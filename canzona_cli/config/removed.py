@@ -70,8 +70,8 @@ def removed_setting_problem(key: str, value: object, *, where: str) -> Problem |
 
 
 def bring_up_to_date(tree: dict[str, object]) -> None:
-    """Updates a stored configuration in place: drops removed settings whose values have no effect, and replaces
-    removed values.
+    """Updates a stored configuration in place: drops removed settings whose values have no effect, and
+    replaces removed values.
 
     A removed setting whose value has an effect stays, and is later refused like any unknown key.
 

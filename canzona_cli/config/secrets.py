@@ -1,9 +1,9 @@
-"""Protects configurations and logs: refuses secrets, code that the user did not name, and characters that are unsafe
-in file names, commands or terminals; and redacts secrets in text.
+"""Protects configurations and logs: refuses secrets, code that the user did not name, and characters that are
+unsafe in file names, commands or terminals; and redacts secrets in text.
 
-A text counts as a secret if its setting is named like a token, key or password, if it has the format of one, or if
-it is the value of an environment variable with such a name. Imports only the standard library and the schema,
-because workers use this module before their slow imports.
+A text counts as a secret if its setting is named like a token, key or password, if it has the format of one,
+or if it is the value of an environment variable with such a name. Imports only the standard library and the
+schema, because workers use this module before their slow imports.
 """
 
 import logging
@@ -41,17 +41,17 @@ _LOOKS = re.compile(
 _IN_URL = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)(?P<secret>[^\s/@]+)(?=@)", re.IGNORECASE)
 _NAMED = re.compile(r"""(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*["']?)(?P<value>[^\s"',;&]+)""")
 _DIRECTORIES = ("PWD", "OLDPWD")
-"""The shell's variables for the current and the previous directory. They are named `PWD` but are not passwords, and
-many paths start with their values."""
+"""The shell's variables for the current and the previous directory. They are named `PWD` but are not
+passwords, and many paths start with their values."""
 _SHORTEST = 8
-"""The minimum length of an environment variable's value that counts as a secret. Shorter values could be ordinary
-words."""
+"""The minimum length of an environment variable's value that counts as a secret. Shorter values could be
+ordinary words."""
 
 REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")
 """A reference to another setting by name."""
 _ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
-"""The settings that become arguments of torchrun, as a whole or with their last path component. A leading dash would
-turn them into options."""
+"""The settings that become arguments of torchrun, as a whole or with their last path component. A leading
+dash would turn them into options."""
 _OWN_RULES = ("name", "cluster.rdzv_id")
 """The settings that `canzona_cli.config.checks` checks more strictly."""
 _PROSE = ("description",)
@@ -168,8 +168,8 @@ def target_problem(key: str, where: str) -> Problem:
 def resolver_problem(key: str, value: str) -> Problem | None:
     """Returns a problem if a value contains any interpolation except `${section.setting}`; else None.
 
-    The results of resolvers, which may be secrets, would be written to the run directory. Everything except plain
-    references is refused, because the name of a resolver can be assembled: `${oc.${name}:HOME}`.
+    The results of resolvers, which may be secrets, would be written to the run directory. Everything except
+    plain references is refused, because the name of a resolver can be assembled: `${oc.${name}:HOME}`.
     """
     if "${" not in REFERENCE.sub("", value):
         return None
@@ -188,8 +188,8 @@ class RedactingFormatter(logging.Formatter):
 
 
 def _from_environment() -> list[str]:
-    """Returns the values of environment variables that are named like secrets, longest first, because a value may
-    contain another one."""
+    """Returns the values of environment variables that are named like secrets, longest first, because a value
+    may contain another one."""
     variables = {
         value
         for name, value in os.environ.items()

@@ -1,5 +1,5 @@
-"""The table of all settings, derived from the schema: dotted keys, types, defaults and annotations. Also finds the
-setting that a misspelt key resembles most."""
+"""The table of all settings, derived from the schema: dotted keys, types, defaults and annotations. Also
+finds the setting that a misspelt key resembles most."""
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -140,8 +140,8 @@ NEAR = 0.8
 
 
 def exact_key(word: str) -> str | None:
-    """Returns the setting with this dotted key, bare name, or name in another program; None if there is none, or if
-    several settings share the bare name."""
+    """Returns the setting with this dotted key, bare name, or name in another program; None if there is none,
+    or if several settings share the bare name."""
     flat = word.replace("-", "_").lower()
     if flat in RENAMED or flat in settings():
         return RENAMED.get(flat, flat)

@@ -1,8 +1,9 @@
 """Reads the commands of a shell script and replaces their variables, without running anything.
 
-The script is read as if it were started without arguments. Some values stay unknown and are marked in the words that
-contain them: variables that the script does not set, `$(commands)`, and values set under an undecidable condition.
-In tests, variables that are not set are empty; tests of files are undecidable. The body of a loop is read once.
+The script is read as if it were started without arguments. Some values stay unknown and are marked in the
+words that contain them: variables that the script does not set, `$(commands)`, and values set under an
+undecidable condition. In tests, variables that are not set are empty; tests of files are undecidable. The
+body of a loop is read once.
 """
 
 import ast
@@ -20,8 +21,8 @@ from canzona_cli.config.reading import Unreadable
 LARGEST: Final = 1 << 20
 """The maximum number of characters in a value after its variables are replaced."""
 _MARK: Final = "\ue000"
-"""The character on both sides of an unknown part of a word. A `?` follows the first mark, unless the part is just a
-variable that is not set."""
+"""The character on both sides of an unknown part of a word. A `?` follows the first mark, unless the part is
+just a variable that is not set."""
 _ENDS: Final = " \t\n;&|()<>"
 _NAME: Final = re.compile(r"[A-Za-z_]\w*|[0-9@*#?]")
 _ASSIGNED: Final = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -288,8 +289,8 @@ class _Reader:
         self._documents = []
 
     def _apply(self, words: list[str], end: str) -> None:
-        """Applies the effects of a command on reading: opens and closes branches, sets variables, or records the
-        command."""
+        """Applies the effects of a command on reading: opens and closes branches, sets variables, or records
+        the command."""
         while words and (rest := self._keyword(words)) is not None:
             words = rest
         branch = self._open[-1] if self._open else None

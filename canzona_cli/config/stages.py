@@ -1,9 +1,9 @@
 """The layers of each pipeline stage and model chunk.
 
-With `pp` stages of `vpp` model chunks, a model is cut into `pp * vpp` parts in order; chunk c of stage s is part
-`c * pp + s`. If the layers do not divide evenly, the loss counts as a layer of the last part, and possibly the
-embedding as a layer of the first part. These parts then have one layer less than the others. Llama-3.1 405B with its
-126 layers was trained in this way on 16 stages (arXiv 2407.21783, section 3.3.2).
+With `pp` stages of `vpp` model chunks, a model is cut into `pp * vpp` parts in order; chunk c of stage s is
+part `c * pp + s`. If the layers do not divide evenly, the loss counts as a layer of the last part, and
+possibly the embedding as a layer of the first part. These parts then have one layer less than the others.
+Llama-3.1 405B with its 126 layers was trained in this way on 16 stages (arXiv 2407.21783, section 3.3.2).
 
 This needs no setting, because for given layers, stages and chunks at most one of these ways gives whole layers. The
 only exception is a model with two parts, which are the same if embedding and loss both count or neither counts.
@@ -28,8 +28,8 @@ WAYS = (Counted(False, False), Counted(False, True), Counted(True, True))
 
 
 def counted(layers: int, parts: int) -> Counted | None:
-    """Returns the additional parts that count as layers when `layers` layers are cut into `parts` parts of at least
-    one layer each; None if no way gives whole layers."""
+    """Returns the additional parts that count as layers when `layers` layers are cut into `parts` parts of at
+    least one layer each; None if no way gives whole layers."""
     for way in WAYS:
         each, rest = divmod(layers + sum(way), parts)
         if rest == 0 and each - any(way) >= 1:
@@ -45,8 +45,8 @@ def possible_pp(layers: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def possible_vpp(layers: int, pp: int) -> tuple[int, ...]:
-    """Returns, in ascending order, the possible numbers of model chunks of each of `pp` stages; only 1 for a single
-    stage, which has no other stage to interleave with."""
+    """Returns, in ascending order, the possible numbers of model chunks of each of `pp` stages; only 1 for a
+    single stage, which has no other stage to interleave with."""
     if pp == 1:
         return (1,)
     return tuple(vpp for vpp in range(1, layers // pp + 2) if counted(layers, pp * vpp) is not None)

@@ -37,12 +37,12 @@ class Combination:
 def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     """Returns the runs of a sweep, always in the same order; the last swept setting changes fastest.
 
-    Arguments that are not sweeps, or cannot be parsed, are passed on to all runs. Composing a run reports their
-    problems.
+    Arguments that are not sweeps, or cannot be parsed, are passed on to all runs. Composing a run reports
+    their problems.
 
     Raises:
-        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or are
-            not unique, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
+        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or
+            are not unique, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
     """
     problems: list[Problem] = []
     choices = [_values(argument, problems) for argument in arguments]
@@ -72,8 +72,8 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
 
 
 def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
-    """Returns the overrides to which a sweep expands; empty if the argument is not a sweep or cannot be expanded. Adds
-    problems with the sweep to `problems`."""
+    """Returns the overrides to which a sweep expands; empty if the argument is not a sweep or cannot be
+    expanded. Adds problems with the sweep to `problems`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -35,8 +35,8 @@ _UNLOADED = re.compile(r"Could not load 'recipe/([^']+)'")
 """Hydra's message about a recipe in `defaults:` that does not exist."""
 _MISSING = "???"
 _PRIMARY = "_canzona_"
-# The option name of a recipe or profile that was chosen as a file. This name lets a recipe build on a built-in recipe
-# with the same name as its file.
+# The option name of a recipe or profile that was chosen as a file. This name lets a recipe build on a
+# built-in recipe with the same name as its file.
 _GIVEN = "_given_"
 # The setting that marks a section as complete. A section without it only adjusts the file of its group.
 _COMPLETE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
@@ -140,8 +140,8 @@ def _composed(
     where = shown(recipe)
     folders = ",".join(text_value(f"{SCHEME}://{folder}") for folder in dirs)
     overrides = [f"{group}='{name}'" for group, name in {**options, **dict.fromkeys(paths, _GIVEN)}.items()]
-    # Hydra resolves `defaults:` lists while it composes, before the content can be checked. They must not be able to
-    # read environment variables.
+    # Hydra resolves `defaults:` lists while it composes, before the content can be checked. They must not be
+    # able to read environment variables.
     OmegaConf.clear_resolver("oc.env")
     read = _folder_source()
     read.clear()
@@ -168,8 +168,8 @@ def _composed(
 
 @cache
 def _folder_source() -> list[Path]:
-    """Registers a Hydra config source that reads folders with `read_yaml` and its limits; returns the list to which
-    the source appends each file that it reads."""
+    """Registers a Hydra config source that reads folders with `read_yaml` and its limits; returns the list to
+    which the source appends each file that it reads."""
     from hydra.core.object_type import ObjectType
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -238,8 +238,8 @@ def _stored(options: Mapping[str, str], paths: Mapping[str, Path]) -> Iterator[N
 
 
 def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
-    """Sets `run.dir` to null in the config.yaml of a run directory, so that a run with this file as its recipe does
-    not reuse the directory."""
+    """Sets `run.dir` to null in the config.yaml of a run directory, so that a run with this file as its
+    recipe does not reuse the directory."""
     run = content.get("run")
     if isinstance(run, dict) and path.name == "config.yaml" and Path(str(run.get("dir"))).name == path.parent.name:
         run["dir"] = None
@@ -248,8 +248,8 @@ def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
 def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object]:
     """Turns the content of a recipe file into an option of the recipe group: completes its `defaults:` list.
 
-    A complete section (in a run's config.yaml or a copied recipe) replaces the file of its group. If the command line
-    chooses an option of this group, the section is removed instead.
+    A complete section (in a run's config.yaml or a copied recipe) replaces the file of its group. If the
+    command line chooses an option of this group, the section is removed instead.
 
     Args:
         content: the content of the file, changed in place.
@@ -335,8 +335,8 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
 
 
 def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
-    """Returns the length of a setting or section after its references are resolved; for a cycle, a number above
-    `_LONGEST`. Only texts with references, and the texts to which they refer, count.
+    """Returns the length of a setting or section after its references are resolved; for a cycle, a number
+    above `_LONGEST`. Only texts with references, and the texts to which they refer, count.
 
     Args:
         name: the key of the setting or section.
@@ -375,9 +375,9 @@ def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
 
 
 def _defaults_with_experts(tree: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
-    """Returns the defaults of a section that differ for a model with experts: `max_preconditioner_dim` is the width of
-    an expert, but at least 1024. Every expert has its own factors, and factors for the hidden size would take more
-    memory than everything else."""
+    """Returns the defaults of a section that differ for a model with experts: `max_preconditioner_dim` is the
+    width of an expert, but at least 1024. Every expert has its own factors, and factors for the hidden size
+    would take more memory than everything else."""
     model = tree.get("model")
     width = model.get("ffn_hidden_size") if isinstance(model, Mapping) and model.get("num_experts") else None
     if "max_preconditioner_dim" not in defaults or not isinstance(width, int):

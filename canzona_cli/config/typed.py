@@ -63,8 +63,8 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
 
 
 def _together(problems: list[Problem], where: str) -> list[Problem]:
-    """Returns the problems. If the recipe builds on no other and has no model, one problem replaces all about missing
-    values."""
+    """Returns the problems. If the recipe builds on no other and has no model, one problem replaces all about
+    missing values."""
     absent = [problem for problem in problems if problem.reason.startswith((_NO_VALUE, _NOT_CHOSEN, _NOT_SET))]
     if not any(problem.key == "model" for problem in absent):
         return problems

@@ -8,8 +8,8 @@ from canzona_cli.errors import Problem
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
-    """Returns a problem for each setting of the command line that was meant to change what is trained but that the run
-    would ignore.
+    """Returns a problem for each setting of the command line that was meant to change what is trained but
+    that the run would ignore.
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.

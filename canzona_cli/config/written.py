@@ -14,13 +14,13 @@ CHOSEN: Final = (
     *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.sequence_parallel"),
     *("train.micro_batch_size", "train.recompute", "cluster.nodes"),
 )
-"""The settings that depend on the number of GPUs and on the cluster. `config.yaml` has the values for the GPUs with
-which the run was started."""
+"""The settings that depend on the number of GPUs and on the cluster. `config.yaml` has the values for the
+GPUs with which the run was started."""
 
 
 def with_written_recipe(parsed: Overrides) -> Overrides:
-    """Uses the settings of the run in `run.dir` as the recipe, if there is such a run and the command line does not
-    name a recipe."""
+    """Uses the settings of the run in `run.dir` as the recipe, if there is such a run and the command line
+    does not name a recipe."""
     file = _file(parsed)
     if "recipe" in parsed.groups or file is None or not file.is_file():
         return parsed
@@ -40,8 +40,8 @@ def _file(parsed: Overrides) -> Path | None:
 
 
 def choose_again(tree: dict[str, object], written: Mapping[str, object], parsed: Overrides) -> None:
-    """Drops values that were derived from settings that the command line changes: the layout if it sets GPUs or a
-    cluster, and the schedule if it sets the number of steps.
+    """Drops values that were derived from settings that the command line changes: the layout if it sets GPUs
+    or a cluster, and the schedule if it sets the number of steps.
 
     Args:
         tree: the values, with those of the command line; changed in place.

@@ -1,5 +1,5 @@
-"""The time of attention between the QKV and the output projections: rotary embedding, QK-norm, and core attention
-with its context-parallel collectives."""
+"""The time of attention between the QKV and the output projections: rotary embedding, QK-norm, and core
+attention with its context-parallel collectives."""
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.buffers import micro_batch_tokens
@@ -19,9 +19,9 @@ and backward: measured 0.25 to 0.8 with 256 to 2,048 tokens and heads of 32 to 1
 tokens."""
 CUT_STARTS = 0.58
 """The operations that context parallelism adds to a layer without Transformer Engine, as a multiple of an
-average module's operations: keys and values are put back in order. Counted on CPU ranks with 256 tokens, where
-queries are two blocks with and without it: 157 operations instead of 138 forward, 241 instead of 209 backward,
-in four modules."""
+average module's operations: keys and values are put back in order. Counted on CPU ranks with 256 tokens,
+where queries are two blocks with and without it: 157 operations instead of 138 forward, 241 instead of 209
+backward, in four modules."""
 QK_NORM_PASSES = 5.8
 """The time of a norm over rows of 128 elements (QK-norm), relative to a norm over full rows with as many
 elements in total: 345 us to 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396, 2026-01)."""
@@ -48,8 +48,8 @@ def core_attention(
     links, group = Links(cluster=cluster), Groups.of(layout, cluster).cp
     slice_bytes = 2.0 * tokens * attention.keys / t * config.train.weight_bytes
     if cluster.fused_layers:
-        # While the attention of one slice is computed, the next slice is sent; in the backward pass, so is the
-        # slice's gradient.
+        # While the attention of one slice is computed, the next slice is sent; in the backward pass, so is
+        # the slice's gradient.
         hop_s, hops = links.point_to_point(slice_bytes, crosses=group.machines > 1).seconds, layout.cp - 1
         exposed_s = max(0.0, hop_s - forward / layout.cp)
         exposed_backward_s = max(0.0, 2 * hop_s - backward / layout.cp)

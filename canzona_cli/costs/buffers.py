@@ -1,5 +1,5 @@
-"""Counts a rank's memory, in bytes and elements, without a plan: Megatron's buffers, activations, logits, and the
-scratch of updates.
+"""Counts a rank's memory, in bytes and elements, without a plan: Megatron's buffers, activations, logits, and
+the scratch of updates.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
 attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp, pp, cp and dp.
@@ -30,8 +30,8 @@ FP32 = 4
 
 
 def in_batches(elements: Sequence[int]) -> list[slice]:
-    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32; a larger matrix is a batch of
-    its own.
+    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32; a larger matrix is a batch
+    of its own.
 
     Args:
         elements: the number of each matrix's elements that are copied.
@@ -192,8 +192,8 @@ class StageWeights:
     matrices: int
     """The elements of 2-D layer weights, experts included."""
     experts: int
-    """The elements of the rank's experts if ep exceeds 1, so that their gradients are reduced over fewer ranks
-    (`Mesh.expert_owners`); otherwise 0."""
+    """The elements of the rank's experts if ep exceeds 1, so that their gradients are reduced over fewer
+    ranks (`Mesh.expert_owners`); otherwise 0."""
     others: int
     """The elements that AdamW updates: embedding, output layer, norms, routers."""
     largest: int
@@ -245,8 +245,8 @@ def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
 
 
 def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
-    """Counts, by (rows, columns), the matrices of one layer that the ranks of a TP group store together, as the
-    run's strategy splits them. If experts are divided among ranks, only one rank's experts count."""
+    """Counts, by (rows, columns), the matrices of one layer that the ranks of a TP group store together, as
+    the run's strategy splits them. If experts are divided among ranks, only one rank's experts count."""
     cut, whole = layer_on_rank(config.model, splitting_of(config), layout.ep)
     return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
 
@@ -375,14 +375,14 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
 
 
 def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> int:
-    """Counts the bytes that the loss and the output layer need in addition to activations. The peak is either in
-    the loss or in the backward pass of the output layer.
+    """Counts the bytes that the loss and the output layer need in addition to activations. The peak is either
+    in the loss or in the backward pass of the output layer.
 
     The loss of bf16 logits needs an fp32 softmax at the same time as the logits or, later, their gradient.
     Megatron's fused loss, which runs on GPUs, first makes an fp32 gradient at the same time as both
-    (tests/dist/test_fusions.py). The loss of fp32 logits overwrites the logits with their softmax and then with
-    their gradient. The backward pass needs the gradients of the logits, the input and the weights. On processors
-    without bf16 instructions it also needs fp32 copies of both factors and of the product.
+    (tests/dist/test_fusions.py). The loss of fp32 logits overwrites the logits with their softmax and then
+    with their gradient. The backward pass needs the gradients of the logits, the input and the weights. On
+    processors without bf16 instructions it also needs fp32 copies of both factors and of the product.
 
     Args:
         logits: the logits of a micro-batch on one rank.

@@ -49,8 +49,8 @@ def products_seconds(config: RunConfig, layout: Layout, work: Work) -> float:
     volume = float(tokens * weight.elements)
     side = volume ** (1 / 3)
     if cluster.device == "cuda" and experts > 1:
-        # Concurrent products run at the rate of one product of their total volume, but not faster than a product
-        # of the smallest size in the profile's table.
+        # Concurrent products run at the rate of one product of their total volume, but not faster than a
+        # product of the smallest size in the profile's table.
         smallest, _ = rates(cluster)[0]
         side = max(side, min(float(smallest), side * min(STREAMS, experts) ** (1 / 3)))
     return experts * 2.0 * volume / matmul_rate(cluster, side, config.train.precision)
@@ -79,8 +79,8 @@ def dispatch(config: RunConfig, layout: Layout) -> Transfer:
 
     - allgather: every rank receives all ranks' tokens;
     - alltoall: every copy travels separately;
-    - flex (DeepEP): one copy of a token goes over the network to each node, and from there to each rank of the
-      node with an expert of the token; both links work at the same time.
+    - flex (DeepEP): one copy of a token goes over the network to each node, and from there to each rank of
+      the node with an expert of the token; both links work at the same time.
     """
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).dispatch
     tokens = micro_batch_tokens(config, layout) // layout.tp
@@ -101,8 +101,8 @@ def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Tran
     """Returns the transfer of tokens by `flex`, see `dispatch`.
 
 
-    Experts are assumed to be chosen evenly and independently, so the probability that a given one of n nodes or
-    ranks has none of a token's experts is (1 - 1/n)^chosen.
+    Experts are assumed to be chosen evenly and independently, so the probability that a given one of n nodes
+    or ranks has none of a token's experts is (1 - 1/n)^chosen.
 
     Args:
         size: the bytes of tokens on each rank.

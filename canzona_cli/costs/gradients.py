@@ -55,8 +55,8 @@ class NormClip:
 
 
 def least_before_updates(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds of norm, clip and AdamW for an average owner of the middle stage, the stage with the
-    least of this work."""
+    """Returns the seconds of norm, clip and AdamW for an average owner of the middle stage, the stage with
+    the least of this work."""
     weights, implemented = stage_weights(config, layout, layout.pp // 2), implementation(config)
     others = weights.others / layout.owners
     reduced = weights.reduced(layout)

@@ -1,8 +1,8 @@
 """The time of a transfer on a cluster profile: latency plus bytes over the bandwidth of the busiest link.
 
 Every GPU has two links: one to its peers in the same node and one to other nodes. The geometry of its group
-(`Group`) turns a collective into a `Transfer`: a latency, which nothing else delays, and a time on one link at
-full rate, which grows if transfers share the link (`costs.timeline`).
+(`Group`) turns a collective into a `Transfer`: a latency, which nothing else delays, and a time on one link
+at full rate, which grows if transfers share the link (`costs.timeline`).
 
 Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank.
 Over several nodes NCCL runs as many rings as the group has members on a node, each leaving the node through
@@ -32,9 +32,9 @@ EFFICIENCY: dict[Link, float] = {"machine": 0.8, "network": 0.9}
 """The share of a link's nominal bandwidth that large NCCL collectives without in-network reduction reach: 360
 of NVLink 4's 450 GB/s, 45 of the 50 GB/s of a 400 Gb/s port."""
 CHUNK = 512 << 10
-"""The bytes that a rank of a chain forwards at a time through each channel: one of the eight steps into which NCCL
-divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; see NCCL_STEPS, REDUCE_CHUNKSTEPS and BROADCAST_CHUNKSTEPS in its
-sources)."""
+"""The bytes that a rank of a chain forwards at a time through each channel: one of the eight steps into which
+NCCL divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; see NCCL_STEPS, REDUCE_CHUNKSTEPS and
+BROADCAST_CHUNKSTEPS in its sources)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class Transfer:
         return replace(self, latency_s=latency_s, link_s=link_s, fill_s=fill_s)
 
     def beside(self, computing_s: float, units: float) -> "Transfer":
-        """Returns the time that the transfer adds to a computation of `computing_s` seconds at the same time: the
-        part that does not overlap, and the delay that the overlapping part causes.
+        """Returns the time that the transfer adds to a computation of `computing_s` seconds at the same time:
+        the part that does not overlap, and the delay that the overlapping part causes.
 
         Args:
             units: the share of a GPU's compute units that the transfer occupies.
@@ -156,8 +156,8 @@ def _groups(tp: int, cp: int, dp: int, pp: int, ep: int, per_machine: int) -> Gr
 
 
 def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
-    """Returns a group of `size` ranks at distance `stride` among the job's `ranks`. A group that does not divide
-    evenly over nodes is treated as if each member were on a node of its own."""
+    """Returns a group of `size` ranks at distance `stride` among the job's `ranks`. A group that does not
+    divide evenly over nodes is treated as if each member were on a node of its own."""
     if ranks <= per_machine or per_machine % (stride * size) == 0:
         together = size
     elif per_machine % stride == 0 and stride * size % per_machine == 0:
@@ -222,9 +222,9 @@ class Links:
         """Returns the transfer of reductions to several owners, or broadcasts from them, that start together.
 
         Each owner's share passes through a chain that ends (for a broadcast: starts) at the owner. A rank
-        therefore sends every share except its own, and the rank with the smallest share sends most. On GPUs all
-        shares use the same link one after another, and latencies overlap only if the collectives are issued as
-        one NCCL group. Otherwise each collective adds its latency.
+        therefore sends every share except its own, and the rank with the smallest share sends most. On GPUs
+        all shares use the same link one after another, and latencies overlap only if the collectives are
+        issued as one NCCL group. Otherwise each collective adds its latency.
 
         Args:
             sizes: the bytes of each owner's share.
@@ -259,8 +259,8 @@ class Links:
         return replace(ring, latency_s=launches * fill_s, fill_s=fill_s)
 
     def _chunk(self, size: float, group: Group) -> float:
-        """Returns the seconds in which all channels of a chain forward one chunk each, together at most `size`
-        bytes."""
+        """Returns the seconds in which all channels of a chain forward one chunk each, together at most
+        `size` bytes."""
         cluster = self.cluster
         channels = cluster.intra_node_channels
         if group.machines > 1:
@@ -308,12 +308,12 @@ class Links:
         return Transfer(latency_s=self.latency(link), link=link, link_s=size / self.bandwidth(link))
 
     def _measured_exchange(self, sent: Sequence[float], busiest: float, group: Group) -> Transfer | None:
-        """Interpolates the profile's measured all-to-alls, in which every rank sends the same number of bytes;
-        None without measurements.
+        """Interpolates the profile's measured all-to-alls, in which every rank sends the same number of
+        bytes; None without measurements.
 
         If the group has more ranks than there are cores, the cores move all bytes one after another, so the
-        mean of the ranks' bytes counts. Otherwise the busiest rank counts, and the other ranks keep their cores
-        busy for less of the time.
+        mean of the ranks' bytes counts. Otherwise the busiest rank counts, and the other ranks keep their
+        cores busy for less of the time.
         """
         mean = sum(sent) / group.size
         cores = self.cluster.cores

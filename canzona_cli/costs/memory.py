@@ -1,10 +1,10 @@
 """The memory of a run's fullest GPU: lasting state, memory needed during computation, and the GPU's capacity.
 
 `estimate` needs no plan: it works from shapes alone. The search of layouts uses it, and so do strategies
-without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Every command
-shows `planner.memory.memory_of`: `plan_memory` if there is a plan, otherwise the estimate.
-Both functions add up the same parts. They differ in which matrices a rank keeps (`placement`, or the plan) and
-in the size of the engine's buffers (`least_step_bytes`, or `step_buffers`). State is counted as Megatron-core
+without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Every
+command shows `planner.memory.memory_of`: `plan_memory` if there is a plan, otherwise the estimate. Both
+functions add up the same parts. They differ in which matrices a rank keeps (`placement`, or the plan) and in
+the size of the engine's buffers (`least_step_bytes`, or `step_buffers`). State is counted as Megatron-core
 0.19 keeps it.
 
 Buffers of the communication library are not tensors; the profile's `reserved_gib` includes them.
@@ -208,8 +208,8 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
 
 
 def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
-    """Returns, for each of a rank's layer-wise buffers, the sizes in elements of one layer's parameters and the
-    number of ranks that share the buffer."""
+    """Returns, for each of a rank's layer-wise buffers, the sizes in elements of one layer's parameters and
+    the number of ranks that share the buffer."""
     cut, whole = layer_on_rank(model, "fused", layout.ep)
     buffers = [(tuple(matrix.elements // layout.tp for matrix in cut), layout.owners)]
     return [*buffers, (tuple(matrix.elements for matrix in whole), layout.expert_owners)] if whole else buffers
@@ -233,8 +233,8 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
     """Returns the placement of the matrices of `layers` layers over `cells`: each matrix on the least loaded
     cell, largest first, or, with `in_order`, in natural order.
 
-    In natural order the elements are cut into equal slices, one for each cell. A matrix goes to the cell whose
-    slice has its first element, so the fullest cell may exceed the mean by up to one matrix.
+    In natural order the elements are cut into equal slices, one for each cell. A matrix goes to the cell
+    whose slice has its first element, so the fullest cell may exceed the mean by up to one matrix.
     """
     matrices = [shape for _ in range(layers) for shape in shapes]
     contents: list[Counter[Shape]] = [Counter() for _ in range(cells)]
@@ -307,8 +307,8 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Counts the bytes of a checkpoint's tensors in any layout: one copy of all fp32 masters and state. Weights
-    are not stored."""
+    """Counts the bytes of a checkpoint's tensors in any layout: one copy of all fp32 masters and state.
+    Weights are not stored."""
     how, count = algorithm(config), parameter_count(config.model)
     adamw = 3 * FP32
     if config.execution is Execution.ADAMW:
@@ -319,8 +319,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def spare_bytes(config: RunConfig, how: Algorithm, layout: Layout, limit: int) -> int:
-    """Returns the bytes that `limit` leaves for the optimizer state of matrices on a rank of the fullest stage,
-    after everything else that the rank needs under every plan."""
+    """Returns the bytes that `limit` leaves for the optimizer state of matrices on a rank of the fullest
+    stage, after everything else that the rank needs under every plan."""
     spare = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)

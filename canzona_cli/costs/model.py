@@ -1,11 +1,11 @@
 """The time of a pipeline stage's forward and backward passes, module by module, from shapes and the profile's
 rates.
 
-A module is the work around one Megatron weight. Times are per module, because between any two modules a bucket
-of gradients may become complete or a bucket of weights may be needed. Matrix products run at the profile's
-achieved rate for their size, core attention at a share of the peak, and elementwise work at memory bandwidth.
-Tensor- and context-parallel collectives are separate, because they occupy a link, and because on CPU ranks that
-share a node's cores they keep a different number of cores busy than computation does.
+A module is the work around one Megatron weight. Times are per module, because between any two modules a
+bucket of gradients may become complete or a bucket of weights may be needed. Matrix products run at the
+profile's achieved rate for their size, core attention at a share of the peak, and elementwise work at memory
+bandwidth. Tensor- and context-parallel collectives are separate, because they occupy a link, and because on
+CPU ranks that share a node's cores they keep a different number of cores busy than computation does.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ from canzona_cli.model.family import Part, Work
 
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
 """The memory traffic of elementwise work relative to fully fused kernels. With Transformer Engine (True), the
-excess comes from splitting and joining queries, keys and values and from summing gradients (fitted to published
-step times, bench/published.yaml). Without it (False), most operations are separate kernels.
+excess comes from splitting and joining queries, keys and values and from summing gradients (fitted to
+published step times, bench/published.yaml). Without it (False), most operations are separate kernels.
 """
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
 """The memory traffic of the vocabulary-parallel cross-entropy in bytes per logit: the cast to fp32, maximum,
@@ -160,8 +160,8 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 
 
 def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
-    """Returns the forward and backward seconds of one micro-batch, by stage and model chunk. The result equals
-    `StageTime.passes` of all stages but needs no lists of modules."""
+    """Returns the forward and backward seconds of one micro-batch, by stage and model chunk. The result
+    equals `StageTime.passes` of all stages but needs no lists of modules."""
     shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
     layers, pass_s = config.model.num_layers, 1e-6 * config.cluster.pass_us
@@ -180,8 +180,8 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
 def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
     """Returns the forward and backward seconds of a layer, of the embedding and of the output layer.
 
-    None of these depends on pp, dp, or on whether the output layer is tied. Callers normalise pp and dp so that
-    the cache serves all layouts.
+    None of these depends on pp, dp, or on whether the output layer is tied. Callers normalise pp and dp so
+    that the cache serves all layouts.
     """
     batch = _MicroBatch.of(config, layout)
     ends = _embedding(config, layout, batch), _output(config, layout, batch, tied=False)
@@ -239,8 +239,8 @@ def _layer(config: RunConfig, layout: Layout, batch: _MicroBatch) -> tuple[Modul
 
 
 def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
-    """Overlaps the transfers of a layer's tokens with another micro-batch's pass in the opposite direction: one
-    half of this pass with the transfer to the experts, the other with the transfer back."""
+    """Overlaps the transfers of a layer's tokens with another micro-batch's pass in the opposite direction:
+    one half of this pass with the transfer to the experts, the other with the transfer back."""
     half_backward_s = sum(module.backward_s for module in modules) / 2
     half_forward_s = sum(module.forward_s for module in modules) / 2
 
@@ -348,9 +348,9 @@ def slowest(cluster: ClusterConfig, ranks: int) -> float:
 def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, product_s: float) -> Transfer:
     """Returns the time that a tensor-parallel collective adds to its product of `product_s` seconds.
 
-    With `cluster.tp_overlap` the collective and the product are cut into as many pieces as the group has ranks.
-    One piece is multiplied while the next is communicated. So one piece of the collective does not overlap, and
-    the others slow the product down by `collective_units` of their time.
+    With `cluster.tp_overlap` the collective and the product are cut into as many pieces as the group has
+    ranks. One piece is multiplied while the next is communicated. So one piece of the collective does not
+    overlap, and the others slow the product down by `collective_units` of their time.
     """
     if not cluster.tp_overlap or layout.tp == 1:
         return collective
@@ -376,8 +376,8 @@ def _backward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: fl
 
 
 def _loss_sums(cluster: ClusterConfig, layout: Layout, tokens: int) -> Transfer:
-    """Returns the three all-reduces of the vocabulary-parallel cross-entropy: maximum, target logit and sum of
-    exponentials, each with one fp32 number per token."""
+    """Returns the three all-reduces of the vocabulary-parallel cross-entropy: maximum, target logit and sum
+    of exponentials, each with one fp32 number per token."""
     if layout.tp == 1:
         return Transfer()
     return Links(cluster=cluster).all_reduce(4.0 * tokens, Groups.of(layout, cluster).tp).times(3.0)
@@ -393,8 +393,8 @@ def hop(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def units_taken(config: RunConfig, layout: Layout) -> float:
-    """Returns the share of a GPU's compute units that data-parallel collectives occupy. It grows with the number
-    of network ports that the collectives use, because NCCL runs channels for each port."""
+    """Returns the share of a GPU's compute units that data-parallel collectives occupy. It grows with the
+    number of network ports that the collectives use, because NCCL runs channels for each port."""
     cluster, group = config.cluster, Groups.of(layout, config.cluster).data
     ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
     return cluster.collective_units * ports

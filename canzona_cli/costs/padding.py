@@ -1,5 +1,5 @@
-"""Megatron's rules for gradient buffers: where buckets end, how parameters are aligned, and how equal shards are
-padded."""
+"""Megatron's rules for gradient buffers: where buckets end, how parameters are aligned, and how equal shards
+are padded."""
 
 import heapq
 import math
@@ -13,8 +13,8 @@ _SHARD_ALIGNMENT = 128
 """The alignment of layer-wise buckets, in elements: Megatron pads the end of a bucket to a common multiple of
 this number and the number of ranks."""
 _PADDING_FLOOR = 0.9
-"""The factor in the minimum size of a closed layer-wise bucket: this number times its shards times the elements
-of its largest parameter."""
+"""The factor in the minimum size of a closed layer-wise bucket: this number times its shards times the
+elements of its largest parameter."""
 
 
 def align(position: int, to: int = ALIGNMENT) -> int:
@@ -42,13 +42,13 @@ class PaddedBucket:
 
 
 def lay_out(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[PaddedBucket]:
-    """Yields the same buckets as `LayerWiseDistributedOptimizer._compute_per_buffer_param_layout` of megatron-core
-    0.19.
+    """Yields the same buckets as `LayerWiseDistributedOptimizer._compute_per_buffer_param_layout` of
+    megatron-core 0.19.
 
     Parameters are visited in reverse order of creation. A bucket is closed when it holds at least `bucket`
     elements and at least `_PADDING_FLOOR` * shards * its largest parameter, so that shards without a large
-    parameter are not mostly padding. The parameters of a bucket go into the least loaded shard, largest first,
-    and every shard is padded to the length of the fullest.
+    parameter are not mostly padding. The parameters of a bucket go into the least loaded shard, largest
+    first, and every shard is padded to the length of the fullest.
 
     Args:
         sizes: the elements of each parameter, in order of creation.
@@ -86,8 +86,8 @@ def _largest_first(sizes: Sequence[int], chunk: Sequence[int], shards: int) -> P
 
 
 def shard_elements(fullest: int, shards: int) -> int:
-    """Returns the padded length of a bucket's equal shards, which aligns the start of each shard and the end of
-    the bucket.
+    """Returns the padded length of a bucket's equal shards, which aligns the start of each shard and the end
+    of the bucket.
 
     Args:
         fullest: the number of elements in the fullest shard.

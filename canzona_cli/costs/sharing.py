@@ -2,8 +2,8 @@
 the matrix.
 
 Only optimizers with a shared form (`optimizers.shared_muon`) can do this. The ranks divide the Gram form of
-Newton-Schulz: each computes its rows of every square of the short side, without the gain of symmetric kernels,
-and the rows are gathered between products.
+Newton-Schulz: each computes its rows of every square of the short side, without the gain of symmetric
+kernels, and the rows are gathered between products.
 """
 
 from collections import Counter
@@ -49,9 +49,9 @@ HOSTED: Mapping[int, Share] = MappingProxyType({})
 def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Returns the costs of all matrices that can be shared, by index.
 
-    No matrix can be shared if `engine.mode` is hosted or `why_hosted` gives a reason. Otherwise a matrix can be
-    shared if TP cuts its long side and tp divides its short side. Unless `optimizer.form` is gram, the short side
-    also has to be at least `GRAM_MIN_SIDE`.
+    No matrix can be shared if `engine.mode` is hosted or `why_hosted` gives a reason. Otherwise a matrix can
+    be shared if TP cuts its long side and tp divides its short side. Unless `optimizer.form` is gram, the
+    short side also has to be at least `GRAM_MIN_SIDE`.
     """
     if config.engine.mode == "hosted" or why_hosted(config, layout) is not None:
         return HOSTED

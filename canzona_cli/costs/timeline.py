@@ -147,8 +147,8 @@ class Timeline:
         cores: float = 0.0,
         after: Sequence[int] = (),
     ) -> int:
-        """Appends a transfer to `stream`; returns the number of the task that ends when the data has reached all
-        ranks."""
+        """Appends a transfer to `stream`; returns the number of the task that ends when the data has reached
+        all ranks."""
         seconds = moved.latency_s - moved.fill_s
         number = self.add(phase, stream, seconds=seconds, link=link, link_s=moved.link_s, cores=cores, after=after)
         if not moved.fill_s:
@@ -165,8 +165,8 @@ class Timeline:
     def run_slowed(self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float) -> list[Ran]:
         """Simulates tasks whose compute units are partly taken by transfers; returns the times of each task.
 
-        A task takes longer by `share` times its overlap with transfers. A first simulation, in which transfers slow
-        nothing down, determines the overlaps.
+        A task takes longer by `share` times its overlap with transfers. A first simulation, in which
+        transfers slow nothing down, determines the overlaps.
 
         Args:
             slowed_by: for each stream that is slowed down, the streams of the transfers that do so.

@@ -1,5 +1,5 @@
-"""The cost of updating one matrix: the seconds that the work of its rule (see the optimizers' facts) takes on a
-hardware profile.
+"""The cost of updating one matrix: the seconds that the work of its rule (see the optimizers' facts) takes on
+a hardware profile.
 
 An update runs on one stream, so its operations do not overlap. If the profile has a measurement of exactly
 this update, the measurement is used instead.
@@ -40,9 +40,9 @@ Unit = Literal["bf16", "tf32", "fp32"]
 COPY_EFFICIENCY = 0.9
 """The share of the memory bandwidth that a plain copy reaches: 3.0 of an H100's 3.35 TB/s."""
 MEMORY_EFFICIENCY: Mapping[Device, float] = MappingProxyType({"cpu": COPY_EFFICIENCY, "cuda": 0.72})
-"""The share of the memory bandwidth that elementwise kernels with several operands and types reach: 2.4 TB/s on
-an H100, an estimate between the 3.0 of a copy and the 2.0 to 2.3 of torch.compile's and Liger's norms (QuACK,
-Dao-AILab, 2025-07)."""
+"""The share of the memory bandwidth that elementwise kernels with several operands and types reach: 2.4 TB/s
+on an H100, an estimate between the 3.0 of a copy and the 2.0 to 2.3 of torch.compile's and Liger's norms
+(QuACK, Dao-AILab, 2025-07)."""
 MEGATRON_HOST_S = 1.3e-3
 """The seconds of host time of one update of Megatron's Muon on GPUs, which issues operations one by one. From
 Megatron-core's golden values for a model of 12 layers on 8 H100: 195.8 ms per step with layer-wise Muon and
@@ -52,9 +52,9 @@ ADAMW_BYTES = {True: 30, False: 86}
 and both moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes (False): decay 8,
 first moment 12, second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
 MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
-"""The bytes of memory traffic per element by which Megatron's Muon (emerging-optimizers 0.3) exceeds canzona's.
-The passes of Megatron's: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice 16, weight 12
-and its copy 4 + w; casts to and from bf16 6 each."""
+"""The bytes of memory traffic per element by which Megatron's Muon (emerging-optimizers 0.3) exceeds
+canzona's. The passes of Megatron's: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice
+16, weight 12 and its copy 4 + w; casts to and from bf16 6 each."""
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
 """The conditions under which form auto chooses the Gram form: its time is at most this share of the standard
 form's, and the short side is at least this long. In smaller matrices rounding errors average out over fewer
@@ -62,12 +62,12 @@ elements."""
 STACK_GAIN = 0.95
 """The threshold for stacking by default: the time per matrix in a stack relative to a matrix alone."""
 STACK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
-"""The limit on the bytes of stacked matrices' iterates and squares. With `optimizer.stack=true` a stack of two
-matrices may exceed it."""
+"""The limit on the bytes of stacked matrices' iterates and squares. With `optimizer.stack=true` a stack of
+two matrices may exceed it."""
 PRICED_STACK = 4
-"""The number of matrices in a stack that the cost model assumes at most, because a host may have fewer matrices
-of one shape than fit. A host has more experts than this: in the largest stacks that fit, the experts of
-Qwen3-30B-A3B would be a fifth cheaper, but no GPU has measured it."""
+"""The number of matrices in a stack that the cost model assumes at most, because a host may have fewer
+matrices of one shape than fit. A host has more experts than this: in the largest stacks that fit, the experts
+of Qwen3-30B-A3B would be a fifth cheaper, but no GPU has measured it."""
 
 
 COST_DIGITS = 9
@@ -91,8 +91,8 @@ def algorithm(config: RunConfig) -> Algorithm:
 
 
 def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: ClusterConfig) -> RootMethod:
-    """Returns the run's root method; for `auto`, the method whose refresh is fastest on this device for sides of
-    1024, because the ranking hardly depends on the side."""
+    """Returns the run's root method; for `auto`, the method whose refresh is fastest on this device for sides
+    of 1024, because the ranking hardly depends on the side."""
     if chosen != "auto":
         return chosen
     side = min(1024, how.max_preconditioner_dim)
@@ -128,13 +128,13 @@ def implementation(config: RunConfig) -> Implementation:
 
 @lru_cache(maxsize=1024)
 def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
-    """Returns the maximum number of (rows, cols) matrices that a host updates together in batched products; 1 if
-    it updates them one by one.
+    """Returns the maximum number of (rows, cols) matrices that a host updates together in batched products; 1
+    if it updates them one by one.
 
-    The number depends only on the algorithm, the shape and the profile. Without `optimizer.stack`, matrices are
-    stacked if this is faster by `STACK_GAIN` in the profile's measurements or, on GPUs without these, in the
-    model. CPUs without measurements never stack: batched products are not always faster there, but strips of
-    large products (`optimizers.symmetric`) always are.
+    The number depends only on the algorithm, the shape and the profile. Without `optimizer.stack`, matrices
+    are stacked if this is faster by `STACK_GAIN` in the profile's measurements or, on GPUs without these, in
+    the model. CPUs without measurements never stack: batched products are not always faster there, but strips
+    of large products (`optimizers.symmetric`) always are.
     """
     if not RULES[a.name].orthogonal or a.custom or a.stack is False:
         return 1
@@ -209,8 +209,8 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
 
 
 def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
-    """Returns True if the Gram form is accurate enough for the momenta of real training, on this device and in
-    this precision.
+    """Returns True if the Gram form is accurate enough for the momenta of real training, on this device and
+    in this precision.
 
     It is not if products are in bf16, as in bf16 runs on CPUs with bf16 instructions: of qwen3-tiny's 28
     momenta, its check rejected all in the first 30 steps and half after 300, and rejected matrices are
@@ -221,8 +221,8 @@ def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
 
 
 def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Returns the seconds of a hosted Gram-form update (measured, if the profile has a measurement) relative to
-    the modelled seconds."""
+    """Returns the seconds of a hosted Gram-form update (measured, if the profile has a measurement) relative
+    to the modelled seconds."""
     a = replace(a, form="gram", stack=False)
     return _seconds(a, rows, cols, cluster) / _modelled(a, rows, cols, cluster)[0]
 
@@ -262,8 +262,8 @@ def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
 
 
 def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementation) -> float:
-    """Returns the measured time of a phase in whole training steps relative to its parts in isolation; 1 if the
-    profile has no measurement.
+    """Returns the measured time of a phase in whole training steps relative to its parts in isolation; 1 if
+    the profile has no measurement.
 
     In a training step caches are cold, memory is newly allocated and ranks arrive at different times. A loop
     over one operation does not show this.
@@ -411,8 +411,8 @@ def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
 
 
 def flops(a: Algorithm, rows: int, cols: int) -> float:
-    """Returns the mean FLOPs of one update of a (rows, cols) matrix. A multiply-add counts as two, and the FLOPs
-    of a refresh are divided by its period.
+    """Returns the mean FLOPs of one update of a (rows, cols) matrix. A multiply-add counts as two, and the
+    FLOPs of a refresh are divided by its period.
 
     With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
     - muon, normuon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A

@@ -1,10 +1,10 @@
 """Builds one pair of files: reads sources, tokenises them, and writes `<prefix>.bin`, `.idx`, `.json` and the
 tokenizer.
 
-The files are written under temporary names while the prefix is locked, and renamed at the end, so an interrupted
-or failed build leaves an older pair untouched. If the input is large, an interrupted build keeps the tokens of
-finished inputs, and the next build continues from there. The pair is the same, byte for byte, however often the
-build was interrupted and however many processes it used.
+The files are written under temporary names while the prefix is locked, and renamed at the end, so an
+interrupted or failed build leaves an older pair untouched. If the input is large, an interrupted build keeps
+the tokens of finished inputs, and the next build continues from there. The pair is the same, byte for byte,
+however often the build was interrupted and however many processes it used.
 """
 
 import errno
@@ -48,8 +48,8 @@ from canzona_cli.run.machine import cores
 Stage = Literal["read input", "learn vocabulary", "tokenise", "write"]
 
 LARGE = 16 << 20
-"""The minimum number of input bytes between two records of a build's progress on the disk. A build with at least
-twice as many bytes left uses a pool of processes."""
+"""The minimum number of input bytes between two records of a build's progress on the disk. A build with at
+least twice as many bytes left uses a pool of processes."""
 _MAX_RECORDS = 64
 _MAX_BAD_LINES_SHOWN = 5
 _MAX_INPUTS_LISTED = 1000
@@ -89,8 +89,8 @@ class BuildSettings:
     max_bad: int = 0
     """The maximum number of lines without text that are skipped; with more, the build fails."""
     workers: int | None = None
-    """The number of processes, or of the tokenizer's threads if the input is too small for several processes; None
-    for one per core."""
+    """The number of processes, or of the tokenizer's threads if the input is too small for several processes;
+    None for one per core."""
 
     @property
     def bpe_entries(self) -> int:
@@ -123,8 +123,8 @@ def pair_files(prefix: Path) -> tuple[Path, ...]:
 
 
 def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress) -> Built:
-    """Builds the pair `prefix` from `sources` and replaces an existing pair. The caller must hold the prefix's
-    lock.
+    """Builds the pair `prefix` from `sources` and replaces an existing pair. The caller must hold the
+    prefix's lock.
 
     Raises:
         ConfigError: an input or the tokenizer is not valid, or there is no text at all.
@@ -267,8 +267,8 @@ def _make_tokenizer(
     total = _total(sources) or 0
     reader = Reader(settings=read)
     # Each piece is sampled with the probability that fills the sample on average. The fixed seed makes the
-    # vocabulary reproducible. Compressed inputs contain more text than their size suggests, so the sample also ends
-    # at SAMPLE_BYTES.
+    # vocabulary reproducible. Compressed inputs contain more text than their size suggests, so the sample
+    # also ends at SAMPLE_BYTES.
     probability, generator = min(1.0, SAMPLE_BYTES / max(total, 1)), random.Random(0)
     sample_bytes, is_sample = 0, False
 

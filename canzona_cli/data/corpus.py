@@ -49,8 +49,8 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         on_progress: called with a description of the current work and the finished share, 0 to 1.
 
     Raises:
-        ConfigError: data are missing or damaged, token ids exceed the vocabulary, or there are too few tokens. All
-            problems are reported at once.
+        ConfigError: data are missing or damaged, token ids exceed the vocabulary, or there are too few
+            tokens. All problems are reported at once.
         EnvironmentProblem: the cache is not writable, or this Python has no library sources.
     """
     report = on_progress or (lambda what, share: None)
@@ -96,8 +96,8 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
     """Returns the tokenizer that made the tokens of a corpus.
 
     Raises:
-        ConfigError: the tokenizer is unknown, because another tool prepared the corpus or the tokenizer's file was
-            removed.
+        ConfigError: the tokenizer is unknown, because another tool prepared the corpus or the tokenizer's
+            file was removed.
     """
     if (tokenizer := saved_tokenizer(corpus.prefix, corpus.tokenizer, corpus.eod)) is not None:
         return tokenizer
@@ -176,8 +176,8 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator[Problem]:
-    """Yields a problem for every set whose tokenizer differs from the first set's, because the same id would mean
-    different text."""
+    """Yields a problem for every set whose tokenizer differs from the first set's, because the same id would
+    mean different text."""
     (first, first_sidecar), *others = pairs
     for pair, sidecar in others:
         if _identity(sidecar) == _identity(first_sidecar):
@@ -201,8 +201,8 @@ def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
 def look_at_data(config: RunConfig, on_progress: ReportProgress) -> PreparedCorpus | None:
     """Checks a run's data as far as possible without preparing the built-in corpus.
 
-    Prepared data are checked completely. For the built-in corpus only the tokenizer file is checked, because the
-    corpus is prepared by the first run that needs it.
+    Prepared data are checked completely. For the built-in corpus only the tokenizer file is checked, because
+    the corpus is prepared by the first run that needs it.
 
     Returns:
         The corpus; None for the built-in corpus.
@@ -245,8 +245,8 @@ def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo,
 
 
 def _cache_prefix(config: RunConfig, content: str) -> Path:
-    """Returns the prefix of the cached corpus: a readable name and a hash of everything that its tokens depend
-    on."""
+    """Returns the prefix of the cached corpus: a readable name and a hash of everything that its tokens
+    depend on."""
     kind, size, tokenizer = config.data.tokenizer, 0, ""
     if kind == "bpe":
         size = config.data.tokenizer_vocab_size
@@ -298,8 +298,8 @@ def _in_config_words(problem: Problem) -> Problem:
 
 
 def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
-    """Returns the largest token id in a pair without a sidecar. The result is cached, because the scan may take
-    minutes."""
+    """Returns the largest token id in a pair without a sidecar. The result is cached, because the scan may
+    take minutes."""
     status = bin_path(pair.prefix).stat()
     key = f"{bin_path(pair.prefix)}\0{status.st_size}\0{status.st_mtime_ns}\0{pair.dtype}"
     memo = cache_root(config) / "scans" / hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -371,8 +371,8 @@ def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Prob
 
 
 def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:
-    """Returns the smallest validation share, in steps of 0.01 up to 0.5, with at least `needed` tokens in both
-    splits; None if there is no such share."""
+    """Returns the smallest validation share, in steps of 0.01 up to 0.5, with at least `needed` tokens in
+    both splits; None if there is no such share."""
     shares = [percent / 100 for percent in range(round(at_least * 100), 51)]
     return next((share for share in shares if min(pair.split_tokens(share)) >= needed), None)
 

@@ -1,9 +1,9 @@
 """Writes and checks Megatron's indexed datasets, `<prefix>.bin` and `<prefix>.idx`, without importing torch.
 
-The format is that of `megatron.core.datasets.indexed_dataset`, version 1. The .bin contains only token ids. The .idx
-contains, little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version, u8 dtype code, u64 number of sequences, u64 number of
-document indices, then the i32 length and the i64 byte offset of each sequence, and the i64 document indices: 0, and
-for each document the number of sequences up to its end.
+The format is that of `megatron.core.datasets.indexed_dataset`, version 1. The .bin contains only token ids.
+The .idx contains, little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version, u8 dtype code, u64 number of
+sequences, u64 number of document indices, then the i32 length and the i64 byte offset of each sequence, and
+the i64 document indices: 0, and for each document the number of sequences up to its end.
 """
 
 import os
@@ -63,16 +63,16 @@ class Written:
 class PairWriter:
     """A writer of one pair. It streams documents into temporary files, which `publish` renames.
 
-    The caller must hold the prefix's lock. Unless `keep` is set, leaving the `with` block removes the remaining
-    temporary files. The parts of the index are streamed to the disk too, so memory does not depend on the number of
-    documents.
+    The caller must hold the prefix's lock. Unless `keep` is set, leaving the `with` block removes the
+    remaining temporary files. The parts of the index are streamed to the disk too, so memory does not depend
+    on the number of documents.
 
     Args:
         prefix: the pair's path without extension; its folder must exist.
         vocab_size: the vocabulary size, which determines the type of the ids.
         eod: the id written after every document.
-        after: the sizes from which to continue the temporary files that an earlier writer kept; None to start new
-            files.
+        after: the sizes from which to continue the temporary files that an earlier writer kept; None to start
+            new files.
     """
 
     def __init__(self, prefix: Path, *, vocab_size: int, eod: int, after: Written | None = None) -> None:
@@ -110,8 +110,8 @@ class PairWriter:
             path.unlink(missing_ok=True)
 
     def add(self, tokens: TokenArray, lengths: Lengths, last: npt.NDArray[np.bool_]) -> None:
-        """Appends sequences, with an eod after the last sequence of each document. Documents without tokens are not
-        written.
+        """Appends sequences, with an eod after the last sequence of each document. Documents without tokens
+        are not written.
 
         Args:
             tokens: the ids of all sequences, concatenated, without eod.
@@ -233,8 +233,8 @@ class PairInfo:
     tokens: int
     documents: int
     sequences: int
-    """The number of sequences. Megatron's GPTDataset splits and shuffles by sequence, and a long document may have
-    several."""
+    """The number of sequences. Megatron's GPTDataset splits and shuffles by sequence, and a long document may
+    have several."""
     dtype: str
     lengths: npt.NDArray[np.int32] = field(repr=False, compare=False)
     """The number of tokens of each sequence, shape [sequences]."""

@@ -22,8 +22,8 @@ def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Itera
 
     Args:
         path: the lock file; its folder must exist.
-        on_wait: called about five times per second while another process holds the lock; None to fail instead of
-            waiting.
+        on_wait: called about five times per second while another process holds the lock; None to fail instead
+            of waiting.
 
     Raises:
         Busy: another process holds the lock, and `on_wait` is None.
@@ -38,8 +38,8 @@ def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Itera
                 on_wait()
                 time.sleep(_POLL_S)
                 continue
-            # The previous holder may have removed the file after this process opened it. Then the lock is on a file
-            # that no other process can open.
+            # The previous holder may have removed the file after this process opened it. Then the lock is on
+            # a file that no other process can open.
             if not _is_same_file(descriptor, path):
                 continue
             try:

@@ -145,7 +145,8 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
 
 def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
     folder = existing_folder(prefix.parent)
-    # The byte tokenizer turns every byte into a two-byte id. With other tokenizers the size is unknown in advance.
+    # The byte tokenizer turns every byte into a two-byte id. With other tokenizers the size is unknown in
+    # advance.
     input_bytes = sum(source.size or 0 for source in sources)
     needed = 2 * input_bytes if request.tokenizer == "byte" else 0
     disk = shutil.disk_usage(folder)

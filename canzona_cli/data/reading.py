@@ -1,9 +1,9 @@
 """Reads text: plain, JSONL or Parquet, compressed or not.
 
-`Reader` reads a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A piece
-is a document, or a part of a long document that ends at a line end. Each piece becomes one of the sequences that
-Megatron splits and shuffles. If each document were one sequence, a single large file could not be split, shuffled or
-held in memory.
+`Reader` reads a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A
+piece is a document, or a part of a long document that ends at a line end. Each piece becomes one of the
+sequences that Megatron splits and shuffles. If each document were one sequence, a single large file could not
+be split, shuffled or held in memory.
 """
 
 import bz2
@@ -55,8 +55,8 @@ _PARQUET_ROWS: Final = 128
 _POLL_S = 0.2
 """The interval in seconds at which a read of a pipe checks for signals."""
 LONGEST_LINE = 128 << 20
-"""The maximum length of a line in bytes. A longer line is skipped as a bad line, because parsing it would need
-several times as much memory."""
+"""The maximum length of a line in bytes. A longer line is skipped as a bad line, because parsing it would
+need several times as much memory."""
 
 MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
@@ -99,8 +99,8 @@ class Batch:
 
 
 def piece_bytes(sources: Sequence[Source]) -> int:
-    """Returns the maximum length of a piece for these inputs in bytes: about 1/256 of the total, so that 1% of the
-    text can be held out."""
+    """Returns the maximum length of a piece for these inputs in bytes: about 1/256 of the total, so that 1%
+    of the text can be held out."""
     if any(source.size is None for source in sources):
         return STREAM_PIECE
     return min(MAX_PIECE, max(MIN_PIECE, sum(source.size or 0 for source in sources) // 256))
@@ -175,8 +175,8 @@ class Reader:
         self.bytes_read = before + size
 
     def _rows(self, path: Path) -> Iterator[bytes | None]:
-        """Yields the texts of a Parquet column, and None for each null. Texts are bytes, because they may not be
-        valid UTF-8.
+        """Yields the texts of a Parquet column, and None for each null. Texts are bytes, because they may not
+        be valid UTF-8.
 
         Raises:
             ConfigError: there is no such column, or it is not a column of text.
@@ -300,8 +300,8 @@ def open_source(source: Source) -> io.BufferedReader:
 class _Pipe(io.FileIO):
     """A pipe whose reads can be interrupted by Ctrl-C.
 
-    Python checks for signals before and after a system call. A signal that arrives just before a read of an empty
-    pipe would not interrupt the read, so this class waits in short intervals instead.
+    Python checks for signals before and after a system call. A signal that arrives just before a read of an
+    empty pipe would not interrupt the read, so this class waits in short intervals instead.
     """
 
     def readinto(self, buffer: object) -> int:
@@ -328,8 +328,8 @@ class _Counted(io.RawIOBase):
 
     def readinto(self, buffer: object) -> int:
         view = memoryview(buffer)  # type: ignore[arg-type]
-        # readinto1 returns the bytes that a pipe has at the moment, so progress is up to date even if the producer
-        # is slow.
+        # readinto1 returns the bytes that a pipe has at the moment, so progress is up to date even if the
+        # producer is slow.
         size = self._raw.readinto1(view)
         self.digest.update(view[:size])
         self.count += size
@@ -355,8 +355,8 @@ def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
 
 
 def _cut_point(data: bytes, size: int) -> int:
-    """Returns the position at which to cut: after the last line end in the second half of `size` bytes; without a
-    line end, after the last blank there; without a blank, between two UTF-8 characters."""
+    """Returns the position at which to cut: after the last line end in the second half of `size` bytes;
+    without a line end, after the last blank there; without a blank, between two UTF-8 characters."""
     for separator in (b"\n", b" "):
         place = data.rfind(separator, size // 2, size)
         if place >= 0:

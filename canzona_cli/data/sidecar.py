@@ -107,8 +107,8 @@ class Sidecar:
     replaced: int
     """The number of invalid characters that were replaced."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """The number of skipped empty documents, bad lines and binary files in folders, for each reason. Nothing else is
-    skipped, not even duplicate documents."""
+    """The number of skipped empty documents, bad lines and binary files in folders, for each reason. Nothing
+    else is skipped, not even duplicate documents."""
     bad_lines: tuple[BadLine, ...] = ()
     """The first hundred bad lines."""
     inputs_sha256: str

@@ -1,8 +1,8 @@
 """Converts text to token ids: raw bytes, a byte-pair encoding trained on the text, or a local tokenizer.json.
 
 All tokenizers take undecoded bytes: the byte tokenizer needs no decoding, and the others count the invalid
-characters that they replace. Text never produces a special token. `<|endoftext|>` in a document is ordinary text;
-only the writer of a pair adds the end-of-document token.
+characters that they replace. Text never produces a special token. `<|endoftext|>` in a document is ordinary
+text; only the writer of a pair adds the end-of-document token.
 """
 
 import hashlib
@@ -50,8 +50,8 @@ EOD_CANDIDATES = (
 BYTE_VALUES = 256
 REPLACEMENT = "\ufffd"
 _MOST_IDS = 1 << 24
-"""The limit on ids in a tokenizer.json. A file may give a token any 32-bit id, and canzona's tables have an entry
-for each id up to the largest."""
+"""The limit on ids in a tokenizer.json. A file may give a token any 32-bit id, and canzona's tables have an
+entry for each id up to the largest."""
 _FORM = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
 
 
@@ -108,8 +108,8 @@ class JsonTokenizer:
     replaced: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        # Published files often truncate to the model's context, pad batches, and parse special tokens in text. Each
-        # of these would silently damage a corpus.
+        # Published files often truncate to the model's context, pad batches, and parse special tokens in
+        # text. Each of these would silently damage a corpus.
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
@@ -168,8 +168,8 @@ class TokenizerSettings:
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 SAMPLE_BYTES = 64 << 20
-"""The maximum number of bytes of text on which a vocabulary is trained. More text hardly changes the merges, but
-costs time and memory."""
+"""The maximum number of bytes of text on which a vocabulary is trained. More text hardly changes the merges,
+but costs time and memory."""
 MIN_VOCAB_SIZE = BYTE_VALUES + 1
 """The smallest vocabulary: all bytes and the end of a document."""
 
@@ -183,8 +183,8 @@ SPLIT_PATTERN = (
 def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None = None) -> JsonTokenizer:
     """Trains a byte-level byte-pair encoding on `sample`. The same texts always give the same tokenizer.
 
-    Training is one long call into Rust, during which Python cannot handle signals. It therefore runs in a separate
-    process, which can be killed at once.
+    Training is one long call into Rust, during which Python cannot handle signals. It therefore runs in a
+    separate process, which can be killed at once.
 
     Args:
         sample: UTF-8 texts, preferably at most `SAMPLE_BYTES` in total.
@@ -302,8 +302,8 @@ def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
 
     Args:
         spec: the path of the file, or of its folder.
-        eod: the token that ends a document; None for the eos_token of tokenizer_config.json, or else for the first
-            of `EOD_CANDIDATES` that the tokenizer has.
+        eod: the token that ends a document; None for the eos_token of tokenizer_config.json, or else for the
+            first of `EOD_CANDIDATES` that the tokenizer has.
 
     Raises:
         ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
@@ -339,7 +339,8 @@ def read_backend(path: Path) -> "RustTokenizer":
 
 def _refused(error: BaseException, value: str, what: str) -> ConfigError:
     """Returns a ConfigError for an error of the tokenizers library; raises other errors, such as Ctrl-C, again."""
-    # The library raises plain Exception or, after a panic in Rust, a PanicException, which is a BaseException.
+    # The library raises plain Exception or, after a panic in Rust, a PanicException, which is a
+    # BaseException.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     message = (str(error).splitlines() or [type(error).__name__])[0]
@@ -416,8 +417,8 @@ def _offer(special: Sequence[str]) -> str:
 def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:
     """Returns the number of bytes of text for each token id, shape [vocab_size]; special tokens have 0.
 
-    Returns None unless the tokenizer is byte-level, like GPT-2's and most later ones, whose vocabularies have one
-    character for each byte.
+    Returns None unless the tokenizer is byte-level, like GPT-2's and most later ones, whose vocabularies have
+    one character for each byte.
     """
     if isinstance(tokenizer, ByteTokenizer):
         values = np.ones(tokenizer.vocab_size)

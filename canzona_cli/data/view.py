@@ -41,8 +41,8 @@ class Lengths:
     p90: int
     most: int
     histogram: tuple[tuple[int, int], ...]
-    """The bars as pairs (most tokens, documents): the number of documents with at most that many tokens that are not
-    in an earlier bar."""
+    """The bars as pairs (most tokens, documents): the number of documents with at most that many tokens that
+    are not in an earlier bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class DataView:
     documents: tuple[ShownDocument, ...]
     """The first documents, without text if the tokenizer is unknown."""
     sequence: str | None
-    """The text of one training sequence, with `END` between documents; None if it was not requested or the tokenizer
-    is unknown."""
+    """The text of one training sequence, with `END` between documents; None if it was not requested or the
+    tokenizer is unknown."""
     sequence_documents: int
     """The number of documents in the sequence, including an incomplete last one."""
 
@@ -68,8 +68,8 @@ def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -
     Args:
         documents: the number of documents to show.
         tokens: the maximum number of tokens to show of each document.
-        seq_length: the number of tokens of the training sequence to show; None to show none. It is the start of the
-            data, whereas training reads documents in a random order.
+        seq_length: the number of tokens of the training sequence to show; None to show none. It is the start
+            of the data, whereas training reads documents in a random order.
 
     Raises:
         ConfigError: the pair is missing or damaged.

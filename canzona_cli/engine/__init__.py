@@ -30,10 +30,10 @@ A shared matrix does not have a host: its fragments stay on the ranks of its own
 micro-groups, every rank of the row updates its fragment, and squares of the matrix's short side are gathered
 between products (`shared`).
 
-Experts that are divided among ranks (`parallel.ep`; see the picture in `model/README.md`) take steps 1, 3 and 5 only:
-their gradients are reduced over the cells that have the same experts, and the plan chooses one of these cells, which
-has all of the expert, as its owner and host. A rank updates its experts first; meanwhile the fragments of step 2
-arrive.
+Experts that are divided among ranks (`parallel.ep`; see the picture in `model/README.md`) take steps 1, 3 and
+5 only: their gradients are reduced over the cells that have the same experts, and the plan chooses one of
+these cells, which has all of the expert, as its owner and host. A rank updates its experts first; meanwhile
+the fragments of step 2 arrive.
 
 Steps 2 to 4 are a pipeline over micro-groups (`planned`): while group i is updated, gradients of group i + 1
 are received and weights of group i - 1 are sent. Megatron's AdamW updates all other parameters

@@ -135,8 +135,8 @@ class _RankPart:
     matrices: Sequence[Matrix]
     """The matrices that this rank updates."""
     counted: Sequence[Matrix]
-    """The matrices whose fallbacks this rank counts. Several ranks take the same fallback for a shared matrix and,
-    without a plan, for any matrix; one of them counts it."""
+    """The matrices whose fallbacks this rank counts. Several ranks take the same fallback for a shared matrix
+    and, without a plan, for any matrix; one of them counts it."""
     parameters: Mapping[str, torch.nn.Parameter]
     """The parameters with matrices on this rank, by name, in the order of Megatron's buffers."""
 
@@ -151,8 +151,8 @@ def _planned_part(chunks: Sequence[DistributedDataParallel], plan: Plan, world: 
 
 
 def _redundant_part(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> _RankPart:
-    """Returns the matrices of this rank without a plan: all matrices of its stage, except experts that it does not
-    store."""
+    """Returns the matrices of this rank without a plan: all matrices of its stage, except experts that it
+    does not store."""
     everything = matrices_of(config.model, world.layout, config.engine.splitting)
     stage = stage_matrices(everything, world.pp_rank)
     matrices = [matrix for matrix in stage if matrix.expert_rank in (None, world.expert_rank)]
@@ -176,9 +176,9 @@ def _updated_matrices(plan: Plan, world: World) -> list[Matrix]:
 
 
 def _buffer_order(parameters: Iterable[str]) -> Order:
-    """Returns a key that sorts this rank's matrices in the order of Megatron's buffers, which is the same on all TP
-    ranks. In this order, gradients and weights of equal matrices, such as experts, are more often evenly spaced
-    (`optimizers.runs`).
+    """Returns a key that sorts this rank's matrices in the order of Megatron's buffers, which is the same on
+    all TP ranks. In this order, gradients and weights of equal matrices, such as experts, are more often
+    evenly spaced (`optimizers.runs`).
 
     Args:
         parameters: the names of the parameters in the order of the buffers.
@@ -206,8 +206,8 @@ def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
 
 
 def _expert_hosting(config: RunConfig, matrices: Sequence[Matrix], wiring: Wiring) -> Hosting:
-    """Allocates scratch and optimizers for the experts among this rank's matrices, and fills their masters. The rank
-    stores these experts whole, so nothing is sent."""
+    """Allocates scratch and optimizers for the experts among this rank's matrices, and fills their masters.
+    The rank stores these experts whole, so nothing is sent."""
     experts = [matrix for matrix in matrices if matrix.expert_rank is not None]
     alone = wiring.alone()
     batches = _limited_by_scratch([experts], alone)
@@ -217,8 +217,8 @@ def _expert_hosting(config: RunConfig, matrices: Sequence[Matrix], wiring: Wirin
 def _group_hosting(
     config: RunConfig, plan: Plan, groups: Sequence[Sequence[Matrix]], order: Order, wiring: Wiring
 ) -> Hosting:
-    """Allocates messages, scratch and optimizers for the hosted matrices of this owner's micro-groups, and fills their
-    masters. Matrices within a micro-group are sorted by `order`. Collective over the TP ranks."""
+    """Allocates messages, scratch and optimizers for the hosted matrices of this owner's micro-groups, and
+    fills their masters. Matrices within a micro-group are sorted by `order`. Collective over the TP ranks."""
     hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
     if wiring.fragments.tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
         groups = _limited_by_scratch(groups, wiring)

@@ -58,12 +58,12 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
             on every rank (`RedundantOptimizer`).
         stats_group: the ranks over which every gradient element counts once: all ranks, or, if data-parallel
             ranks have equal gradients, the ranks of one model replica.
-        counts_adamw: False if this rank's gradients of AdamW's parameters are copies of gradients that other ranks
-            of `stats_group` count.
+        counts_adamw: False if this rank's gradients of AdamW's parameters are copies of gradients that other
+            ranks of `stats_group` count.
         non_finite: "stop" to raise an error if the norm is not finite, "skip" to skip the step.
         clip: the parameters whose gradients are clipped.
-        reads_weights: True to copy the model's weights into the masters before the first step, because weights may
-            be loaded after the optimizer is built.
+        reads_weights: True to copy the model's weights into the masters before the first step, because
+            weights may be loaded after the optimizer is built.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         self._counts_adamw, self._reads_weights = counts_adamw, reads_weights
         self._sharded: ShardedState | None = None
         self.stored: Callable[[], Collection[str]] | None = None
-        """A function that returns the keys of the checkpoint being loaded; None if it has the keys that this optimizer
-        saves."""
+        """A function that returns the keys of the checkpoint being loaded; None if it has the keys that this
+        optimizer saves."""
         self.skipped = 0
         """The number of steps skipped so far for non-finite gradients, or for a norm above Megatron's
         `grad_norm_skip_threshold`, the same on every rank."""
         self.fallbacks = 0
-        """The number of updates in the step before the last that were not finite or needed a fallback, over all
-        ranks."""
+        """The number of updates in the step before the last that were not finite or needed a fallback, over
+        all ranks."""
         self.captures = 0
         """The number of CUDA graphs that all ranks together had captured before the last step."""
 
@@ -165,8 +165,8 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         `captures`. Collective; the host waits for the device."""
         counted = self._adamw.get_grads_for_grad_norm() if self._counts_adamw else []
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
-        # If several ranks have equal copies of a gradient, one rank's copy counts. The others are added with factor
-        # 0: a copy that is not finite then makes the norm not finite.
+        # If several ranks have equal copies of a gradient, one rank's copy counts. The others are added with
+        # factor 0: a copy that is not finite then makes the norm not finite.
         seen = {gradient.data_ptr() for gradient in counted}
         copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
         squares += 0.0 * self._squares([gradient for gradient in copies if gradient.data_ptr() not in seen])
@@ -231,8 +231,8 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
     def _culprits(self) -> list[Problem]:
-        """Returns a problem that names the parameters with non-finite gradients on any rank; every rank returns the
-        same problem. Collective."""
+        """Returns a problem that names the parameters with non-finite gradients on any rank; every rank
+        returns the same problem. Collective."""
         gradients = (
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
         )

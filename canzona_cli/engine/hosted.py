@@ -91,9 +91,9 @@ class HostedGroup:
         self._bind_arriving_weights()
 
     def _bind_gradients(self, scratch: torch.Tensor) -> None:
-        """Chooses the place at which each hosted matrix's gradient is assembled, and prepares the copies. A gradient
-        that is not already whole in Megatron's buffer is assembled in `scratch`, next to gradients of equal
-        matrices."""
+        """Chooses the place at which each hosted matrix's gradient is assembled, and prepares the copies. A
+        gradient that is not already whole in Megatron's buffer is assembled in `scratch`, next to gradients
+        of equal matrices."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         grads: dict[int, torch.Tensor] = {}
         in_place: list[torch.Tensor] = []
@@ -133,8 +133,8 @@ class HostedGroup:
                 yield joined(masters[run]), joined(flags[run])
 
     def _bind_arriving_weights(self) -> None:
-        """Prepares the writes of fragments of matrices that other ranks host, each with the place of the matrix's
-        flag."""
+        """Prepares the writes of fragments of matrices that other ranks host, each with the place of the
+        matrix's flag."""
         fragments, weights = self._wiring.fragments, self._weights
         arriving = weights.route.receive_flags
         places = {matrix.index: number for number, (matrix, _) in enumerate(arriving)}
@@ -170,7 +170,8 @@ class HostedGroup:
         """Waits for the gradient fragments and assembles the hosted matrices' gradients, multiplied by
         `scale` (clipping)."""
         with self._wiring.timer.phase(self._moving):
-            # A rank that receives nothing only reuses the message buffer, so only the stream that packs messages waits.
+            # A rank that receives nothing only reuses the message buffer, so only the stream that packs
+            # messages waits.
             with nullcontext() if self._grad_unpack else self._wiring.aside.work():
                 self._finish(self._gradients)
             for copy in self._grad_unpack:
@@ -195,7 +196,8 @@ class HostedGroup:
             for master in self._masters:
                 master.grad = None
             for masters, flags in self._checked:
-                # A sum is finite only if all elements are. Weights are far too small for their sum to overflow.
+                # A sum is finite only if all elements are. Weights are far too small for their sum to
+                # overflow.
                 torch.sum(masters, dim=(1, 2), out=flags)
 
     def send_weights(self) -> None:
@@ -293,7 +295,8 @@ def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
 def _local_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> Write:
     """Returns the write of this rank's fragment of a new weight."""
     weight = fragments.weight(matrix)
-    # When the weight is written, the reduced gradient is no longer needed, so its memory can hold the rounded weight.
+    # When the weight is written, the reduced gradient is no longer needed, so its memory can hold the rounded
+    # weight.
     same = weight.dtype is source.dtype
     room = weight if same else fragments.gradient(matrix).view(weight.dtype)[..., : weight.shape[-1]]
     return Write(target=weight, source=source, rounded=room)

@@ -36,8 +36,8 @@ Seconds = Callable[[Callable[[], None]], float]
 """A function that measures the seconds that an operation takes."""
 
 LEAST_SIDE = 512
-"""The smallest side for which kernels are tried. A smaller product does not fill a GPU even if its whole result
-is computed, so computing half of it saves nothing."""
+"""The smallest side for which kernels are tried. A smaller product does not fill a GPU even if its whole
+result is computed, so computing half of it saves nothing."""
 GAIN = 0.97
 """The largest ratio to cuBLAS's time at which a kernel is used; a smaller gain is within the spread of a few
 samples."""
@@ -46,8 +46,8 @@ _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16",
 
 
 def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozenset[Call]]:
-    """Returns the shapes of the run's unbatched products with symmetric results, smallest first, and the calls
-    made with each shape. A shape includes the dtype that its form uses on `device`.
+    """Returns the shapes of the run's unbatched products with symmetric results, smallest first, and the
+    calls made with each shape. A shape includes the dtype that its form uses on `device`.
 
     Empty if the optimizer does not orthogonalise, is not canzona's, or does not run in bf16.
     """
@@ -82,8 +82,8 @@ def choose_kernels(
     begin: Callable[[str], None] = lambda shape: None,
 ) -> Kernels:
     """Chooses the kernel of each product, installs the kernels for all further updates, and returns the
-    choices, the same on every rank. Also tests whether updates can be replayed as CUDA graphs. Collective on CUDA;
-    on a CPU it only reports which products are computed in strips.
+    choices, the same on every rank. Also tests whether updates can be replayed as CUDA graphs. Collective on
+    CUDA; on a CPU it only reports which products are computed in strips.
 
     Args:
         ladder: the loaders of kernels by name.
@@ -142,8 +142,8 @@ def _try_kernels(
 
 
 def _merge(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
-    """Merges all ranks' trials of one shape and chooses its kernel. The slowest rank's time counts, and a kernel
-    that any rank refuses is refused."""
+    """Merges all ranks' trials of one shape and chooses its kernel. The slowest rank's time counts, and a
+    kernel that any rank refuses is refused."""
     trials = {}
     for name in dict.fromkeys(trial.kernel for choice in of_each_rank for trial in choice.trials):
         of_ranks = [trial for choice in of_each_rank for trial in choice.trials if trial.kernel == name]
@@ -205,8 +205,8 @@ class _Case:
 
 def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterable[_Case]:
     """Yields the products of this shape that Newton-Schulz computes, on operands whose rows have a norm of about
-    1. The Gram form, which uses fp16, adds every product to the matrix that it overwrites. The standard form computes
-    X X^T and A A + A."""
+    1. The Gram form, which uses fp16, adds every product to the matrix that it overwrites. The standard form
+    computes X X^T and A A + A."""
     side, long, dtype = shape
     in_place = dtype is torch.float16
     square = torch.randn(side, side, device=device).mul_(side**-0.5)

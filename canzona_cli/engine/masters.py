@@ -162,8 +162,8 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def step_with_ready_grads(self) -> bool:
-        """Updates this rank's matrices from reduced gradients. Always returns True; a skipped step does not call
-        it."""
+        """Updates this rank's matrices from reduced gradients. Always returns True; a skipped step does not
+        call it."""
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:

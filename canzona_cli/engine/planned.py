@@ -1,5 +1,5 @@
-"""The part of an optimizer step that updates matrices by a plan: this rank's experts, a pipeline over micro-groups,
-shared matrices, and the gathering of weights from their owners."""
+"""The part of an optimizer step that updates matrices by a plan: this rank's experts, a pipeline over
+micro-groups, shared matrices, and the gathering of weights from their owners."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -88,9 +88,9 @@ class PlannedOptimizer(MasterOptimizer):
         return True
 
     def _update(self) -> None:
-        """Updates the experts; then the micro-groups in the order of `planner.order.order`, so that messages of
-        neighbouring groups are in flight while a group is updated; then the shared matrices. At the end, the
-        current stream waits for the stream that packs messages and writes weights."""
+        """Updates the experts; then the micro-groups in the order of `planner.order.order`, so that messages
+        of neighbouring groups are in flight while a group is updated; then the shared matrices. At the end,
+        the current stream waits for the stream that packs messages and writes weights."""
         for number, stage in order(len(self._experts.groups)):
             self._experts.groups[number].run(stage, self._scale)
         self._run(None)
@@ -102,8 +102,8 @@ class PlannedOptimizer(MasterOptimizer):
             self._wiring.aside.join()
 
     def _run(self, end: int | None) -> None:
-        """Runs the entries of the micro-groups' order that have not run yet, up to entry `end`; all if `end` is
-        None."""
+        """Runs the entries of the micro-groups' order that have not run yet, up to entry `end`; all if `end`
+        is None."""
         groups = self._hosting.groups
         for number, stage in islice(order(len(groups)), self._begun, end):
             groups[number].run(stage, self._scale)
@@ -150,8 +150,8 @@ class PlannedOptimizer(MasterOptimizer):
     def _restore(self, hosting: Hosting) -> None:
         """Restores the hosted matrices whose last update was not finite.
 
-        The TP ranks first agree on these matrices, because a rank that receives no fragment of a matrix does not
-        receive its flag either.
+        The TP ranks first agree on these matrices, because a rank that receives no fragment of a matrix does
+        not receive its flag either.
         """
         if not hosting.matrices:
             return
@@ -191,8 +191,8 @@ class PlannedOptimizer(MasterOptimizer):
         self._wiring.aside.join()
 
     def placed(self) -> Iterator[tuple[torch.optim.Optimizer, Matrix, torch.nn.Parameter, tuple[Block, ...]]]:
-        """Yields everything that this rank updates: optimizer, matrix, master (the whole matrix or a fragment), and
-        the places of the master's rows in the parameter as a single TP rank would store it."""
+        """Yields everything that this rank updates: optimizer, matrix, master (the whole matrix or a
+        fragment), and the places of the master's rows in the parameter as a single TP rank would store it."""
         for group in (*self.groups, *self.sharing):
             for matrix in group.hosted:
                 assert group.optimizer is not None
@@ -202,8 +202,8 @@ class PlannedOptimizer(MasterOptimizer):
     # --- set-up ---
 
     def _gradient_slices(self) -> list[torch.Tensor]:
-        """Returns views of the gradients that this rank owns. If TP ranks have equal copies of a matrix, only TP
-        rank 0 includes it."""
+        """Returns views of the gradients that this rank owns. If TP ranks have equal copies of a matrix, only
+        TP rank 0 includes it."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         shared = self._sharing.hosted if self._sharing is not None else ()
         owned = (*self._hosting.matrices, *shared)

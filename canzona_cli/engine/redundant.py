@@ -116,12 +116,12 @@ class RedundantUpdate:
 class RedundantOptimizer(MasterOptimizer):
     """The optimizer that updates all matrices of this rank's stage, one after another.
 
-    Unlike strategy canzona, it does not restore a weight whose update was not finite; the next step's loss shows
-    such a failure.
+    Unlike strategy canzona, it does not restore a weight whose update was not finite; the next step's loss
+    shows such a failure.
 
     Args:
-        matrices: the matrices of which this rank stores a fragment or the whole, in the same order on every rank,
-            because each is gathered collectively.
+        matrices: the matrices of which this rank stores a fragment or the whole, in the same order on every
+            rank, because each is gathered collectively.
         wiring: the wiring of this rank, with the masters of all these matrices.
         fallbacks: counts the fallbacks of this rank's optimizers.
     """
@@ -200,16 +200,16 @@ class RedundantOptimizer(MasterOptimizer):
 
 
 def counts_dense(world: World) -> bool:
-    """Returns True if this rank adds its copies of dense tensors to sums over the stats group. All data-parallel ranks
-    have such copies. The group is usually one model replica, in which every rank adds them. If experts are divided
-    among ranks, the group is all ranks, because a replica does not have all experts; then only one replica adds
-    them."""
+    """Returns True if this rank adds its copies of dense tensors to sums over the stats group. All
+    data-parallel ranks have such copies. The group is usually one model replica, in which every rank adds
+    them. If experts are divided among ranks, the group is all ranks, because a replica does not have all
+    experts; then only one replica adds them."""
     return world.layout.ep == 1 or world.owner == 0
 
 
 def counts_update(matrix: Matrix, world: World) -> bool:
-    """Returns True if this rank counts its update of a matrix in sums over the stats group. Other ranks repeat the
-    same update and do not count it."""
+    """Returns True if this rank counts its update of a matrix in sums over the stats group. Other ranks
+    repeat the same update and do not count it."""
     if matrix.expert_rank is not None:
         return world.expert_owner == 0
     return world.tp_rank == 0 and counts_dense(world)

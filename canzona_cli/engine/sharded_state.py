@@ -1,10 +1,10 @@
 """The engine's optimizer in Megatron's checkpoints (`megatron.core.dist_checkpointing`).
 
-The fp32 masters and the momentum of matrices have the keys and the layout that Megatron's layer-wise Muon uses: the key
-and layout of the weight, after the prefix `optimizer.state.fp32_param` or `optimizer.state.momentum_buffer`. Every rank
-writes and reads only the rows that it updates, so nothing is sent, and a checkpoint depends neither on the plan nor on
-the number of ranks. Other state, such as SOAP's, is stored under the names of matrices. AdamW's state is in Megatron's
-format `fully_reshardable`.
+The fp32 masters and the momentum of matrices have the keys and the layout that Megatron's layer-wise Muon
+uses: the key and layout of the weight, after the prefix `optimizer.state.fp32_param` or
+`optimizer.state.momentum_buffer`. Every rank writes and reads only the rows that it updates, so nothing is
+sent, and a checkpoint depends neither on the plan nor on the number of ranks. Other state, such as SOAP's, is
+stored under the names of matrices. AdamW's state is in Megatron's format `fully_reshardable`.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -44,8 +44,8 @@ _LIKE_WEIGHTS: Final = {MUONS_MASTER: (MUONS_MASTER, ADAMWS_MASTER), MOMENTUM: (
 """The fields of matrices that are laid out like weights, each with its name in checkpoints of Megatron's Muon, then in
 those of its AdamW. AdamW's first moment can serve as momentum: both are moving averages of gradients."""
 _ADAMW: Final = {ADAMWS_MASTER: (ADAMWS_MASTER, MUONS_MASTER), **{name: (name,) for name in MOMENTS}}
-"""AdamW's fields, each with its name in checkpoints of Megatron's distributed optimizer, then in those of its other
-optimizers."""
+"""AdamW's fields, each with its name in checkpoints of Megatron's distributed optimizer, then in those of its
+other optimizers."""
 _ENTRIES: Final = "canzona"
 """The key, in a checkpoint's dict, of the entries that only canzona reads."""
 _WEIGHTS_ALONE: Final = "load only the weights: --no-load-optim"
@@ -94,15 +94,15 @@ class _Updated:
         return {key: value for key, value in state.items() if isinstance(value, bool | int | float | str)}
 
     def take(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Count]) -> None:
-        """Replaces the optimizer's state by a checkpoint's. If the counts that the optimizer needs are missing, the
-        checkpoint was saved before the matrix's first step, and nothing changes."""
+        """Replaces the optimizer's state by a checkpoint's. If the counts that the optimizer needs are
+        missing, the checkpoint was saved before the matrix's first step, and nothing changes."""
         if all(shape is not None or key in counts for key, shape in self.shapes.items()):
             state = {key: tensor for key, tensor in tensors.items() if key != MUONS_MASTER}
             self.optimizer.state[self.master] = {**state, **counts}
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, Block | None, torch.Tensor]]:
-        """Yields the state's pieces as (name, field, place in the whole parameter, rows). State that is not laid out
-        like the weight is one piece without a place."""
+        """Yields the state's pieces as (name, field, place in the whole parameter, rows). State that is not
+        laid out like the weight is one piece without a place."""
         for field, tensor in tensors.items():
             places: Sequence[Block | None] = self.blocks if field in _LIKE_WEIGHTS else (None,)
             for number, block in enumerate(places):
@@ -125,7 +125,8 @@ class _Updated:
             if block is None:
                 yield name, ShardedTensor.from_rank_offsets(_own_key(field, self.matrix), piece)
                 continue
-            # Megatron prepends the axis of layers only if all pieces have one shape, so each piece has that axis here.
+            # Megatron prepends the axis of layers only if all pieces have one shape, so each piece has that
+            # axis here.
             data = piece.view((1,) * lead + piece.shape)
             offset = (*weight.global_offset[:lead], block.unit_row, block.unit_col)
             key, shape = f"{STATE}{names[field]}.{weight.key}", tuple(data.shape)
@@ -203,8 +204,8 @@ class ShardedState:
         return {0: {"optimizer": muon, _ENTRIES: counts}, 1: adamw}
 
     def to_load(self, model: StateDict) -> dict[object, object]:
-        """Returns the entries into which a checkpoint is read before `loaded`. Masters and state of matrices are read
-        directly into this rank's tensors.
+        """Returns the entries into which a checkpoint is read before `loaded`. Masters and state of matrices
+        are read directly into this rank's tensors.
 
         Raises:
             Unsupported: the checkpoint was saved by another optimizer.
@@ -234,8 +235,8 @@ class ShardedState:
 
     @torch.no_grad()
     def loaded(self, state: StateDict) -> bool:
-        """Takes over the state that `dist_checkpointing.load` read into the entries of `to_load`. Returns False for any
-        other state.
+        """Takes over the state that `dist_checkpointing.load` read into the entries of `to_load`. Returns
+        False for any other state.
 
         Raises:
             Unsupported: the number of AdamW's steps is missing.

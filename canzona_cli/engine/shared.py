@@ -52,13 +52,13 @@ class SharedMatrix:
 
     @property
     def excluded(self) -> bool:
-        """True if `alone` updates the matrix in this step, because an earlier update was not trusted; the same on all
-        ranks."""
+        """True if `alone` updates the matrix in this step, because an earlier update was not trusted; the
+        same on all ranks."""
         return self._optimizer.excluded(self.master)
 
     def together(self, scale: float, ranks: Together) -> Turns[None]:
-        """Updates the fragment in Gram form, or sets `needs_alone` if the matrix is `excluded` or the result cannot
-        be trusted. Collective. Yields the collectives to wait for."""
+        """Updates the fragment in Gram form, or sets `needs_alone` if the matrix is `excluded` or the result
+        cannot be trusted. Collective. Yields the collectives to wait for."""
         self._take_gradient(scale)
         if self._in_place and scale != 1.0:
             self._gradient.mul_(scale)
@@ -194,8 +194,8 @@ class Sharing:
 
     @torch.no_grad()
     def update_alone(self, scale: float) -> None:
-        """Updates the matrices with `needs_alone` in standard form, one after another. Collective over the TP ranks,
-        all of which have the same matrices to update."""
+        """Updates the matrices with `needs_alone` in standard form, one after another. Collective over the TP
+        ranks, all of which have the same matrices to update."""
         remaining = [shared for shared in self.matrices if shared.needs_alone]
         if not remaining:
             return

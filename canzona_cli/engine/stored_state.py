@@ -1,5 +1,5 @@
-"""The names of optimizer state in Megatron's checkpoints, and the number of steps saved there. This module does not
-import Megatron."""
+"""The names of optimizer state in Megatron's checkpoints, and the number of steps saved there. This module
+does not import Megatron."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final

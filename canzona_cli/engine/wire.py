@@ -124,8 +124,8 @@ class Messages:
 class AllToAll:
     """An all-to-all of one micro-group over the TP ranks, in one set of the message buffers.
 
-    `send` (route.sent,) and `receive` (route.received,) are views of the start of that set; both are empty if there are
-    no buffers.
+    `send` (route.sent,) and `receive` (route.received,) are views of the start of that set; both are empty if
+    there are no buffers.
 
     Args:
         number: the number of the micro-group; even and odd micro-groups use different buffers.

@@ -1,8 +1,8 @@
 """Reads a Hugging Face folder: its settings, its table of tensors, and the files beside the weights.
 
-Only the headers of safetensors files are read. No code in the folder is executed, and its index may name only files in
-the folder itself; these may be links, as in Hugging Face's cache. The module also collects the files that an export
-writes beside the weights: tokenizer and generation settings.
+Only the headers of safetensors files are read. No code in the folder is executed, and its index may name only
+files in the folder itself; these may be links, as in Hugging Face's cache. The module also collects the files
+that an export writes beside the weights: tokenizer and generation settings.
 """
 
 import json
@@ -219,8 +219,8 @@ def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs:
 
 
 def _nearest(folder: HuggingFaceFolder) -> str:
-    """Returns the name of the built-in recipe of the folder's family with the nearest number of parameters, compared
-    by ratio."""
+    """Returns the name of the built-in recipe of the folder's family with the nearest number of parameters,
+    compared by ratio."""
     model = folder.as_config()
     sizes = {
         recipe.name: parameter_count(recipe.model).total
@@ -250,8 +250,8 @@ class Beside:
 def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
     """Collects the files that an export of a run writes beside the weights.
 
-    The files come from the folder from which the run's first weights were imported. If this folder has no tokenizer,
-    they are made for the tokenizer of the text that the run was trained on.
+    The files come from the folder from which the run's first weights were imported. If this folder has no
+    tokenizer, they are made for the tokenizer of the text that the run was trained on.
 
     Args:
         tokenizer: a folder with another tokenizer to use; None for the run's tokenizer.
@@ -328,8 +328,8 @@ def _generation(eod: object) -> str:
 def byte_tokenizer() -> str:
     """Returns the tokenizer.json of the byte tokenizer: ids are the bytes of UTF-8, and 256 ends a document.
 
-    A tokenizer.json represents each byte by a printable character. If the character with the byte's code is not
-    printable, it is a character with a code point from 256 on (GPT-2's `bytes_to_unicode`).
+    A tokenizer.json represents each byte by a printable character. If the character with the byte's code is
+    not printable, it is a character with a code point from 256 on (GPT-2's `bytes_to_unicode`).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

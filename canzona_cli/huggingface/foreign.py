@@ -87,8 +87,8 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
 
     Args:
         dtype: the type of the exported weights: bfloat16, float16 or float32.
-        max_positions: the longest sequence of the model, in tokens. With a scaled rotary embedding, the file has the
-            length of the scaled context if that is longer.
+        max_positions: the longest sequence of the model, in tokens. With a scaled rotary embedding, the file
+            has the length of the scaled context if that is longer.
     """
     foreign = family_of(model).foreign
     settings = asdict(model)
@@ -184,11 +184,11 @@ _STACK: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacked]]:
-    """Yields the published names of the tensors in a stack of experts, each with its place; yields nothing for other
-    tensors.
+    """Yields the published names of the tensors in a stack of experts, each with its place; yields nothing
+    for other tensors.
 
-    Version 5 of transformers writes such stacks when it saves a model: `gate_up_proj`, with the rows of gate above the
-    rows of up, and `down_proj`.
+    Version 5 of transformers writes such stacks when it saves a model: `gate_up_proj`, with the rows of gate
+    above the rows of up, and `down_proj`.
     """
     match = _STACK.fullmatch(name)
     if match is None or len(shape) != 3:
@@ -202,8 +202,8 @@ def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacked]
 
 
 def _numbered(unit: str, name: str, experts: int) -> Iterator[tuple[str, str]]:
-    """Yields a unit and its name; if they have a `*`, one pair for each expert, with its number in place of the
-    `*`."""
+    """Yields a unit and its name; if they have a `*`, one pair for each expert, with its number in place of
+    the `*`."""
     for number in range(experts if "*" in unit else 1):
         yield unit.replace("*", f"{number}"), name.replace("*", f"{number}")
 

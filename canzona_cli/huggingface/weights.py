@@ -1,8 +1,8 @@
-"""Imports weights from Hugging Face folders, and exports weights to them, with a part of one tensor in memory at a
-time.
+"""Imports weights from Hugging Face folders, and exports weights to them, with a part of one tensor in memory
+at a time.
 
-An import writes a checkpoint of step 0, with fp32 masters and without optimizer state. A run of any layout, optimizer
-and splitting can start from the checkpoint. An export writes sharded safetensors.
+An import writes a checkpoint of step 0, with fp32 masters and without optimizer state. A run of any layout,
+optimizer and splitting can start from the checkpoint. An export writes sharded safetensors.
 """
 
 import math
@@ -47,8 +47,8 @@ def import_weights(
 ) -> Path:
     """Writes the weights as a checkpoint of step 0 into a run directory, and copies the files beside the weights.
 
-    The checkpoint appears only when it is complete. The other files are copied first, to the run's `huggingface`
-    folder.
+    The checkpoint appears only when it is complete. The other files are copied first, to the run's
+    `huggingface` folder.
 
     Args:
         config: the configuration of the run, whose model has been compared with the folder

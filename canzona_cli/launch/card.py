@@ -40,11 +40,11 @@ class Card:
     validation: Mapping[int, float]
     """The validation loss by step."""
     tolerance: float
-    """The largest difference from the card that a correct run may have. It was chosen from reruns on other layouts and
-    with other implementations of matrix products (`recipes/README.md`)."""
+    """The largest difference from the card that a correct run may have. It was chosen from reruns on other
+    layouts and with other implementations of matrix products (`recipes/README.md`)."""
     again: Literal["tests", "person"] = "tests"
-    """The way in which the recipe is trained again: by the tests (`make test-sweep`, up to the first validation), or
-    by a person if that takes longer than a test may."""
+    """The way in which the recipe is trained again: by the tests (`make test-sweep`, up to the first
+    validation), or by a person if that takes longer than a test may."""
 
     @property
     def words(self) -> str:

@@ -1,5 +1,5 @@
-"""The launcher's side of `canzona eval`: checks checkpoint, documents and layout, and starts the ranks. This module
-does not import torch."""
+"""The launcher's side of `canzona eval`: checks checkpoint, documents and layout, and starts the ranks. This
+module does not import torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,9 +34,9 @@ _REPLACED_SETTINGS = (
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
     *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
 )
-"""The settings that replace settings of the saved run. An evaluation needs no optimizer, and a custom optimizer
-would be code that nobody asked to run. `train.recompute=full` makes the memory estimate count no kept
-activations."""
+"""The settings that replace settings of the saved run. An evaluation needs no optimizer, and a custom
+optimizer would be code that nobody asked to run. `train.recompute=full` makes the memory estimate count no
+kept activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,8 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
 
 
 def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Returns the run with a layout filled in: the layout with the most data-parallel ranks among the layouts whose
-    forward pass fits into memory.
+    """Returns the run with a layout filled in: the layout with the most data-parallel ranks among the layouts
+    whose forward pass fits into memory.
 
     Raises:
         DoesNotFit: the forward pass fits in no layout.

@@ -1,5 +1,5 @@
-"""Checks that this machine has what a run needs, before anything is written or started. This module does not import
-torch."""
+"""Checks that this machine has what a run needs, before anything is written or started. This module does not
+import torch."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -66,8 +66,8 @@ def check_nodes(config: RunConfig) -> None:
     refuse(problems)
     if cluster.node_rank == 0 and cluster.rdzv_endpoint is not None:
         host, _, port = cluster.rdzv_endpoint.rpartition(":")
-        # Launchers that meet at a loopback address are all on this machine; otherwise torchrun listens on every
-        # interface.
+        # Launchers that meet at a loopback address are all on this machine; otherwise torchrun listens on
+        # every interface.
         local = LOOPBACK if on_one_machine(config) else ""
         # torchrun refuses an invalid address itself. For a port in use it would print a traceback while the
         # other machines wait.
@@ -125,8 +125,8 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
 
 
 def _gpu_access(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem with the driver, the network interface or the NCCL backend for each one that keeps ranks from
-    using this machine's GPUs."""
+    """Yields a problem with the driver, the network interface or the NCCL backend for each one that keeps
+    ranks from using this machine's GPUs."""
     environment = worker_environment(config)
     interfaces, backend = environment.get("NCCL_SOCKET_IFNAME"), environment.get("TORCH_DIST_USE_NCCL2")
     problems = driver_problem(), interface_problem(interfaces, alone=on_one_machine(config)), backend_problem(backend)

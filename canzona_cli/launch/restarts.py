@@ -1,7 +1,7 @@
 """Restarts a failed run within the same launch, and builds the command by which a person resumes a run.
 
-A launch restarts a run after a wait, at most `run.restarts` times. On one machine, `canzona resume` continues a run
-by its directory alone; in a job and on several machines, the command repeats what was typed.
+A launch restarts a run after a wait, at most `run.restarts` times. On one machine, `canzona resume` continues
+a run by its directory alone; in a job and on several machines, the command repeats what was typed.
 """
 
 import os
@@ -41,8 +41,8 @@ class Restarts:
 
     most: int = 0
     first_wait_s: float = field(default_factory=lambda: FIRST_WAIT_S)
-    """The seconds of the first wait. The wait doubles after every restart that does not reach a later step than
-    before."""
+    """The seconds of the first wait. The wait doubles after every restart that does not reach a later step
+    than before."""
     done: int = field(default=0, init=False)
     _in_vain: int = field(default=0, init=False)
     """The number of consecutive failures at no later step than `_furthest`."""
@@ -54,10 +54,10 @@ class Restarts:
         """Returns the outcome with the wait before a restart, or with the reason why the run is not
         restarted.
 
-        Only crashes and hangs lead to a restart, because a machine may have caused them. A user's mistake or a
-        divergence would happen again. A failure that has happened twice at the same step, with messages that
-        differ at most in numbers such as times and addresses, would probably happen again as well. Other outcomes
-        are returned unchanged.
+        Only crashes and hangs lead to a restart, because a machine may have caused them. A user's mistake or
+        a divergence would happen again. A failure that has happened twice at the same step, with messages
+        that differ at most in numbers such as times and addresses, would probably happen again as well. Other
+        outcomes are returned unchanged.
         """
         if self.most == 0 or outcome.status != "failed" or outcome.exit_code not in (ExitCode.CRASH, ExitCode.HANG):
             return outcome

@@ -1,5 +1,5 @@
-"""Chooses the checkpoint that a launch resumes from, and moves the files of earlier launches away. This module does
-not import torch.
+"""Chooses the checkpoint that a launch resumes from, and moves the files of earlier launches away. This
+module does not import torch.
 
 The checkpoint is chosen before anything is moved, written or started. Only the headers of big files are read
 here: the workers hash these files together, once, before they open any.
@@ -326,8 +326,8 @@ def _move(path: Path, folder: Path) -> None:
 
 
 def _cut(path: Path, folder: Path, resumption: Resumption) -> None:
-    """Moves the lines of a .jsonl file that come after the checkpoint, and incomplete lines, which a killed writer
-    leaves."""
+    """Moves the lines of a .jsonl file that come after the checkpoint, and incomplete lines, which a killed
+    writer leaves."""
     try:
         text = read_plain(path, most=None).decode("utf-8", errors="replace")
     except Unreadable:

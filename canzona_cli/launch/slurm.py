@@ -39,8 +39,8 @@ class SlurmStep:
     node_list: str
     """The machines in Slurm's notation, as in `n[1-3,7]`; the first is machine 0."""
     name: str
-    """The job's number or, in an array, the array's and the task's (`17_3`); followed by -STEP unless this is the job's
-    first step."""
+    """The job's number or, in an array, the array's and the task's (`17_3`); followed by -STEP unless this is
+    the job's first step."""
     array_task: int | None = None
     """The number of this task in an array; None outside of one."""
 
@@ -85,8 +85,8 @@ def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | Non
 
 
 def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
-    """Fills in settings that the Slurm step knows and that the user has not set: node rank, rendezvous endpoint and
-    id, run directory.
+    """Fills in settings that the Slurm step knows and that the user has not set: node rank, rendezvous
+    endpoint and id, run directory.
 
     Args:
         config: resolved.

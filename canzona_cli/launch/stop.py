@@ -98,8 +98,8 @@ def handled(handler: Callable[[int, FrameType | None], None], *, to_the_end: boo
     and `&` intend.
 
     Args:
-        to_the_end: True ignores the signals after the block, so that they cannot change the exit code of a process
-            that is about to end.
+        to_the_end: True ignores the signals after the block, so that they cannot change the exit code of a
+            process that is about to end.
     """
     before = {number: signal.getsignal(number) for number in (*_PREEMPTING, *_INTERRUPTING)}
     for number, previous in before.items():

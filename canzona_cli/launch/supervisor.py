@@ -1,9 +1,9 @@
 """Starts torchrun and watches it, passes requests to stop on to the workers, and kills the processes that are
 left at the end.
 
-- At a request to stop (`canzona_cli.launch.stop`), the launcher writes the file `stop` into the run directory.
-  The workers finish their current step, save, and end. torchrun gets no signal, and ignores the signals that
-  a batch system sends to every process.
+- At a request to stop (`canzona_cli.launch.stop`), the launcher writes the file `stop` into the run
+  directory. The workers finish their current step, save, and end. torchrun gets no signal, and ignores the
+  signals that a batch system sends to every process.
 - The process tree is killed at once if training has not begun (there is nothing to save), on a second Ctrl-C
   (a third one during a save), or if the workers neither end nor write a checkpoint within the grace period.
 - If the ranks hang (`canzona_cli.launch.hang`), they write their stacks to their logs and are killed.
@@ -192,8 +192,8 @@ class Supervision:
 
     def _completed(self, outcome: Outcome) -> Outcome:
         """Adds the newest step and losses, the number of restarts, and the command that resumes the run. The
-        step is the newest in the metrics and the ranks' results; the loss comes from the metrics if they have one,
-        otherwise from the ranks' results."""
+        step is the newest in the metrics and the ranks' results; the loss comes from the metrics if they have
+        one, otherwise from the ranks' results."""
         results = read_ranks(self.files, self.ranks)
         last, validation = self._monitor.last_step, self._monitor.last_validation
         losses = [None if last is None else last.loss, *(result.loss for result in results)]

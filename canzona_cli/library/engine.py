@@ -30,16 +30,16 @@ class Engine:
     """Canzona's engine for a training loop on Megatron-core: call `wrap` in place of
     `DistributedDataParallel(...)`, and `optimizer` in place of `get_megatron_optimizer(...)`.
 
-    The engine is experimental: it supports dense decoders (`GPTModel` with gated feed-forward layers) and raises
-    `Unsupported` for all others, with the reason and the fix. It has only been run on CPUs, with gloo.
+    The engine is experimental: it supports dense decoders (`GPTModel` with gated feed-forward layers) and
+    raises `Unsupported` for all others, with the reason and the fix. It has only been run on CPUs, with gloo.
 
     Args:
         optimizer_config: Megatron's configuration, with `optimizer="muon"`. Its settings for Muon, AdamW,
             clipping and schedules apply.
-        settings: settings as on canzona's command line: `cluster` (the profile to plan for, required on GPUs), the
-            groups `engine` and `optimizer`, `train.non_finite`, and the sizes that the loop trains with,
-            `train.micro_batch_size` and `train.seq_length`. For example `Engine(config, "cluster=h100-80g",
-            "engine.mode=hosted")`.
+        settings: settings as on canzona's command line: `cluster` (the profile to plan for, required on
+            GPUs), the groups `engine` and `optimizer`, `train.non_finite`, and the sizes that the loop trains
+            with, `train.micro_batch_size` and `train.seq_length`. For example `Engine(config,
+            "cluster=h100-80g", "engine.mode=hosted")`.
         groups: the loop's process groups; None for the groups of `megatron.core.parallel_state`.
     """
 
@@ -90,12 +90,12 @@ class Engine:
     def optimizer(
         self, chunks: Sequence[DistributedDataParallel], overrides: Overrides | None = None
     ) -> CanzonaOptimizer:
-        """Builds the optimizer for the chunks that `wrap` returned: canzona updates the matrices, Megatron's AdamW all
-        other parameters. Collective.
+        """Builds the optimizer for the chunks that `wrap` returned: canzona updates the matrices, Megatron's
+        AdamW all other parameters. Collective.
 
         Args:
-            overrides: Megatron's `config_overrides` for the parameters that AdamW updates; None for Megatron's
-                standard overrides.
+            overrides: Megatron's `config_overrides` for the parameters that AdamW updates; None for
+                Megatron's standard overrides.
 
         Raises:
             CanzonaError: no model is wrapped, or the overrides are not supported. Raised on all ranks

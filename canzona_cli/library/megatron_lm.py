@@ -21,8 +21,8 @@ def use_in_megatron_lm(*settings: str) -> None:
     canzona's engine.
 
     Call this before `pretrain`. Keep the arguments for Megatron's Muon: `--optimizer muon
-    --use-distributed-optimizer`, and with tensor parallelism also `--muon-tp-mode duplicated`. This is experimental,
-    like `Engine`.
+    --use-distributed-optimizer`, and with tensor parallelism also `--muon-tp-mode duplicated`. This is
+    experimental, like `Engine`.
 
     Args:
         settings: settings of `Engine`, for example "cluster=h100-80g".

@@ -69,8 +69,8 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
 
 
 def _unsupported(caller: Caller) -> Iterator[Problem]:
-    """Yields a problem for everything in the loop's objects that the engine does not support; every rank yields the
-    same problems."""
+    """Yields a problem for everything in the loop's objects that the engine does not support; every rank
+    yields the same problems."""
     optimizer, model = caller.optimizer, caller.model
     if optimizer.optimizer != "muon":
         yield Problem(
@@ -179,8 +179,8 @@ def _numbers(caller: Caller) -> Iterator[tuple[str, Value]]:
 
 
 def _chosen(settings: Sequence[str], given: Mapping[str, Value], device: str) -> Iterator[str]:
-    """Yields the caller's settings, a global batch that fits their micro-batch, and on CPUs a cluster if they name
-    none.
+    """Yields the caller's settings, a global batch that fits their micro-batch, and on CPUs a cluster if they
+    name none.
 
     Raises:
         ConfigError: the loop determines one of the settings, or none of them names the cluster on GPUs.

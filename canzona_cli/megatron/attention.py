@@ -78,8 +78,8 @@ class CausalAttention(torch.nn.Module):
         return keys, values
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Computes causal attention: the last query attends to all keys, the query before it to all but the last key,
-        and so on."""
+        """Computes causal attention: the last query attends to all keys, the query before it to all but the
+        last key, and so on."""
         if _on_processor(query):
             scale = query.size(-1) ** -0.5 if self._scale is None else self._scale
             return attend(query, key, value, scale).flatten(2)
@@ -122,9 +122,9 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     """Computes causal attention on a CPU by matrix products of blocks of queries with the keys that they
     attend to.
 
-    The last query attends to all keys, the query before it to all but the last key, and so on. torch's own kernel
-    computes in fp32 on CPUs. In bf16, with heads of 32 to 64 at 256 to 2,048 tokens, this function took 0.35
-    to 0.65 of that kernel's time for forward and backward (one thread, AVX512-BF16).
+    The last query attends to all keys, the query before it to all but the last key, and so on. torch's own
+    kernel computes in fp32 on CPUs. In bf16, with heads of 32 to 64 at 256 to 2,048 tokens, this function
+    took 0.35 to 0.65 of that kernel's time for forward and backward (one thread, AVX512-BF16).
 
     Args:
         query: `[queries, batch, heads, head_dim]`.

@@ -83,8 +83,8 @@ def says(*texts: str) -> Check:
 
 
 def reads(digest: str) -> Check:
-    """Returns a check that source code has this digest. It is for code that canzona replaces by a version that must
-    behave in the same way."""
+    """Returns a check that source code has this digest. It is for code that canzona replaces by a version
+    that must behave in the same way."""
 
     def check(thing: object) -> str | None:
         now = source_digest(thing)
@@ -116,8 +116,8 @@ def verify() -> list[Problem]:
 
 
 def verify_loop() -> list[Problem]:
-    """Returns a problem for each property that canzona expects of Megatron-LM's training and that it lacks. Imports
-    `megatron.training`, which takes seconds."""
+    """Returns a problem for each property that canzona expects of Megatron-LM's training and that it lacks.
+    Imports `megatron.training`, which takes seconds."""
     return [problem for pin in LOOP for problem in _broken(pin)]
 
 

@@ -2,8 +2,8 @@
 
 Megatron's own module without Transformer Engine, `SequentialMLP`, names and orders its weights differently
 from Transformer Engine's grouped layers. `GroupedExperts` has their names and order (all experts' fc1, then
-all experts' fc2), so that models, plans and checkpoints are the same on CPUs and GPUs, and each kind of weight
-is one block of the gradient buffer.
+all experts' fc2), so that models, plans and checkpoints are the same on CPUs and GPUs, and each kind of
+weight is one block of the gradient buffer.
 """
 
 from collections.abc import Iterable
@@ -56,12 +56,13 @@ class GroupedExperts(torch.nn.Module):
 
 
 class GroupedLinear(torch.nn.Module):
-    """Linear layers without bias, one for each expert, with the names of Transformer Engine's `GroupedLinear`:
-    `weight0`, `weight1` and so on."""
+    """Linear layers without bias, one for each expert, with the names of Transformer Engine's
+    `GroupedLinear`: `weight0`, `weight1` and so on."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, config: TransformerConfig, *, cut: int) -> None:
         super().__init__()
-        # Megatron separates the gradients of experts if copies of experts and of dense weights are on different ranks.
+        # Megatron separates the gradients of experts if copies of experts and of dense weights are on
+        # different ranks.
         apart = (
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size

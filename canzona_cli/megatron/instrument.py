@@ -44,8 +44,8 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 
 
 _INTERLEAVED: dict[str, Phase] = {"forward-backward": "pipeline"}
-"""The additional timer of an interleaved schedule, in which Megatron waits for pipeline transfers outside of its
-other timers: the time of all passes that does not belong to another phase counts as `pipeline`."""
+"""The additional timer of an interleaved schedule, in which Megatron waits for pipeline transfers outside of
+its other timers: the time of all passes that does not belong to another phase counts as `pipeline`."""
 
 
 def attach(

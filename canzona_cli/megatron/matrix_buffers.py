@@ -40,8 +40,8 @@ def named_matrix_parameters(
 ) -> dict[str, torch.nn.Parameter]:
     """Returns this rank's parameters that contain the plan's matrices, by their names in the plan.
 
-    Layers and experts are numbered over the whole model. Parameters are in the order of the buffers, bucket by
-    bucket.
+    Layers and experts are numbered over the whole model. Parameters are in the order of the buffers, bucket
+    by bucket.
 
     Args:
         chunks: this rank's part of the model, in forward order.
@@ -130,8 +130,8 @@ def placements(plan: Plan, stage: int, expert_rank: int = 0) -> tuple[Mapping[st
     """Returns, for each of `stage_buckets`, the (start, end) of each parameter within the bucket, by name.
 
     Raises:
-        PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to their
-            owner.
+        PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to
+            their owner.
     """
     return _placements(plan, stage_buckets(plan, stage, expert_rank))
 

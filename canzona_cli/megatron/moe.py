@@ -17,9 +17,9 @@ _BALANCING = {"none": "none", "sequence": "seq_aux_loss", "global": "global_aux_
 
 
 class _UnbiasedRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router without the bias of experts, which canzona's models do not have. Megatron compiles the function
-    that counts tokens for this bias, so every rank would load torch's compiler, which takes longer than its first
-    step."""
+    """Megatron's router without the bias of experts, which canzona's models do not have. Megatron compiles
+    the function that counts tokens for this bias, so every rank would load torch's compiler, which takes
+    longer than its first step."""
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         """Counts no tokens."""
@@ -40,9 +40,9 @@ def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
 def transformer_settings(config: RunConfig, layout: Layout) -> dict[str, object]:
     """Returns the settings of `TransformerConfig` that determine what a layer computes.
 
-    Megatron averages gradients over the data-parallel ranks, but has already divided the balancing loss over the
-    global batch by the number of these ranks. So the weight of this loss is multiplied by that number; otherwise
-    the loss would depend on the layout.
+    Megatron averages gradients over the data-parallel ranks, but has already divided the balancing loss over
+    the global batch by the number of these ranks. So the weight of this loss is multiplied by that number;
+    otherwise the loss would depend on the layout.
     """
     model = config.model
     weight = model.balancing_weight * (layout.dp if model.balancing_loss == "global" else 1)
@@ -54,7 +54,8 @@ def transformer_settings(config: RunConfig, layout: Layout) -> dict[str, object]
         "moe_aux_loss_coeff": weight if model.balancing_loss != "none" else 0.0,
         # The router computes in fp32, because bf16 would round close scores to ties.
         "moe_router_dtype": "fp32",
-        # If experts are not divided among ranks, no token is sent to another rank; only TP ranks gather theirs.
+        # If experts are not divided among ranks, no token is sent to another rank; only TP ranks gather
+        # theirs.
         "moe_token_dispatcher_type": "allgather" if layout.ep == 1 else dispatcher_of(config),
         "moe_grouped_gemm": True,
         # One parameter for all experts would not be a matrix.

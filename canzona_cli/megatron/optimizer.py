@@ -80,8 +80,8 @@ def wrap_planned(
 ) -> list[DistributedDataParallel]:
     """Wraps model chunks with the plan's buckets.
 
-    `disable_bucketing` stays off: with it, Megatron would make one group of all buckets of a chunk, and AdamW's
-    parameters and matrices could not be communicated separately.
+    `disable_bucketing` stays off: with it, Megatron would make one group of all buckets of a chunk, and
+    AdamW's parameters and matrices could not be communicated separately.
 
     Raises:
         PlanMismatch: the plan is for another model or layout.
@@ -194,7 +194,8 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
 
 
 def adamw_part(config: MegatronOptimizerConfig) -> MegatronOptimizerConfig:
-    """Returns a caller's settings of Megatron's Muon as settings of AdamW, sharded by `DistributedOptimizer`."""
+    """Returns a caller's settings of Megatron's Muon as settings of AdamW, sharded by
+    `DistributedOptimizer`."""
     part = copy(config)
     part.optimizer, part.use_distributed_optimizer, part.use_layer_wise_distributed_optimizer = "adam", True, False
     return part
@@ -292,8 +293,8 @@ def _chosen_optimizers(overrides: Overrides) -> Iterator[Problem]:
 def _overridden_matrices(
     groups: Iterable[Mapping[str, object]], megatron_config: MegatronOptimizerConfig
 ) -> Iterator[Problem]:
-    """Yields a problem for each parameter group of matrices that has different settings than the optimizer. The groups
-    are the same on all ranks."""
+    """Yields a problem for each parameter group of matrices that has different settings than the optimizer.
+    The groups are the same on all ranks."""
     usual = {**_group_settings(megatron_config), "optimizer": _MATRICES}
     for group in groups:
         others = {key: value for key, value in group.items() if key not in ("params", "is_expert_parallel")}
@@ -320,8 +321,8 @@ def _group_settings(config: MegatronOptimizerConfig) -> dict[str, object]:
 
 
 def muon_group(config: MegatronOptimizerConfig) -> dict[str, object]:
-    """Returns the settings of the only parameter group of Megatron's Muon for dense models, as its checkpoints have
-    them."""
+    """Returns the settings of the only parameter group of Megatron's Muon for dense models, as its
+    checkpoints have them."""
     params = [torch.nn.Parameter(torch.empty(1, 1))]
     muon = TensorParallelMuon(params, lr=config.lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
     settings = {key: value for key, value in muon.param_groups[0].items() if key != "params"}

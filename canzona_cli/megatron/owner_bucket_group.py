@@ -56,8 +56,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         Args:
             bucket: the bucket that Megatron built.
             planned: the plan's bucket.
-            group: the ranks among which the bucket's owners are numbered: the data- and context-parallel ranks,
-                or, for experts that are divided among ranks, the ranks with the same experts.
+            group: the ranks among which the bucket's owners are numbered: the data- and context-parallel
+                ranks, or, for experts that are divided among ranks, the ranks with the same experts.
             names: the parameters' names in the whole model, for error messages.
 
         Raises:
@@ -72,8 +72,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self._bucket, self._group, self._config, self._names = bucket, group, ddp_config, names
         self.reducing, self.gathering = reducing(planned, group), gathering(planned, group)
         self.first = min(index for part in planned.ranges for index in part.matrices)
-        """The index in the plan of the bucket's first matrix, which the forward pass needs first and whose gradient
-        is ready last."""
+        """The index in the plan of the bucket's first matrix, which the forward pass needs first and whose
+        gradient is ready last."""
         self.all_groups: Sequence[_ParamAndGradBucketGroup] = (self,)
         """All bucket groups of the rank, to distinguish a bucket without gradients from a step without a
         backward pass."""
@@ -120,9 +120,9 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         following = self.next_param_gather_bucket_group
-        # Within a layer, the order in which parameters are registered (proj, qkv) is not the order in which they are
-        # needed (qkv, proj). So if a layer is in two buckets, the next bucket may already have been dispatched. This
-        # is harmless, so Megatron's warning is avoided.
+        # Within a layer, the order in which parameters are registered (proj, qkv) is not the order in which
+        # they are needed (qkv, proj). So if a layer is in two buckets, the next bucket may already have been
+        # dispatched. This is harmless, so Megatron's warning is avoided.
         early = following is not None and following.param_gather_dispatched
         super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or early)
 
@@ -223,8 +223,8 @@ def _replace(
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """Returns all of this rank's bucket groups: for each model chunk, the groups in the order in which their gradients
-    become ready, followed by the groups of experts that are divided among ranks."""
+    """Returns all of this rank's bucket groups: for each model chunk, the groups in the order in which their
+    gradients become ready, followed by the groups of experts that are divided among ranks."""
     return [group for ddp in reversed(chunks) for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
 
 
@@ -253,8 +253,8 @@ def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAnd
 
 
 def gathers_ahead(config: DistributedDataParallelConfig) -> bool:
-    """Returns True if an optimizer step starts to gather the parameters that the next forward pass needs first.
-    With `align_param_gather`, Megatron's schedule starts all of them."""
+    """Returns True if an optimizer step starts to gather the parameters that the next forward pass needs
+    first. With `align_param_gather`, Megatron's schedule starts all of them."""
     return bool(config.overlap_param_gather and not config.align_param_gather)
 
 
@@ -322,8 +322,8 @@ def judged(share: float, *, assumed: bool) -> str | None:
 
 
 def grouped(share: float) -> bool:
-    """Returns True if `share`, as measured by `share_together`, shows that reductions submitted together run as one
-    group."""
+    """Returns True if `share`, as measured by `share_together`, shows that reductions submitted together run
+    as one group."""
     return share < GROUPED
 
 

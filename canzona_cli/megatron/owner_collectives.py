@@ -79,9 +79,9 @@ class _PerOwner:
 
 @dataclass(frozen=True, kw_only=True)
 class _Handover:
-    """One rank's view of an all-to-all between the owners and the ranks that have the owners' elements after a
-    reduce-scatter (or before an all-gather). A rank's part is its equal part of the buffer; its share is what it
-    owns."""
+    """One rank's view of an all-to-all between the owners and the ranks that have the owners' elements after
+    a reduce-scatter (or before an all-gather). A rank's part is its equal part of the buffer; its share is
+    what it owns."""
 
     part: slice
     """The elements of this rank's part that this all-to-all moves."""

@@ -39,8 +39,8 @@ class World:
     """The ranks of `groups.dp_cp`, in a separate group that only the buckets of matrices use
     (`planner.reduction.adamw_apart`); `groups.dp_cp` itself if no separate group is needed."""
     expert_owners: ProcessGroup
-    """The ranks of `groups.expt_dp`, which have the same experts, likewise in a separate group. The same group as
-    `owners` if experts are not divided among ranks."""
+    """The ranks of `groups.expt_dp`, which have the same experts, likewise in a separate group. The same
+    group as `owners` if experts are not divided among ranks."""
 
     @property
     def dp_rank(self) -> int:
@@ -79,8 +79,8 @@ class World:
         return self.pp_rank == self.layout.pp - 1
 
     def cut(self, parameter: str, model: ModelConfig) -> tuple[int, int]:
-        """Returns the number of ranks that tensor parallelism cuts a parameter over, and this rank's number among
-        them: (1, 0) for an expert's weight where experts are divided among ranks."""
+        """Returns the number of ranks that tensor parallelism cuts a parameter over, and this rank's number
+        among them: (1, 0) for an expert's weight where experts are divided among ranks."""
         if self.layout.ep > 1 and is_expert(parameter, model):
             return 1, 0
         return self.layout.tp, self.tp_rank

@@ -39,8 +39,8 @@ LOOP: Final = (
 
 
 def replace_seams(wrap: Wrap, build: Build) -> None:
-    """Makes Megatron-LM's training wrap models with `wrap` and build optimizers with `build`. A later call replaces the
-    two functions again."""
+    """Makes Megatron-LM's training wrap models with `wrap` and build optimizers with `build`. A later call
+    replaces the two functions again."""
 
     def wrap_model_chunks_with_ddp(
         model_chunks: Sequence[torch.nn.Module],
@@ -80,8 +80,8 @@ def stored_keys() -> Collection[str]:
 
 
 def _loop_problems(args: Namespace) -> Iterator[Problem]:
-    """Yields a problem for each argument with which Megatron-LM's loop needs a feature that the engine does not
-    have."""
+    """Yields a problem for each argument with which Megatron-LM's loop needs a feature that the engine does
+    not have."""
     yield from problems(args, LOOP)
     if not args.use_layer_wise_distributed_optimizer:
         reason = "without it the loop expects every rank to have the complete optimizer"

@@ -2,8 +2,8 @@
 
 The timer keeps a stack of phases and takes a timestamp at every change of phase. On CUDA a timestamp is an
 event on the current stream, which is read one step later, when it has passed; on a CPU it is the clock. Every
-moment of a step belongs to exactly one phase, so the phases of a step add up to its time. The timer also has totals:
-the seconds for which each kind of communication was in flight, hidden or not.
+moment of a step belongs to exactly one phase, so the phases of a step add up to its time. The timer also has
+totals: the seconds for which each kind of communication was in flight, hidden or not.
 """
 
 import os
@@ -153,8 +153,8 @@ class PhaseTimer:
         return self._stack[-1] if self._stack else "other"
 
     def keep(self, first: int, last: int) -> None:
-        """Keeps the timestamps of the steps `first` to `last` (numbered from 1) for `timelines`, instead of the
-        timestamps of the most recent steps."""
+        """Keeps the timestamps of the steps `first` to `last` (numbered from 1) for `timelines`, instead of
+        the timestamps of the most recent steps."""
         self._keep, self._kept = (first, last), deque()
 
     def begin_step(self) -> None:

@@ -1,5 +1,5 @@
-"""The geometry of parameters: the rows and columns of Megatron's parameters that make up a matrix or a fragment, as
-plain numbers, without tensors.
+"""The geometry of parameters: the rows and columns of Megatron's parameters that make up a matrix or a
+fragment, as plain numbers, without tensors.
 
 With one tensor-parallel (TP) rank, a 2-D parameter is its *parts* from top to bottom, repeated `repeats`
 times. TP divides either the repeats, or each part, or the columns:

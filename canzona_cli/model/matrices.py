@@ -76,8 +76,8 @@ class Matrix:
 
     @property
     def cut_long(self) -> bool:
-        """True if tensor parallelism divides the long side, so that fragments have the full short side. Any side of a
-        square counts as long."""
+        """True if tensor parallelism divides the long side, so that fragments have the full short side. Any
+        side of a square counts as long."""
         return self.shard_dim is not None and self.shape[self.shard_dim] >= self.shape[1 - self.shard_dim]
 
     def holders(self, tp: int) -> range:
@@ -284,8 +284,8 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
 def layer_on_rank(
     model: ModelConfig, splitting: Splitting, ep: int
 ) -> tuple[Sequence[LayerMatrix], Sequence[LayerMatrix]]:
-    """Lists the matrices of one layer that a rank stores: the matrices that tensor parallelism cuts, and the whole
-    matrices of the rank's experts under expert parallelism."""
+    """Lists the matrices of one layer that a rank stores: the matrices that tensor parallelism cuts, and the
+    whole matrices of the rank's experts under expert parallelism."""
     layer = layer_matrices(model, splitting)
     if ep == 1:
         return layer, ()

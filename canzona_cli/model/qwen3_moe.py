@@ -46,9 +46,9 @@ def _routers(model: ModelConfig) -> tuple[Router, ...]:
 def _modules(model: ModelConfig) -> tuple[Work, ...]:
     """Lists the modules of a layer with their memory traffic.
 
-    SwiGLU passes over an expert's width three times. A copy of a token for each of its experts is read and written;
-    adding up the experts' results takes the same traffic. The router's product is left out, because it has less than
-    1% of the FLOPs of the experts' products.
+    SwiGLU passes over an expert's width three times. A copy of a token for each of its experts is read and
+    written; adding up the experts' results takes the same traffic. The router's product is left out, because
+    it has less than 1% of the FLOPs of the experts' products.
     """
     qkv, proj, fc1, fc2 = QWEN3.modules(model)
     first, *_, last = _weights(model)[2:]

@@ -74,8 +74,8 @@ class ModelShapes:
 
     @property
     def digest(self) -> str:
-        """The SHA-256, in hex, of everything that planning depends on: all fields except `name`, and of each matrix all
-        fields except `expert`, which is always None in a user's model."""
+        """The SHA-256, in hex, of everything that planning depends on: all fields except `name`, and of each
+        matrix all fields except `expert`, which is always None in a user's model."""
         content = asdict(
             replace(self, name=""),
             dict_factory=lambda pairs: {name: value for name, value in pairs if name != "expert"},
@@ -93,9 +93,9 @@ class ModelShapes:
     def stand_in(self, base: ModelConfig) -> ModelConfig:
         """Returns a dense model with the same number of layers and nearly the same number of elements.
 
-        The feed-forward width is rounded to a multiple of 128. The model replaces the shapes in estimates that do not
-        depend on single matrices: memory of activations, and the time of forward and backward. Every token is
-        assumed to pass through every matrix.
+        The feed-forward width is rounded to a multiple of 128. The model replaces the shapes in estimates
+        that do not depend on single matrices: memory of activations, and the time of forward and backward.
+        Every token is assumed to pass through every matrix.
         """
         attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
         rest = self.layer_matrices // self.layers - attention

@@ -1,9 +1,9 @@
 """bf16 and fp16 products on processors without instructions for them: computed in fp32 and rounded once.
 
 torch multiplies bf16 through oneDNN where the processor has AVX512 or better, and in plain loops elsewhere.
-With AVX2 only, as on most laptops, these loops reach 1 to 20 GFLOP/s on a core that reaches 92 in fp32. On these
-processors `install` sends bf16 and fp16 products through torch's own fp32 kernels. They accumulate in fp32,
-as oneDNN's do.
+With AVX2 only, as on most laptops, these loops reach 1 to 20 GFLOP/s on a core that reaches 92 in fp32. On
+these processors `install` sends bf16 and fp16 products through torch's own fp32 kernels. They accumulate in
+fp32, as oneDNN's do.
 """
 
 import warnings

@@ -32,8 +32,8 @@ def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
     """Returns the eigenvectors of a positive semi-definite matrix (side, side) in the columns of a matrix,
     largest eigenvalue first, with signs such that the element of the largest magnitude is positive.
 
-    Eigenvectors whose eigenvalue is below rounding are an arbitrary basis of the remaining space, and the next
-    rounding error changes them completely. They are replaced by the orthogonal complement of the other
+    Eigenvectors whose eigenvalue is below rounding are an arbitrary basis of the remaining space, and the
+    next rounding error changes them completely. They are replaced by the orthogonal complement of the other
     eigenvectors that Householder reflections yield, which changes only as much as those eigenvectors do.
 
     Raises:
@@ -73,20 +73,21 @@ def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
 
 
 def _replace_undefined(basis: torch.Tensor, defined: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Replaces the columns that are not `defined` (..., side) by the columns of `previous`, made orthogonal to all
-    others."""
-    # QR makes each column orthogonal to the columns before it, so columns with a defined direction come first.
+    """Replaces the columns that are not `defined` (..., side) by the columns of `previous`, made orthogonal
+    to all others."""
+    # QR makes each column orthogonal to the columns before it, so columns with a defined direction come
+    # first.
     order = defined.to(torch.int8).argsort(descending=True, stable=True)[..., None, :].expand_as(basis)
     mixed = torch.where(defined[..., None, :], basis, previous.to(basis.dtype)).gather(-1, order)
     return torch.empty_like(basis).scatter_(-1, order, _qr(mixed)[0])
 
 
 def orthonormal_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Orthonormalises a panel of columns, as `orthonormal` does, given that the columns before it are orthonormal.
-    Columns without a defined direction become zero. The host does not wait for the device.
+    """Orthonormalises a panel of columns, as `orthonormal` does, given that the columns before it are
+    orthonormal. Columns without a defined direction become zero. The host does not wait for the device.
 
-    The panel is projected twice (block Gram-Schmidt; Giraud et al. 2005, doi:10.1007/s00211-005-0615-4), because
-    after a single projection rounding errors of almost dependent columns are not orthogonal.
+    The panel is projected twice (block Gram-Schmidt; Giraud et al. 2005, doi:10.1007/s00211-005-0615-4),
+    because after a single projection rounding errors of almost dependent columns are not orthogonal.
 
     Args:
         panel: (side, width), part of a matrix whose longest column has norm 1.
@@ -101,8 +102,8 @@ def orthonormal_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor
 
 
 def completed(panels: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Completes a basis whose columns `orthonormal_panel` has computed: columns without a defined direction are
-    replaced as in `orthonormal`. The host waits for the device once.
+    """Completes a basis whose columns `orthonormal_panel` has computed: columns without a defined direction
+    are replaced as in `orthonormal`. The host waits for the device once.
 
     Args:
         panels, previous: (side, side).
@@ -216,9 +217,9 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
 
     X converges to the root while M = X^order factor converges to the identity (Guo & Higham 2006,
     doi:10.1137/050643374; in Shampoo: Anil et al. 2020, arXiv:2002.09018). Polynomials of degree 2 that
-    increase small eigenvalues quickly need 7 or 8 steps, Newton's polynomial needs 20. Eigenvalues below fp32's
-    rounding are damped, so condition numbers stay below 1e7. The error is at most that of `eigh` in fp32. The
-    host does not wait for the device.
+    increase small eigenvalues quickly need 7 or 8 steps, Newton's polynomial needs 20. Eigenvalues below
+    fp32's rounding are damped, so condition numbers stay below 1e7. The error is at most that of `eigh` in
+    fp32. The host does not wait for the device.
 
     Returns:
         The roots (count, side, side), and which of them converged (count,), bool.
@@ -243,8 +244,8 @@ def newton_start(factors: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch
     (count, 1, 1); the identity and 1 for a factor of zeros."""
     side = factors.size(-1)
     largest = _largest(factors)
-    # No step multiplies by a transpose, and the order of factors is fixed. Otherwise products would amplify the
-    # asymmetry that rounding causes.
+    # No step multiplies by a transpose, and the order of factors is fixed. Otherwise products would amplify
+    # the asymmetry that rounding causes.
     m = factors.clone()
     diagonal = m.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping(side, eps) * largest)

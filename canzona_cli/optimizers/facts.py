@@ -172,8 +172,8 @@ class Rule:
     vectors: int = 0
     """The number of vectors of each side that has a factor."""
     begun_packed: int = 0
-    """The number of packed symmetric squares, for each side that has a factor, that hold a refresh between its
-    parts."""
+    """The number of packed symmetric squares, for each side that has a factor, that hold a refresh between
+    its parts."""
     begun_squares: int = 0
     """The number of other squares, for each such side, that hold a refresh between its parts."""
 

@@ -81,8 +81,8 @@ Step = tuple[float, float, float]
 
 
 def products_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype of X and of squares in Gram form on `device`, if the standard form uses `dtype`. It is fp16
-    instead of bf16 if the two are equally fast: on CUDA, and on processors without bf16 instructions
+    """Returns the dtype of X and of squares in Gram form on `device`, if the standard form uses `dtype`. It
+    is fp16 instead of bf16 if the two are equally fast: on CUDA, and on processors without bf16 instructions
     (`cpu_products`). Processors with bf16 instructions multiply fp16 400 times slower than bf16."""
     has_fp16 = device.type == "cuda" or (device.type == "cpu" and cpu_products.installed())
     return torch.float16 if dtype is torch.bfloat16 and has_fp16 else dtype
@@ -187,8 +187,8 @@ def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Polynomial:
-    """The product gamma I + q of the polynomials of some steps. Multiplying X by it from the short side is the same as
-    making these steps. Valid until its workspace is used again."""
+    """The product gamma I + q of the polynomials of some steps. Multiplying X by it from the short side is
+    the same as making these steps. Valid until its workspace is used again."""
 
     q: torch.Tensor
     """The product without gamma I: (..., side, side), in a workspace."""
@@ -300,7 +300,8 @@ def alpha_numbers(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
     """Returns `_numbers` for the alpha closest to `mean`; the first number is that alpha."""
     if not isinstance(mean, torch.Tensor):
         return _numbers(tuple(steps), ALPHAS[nearest(mean)])
-    # The exponent and the first bits of the mantissa are the index; clamped, because NaN must also give a valid index.
+    # The exponent and the first bits of the mantissa are the index; clamped, because NaN must also give a
+    # valid index.
     places = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
     rows = _table(tuple(steps), mean.device).index_select(0, places.view(-1))
     return rows.view(*mean.shape, -1).unbind(-1)
@@ -335,8 +336,8 @@ def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
 
 
 def norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:
-    """Returns the Frobenius norm of at most `SAMPLES` evenly spaced rows of `square` (..., side, side), or, if `gamma`
-    is given, of the same rows of gamma I + `square`."""
+    """Returns the Frobenius norm of at most `SAMPLES` evenly spaced rows of `square` (..., side, side), or,
+    if `gamma` is given, of the same rows of gamma I + `square`."""
     every = _every(square.size(-1))
     sample = square[..., ::every, :]
     if gamma is not None:

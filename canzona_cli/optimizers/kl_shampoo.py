@@ -1,5 +1,5 @@
-"""KL-Shampoo: Shampoo whose two factors are estimated jointly, by minimising a KL divergence (Lin et al. 2025,
-arXiv:2509.03378)."""
+"""KL-Shampoo: Shampoo whose two factors are estimated jointly, by minimising a KL divergence (Lin et al.
+2025, arXiv:2509.03378)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -80,8 +80,8 @@ class KLShampoo(KroneckerOptimizer):
         return {"L": right.mul_(roots["R"]), "R": left.mul_(roots["L"].unsqueeze(1)).mT}
 
     def _follow(self, p: torch.Tensor, turned: torch.Tensor, roots: Mapping[Side, torch.Tensor]) -> None:
-        """Averages the squares of `turned`, the gradient in the current basis, into the eigenvalues. Does nothing at
-        the first step, when there is no basis yet."""
+        """Averages the squares of `turned`, the gradient in the current basis, into the eigenvalues. Does
+        nothing at the first step, when there is no basis yet."""
         if self.state[p]["step"] == 1:
             return
         square = torch.square(turned, out=self.workspace.like("turned", p))

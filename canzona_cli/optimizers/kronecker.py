@@ -18,11 +18,11 @@ Side = Literal["L", "R"]
 SIDES: tuple[Side, Side] = ("L", "R")
 LONGEST = 2.0
 """The bound on an update, in learning rates: on the root mean square of Adam's update, and on the singular
-values of Shampoo's update. With current statistics, these values are 1 if all gradients are equal, smaller for
-other gradients, and never above 1.2 with the usual decays."""
+values of Shampoo's update. With current statistics, these values are 1 if all gradients are equal, smaller
+for other gradients, and never above 1.2 with the usual decays."""
 TOGETHER = {"cuda": STACKED_SQUARES}
-"""The largest stack of squares that one call of `_refresh` takes, in elements, by device type; on other devices a
-stack has one square."""
+"""The largest stack of squares that one call of `_refresh` takes, in elements, by device type; on other
+devices a stack has one square."""
 
 
 class KroneckerSettings(TypedDict, total=False):
@@ -52,8 +52,8 @@ class KroneckerOptimizer(MatrixOptimizer):
     symmetric: tuple[str, ...] = ("",)
     """The prefixes (before L and R) of the names of packed symmetric squares in the state."""
     squares = "Q_"
-    """The prefix of the names of the squares that refreshes compute. With `next_` before it, these names hold the next
-    squares between the parts of a spread refresh."""
+    """The prefix of the names of the squares that refreshes compute. With `next_` before it, these names hold
+    the next squares between the parts of a spread refresh."""
 
     def __init__(
         self,
@@ -158,8 +158,8 @@ class KroneckerOptimizer(MatrixOptimizer):
         return {"step": None, **packed}
 
     def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Packs symmetric squares that older versions stored in full, and adds or drops the state between the parts
-        of a refresh."""
+        """Packs symmetric squares that older versions stored in full, and adds or drops the state between the
+        parts of a refresh."""
         shapes, tensors = self.state_shapes(p), dict(state)
         for name in self.symmetric:
             for side, length in self._lengths(p):

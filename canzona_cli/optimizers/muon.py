@@ -73,8 +73,8 @@ class Muon(MatrixOptimizer):
     bitwise unchanged. Where D is zero, only weight decay applies. Other implementations divide by max(|D|,
     1e-7), so their update shrinks when clipping by the global norm makes |D| smaller than that.
 
-    State of a matrix: `momentum_buffer`, M (rows, cols) in fp32; after an update in Gram form that could not be
-    trusted also `distrusted`, the number of its next updates that are in standard form.
+    State of a matrix: `momentum_buffer`, M (rows, cols) in fp32; after an update in Gram form that could not
+    be trusted also `distrusted`, the number of its next updates that are in standard form.
     """
 
     def __init__(
@@ -225,8 +225,8 @@ class Muon(MatrixOptimizer):
             self._apply(run, direction, group)
 
     def _reserve(self, p: torch.Tensor, count: int) -> None:
-        """Allocates the scratch of passes over `count` matrices like `p` as if they were one run, so that a rank's
-        memory does not depend on where its gradients lie."""
+        """Allocates the scratch of passes over `count` matrices like `p` as if they were one run, so that a
+        rank's memory does not depend on where its gradients lie."""
         if by_blocks(p):
             count = max(1, min(count, BLOCK // p.numel()))
             rows = min(count * p.size(0), max(1, BLOCK // p.size(1)))
@@ -269,8 +269,8 @@ class Muon(MatrixOptimizer):
         CUDA.
 
         Args:
-            norms: The norms of the matrices' directions, from `_direction`, by run. A direction of zeros gives
-                an exact update of zeros, so it is trusted whatever the estimated error.
+            norms: The norms of the matrices' directions, from `_direction`, by run. A direction of zeros
+                gives an exact update of zeros, so it is trusted whatever the estimated error.
         """
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
@@ -279,8 +279,8 @@ class Muon(MatrixOptimizer):
         return self._gram_form_on_cuda(x, matrices, norms)
 
     def _gram_form_on_cuda(self, x: torch.Tensor, matrices: list[torch.Tensor], norms: Sequence[Norms]) -> torch.Tensor:
-        """Orthogonalises `x` in Gram form, and records which updates are trusted; an untrusted one becomes 0, or is
-        left to `_move` to skip."""
+        """Orthogonalises `x` in Gram form, and records which updates are trusted; an untrusted one becomes 0,
+        or is left to `_move` to skip."""
         wider = x.dtype is torch.float16 and x.ndim == 2
         # The unscaled direction is no longer needed, so its buffer takes the result.
         into = self.workspace.like("muon_direction", matrices[0]) if wider else None
@@ -405,8 +405,8 @@ class Muon(MatrixOptimizer):
     def _joined_state(self, run: Run, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a part of a run's state as one tensor: `shape` of one matrix, (count, *shape) of several.
 
-        Missing state starts at zero. State that is not evenly spaced in memory, for example because a checkpoint was
-        loaded, is first copied to memory in which it is.
+        Missing state starts at zero. State that is not evenly spaced in memory, for example because a
+        checkpoint was loaded, is first copied to memory in which it is.
         """
         states: list[torch.Tensor | None] = [self.state[p].get(key) for p in run.matrices]
         present = [state for state in states if state is not None]
@@ -447,6 +447,6 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 def by_blocks(matrix: torch.Tensor) -> bool:
-    """Returns True if elementwise passes over the matrix run over blocks of rows (`muon_cpu`), as on CPUs. Then norms
-    are read on the host; on other devices the host does not wait."""
+    """Returns True if elementwise passes over the matrix run over blocks of rows (`muon_cpu`), as on CPUs.
+    Then norms are read on the host; on other devices the host does not wait."""
     return matrix.device.type == "cpu"

@@ -73,8 +73,8 @@ def _scale(target: torch.Tensor, before: float, norm: float, out: torch.Tensor, 
 
 
 def _scale_each(targets: torch.Tensor, out: torch.Tensor, norm: float, workspace: Workspace) -> list[float]:
-    """Writes each of several small matrices (count, rows, cols) into `out` with another norm, and returns their
-    norms before that."""
+    """Writes each of several small matrices (count, rows, cols) into `out` with another norm, and returns
+    their norms before that."""
     norms: list[float] = torch.linalg.vector_norm(targets, dim=(1, 2)).tolist()
     if all(SAFE_NORMS[0] < before < SAFE_NORMS[1] for before in norms):
         inverses = targets.new_tensor([norm / before for before in norms]).view(-1, 1, 1)
@@ -116,8 +116,8 @@ def _shifted(block: torch.Tensor, exponent: int, workspace: Workspace) -> torch.
 
 
 def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns views of blocks of about BLOCK elements: rows of a matrix, or several matrices of a run. Tensors
-    of the same shape are cut in the same way."""
+    """Returns views of blocks of about BLOCK elements: rows of a matrix, or several matrices of a run.
+    Tensors of the same shape are cut in the same way."""
     if tensor.ndim == 2:
         return tensor.split(max(1, BLOCK // tensor.size(1)))  # type: ignore[no-untyped-call,no-any-return]
     stacks = _stacks(tensor)

@@ -13,9 +13,9 @@ ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 STANDARD_ONLY: frozenset[CoefficientSet] = frozenset({"cans"})
 """The sets of coefficients that cannot be used in Gram form (`gram_form` says why)."""
 MUON_AROUND = 14
-"""The number of Muon's kernels outside its iteration, for each matrix. In a stack, evenly spaced matrices share these
-kernels (`optimizers.runs`), but plans count them for every matrix, because they do not know which gradients are evenly
-spaced."""
+"""The number of Muon's kernels outside its iteration, for each matrix. In a stack, evenly spaced matrices
+share these kernels (`optimizers.runs`), but plans count them for every matrix, because they do not know which
+gradients are evenly spaced."""
 SAMPLES = 32
 """The maximum number of evenly spaced rows from which the Gram form estimates a norm or a mean."""
 BLOCK = 128 * 1024
@@ -130,9 +130,9 @@ def _in_one_pass(a: Algorithm) -> bool:
 
 
 def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts NorMuon's work: Muon's, and per element w bytes (see `_muon`) for the norms of rows and w + 4 for
-    their scaling, or 4 and 8 if the iteration's result is fp32. Decay and weight then take 20 bytes, or 12 in
-    one pass."""
+    """Counts NorMuon's work: Muon's, and per element w bytes (see `_muon`) for the norms of rows and w + 4
+    for their scaling, or 4 and 8 if the iteration's result is fp32. Decay and weight then take 20 bytes, or
+    12 in one pass."""
     muon, none = _muon(a, rows, cols)
     w = product_bytes(a)
     left_out = 2 * w if a.form == "gram" and a.stack is True else 0

@@ -37,9 +37,9 @@ class Shampoo(KroneckerOptimizer):
         W = (1 - lr weight_decay) W - lr D
 
     Averages are corrected for their start at 0. If one side is longer than `max_preconditioner_dim`, the
-    other side uses the power -1/2; if both sides are longer, the update is the grafted method's. As in Shi et al.,
-    the momentum averages gradients instead of updates, so it has the same buffer as the grafted Adam, and new roots
-    apply to the whole momentum.
+    other side uses the power -1/2; if both sides are longer, the update is the grafted method's. As in Shi et
+    al., the momentum averages gradients instead of updates, so it has the same buffer as the grafted Adam,
+    and new roots apply to the whole momentum.
 
     State besides that of KroneckerOptimizer: `exp_avg`, M (rows, cols); `root_L` and `root_R`, A and B,
     packed; with grafting="adam", `exp_avg_sq` (rows, cols); if refreshes are spread, X and M of Newton's
@@ -63,8 +63,8 @@ class Shampoo(KroneckerOptimizer):
             second moment; `eps`: the epsilon of the grafted Adam.
         shampoo_eps: Term added to a factor's eigenvalues, relative to the largest.
         grafting: The method to whose Frobenius norm the update is scaled. none: no scaling; sgd: the norm of
-            M; adam: the norm of M / (sqrt(V) + eps), for which an AdamW learning rate fits. adam keeps one more
-            buffer of the size of the weight.
+            M; adam: the norm of M / (sqrt(V) + eps), for which an AdamW learning rate fits. adam keeps one
+            more buffer of the size of the weight.
         roots: How inverse roots are computed. eigh: from eigenvalues. newton: by matrix products alone, which
             is faster on GPUs; a root that does not converge is computed from eigenvalues.
         """
@@ -97,8 +97,8 @@ class Shampoo(KroneckerOptimizer):
                 pack(root.contiguous(), self.state[p][f"root_{side}"])
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        """Makes the steps of Newton's iteration that belong to this part. An eigendecomposition is computed in
-        the first part as a whole."""
+        """Makes the steps of Newton's iteration that belong to this part. An eigendecomposition is computed
+        in the first part as a whole."""
         state, steps = self.state[p], newton_steps(self._order(p))
         root, following, residual = (state[f"{name}_{side}"] for name in ("root", "next_root", "residual"))
         parts = [newton_part(number, steps, self.precondition_frequency) for number in range(steps)]
@@ -120,8 +120,8 @@ class Shampoo(KroneckerOptimizer):
         return True
 
     def _iterate(self, p: torch.Tensor, side: Side, numbers: Sequence[int]) -> None:
-        """Makes some steps of Newton's iteration. X and M are packed between parts, since they are symmetric up
-        to rounding errors."""
+        """Makes some steps of Newton's iteration. X and M are packed between parts, since they are symmetric
+        up to rounding errors."""
         if not numbers:
             return
         x: torch.Tensor | None
@@ -174,8 +174,8 @@ class Shampoo(KroneckerOptimizer):
         """Scales the update down if it is longer than `LONGEST` sqrt(min(rows, cols)), and reports that.
 
         If the roots include all gradients that the momentum averages, no singular value of the update exceeds
-        the bound of Adam's update (Cauchy-Schwarz). With older roots, a singular value can be a thousand times as
-        large, in directions that the roots do not include.
+        the bound of Adam's update (Cauchy-Schwarz). With older roots, a singular value can be a thousand
+        times as large, in directions that the roots do not include.
         """
         excess = torch.linalg.vector_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
         direction.div_(excess.clamp_min(1))

@@ -16,11 +16,11 @@ for eps, 12 for the quotient and 4 for the norm."""
 GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 """The kernel launches of Shampoo's grafting."""
 STACKED_SQUARES = 2**22
-"""The largest stack of squares that one call of a refresh takes on a GPU, in elements. Stacks of small squares save
-launches on GPUs; CPUs do not gain from them."""
+"""The largest stack of squares that one call of a refresh takes on a GPU, in elements. Stacks of small
+squares save launches on GPUs; CPUs do not gain from them."""
 NEWTON_PRODUCTS = {2: (4, 5, 5, 5, 5, 5, 2), 1: (3, 4, 4, 4, 4, 4, 4, 2)}
-"""The number of products in each step of Newton's iteration for an inverse root, by the number of the matrix's
-sides that have roots."""
+"""The number of products in each step of Newton's iteration for an inverse root, by the number of the
+matrix's sides that have roots."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ squares of these singular values are below fp32's rounding."""
 
 
 def _order(powered: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
-    """Returns the order of columns (..., side) by estimated eigenvalue, the largest first; columns whose estimate
-    is below rounding keep their order.
+    """Returns the order of columns (..., side) by estimated eigenvalue, the largest first; columns whose
+    estimate is below rounding keep their order.
 
     Args:
         powered: the factors times their bases, (..., side, side).
@@ -90,8 +90,8 @@ class SOAP(KroneckerOptimizer):
         basis.copy_(new)
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        """Computes a part of a refresh. The first part also puts the columns of the basis in use, and the moments,
-        into the new order."""
+        """Computes a part of a refresh. The first part also puts the columns of the basis in use, and the
+        moments, into the new order."""
         state = self.state[p]
         if part == 0:
             basis, following = state[f"Q_{side}"], state[f"next_Q_{side}"]

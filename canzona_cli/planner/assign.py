@@ -13,8 +13,8 @@ Owners and hosts are balanced together, because a matrix cannot be divided. Firs
 (`Owners`: balanced by compute, by a blend of compute and bytes, or in natural order), then an owner's
 matrices are packed onto its hosts. The result depends only on the arguments, so every rank computes the same.
 
-Experts that are divided among ranks can only be updated by the ranks that store them; `planner.joint` balances
-them together with all other matrices.
+Experts that are divided among ranks can only be updated by the ranks that store them; `planner.joint`
+balances them together with all other matrices.
 """
 
 import heapq
@@ -59,19 +59,19 @@ def assign(
       starts (dividing bucket by bucket would give every remainder to the first ranks). Hosts are assigned
       round-robin in registration order. Nothing is balanced.
 
-    If there are several candidates (layout contiguous, or canzona with alpha < 1), the one with the lowest score is
-    returned: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest owner / their
-    lower bound). Both terms are computed from the final cells, and candidates that exceed `memory_cap` are
-    dropped. Candidates do not depend on alpha, so a larger alpha never makes the busiest cell busier, and a
-    smaller alpha never makes bytes less even.
+    If there are several candidates (layout contiguous, or canzona with alpha < 1), the one with the lowest
+    score is returned: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest
+    owner / their lower bound). Both terms are computed from the final cells, and candidates that exceed
+    `memory_cap` are dropped. Candidates do not depend on alpha, so a larger alpha never makes the busiest
+    cell busier, and a smaller alpha never makes bytes less even.
 
     Args:
         costs: the seconds of each matrix's update, positive; with strategy paper, the elements of the matrix.
         memory_cap: the elements of matrices that one cell may hold; None for no limit.
         bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
         bytes_per_element: the bytes of an element in an exchange; only greedy hosts depend on it.
-        shares: the shares of the matrices that may be shared, by index. If `settings.mode` is shared, all these
-            matrices are shared; otherwise the number that makes the busiest cell least busy.
+        shares: the shares of the matrices that may be shared, by index. If `settings.mode` is shared, all
+            these matrices are shared; otherwise the number that makes the busiest cell least busy.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
@@ -139,16 +139,16 @@ def _solve(
     if not fitting:
         fitting = [_within(stage, experts, settings, memory_cap)]
     if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
-        # The first candidate, balanced for compute alone, is the result with alpha = 1. No candidate may have a less
-        # busy cell, because then alpha = 1 would not give the least busy cell.
+        # The first candidate, balanced for compute alone, is the result with alpha = 1. No candidate may have
+        # a less busy cell, because then alpha = 1 would not give the least busy cell.
         blended = [placed(partial(_blended, blend=blend)) for blend in BLENDS]
         fitting += [candidate for candidate in blended if fits(candidate) and candidate.busiest >= fitting[0].busiest]
     return _pick([stage, *experts], settings.alpha, fitting) if len(fitting) > 1 else fitting[0]
 
 
 def _alike(experts: Sequence[PoolProblem], way: Callable[[PoolProblem], Owners]) -> dict[int, Cell]:
-    """Returns the cells of all experts if the heuristic `way` chooses their owners. Expert-parallel ranks have equal
-    experts, so the first rank's owners are used for all ranks."""
+    """Returns the cells of all experts if the heuristic `way` chooses their owners. Expert-parallel ranks
+    have equal experts, so the first rank's owners are used for all ranks."""
     cells: dict[int, Cell] = {}
     owners = way(experts[0]) if experts else {}
     for problem in experts:
@@ -172,15 +172,16 @@ def _within(
     candidates exceed `memory_cap`.
 
     Raises:
-        DoesNotFit: no assignment was found; or `memory_cap` is exceeded with mode shared or strategy paper, which do
-            not allow another order.
+        DoesNotFit: no assignment was found; or `memory_cap` is exceeded with mode shared or strategy paper,
+            which do not allow another order.
     """
     elements = [matrix.elements for matrix in stage.matrices]
     if experts:
         cells = balanced_together(stage, experts, memory_cap)
     else:
         assert memory_cap is not None
-        # Placing the largest matrices first may succeed if placing the costliest first leaves a matrix without room.
+        # Placing the largest matrices first may succeed if placing the costliest first leaves a matrix
+        # without room.
         cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
         cells = None if settings.mode == "shared" else cells
     if cells is None or (settings.strategy == "paper" and memory_cap is not None):
@@ -293,7 +294,8 @@ def _pick(problems: Sequence[PoolProblem], alpha: float, candidates: Sequence[Pl
     def score(placed: Placed) -> tuple[float, float]:
         compute = placed.busiest / problems[0].bound
         communication = sum(problem.reach(placed) for problem in problems) / least
-        # Ties are broken by the sum of both terms: otherwise, with alpha = 1, bytes could be needlessly uneven.
+        # Ties are broken by the sum of both terms: otherwise, with alpha = 1, bytes could be needlessly
+        # uneven.
         return alpha * compute + (1 - alpha) * communication, compute + communication
 
     return min(candidates, key=score)
@@ -388,8 +390,8 @@ def _place(
     loads: Sequence[float],
     room: Sequence[int],
 ) -> list[int] | None:
-    """Chooses for each matrix in `members` the least busy host with room for it; returns None if a matrix fits on no
-    host."""
+    """Chooses for each matrix in `members` the least busy host with room for it; returns None if a matrix
+    fits on no host."""
     loads, room = list(loads), list(room)
     hosts = []
     for index in members:

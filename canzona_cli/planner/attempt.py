@@ -1,8 +1,8 @@
 """One attempt at a plan: the candidates for its assignment and buckets, and the choice between them.
 
 Candidates are compared by the seconds that updates, reductions and gatherings add to an iteration
-(`planner.exposure`). The times of the forward and backward pass decide how much communication they hide, so one attempt
-makes different plans for different sizes of micro-batches.
+(`planner.exposure`). The times of the forward and backward pass decide how much communication they hide, so
+one attempt makes different plans for different sizes of micro-batches.
 """
 
 from collections import defaultdict
@@ -117,8 +117,8 @@ class Attempt:
         )
 
     def seconds(self, exposure: Exposure) -> float:
-        """Returns the seconds that the balanced assignment adds to an iteration, before matrices are shared or owners
-        renumbered."""
+        """Returns the seconds that the balanced assignment adds to an iteration, before matrices are shared
+        or owners renumbered."""
         return self._candidate(self._balanced(self._default_limit), self._default_limit, exposure).seconds
 
     @property
@@ -136,8 +136,9 @@ class Attempt:
     def _best(self, exposure: Exposure) -> Candidate:
         """Returns the first candidate that adds at most `ALIKE` more seconds to an iteration than the fastest.
 
-        Candidates are, in this order: the balanced assignment with units exchanged between owners (`few_owners`), the
-        balanced assignment (both with renumbered owners), and owners in natural order in buckets of Megatron's size.
+        Candidates are, in this order: the balanced assignment with units exchanged between owners
+        (`few_owners`), the balanced assignment (both with renumbered owners), and owners in natural order in
+        buckets of Megatron's size.
         """
         limit = self._limit(exposure)
         assignment = self._shared_where_faster(self._balanced(limit), limit, exposure)
@@ -157,8 +158,8 @@ class Attempt:
     def _limit(self, exposure: Exposure) -> int | None:
         """Returns the number of elements at which buckets of the first stage are closed.
 
-        Unless the user set a size, this is the best multiple of Megatron's default, by an estimate that needs no
-        owners. It does not depend on alpha, so that plans with different alpha have the same buckets.
+        Unless the user set a size, this is the best multiple of Megatron's default, by an estimate that needs
+        no owners. It does not depend on alpha, so that plans with different alpha have the same buckets.
         """
         default = self._default_limit
         if default is None or self._sized_by_user or not self._by_owner or not self._model.rings:
@@ -170,8 +171,8 @@ class Attempt:
         return next(limit for limit, price in prices.items() if price <= (1 + ALIKE) * least)
 
     def _outline(self, limit: int) -> list[list[Outline]]:
-        """Returns the buckets of every stage if they are closed at `limit` elements, with the experts of the first
-        expert-parallel rank."""
+        """Returns the buckets of every stage if they are closed at `limit` elements, with the experts of the
+        first expert-parallel rank."""
         outlines: list[list[Outline]] = [[] for _ in range(self._layout.pp)]
         for pool in typical_pools(self._members):
             for bucket in pool_buckets(self._members, pool, self._layout, limit):
@@ -228,8 +229,8 @@ class Attempt:
         return any(busy > SHARING_GAIN * bound for busy, bound in zip(busiest, self._bounds, strict=True))
 
     def _candidate(self, assignment: Assignment, limit: int | None, exposure: Exposure) -> Candidate:
-        """Returns the assignment with its buckets, which are reduced and gathered in the ways that add the fewest
-        seconds to an iteration."""
+        """Returns the assignment with its buckets, which are reduced and gathered in the ways that add the
+        fewest seconds to an iteration."""
         ways, members = self._ways(assignment, limit), self._members
         busy = slowest(members, self._costs, assignment, self._grouped)
         chunks = [exposure.chunks(way, members) for way in ways]
@@ -255,8 +256,8 @@ class Attempt:
         return self._laid_out[key]
 
     def _buckets(self, candidate: Candidate) -> tuple[Bucket, ...]:
-        """Returns the buckets of all pools. Buckets of other expert-parallel ranks are reduced and gathered as the
-        first rank's."""
+        """Returns the buckets of all pools. Buckets of other expert-parallel ranks are reduced and gathered
+        as the first rank's."""
         if self._layout.ep == 1:
             return candidate.buckets
         made = buckets(self._members, candidate.assignment, self._layout, self._asked, candidate.limit)

@@ -24,8 +24,8 @@ _KINDS = 24
 def stage_bound(
     matrices: Sequence[Matrix], costs: Sequence[float], stage: int, mesh: Mesh, shares: Mapping[int, Share] = HOSTED
 ) -> float:
-    """Returns the least possible seconds of a stage's slowest cell: the largest of `lower_bound`, the bound for
-    packing an expert-parallel rank's experts into the cells that store them, and `beside_bound`."""
+    """Returns the least possible seconds of a stage's slowest cell: the largest of `lower_bound`, the bound
+    for packing an expert-parallel rank's experts into the cells that store them, and `beside_bound`."""
     experts: dict[int, list[float]] = {}
     others: list[float] = []
     for matrix, cost in zip(matrices, costs, strict=True):
@@ -46,14 +46,14 @@ def stage_bound(
 
 
 def beside_bound(others: Sequence[float], experts: Sequence[float], mesh: Mesh) -> float:
-    """Returns a lower bound of the fullest cell's height, if cells hold experts and other matrices. It is useful if
-    few other matrices are in many cells; otherwise `lower_bound` is as high.
+    """Returns a lower bound of the fullest cell's height, if cells hold experts and other matrices. It is
+    useful if few other matrices are in many cells; otherwise `lower_bound` is as high.
 
-    Take the n other matrices that cost c or more. At least one expert-parallel rank has n / ep of them, rounded up,
-    or more. If all cells of this rank were at most T high, a cell with d of these matrices would have room for at
-    most floor((T - d c) / e) experts, where no expert costs less than e. If the rank's experts do not fit into its
-    cells, however these matrices are divided among the cells, every assignment is higher than T. T is bisected for
-    each cost c in turn.
+    Take the n other matrices that cost c or more. At least one expert-parallel rank has n / ep of them,
+    rounded up, or more. If all cells of this rank were at most T high, a cell with d of these matrices would
+    have room for at most floor((T - d c) / e) experts, where no expert costs less than e. If the rank's
+    experts do not fit into its cells, however these matrices are divided among the cells, every assignment is
+    higher than T. T is bisected for each cost c in turn.
 
     Args:
         others: the costs of the other matrices of the stage.
@@ -85,12 +85,12 @@ def _costliest_first(costs: Sequence[float]) -> Iterator[tuple[float, int]]:
 
 
 def _most_room(height: float, cells: int, others: int, cost: float, expert: float) -> int:
-    """Returns the number of items with cost `expert` that fit into `cells` cells of this height, next to `others` items
-    with cost `cost`; -1 if the `others` alone do not fit."""
+    """Returns the number of items with cost `expert` that fit into `cells` cells of this height, next to
+    `others` items with cost `cost`; -1 if the `others` alone do not fit."""
     rooms = [int((height - held * cost) / expert) for held in range(min(others, int(height / cost)) + 1)]
     most = [0] + [-1] * others
-    """The largest number of experts in the cells so far, by the number of others in them; -1 if the others do not
-    fit."""
+    """The largest number of experts in the cells so far, by the number of others in them; -1 if the others do
+    not fit."""
     for _ in range(cells):
         most = [
             max(
@@ -112,8 +112,8 @@ def lower_bound(
 ) -> float:
     """Returns a lower bound, in seconds, on the update time of the slowest cell in a stage's dp x tp grid.
 
-    It is the largest bound of three relaxations. Each is valid, because dropping or merging constraints cannot raise
-    the optimum:
+    It is the largest bound of three relaxations. Each is valid, because dropping or merging constraints
+    cannot raise the optimum:
 
     1. pack matrices into dp * tp cells, as if matrices of a unit could have different owners;
     2. pack units into dp owners: the tp cells of an owner work on its units, so its slowest cell needs at
@@ -122,8 +122,8 @@ def lower_bound(
 
     With tp = 1, a cell is an owner, and relaxation 2 is the exact problem. `packing_bound` bounds each relaxation.
 
-    A matrix that may be shared (in `shares`) counts with its cheaper mode: in relaxations 1 and 3, the hosted update
-    or one rank's part of the shared update; in relaxation 2, the hosted update or all ranks' parts.
+    A matrix that may be shared (in `shares`) counts with its cheaper mode: in relaxations 1 and 3, the hosted
+    update or one rank's part of the shared update; in relaxation 2, the hosted update or all ranks' parts.
     """
     on_one_cell: dict[int, list[float]] = defaultdict(list)  # by unit, the seconds of each matrix on one cell
     on_all_cells: dict[int, float] = defaultdict(float)  # by unit, the seconds of its matrices on all the owner's cells
@@ -154,8 +154,8 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
       each bin, so that sum f(x_i) <= bins over all items. If this sum is larger, every packing is higher than
       T. `_mass` has the functions.
 
-    T is bisected between the bound of the first three terms and twice this bound. The lower end of the interval is
-    always a proven bound.
+    T is bisected between the bound of the first three terms and twice this bound. The lower end of the
+    interval is always a proven bound.
     """
     return _packing_bound(tuple(sorted(costs)), bins)
 
@@ -190,8 +190,8 @@ def simple_bound(costs: Sequence[float], bins: int) -> float:
 
 
 def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Reduces ascending (cost, number of items) pairs to at most `_KINDS`. The least of several neighbouring costs
-    replaces the others, which can only lower the optimum."""
+    """Reduces ascending (cost, number of items) pairs to at most `_KINDS`. The least of several neighbouring
+    costs replaces the others, which can only lower the optimum."""
     width = -(-len(counts) // _KINDS)
     chunks = [counts[start : start + width] for start in range(0, len(counts), width)]
     return [(chunk[0][0], sum(count for _, count in chunk)) for chunk in chunks]
@@ -206,8 +206,8 @@ def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]
       integer (k + 1) x add up to a / (k + 1). Over the others sum floor((k + 1) x) < k + 1 - a, so it is at
       most k - a, and all items together have at most a / (k + 1) + (k - a) / k <= 1.
 
-    Only values of l that equal an x matter. u_k after U_l is feasible too, and keeps zeros and ones. Every comparison
-    has a tolerance of `_TINY` towards less mass, so that a rounding error cannot raise the bound.
+    Only values of l that equal an x matter. u_k after U_l is feasible too, and keeps zeros and ones. Every
+    comparison has a tolerance of `_TINY` towards less mass, so that a rounding error cannot raise the bound.
 
     Args:
         counts: (cost, number of items) pairs, ascending by cost.

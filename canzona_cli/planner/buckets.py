@@ -1,10 +1,10 @@
-"""Megatron's gradient buffer: how a stage's parameters are cut into buckets, and which range of a bucket each owner
-has.
+"""Megatron's gradient buffer: how a stage's parameters are cut into buckets, and which range of a bucket each
+owner has.
 
-Megatron goes through the parameters from the last to the first, because gradients become ready in this order, and
-closes a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`, 0.19). Each
-model chunk of an interleaved pipeline has a separate buffer; the last model chunk's buckets come first. Once owners are
-known, `buckets` orders the parameters inside each bucket:
+Megatron goes through the parameters from the last to the first, because gradients become ready in this order,
+and closes a bucket once it holds `bucket_elements` (`DistributedOptimizer._compute_per_buffer_param_layout`,
+0.19). Each model chunk of an interleaved pipeline has a separate buffer; the last model chunk's buckets come
+first. Once owners are known, `buckets` orders the parameters inside each bucket:
 
     parameters, last first   | fc2.1 | fc1.1      | qkv.1 | proj.1 | fc2.0 | fc1.0      | qkv.0 | proj.0 |
     cut into buckets         |       bucket 0             |           bucket 1          |  bucket 2      |
@@ -12,9 +12,9 @@ known, `buckets` orders the parameters inside each bucket:
       contiguous             | fc2.1 | gate.1  up.1 | qkv.1 |     as Megatron lays them out
       owner                  | 0: qkv.1 gate.1 | 1: up.1 | 2: fc2.1 |     one range for each owner
 
-Experts that expert parallelism divides among ranks have separate buffers, because their gradients are reduced over
-fewer ranks. Expert-parallel ranks have different experts in buckets of the same sizes. These buckets end where every
-owner can have equally many matrices of each size, so that equal parts need no padding.
+Experts that expert parallelism divides among ranks have separate buffers, because their gradients are reduced
+over fewer ranks. Expert-parallel ranks have different experts in buckets of the same sizes. These buckets end
+where every owner can have equally many matrices of each size, so that equal parts need no padding.
 """
 
 from collections import Counter
@@ -43,8 +43,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter of Megatron. fc1 has two parts, gate and up, unless they are one matrix; all other parameters have
-    one part."""
+    """A parameter of Megatron. fc1 has two parts, gate and up, unless they are one matrix; all other
+    parameters have one part."""
 
     name: str
     chunk: int
@@ -90,8 +90,8 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
 
 
 def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
-    """Counts the elements of a unit that one TP rank stores. A matrix of a single head is stored on one rank; every
-    rank has the same number of such matrices."""
+    """Counts the elements of a unit that one TP rank stores. A matrix of a single head is stored on one rank;
+    every rank has the same number of such matrices."""
     heads = sum(matrix.elements for matrix in members if matrix.home is not None)
     return heads // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
 
@@ -111,8 +111,8 @@ class Pool(NamedTuple):
 
 
 def pools(matrices: Sequence[Matrix]) -> list[Pool]:
-    """Lists the pools of all stages, ascending. In each stage, the pool of the matrices that all ranks store comes
-    first."""
+    """Lists the pools of all stages, ascending. In each stage, the pool of the matrices that all ranks store
+    comes first."""
     return list(_pooled(_Same(matrices)))
 
 
@@ -130,8 +130,8 @@ def cut(
     is one bucket.
 
     Args:
-        even: a bucket ends only when its number of parts of each size is a multiple of `even`, or when it is twice as
-            large as `bucket_elements`.
+        even: a bucket ends only when its number of parts of each size is a multiple of `even`, or when it is
+            twice as large as `bucket_elements`.
     """
     by_chunk = [list(of_chunk) for _, of_chunk in groupby(parameters, lambda parameter: parameter.chunk)]
     limit = bucket_elements if stage == 0 else None
@@ -152,8 +152,8 @@ def pool_buckets(
 
 
 class _Same(NamedTuple):
-    """A list of matrices as the key of a cache. Lists are equal only if they are the same object, because comparing
-    thousands of matrices would take longer than computing the cached value."""
+    """A list of matrices as the key of a cache. Lists are equal only if they are the same object, because
+    comparing thousands of matrices would take longer than computing the cached value."""
 
     matrices: Sequence[Matrix]
 
@@ -185,8 +185,8 @@ def _pool_buckets(same: _Same, pool: Pool, tp: int, bucket_elements: int | None,
 
 
 def _cut(parameters: Sequence[Parameter], limit: int | None, even: int) -> list[list[Parameter]]:
-    """Cuts a model chunk's parameters into buckets. A bucket is closed once it holds `limit` elements and can be
-    divided evenly (see `cut`); a `limit` of None gives one bucket."""
+    """Cuts a model chunk's parameters into buckets. A bucket is closed once it holds `limit` elements and can
+    be divided evenly (see `cut`); a `limit` of None gives one bucket."""
     closed: list[list[Parameter]] = []
     bucket: list[Parameter] = []
     filled = 0
@@ -215,12 +215,12 @@ def buckets(
     bucket_elements: int | None = None,
     of: Sequence[Pool] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Returns the buckets of all stages, numbered from 0 in each stage. The buckets of a pool are in the order in which
-    gradients become ready.
+    """Returns the buckets of all stages, numbered from 0 in each stage. The buckets of a pool are in the
+    order in which gradients become ready.
 
-    - layout owner: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and up have two
-      owners is placed on the border between their ranges. If that is impossible, which is rare, an owner gets a
-      second range;
+    - layout owner: the parameters of an owner are adjacent, in uneven shards. A parameter whose gate and up
+      have two owners is placed on the border between their ranges. If that is impossible, which is rare, an
+      owner gets a second range;
     - layout contiguous: Megatron's order;
     - strategies paper and asc: Megatron's order in either layout.
 
@@ -271,9 +271,9 @@ def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
     """Orders a bucket's parameters so that owners have few ranges.
 
     A parameter with two owners links the first to the last. Links are joined into chains without cycles, in which
-    every owner has at most one incoming and one outgoing link. Owners follow chain by chain, and a linking parameter
-    is placed on the border between its owners. Any other parameter with two owners is placed after its first owner or
-    before its last owner if the border there is free, otherwise at the end of the bucket.
+    every owner has at most one incoming and one outgoing link. Owners follow chain by chain, and a linking
+    parameter is placed on the border between its owners. Any other parameter with two owners is placed after
+    its first owner or before its last owner if the border there is free, otherwise at the end of the bucket.
     """
     after: dict[int, _Owned] = {}
     before: dict[int, _Owned] = {}
@@ -326,8 +326,8 @@ def _packed(order: Sequence[_Owned], pool: Pool, index: int, shards: int) -> Buc
 
 
 def _side_by_side(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
-    """Places parameters one after another, each at an aligned start; returns the starts and the end of the last
-    parameter."""
+    """Places parameters one after another, each at an aligned start; returns the starts and the end of the
+    last parameter."""
     starts: list[int] = []
     end = 0
     for parameter in parameters:
@@ -363,8 +363,8 @@ def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool, ind
 
 
 def even_bucket(held: Sequence[Sequence[Parameter]], pool: Pool, index: int) -> Bucket:
-    """Returns a bucket of Megatron's layer-wise optimizer, with one shard for each owner. Shards are padded to the
-    length of the fullest, so the ring that reduces or gathers the bucket needs no second transfer.
+    """Returns a bucket of Megatron's layer-wise optimizer, with one shard for each owner. Shards are padded
+    to the length of the fullest, so the ring that reduces or gathers the bucket needs no second transfer.
 
     Args:
         held: the parameters of each owner.

@@ -23,9 +23,9 @@ from canzona_cli.planner.plan import Bucket, rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_apart
 
 Stream = Literal["data", "experts", "adamw"]
-"""A communicator of data-parallel traffic. Its transfers run one after another; transfers of different communicators
-share the links. Experts that are divided among ranks have a communicator, and on GPUs AdamW's parameters have one under
-a plan (`planner.reduction.adamw_apart`)."""
+"""A communicator of data-parallel traffic. Its transfers run one after another; transfers of different
+communicators share the links. Experts that are divided among ranks have a communicator, and on GPUs AdamW's
+parameters have one under a plan (`planner.reduction.adamw_apart`)."""
 STREAMS: Final[tuple[Stream, ...]] = get_args(Stream)
 
 
@@ -42,8 +42,8 @@ class Chunk:
 
 
 def in_order(streams: Iterable[Sequence[Chunk]]) -> list[Chunk]:
-    """Merges the chunks of several streams into the order in which buckets fill. The chunks of each stream are already
-    in this order."""
+    """Merges the chunks of several streams into the order in which buckets fill. The chunks of each stream
+    are already in this order."""
     return list(heapq.merge(*streams, key=lambda chunk: -chunk.module))
 
 
@@ -122,8 +122,8 @@ class Buffers:
         self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
-        """Builds the chunks of a buffer with all parameters, followed by the chunks of experts that are divided among
-        ranks.
+        """Builds the chunks of a buffer with all parameters, followed by the chunks of experts that are
+        divided among ranks.
 
         Args:
             sharded: True for AdamW's `DistributedOptimizer`; False for `sc`, which all-reduces gradients and
@@ -150,8 +150,8 @@ class Buffers:
         ]
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
-        """Builds the chunks of the matrices' buckets, in the order in which buckets fill. The experts of the first
-        expert-parallel rank stand for the experts of all."""
+        """Builds the chunks of the matrices' buckets, in the order in which buckets fill. The experts of the
+        first expert-parallel rank stand for the experts of all."""
         streams: dict[int | None, list[Bucket]] = {}
         for bucket in rank_buckets(buckets, self._stage):
             streams.setdefault(bucket.expert_rank, []).append(bucket)
@@ -179,8 +179,8 @@ class Buffers:
         )
 
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
-        """Lists (elements, module) in registration order; a norm or router belongs to the module that uses its
-        output.
+        """Lists (elements, module) in registration order; a norm or router belongs to the module that uses
+        its output.
 
         Args:
             layers: False to leave out the matrices of the layers. Experts that are divided among ranks are
@@ -203,8 +203,8 @@ class Buffers:
         return [(size, number) for size, number in parameters if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Cuts parameters into buckets; returns (elements, first module) of each bucket. The parameters registered last
-        come first.
+        """Cuts parameters into buckets; returns (elements, first module) of each bucket. The parameters
+        registered last come first.
 
         A bucket ends once it has `_limit` elements, and at the end of a model chunk.
         """

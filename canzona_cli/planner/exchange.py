@@ -1,5 +1,5 @@
-"""The messages that each TP rank sends and receives for one micro-group, as the engine, the planner, the memory
-estimate and the simulation use them.
+"""The messages that each TP rank sends and receives for one micro-group, as the engine, the planner, the
+memory estimate and the simulation use them.
 
 The ranks that store a matrix decide which parts of it are sent:
 
@@ -10,13 +10,13 @@ The ranks that store a matrix decide which parts of it are sent:
 
 A shared matrix is not sent; `sharing.shared_exchanges` has its collectives.
 
-Together with the weights, every host sends a flag for each of its matrices to every other rank: one element, which
-is not finite if the update was not finite. A rank sends nothing to itself. An all-to-all in which no fragment moves
-is skipped, and its flags are not sent.
+Together with the weights, every host sends a flag for each of its matrices to every other rank: one element,
+which is not finite if the update was not finite. A rank sends nothing to itself. An all-to-all in which no
+fragment moves is skipped, and its flags are not sent.
 
-The engine uses a `Route`: the place of each fragment in one rank's messages. Planning, memory and simulation use
-`group_traffic`: the sizes of all ranks' messages, which equal the sizes of their routes. All sizes are in elements.
-This module does not import torch.
+The engine uses a `Route`: the place of each fragment in one rank's messages. Planning, memory and simulation
+use `group_traffic`: the sizes of all ranks' messages, which equal the sizes of their routes. All sizes are in
+elements. This module does not import torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -76,8 +76,8 @@ def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> 
 
 
 def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -> Traffic:
-    """Returns the traffic if each host sends `to_each[host]` elements to every other rank, and for each (host, home,
-    elements) in `homes` further elements to one rank.
+    """Returns the traffic if each host sends `to_each[host]` elements to every other rank, and for each
+    (host, home, elements) in `homes` further elements to one rank.
 
     Sums instead of single messages are computed, because grouping `auto` compares hundreds of candidate groups.
     """
@@ -128,8 +128,8 @@ class Route:
 
 
 def senders(matrix: Matrix, host: int, tp: int) -> range:
-    """Returns the TP ranks whose gradients make up the whole matrix: only the host if every rank stores the whole
-    matrix."""
+    """Returns the TP ranks whose gradients make up the whole matrix: only the host if every rank stores the
+    whole matrix."""
     return range(host, host + 1) if matrix.replicated else matrix.holders(tp)
 
 
@@ -149,8 +149,8 @@ def to_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp:
 
 
 def from_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, tp: int) -> Route:
-    """Routes weight fragments from hosts to all ranks that store them, and a flag for each matrix to every other
-    rank.
+    """Routes weight fragments from hosts to all ranks that store them, and a flag for each matrix to every
+    other rank.
 
     Args:
         hosts: the host (TP rank) of each matrix.

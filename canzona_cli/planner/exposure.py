@@ -1,10 +1,10 @@
-"""Estimates the seconds that an iteration waits for updates, reductions and gatherings, quickly enough to compare a
-plan's candidates.
+"""Estimates the seconds that an iteration waits for updates, reductions and gatherings, quickly enough to
+compare a plan's candidates.
 
-`simulate.iteration` computes these waits for a whole pipeline, on the same `Timeline`. Here each stage has two
-separate timelines: one for the last backward pass, which starts reductions, and one for the first forward pass, which
-waits for gatherings. Stages after the first finish their backward passes earlier and start their forward passes later,
-by one pass for each stage before them.
+`simulate.iteration` computes these waits for a whole pipeline, on the same `Timeline`. Here each stage has
+two separate timelines: one for the last backward pass, which starts reductions, and one for the first forward
+pass, which waits for gatherings. Stages after the first finish their backward passes earlier and start their
+forward passes later, by one pass for each stage before them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,8 +39,8 @@ class Outline:
 class Exposure:
     """The waits of a run's iteration.
 
-    They depend only on the inputs of a plan. So sequence parallelism, the dispatcher of tokens and factors that were
-    measured in whole steps have no effect.
+    They depend only on the inputs of a plan. So sequence parallelism, the dispatcher of tokens and factors
+    that were measured in whole steps have no effect.
 
     Args:
         layout: the resolved layout; its number of micro-batches has no effect.
@@ -140,8 +140,8 @@ class _StageClock:
 
         Returns:
             The seconds from the end of the first stage's pass without reductions to the end of this stage's
-            reductions, negative if the reductions end earlier; and the seconds by which the reductions slow this
-            stage's pass down.
+            reductions, negative if the reductions end earlier; and the seconds by which the reductions slow
+            this stage's pass down.
         """
         chunks_of_module: dict[int, list[Chunk]] = {}
         for chunk in chunks:
@@ -149,8 +149,8 @@ class _StageClock:
         work, ends = _Pass(chunk.reduce for chunk in chunks), []
         for position, places in enumerate(reversed(self.time.places)):
             if position:
-                # Before the last micro-batch, the pp - 1 others of its turn pass through this model chunk, and its
-                # gradient travels once around the pipeline.
+                # Before the last micro-batch, the pp - 1 others of its turn pass through this model chunk,
+                # and its gradient travels once around the pipeline.
                 work.compute(self._turns * self._pass_s(places, 1) + self._stages * self._hop_s)
             work.compute(self.time.pass_s)
             for place in reversed(places):
@@ -174,8 +174,8 @@ class _StageClock:
             late_s: the second value that this method returned for the stage before.
 
         Returns:
-            The seconds by which updates and gatherings delay the end of the pass through all model chunks, and the
-            end of the pass through the first model chunk.
+            The seconds by which updates and gatherings delay the end of the pass through all model chunks,
+            and the end of the pass through the first model chunk.
         """
         order, work = Order.of(chunks, len(self._others), self.time.places), _Pass(chunk.gather for chunk in chunks)
         follows = dict(zip(order.afterwards, order.afterwards[GATHERED_AHEAD:], strict=False))

@@ -50,8 +50,8 @@ def _entries(part: object) -> Sequence[Entry]:
 
 
 def _merged(entries: Iterable[Entry]) -> list[dict[str, object]]:
-    """Merges the entries of a layer that differ only in their numbers, owner and host; the merged entry takes the
-    place of the first."""
+    """Merges the entries of a layer that differ only in their numbers, owner and host; the merged entry takes
+    the place of the first."""
     families: dict[object, list[Entry]] = {}
     for entry in entries:
         families.setdefault(_family(entry), []).append(entry)

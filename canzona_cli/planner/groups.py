@@ -1,10 +1,10 @@
 """Divides an owner's matrices into micro-groups. The matrices of a micro-group are sent together in one fused
 all-to-all over the owner's TP group.
 
-While group i is updated, group i + 1's gradients and group i - 1's new weights are communicated. Small groups let
-hosts start computing sooner and take less memory; large groups pay the latency of an exchange less often. The size of
-a group is the size of the matrices that its fullest host receives, at most C_max bytes. C_max also bounds the bytes
-that a rank sends, because a rank sends 1 / tp of each matrix on tp hosts.
+While group i is updated, group i + 1's gradients and group i - 1's new weights are communicated. Small groups
+let hosts start computing sooner and take less memory; large groups pay the latency of an exchange less often.
+The size of a group is the size of the matrices that its fullest host receives, at most C_max bytes. C_max
+also bounds the bytes that a rank sends, because a rank sends 1 / tp of each matrix on tp hosts.
 """
 
 import math
@@ -23,8 +23,8 @@ from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 CLOSE = 0.002
-"""The relative difference in time up to which a candidate with fewer groups is preferred, because the overhead of
-exchanges is the least predictable part."""
+"""The relative difference in time up to which a candidate with fewer groups is preferred, because the
+overhead of exchanges is the least predictable part."""
 
 Group = tuple[int, ...]
 """The matrices of one micro-group, by index in the plan's list."""
@@ -60,8 +60,8 @@ def micro_groups(
 def held_jobs(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment
 ) -> dict[tuple[int, int], list[Job]]:
-    """Returns, by (stage, owner), a job for each matrix that belongs to a micro-group: its host and its update
-    seconds. Experts with an `expert_rank` are in no micro-group and are left out."""
+    """Returns, by (stage, owner), a job for each matrix that belongs to a micro-group: its host and its
+    update seconds. Experts with an `expert_rank` are in no micro-group and are left out."""
     held: dict[tuple[int, int], list[Job]] = {}
     for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True):
         if matrix.expert_rank is None:
@@ -73,8 +73,8 @@ def held_jobs(
 def expert_seconds(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, pipeline: HostedPipeline
 ) -> Mapping[tuple[int, int], tuple[float, ...]]:
-    """Returns, by (stage, owner), the seconds for which each host updates experts with an `expert_rank`, before
-    micro-groups. Owners without such experts are left out."""
+    """Returns, by (stage, owner), the seconds for which each host updates experts with an `expert_rank`,
+    before micro-groups. Owners without such experts are left out."""
     counted = Counter(
         (matrix.stage, cell.owner, cell.host, cost, matrix.elements)
         for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True)
@@ -178,8 +178,8 @@ def _groups(
 def _fewest_of_the_fastest(
     candidates: Iterable[list[list[Job]]], pipeline: HostedPipeline, first: Sequence[float]
 ) -> tuple[float, list[list[Job]]]:
-    """Times all candidates. Returns the seconds and groups of the candidate with the fewest groups among those within
-    `CLOSE` of the fastest."""
+    """Times all candidates. Returns the seconds and groups of the candidate with the fewest groups among
+    those within `CLOSE` of the fastest."""
     # Candidates are often equal, and most have groups in common; `known` is a cache of their loads.
     distinct = {tuple(tuple(job.matrix.index for job in group) for group in groups): groups for groups in candidates}
     known: Loads = {}
@@ -193,12 +193,12 @@ def _fewest_of_the_fastest(
 
 
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
-    """Yields the candidates of grouping auto: three orders, each cut at capacities that double from the largest matrix
-    to C_max.
+    """Yields the candidates of grouping auto: three orders, each cut at capacities that double from the
+    largest matrix to C_max.
 
-    Each is also yielded with a separate first and last group, because nothing overlaps with their exchanges. The first
-    group has every host's first matrix; the last group has the last matrix of every host, or only of hosts that are
-    busier than the mean.
+    Each is also yielded with a separate first and last group, because nothing overlaps with their exchanges.
+    The first group has every host's first matrix; the last group has the last matrix of every host, or only
+    of hosts that are busier than the mean.
     """
     largest = max(job.received for job in jobs)
     hosted = [0] * tp
@@ -227,8 +227,8 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
 
 
 def _ends(order: Sequence[Job], late: Set[int]) -> tuple[list[Job], list[Job], list[Job]]:
-    """Splits jobs into three lists: every host's first job, the jobs between, and the last job of each host in `late`
-    with more than one job."""
+    """Splits jobs into three lists: every host's first job, the jobs between, and the last job of each host
+    in `late` with more than one job."""
     first: dict[int, Job] = {}
     last: dict[int, Job] = {}
     for job in order:
@@ -288,8 +288,8 @@ def best_of(
     grouped: Grouped,
     memory_cap: int | None,
 ) -> Assignment:
-    """Chooses the matrices that each stage shares. Every owner of `balanced` shares the set of matrices with which it
-    is fastest. A stage whose slowest owner gains too little (`GAIN`) keeps its cells of `hosted`.
+    """Chooses the matrices that each stage shares. Every owner of `balanced` shares the set of matrices with
+    which it is fastest. A stage whose slowest owner gains too little (`GAIN`) keeps its cells of `hosted`.
 
     Args:
         hosted: an assignment that shares nothing.

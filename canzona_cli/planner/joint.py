@@ -5,9 +5,9 @@ An expert can only be updated by the ranks that store it, so expert-parallel ran
     expert-parallel rank 0   | cell 0: q.0 proj.1 e e e e | cell 2: e e e e e e e e |    cells of equal height
     expert-parallel rank 1   | cell 1: q.1 e e e e e      | cell 3: proj.0 k v e e e e |
 
-First the other matrices are divided evenly among the expert-parallel ranks, and each is assigned to the least busy
-cell of its rank. Then the experts of each expert-parallel rank, which are many and similar, fill up its cells: the
-costliest first, each into the least busy cell.
+First the other matrices are divided evenly among the expert-parallel ranks, and each is assigned to the least
+busy cell of its rank. Then the experts of each expert-parallel rank, which are many and similar, fill up its
+cells: the costliest first, each into the least busy cell.
 """
 
 import heapq
@@ -105,8 +105,8 @@ class _Grid:
 
 
 def _filled(problem: PoolProblem, busy: Sequence[float], room: list[int]) -> dict[int, int]:
-    """Assigns an expert-parallel rank's units, the costliest first, each to the least busy owner with room; returns the
-    owner of each unit that finds room.
+    """Assigns an expert-parallel rank's units, the costliest first, each to the least busy owner with room;
+    returns the owner of each unit that finds room.
 
     Args:
         busy: the seconds that each owner already has.

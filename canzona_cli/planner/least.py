@@ -1,8 +1,8 @@
 """A lower bound of the seconds of matrix updates with their exchanges: no assignment of a run's matrices is faster.
 
-`bounds.lower_bound` bounds only the computation. The slowest rank also has exchanges: the weight of a hosted matrix
-is sent back, and a shared matrix waits for the squares of other ranks. So the fastest plan may have a busier rank than
-necessary.
+`bounds.lower_bound` bounds only the computation. The slowest rank also has exchanges: the weight of a hosted
+matrix is sent back, and a shared matrix waits for the squares of other ranks. So the fastest plan may have a
+busier rank than necessary.
 """
 
 import math
@@ -21,8 +21,8 @@ from canzona_cli.planner.pipeline import HostedPipeline, Job, planning
 from canzona_cli.planner.plan import Plan
 
 _MOST_UNITS = 8
-"""The largest mean number of units per owner for which the sets of units of an owner are listed. If owners have more,
-`bounds.lower_bound` is close enough."""
+"""The largest mean number of units per owner for which the sets of units of an owner are listed. If owners
+have more, `bounds.lower_bound` is close enough."""
 _MOST_SETS = 300
 _BISECTIONS = 8
 
@@ -55,8 +55,8 @@ def updates(config: RunConfig, layout: Layout, plan: Plan) -> Updates:
 
 
 def _with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> float:
-    """Returns a lower bound of the busiest rank's seconds in a stage whose experts are divided among ranks, where all
-    other matrices are hosted: `stage_bound` of the updates with their copies."""
+    """Returns a lower bound of the busiest rank's seconds in a stage whose experts are divided among ranks,
+    where all other matrices are hosted: `stage_bound` of the updates with their copies."""
     known: dict[Hashable, float] = {}
     seconds = []
     for matrix, cost in zip(plan.matrices, plan.costs, strict=True):
@@ -109,8 +109,8 @@ class _Ways:
     on_each: float
     """The seconds of every rank's work, without waits, if the matrix is shared; infinite if it may not be shared."""
     alone: float
-    """The seconds with waits, if the matrix is the only shared matrix of its owner. With several shared matrices, the
-    work of one may hide the waits of another."""
+    """The seconds with waits, if the matrix is the only shared matrix of its owner. With several shared
+    matrices, the work of one may hide the waits of another."""
 
     @property
     def least(self) -> float:
@@ -234,8 +234,8 @@ class _Kinds:
         )
 
     def _sets(self, seconds: float) -> list[tuple[int, ...]] | None:
-        """Lists the sets of units that an owner may be able to update within `seconds`, as the number of units of each
-        kind; None if there are too many sets."""
+        """Lists the sets of units that an owner may be able to update within `seconds`, as the number of
+        units of each kind; None if there are too many sets."""
         sets: list[tuple[int, ...]] = [()]
         for place in range(len(self.units)):
             longer = []
@@ -281,9 +281,9 @@ def _fit(hosted: Sequence[_Ways], held: Mapping[_Ways, int], shared: Sequence[in
 
 
 def _weights(sets: Sequence[Sequence[int]], order: Sequence[int]) -> list[float] | None:
-    """Returns a weight for each kind, so that no set weighs more than 1. Kinds get, one after another in this `order`,
-    the largest weight that the weights so far allow. Returns None if a kind is in no set, so that no owner can have
-    it."""
+    """Returns a weight for each kind, so that no set weighs more than 1. Kinds get, one after another in this
+    `order`, the largest weight that the weights so far allow. Returns None if a kind is in no set, so that no
+    owner can have it."""
     weights = [0.0] * len(order)
     for kind in order:
         left = [

@@ -1,8 +1,8 @@
 """Makes the `Plan` of a run, in attempts that need less and less memory until every rank has enough.
 
-An attempt balances matrices over the grid and shares some if sharing is faster. Of equally fast assignments, it keeps
-the one with less communication. Buckets and micro-groups follow from the assignment. A plan does not depend on torch,
-on elapsed time or on random numbers.
+An attempt balances matrices over the grid and shares some if sharing is faster. Of equally fast assignments,
+it keeps the one with less communication. Buckets and micro-groups follow from the assignment. A plan does not
+depend on torch, on elapsed time or on random numbers.
 """
 
 import json
@@ -35,8 +35,8 @@ from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
 
 _LATER: Final = {"num_experts": 0, "gated": True}
-"""The model settings that are newer than plan files. A setting with this value is left out of a plan's subject, so
-that older plans keep their hashes."""
+"""The model settings that are newer than plan files. A setting with this value is left out of a plan's
+subject, so that older plans keep their hashes."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
@@ -202,7 +202,8 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
 def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     config, _ = plannable(config)
     members, engine = planned_matrices(config, layout, shapes), config.engine
-    # Mode auto falls back to hosted, because a plan may not fit only because of the buffers of shared matrices.
+    # Mode auto falls back to hosted, because a plan may not fit only because of the buffers of shared
+    # matrices.
     hosted = replace(config, engine=replace(engine, mode="hosted"))
     limits = sorted({capacity(config) - headroom(config), capacity(config)})
     for limit, run in product(limits, (config, hosted) if engine.mode == "auto" else (config,)):
@@ -253,8 +254,8 @@ def _attempts(
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """Makes a plan without a memory limit, for comparisons and for runs with enough memory.
 
-    The last 32 plans are cached. Layouts with the same `Layout.bare` share all candidates, but may choose different
-    ones, because the choice depends on the times of the forward and backward pass.
+    The last 32 plans are cached. Layouts with the same `Layout.bare` share all candidates, but may choose
+    different ones, because the choice depends on the times of the forward and backward pass.
     """
     open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, sequence_parallel=None)
     open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)

@@ -1,5 +1,5 @@
-"""Computes the figures of a plan that need no simulation: load balance and its bound, bytes and collectives, and the
-update of each shape."""
+"""Computes the figures of a plan that need no simulation: load balance and its bound, bytes and collectives,
+and the update of each shape."""
 
 import math
 from collections import Counter
@@ -18,8 +18,8 @@ from canzona_cli.planner.reduction import collectives, sent_elements, shares
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """The load balance of the stage whose slowest rank takes longest: the maximum over the mean of update seconds. 1.0
-    is perfect."""
+    """The load balance of the stage whose slowest rank takes longest: the maximum over the mean of update
+    seconds. 1.0 is perfect."""
 
     dp: float
     """The balance over owners, whose seconds are the sums over their hosts."""
@@ -48,8 +48,8 @@ class Balance:
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """The bytes that one rank sends in a step, and the collectives in which it takes part. If ranks differ, each value
-    is the largest of all ranks."""
+    """The bytes that one rank sends in a step, and the collectives in which it takes part. If ranks differ,
+    each value is the largest of all ranks."""
 
     dp_reduce_bytes: int
     """The bytes of gradients that a rank sends for reductions over n owners, padding included: (n - 1) / n of AdamW's
@@ -57,8 +57,8 @@ class Communication:
     dp_gather_bytes: int
     """The bytes of weights that a rank sends for gatherings, counted as in `dp_reduce_bytes`."""
     tp_exchange_bytes: int
-    """The bytes that a rank sends within its TP group: gradient fragments to hosts, new weights and flags from hosts,
-    and the squares of shared matrices."""
+    """The bytes that a rank sends within its TP group: gradient fragments to hosts, new weights and flags
+    from hosts, and the squares of shared matrices."""
     dp_reductions: int
     """The number of collectives that reduce the matrices' gradients: one for each range of a bucket, or a few
     for a bucket in a ring."""
@@ -69,11 +69,11 @@ class Communication:
     gathered_by: Mapping[Gathering, int]
     """The number of buckets that are gathered in each way, the most frequent way first; empty with one owner."""
     tp_exchanges: int
-    """The number of collectives over the TP group: at most two all-to-alls for each micro-group, and the collectives of
-    shared matrices."""
+    """The number of collectives over the TP group: at most two all-to-alls for each micro-group, and the
+    collectives of shared matrices."""
     dp_byte_balance: float
-    """The elements of each bucket's busiest owner, summed over buckets, relative to even shares. 1.0 if all owners have
-    equally many elements of each bucket. alpha trades this balance against load balance."""
+    """The elements of each bucket's busiest owner, summed over buckets, relative to even shares. 1.0 if all
+    owners have equally many elements of each bucket. alpha trades this balance against load balance."""
     padding_fraction: float
     """The padding in the matrices' buffers, in elements per element of a matrix; 0.5 means 50% more memory."""
 
@@ -99,9 +99,9 @@ class UpdateKind:
     together: int
     """The largest number of matrices that a host updates at once, in batched products; 1 for one by one."""
     error: float | None
-    """The root mean square of |s - 1| over those singular values s of the update, in exact arithmetic, that started at
-    0.007 to 1 times the largest singular value. Rounding adds less than 0.01 in either form, in bf16 or fp16. None if
-    unknown."""
+    """The root mean square of |s - 1| over those singular values s of the update, in exact arithmetic, that
+    started at 0.007 to 1 times the largest singular value. Rounding adds less than 0.01 in either form, in
+    bf16 or fp16. None if unknown."""
 
 
 POLYNOMIAL_ERROR = {

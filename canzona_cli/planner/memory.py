@@ -1,17 +1,17 @@
-"""The memory of each rank under a plan: the engine's buffers and the optimizers' scratch; and the total, which
-includes state, weights and activations.
+"""The memory of each rank under a plan: the engine's buffers and the optimizers' scratch; and the total,
+which includes state, weights and activations.
 
-The engine allocates its buffers once and keeps them. With tp > 1 it has message buffers for the gradients and weights
-of micro-groups. There are two sets of each, because two groups are in flight (one set if the owner has only one group),
-and each set is as large as the rank's largest group. A host also assembles the whole fp32 gradients of one group.
-Shared matrices need a buffer for the fp32 gradient of one fragment if the gradient is not already contiguous and in
-fp32, and scratch for the squares of two interleaved matrices.
+The engine allocates its buffers once and keeps them. With tp > 1 it has message buffers for the gradients and
+weights of micro-groups. There are two sets of each, because two groups are in flight (one set if the owner
+has only one group), and each set is as large as the rank's largest group. A host also assembles the whole
+fp32 gradients of one group. Shared matrices need a buffer for the fp32 gradient of one fragment if the
+gradient is not already contiguous and in fp32, and scratch for the squares of two interleaved matrices.
 
 With tp = 1 there are no messages, and gradients are used in place if they are contiguous and in fp32. Gradients of q,
 k and v are not contiguous, because they are interleaved in their parameter; and if gradients are reduced in bf16, none
-is in fp32. Gradients that cannot be used in place are copied in batches of at most `BATCH_BYTES`, or of one matrix. The
-matrices' optimizers keep scratch of their own (`workspace`). Some ways of reducing gradients and gathering weights need
-further memory during the backward and the forward pass (`reduction`, `gathering`).
+is in fp32. Gradients that cannot be used in place are copied in batches of at most `BATCH_BYTES`, or of one
+matrix. The matrices' optimizers keep scratch of their own (`workspace`). Some ways of reducing gradients and
+gathering weights need further memory during the backward and the forward pass (`reduction`, `gathering`).
 
 All sizes are in bytes on one rank.
 """
@@ -125,15 +125,15 @@ class _Copies:
     """True if gradients are reduced in fp32."""
 
     def of_host(self, matrix: Matrix, tp: int, host: int) -> int:
-        """Counts the elements of a matrix's gradient that its host has to copy: all elements, or none if the host
-        already has the whole gradient contiguous and in fp32."""
+        """Counts the elements of a matrix's gradient that its host has to copy: all elements, or none if the
+        host already has the whole gradient contiguous and in fp32."""
         interleaved = matrix.kind in self.interleaved and not _is_head(matrix)
         stored_whole = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
         return 0 if stored_whole and not interleaved and self.fp32 else matrix.elements
 
     def of_fragment(self, matrix: Matrix, tp: int) -> int:
-        """Counts the elements of a shared matrix's fragment that a rank has to copy: all elements, or none if the
-        fragment's gradient is contiguous and in fp32."""
+        """Counts the elements of a shared matrix's fragment that a rank has to copy: all elements, or none if
+        the fragment's gradient is contiguous and in fp32."""
         return 0 if matrix.kind not in self.interleaved and self.fp32 else matrix.elements // tp
 
     def batched(self, matrices: Sequence[Matrix]) -> tuple[int, list[list[Shape]]]:
@@ -248,8 +248,8 @@ class PlanMemory(Memory):
     """The bytes on the rank that needs the most, under a plan."""
 
     parts: Mapping[str, int]
-    """The bytes of weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits, workspace and
-    exchange. Of memory that is never needed at the same time, only the largest part counts
+    """The bytes of weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits,
+    workspace and exchange. Of memory that is never needed at the same time, only the largest part counts
     (`costs.buffers.Transient.parts`). `exchange` is `buffers.lasting`."""
     worst: Place
     """The place of `worst_rank`."""
@@ -269,8 +269,8 @@ def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
 
 
 def kept_elements(plan: Plan, stage: int) -> list[int]:
-    """Counts the elements of matrices that each cell of a stage keeps, at index `owner * tp + host`. A hosted matrix is
-    whole on its host; every host of an owner has a fragment of its shared matrices."""
+    """Counts the elements of matrices that each cell of a stage keeps, at index `owner * tp + host`. A hosted
+    matrix is whole on its host; every host of an owner has a fragment of its shared matrices."""
     mesh, shares = plan.subject.layout, plan.assignment.shares
     placed = (
         (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)

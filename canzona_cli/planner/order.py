@@ -9,12 +9,12 @@ A micro-group goes through three stages, with an all-to-all after the first and 
 
 Stages of different groups are interleaved, so that ranks have work during an exchange: stage 0 of groups 0
 and 1; then stage 1 of group 0 and stage 0 of group 2; then stage 1 of group 1, stage 0 of group 3 and stage 2
-of group 0; and so on. One communicator runs the exchanges in this order. An exchange starts once all ranks of the TP
-group have packed their messages and the previous exchange is done. The exchanges of the first two groups
-(`ahead`) start before the gradient norm is known, so that they overlap with norm, clip and AdamW.
+of group 0; and so on. One communicator runs the exchanges in this order. An exchange starts once all ranks of
+the TP group have packed their messages and the previous exchange is done. The exchanges of the first two
+groups (`ahead`) start before the gradient norm is known, so that they overlap with norm, clip and AdamW.
 
-Shared matrices follow all groups and are in no exchange. Two matrices at a time are interleaved (`turns`): while the
-squares of one are communicated, the other is computed.
+Shared matrices follow all groups and are in no exchange. Two matrices at a time are interleaved (`turns`):
+while the squares of one are communicated, the other is computed.
 
 With Shampoo, SOAP and their variants the steps of a refresh period differ in length (`refreshes`).
 """
@@ -76,8 +76,8 @@ class Refreshes:
 
     @property
     def excess_s(self) -> float:
-        """The seconds by which the longest step exceeds the mean step. Iterations differ by the same seconds, because
-        nothing overlaps with the updates of the slowest rank."""
+        """The seconds by which the longest step exceeds the mean step. Iterations differ by the same seconds,
+        because nothing overlaps with the updates of the slowest rank."""
         return max(self.steps_s) - self.mean_s
 
 

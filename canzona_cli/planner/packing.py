@@ -1,5 +1,5 @@
-"""Packs items into bins so that the fullest bin is as low as possible: scheduling on identical machines (P || Cmax).
-`planner.bounds` has lower bounds.
+"""Packs items into bins so that the fullest bin is as low as possible: scheduling on identical machines (P ||
+Cmax). `planner.bounds` has lower bounds.
 
 Items of the same cost are interchangeable and a model has few distinct costs, so the functions here work on the number
 of items of each cost. A packing therefore takes hardly longer with more items or bins. Results are deterministic: ties
@@ -22,8 +22,8 @@ HALVINGS = 9
 NODES = 1500
 """The largest number of combinations that are tried to fill one bin."""
 SEARCHED = 100
-"""The largest number of distinct costs for which a packing is searched. With more distinct costs, largest-first finds
-an item for every gap."""
+"""The largest number of distinct costs for which a packing is searched. With more distinct costs,
+largest-first finds an item for every gap."""
 Pattern = tuple[int, ...]
 """The number of items of each distinct cost in one bin."""
 
@@ -39,8 +39,8 @@ class Packing:
 
 
 def pack(costs: Sequence[float], bins: int) -> Packing:
-    """Packs items of `costs` into `bins` bins. If bins hold many items, the height is within one or two per cent of the
-    best.
+    """Packs items of `costs` into `bins` bins. If bins hold many items, the height is within one or two per
+    cent of the best.
 
     1. Put the largest items first into the least loaded bin (Graham 1969).
     2. While the result is above its lower bound, bisect the height as MULTIFIT does (Coffman, Garey, Johnson
@@ -48,9 +48,9 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
        Ho 1999).
     3. Exchange items with the fullest bin.
 
-    With more than `SEARCHED` distinct costs, steps 2 and 3 are skipped. Without step 2, 17 of 72 plans of Qwen3 (six
-    sizes, 8 to 1024 GPUs, three optimizers) are worse: 14B with Shampoo on 64 GPUs has a balance of 1.061 instead of
-    1.032, 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
+    With more than `SEARCHED` distinct costs, steps 2 and 3 are skipped. Without step 2, 17 of 72 plans of
+    Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) are worse: 14B with Shampoo on 64 GPUs has a balance
+    of 1.061 instead of 1.032, 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
     """
     classes = _Classes.of(costs)
     best = _largest_first(classes, bins)
@@ -68,8 +68,8 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
             limit = low * (1 + CLOSE_ENOUGH / 2) if step == 0 else (low + high) / 2
             filled = _fill(classes, bins, limit, accept_slack=accept_slack)
             if filled is None:
-                # A failure of the heuristic does not prove that no packing is this low: only `low` is raised, not
-                # `bound`.
+                # A failure of the heuristic does not prove that no packing is this low: only `low` is raised,
+                # not `bound`.
                 low = limit
                 continue
             if _height(classes, filled) < _height(classes, best):
@@ -107,8 +107,8 @@ class _Classes:
         return sum(count * cost for count, cost in zip(pattern, self.costs, strict=True))
 
     def hand_out(self, patterns: Sequence[Pattern]) -> Iterator[tuple[int, ...]]:
-        """Chooses the items of each pattern. Items of one cost are dealt round-robin, so that neighbouring items are in
-        different bins."""
+        """Chooses the items of each pattern. Items of one cost are dealt round-robin, so that neighbouring
+        items are in different bins."""
         shares: list[list[int]] = [[] for _ in patterns]
         for kind, items in enumerate(self.items):
             queue, left = iter(items), [pattern[kind] for pattern in patterns]
@@ -137,13 +137,13 @@ def _largest_first(classes: _Classes, bins: int) -> list[Pattern]:
 
 
 def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> list[Pattern] | None:
-    """Packs bin by bin up to the height `limit`; every bin starts with the largest item left. Returns None if items
-    remain.
+    """Packs bin by bin up to the height `limit`; every bin starts with the largest item left. Returns None if
+    items remain.
 
     Args:
-        accept_slack: True takes the first combination that wastes no more than the remaining bins may waste on
-            average, which uses large items first. False takes the fullest combination, which also uses the small
-            items that would fit anywhere.
+        accept_slack: True takes the first combination that wastes no more than the remaining bins may waste
+            on average, which uses large items first. False takes the fullest combination, which also uses the
+            small items that would fit anywhere.
     """
     counts, left = classes.counts, bins
     total = sum(cost * count for cost, count in zip(classes.costs, counts, strict=True))
@@ -254,8 +254,8 @@ class Row:
 
 
 class HostPacker:
-    """The choice of hosts for an owner's matrices, and of the matrices that are shared. Owners with the same costs are
-    packed only once.
+    """The choice of hosts for an owner's matrices, and of the matrices that are shared. Owners with the same
+    costs are packed only once.
 
     Args:
         costs: the cost of each matrix if one host updates it.
@@ -270,8 +270,8 @@ class HostPacker:
         self._known: dict[tuple[tuple[float, Share | None], ...], tuple[Row, ...]] = {}
 
     def rows(self, matrices: Sequence[int]) -> list[Row]:
-        """Returns rows in rising order of height. Unless `all_shared` is set, one of them shares nothing and one shares
-        all matrices that may be shared. The entries of a row are in the order of `matrices`."""
+        """Returns rows in rising order of height. Unless `all_shared` is set, one of them shares nothing and
+        one shares all matrices that may be shared. The entries of a row are in the order of `matrices`."""
         order, rows = self._look_up(matrices)
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return [
@@ -296,8 +296,8 @@ class HostPacker:
         return order, self._known[key]
 
     def _packed(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:
-        """Packs an owner's matrices. The costliest matrices are shared first; a quick estimate (largest first) chooses
-        their number.
+        """Packs an owner's matrices. The costliest matrices are shared first; a quick estimate (largest
+        first) chooses their number.
 
         Args:
             items: the cost of each matrix, falling, and its share if it may be shared.

@@ -4,8 +4,8 @@ it.
 Every bucket is cut, between matrices and in Megatron's order, into one share for each owner, weighted by
 elements: alpha = 0 balances each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in
 this order, each on the host with the fewest elements. A group is closed before the matrix that would take a
-host above C_max. canzona's additions are not used: no updates shared by a TP group, no rings, no other order of
-owners. The cost model is used only to choose C_max if the user sets none.
+host above C_max. canzona's additions are not used: no updates shared by a TP group, no rings, no other order
+of owners. The cost model is used only to choose C_max if the user sets none.
 """
 
 import heapq
@@ -110,7 +110,8 @@ def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list
     groups: list[dict[int, int]] = []
     opened: list[tuple[int, int]] = []
     for job in jobs:
-        # The open group is placed again each time, because a large job may displace smaller jobs added before it.
+        # The open group is placed again each time, because a large job may displace smaller jobs added before
+        # it.
         insort(opened, (-job.matrix.elements, job.matrix.index))
         hosts = _least_full(opened, tp, capacity) if groups else None
         if hosts is None:

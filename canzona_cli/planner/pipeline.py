@@ -1,8 +1,8 @@
 """The time that a TP group takes for an owner's micro-groups and shared matrices, in the order of
 `planner.order`.
 
-`HostedPipeline.run` passes the work to a `Pipeline`: the planner's `Clock` adds up the time of the work to compare
-groupings, and the simulator adds the work to a timeline.
+`HostedPipeline.run` passes the work to a `Pipeline`: the planner's `Clock` adds up the time of the work to
+compare groupings, and the simulator adds the work to a timeline.
 """
 
 from collections import defaultdict
@@ -108,8 +108,8 @@ class HostedPipeline:
     taken: int = 0
     """The bytes of memory traffic to unpack a weight element after its exchange."""
     own: int = 0
-    """The bytes of memory traffic to store a weight element that its host stores itself, without the rounded copy,
-    which is part of the update."""
+    """The bytes of memory traffic to store a weight element that its host stores itself, without the rounded
+    copy, which is part of the update."""
     byte_s: float = 0.0
     """The seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
@@ -130,7 +130,8 @@ class HostedPipeline:
         cluster, implemented = config.cluster, implementation(config)
         width, grad = exchange_bytes(config)
         exchanging = step_factor(cluster, "exchange", implemented)
-        # A GPU reads the new and the old weight and writes one of them, so that it need not wait for the finite flags.
+        # A GPU reads the new and the old weight and writes one of them, so that it need not wait for the
+        # finite flags.
         select = 3 * width if cluster.device == "cuda" else 0
         return cls(
             tp=layout.tp,
@@ -191,8 +192,8 @@ class HostedPipeline:
         return self.begin_s + sum(each) if jobs else 0.0
 
     def each_alone(self, seconds: float, elements: int) -> float:
-        """Returns the seconds in which a host updates a matrix that no other rank of its TP group stores, without the
-        launch.
+        """Returns the seconds in which a host updates a matrix that no other rank of its TP group stores,
+        without the launch.
 
         Args:
             seconds: the seconds of the update.
@@ -252,7 +253,8 @@ class HostedPipeline:
         self._run_shared([job for group in groups for job in group if job.share], ranks)
 
     def _run_shared[Moment](self, jobs: Sequence[Job], ranks: Pipeline[Moment]) -> None:
-        """Passes the work and exchanges of shared matrices to `ranks`, in the order of `planner.order.turns`."""
+        """Passes the work and exchanges of shared matrices to `ranks`, in the order of
+        `planner.order.turns`."""
         parts = [job.share.fragment for job in jobs if job.share is not None]
         sides = {min(job.matrix.shape) for job in jobs}
         moved = {side: shared_transfers(side, self.steps, self.width, self.links, self.group) for side in sides}
@@ -359,6 +361,6 @@ Loads = dict[tuple[int, ...], Load]
 
 
 def planning(config: RunConfig) -> RunConfig:
-    """Returns the run without the profile values that change predicted times but must not change plans: the cores that
-    ranks share, and the factors measured in whole steps."""
+    """Returns the run without the profile values that change predicted times but must not change plans: the
+    cores that ranks share, and the factors measured in whole steps."""
     return replace(config, cluster=replace(config.cluster, cores=None, step_factors={}))

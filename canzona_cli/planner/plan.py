@@ -1,6 +1,6 @@
-"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it and the
-engine executes it. A plan is frozen, has a version, and has a hash of its content that is the same on every rank and
-node.
+"""The `Plan`: which rank updates which matrix, in which buckets and micro-groups. `canzona plan` prints it
+and the engine executes it. A plan is frozen, has a version, and has a hash of its content that is the same on
+every rank and node.
 """
 
 import hashlib
@@ -53,8 +53,8 @@ class Cell:
         return self.owner * tp + self.host
 
     def reducing_rank(self, matrix: Matrix, mesh: Mesh) -> int:
-        """Returns the rank that receives a matrix's reduced gradient, numbered in the group that reduces it: the cell's
-        owner, or for an expert its `Mesh.expert_owner`."""
+        """Returns the rank that receives a matrix's reduced gradient, numbered in the group that reduces it:
+        the cell's owner, or for an expert its `Mesh.expert_owner`."""
         return self.owner if matrix.expert_rank is None else mesh.expert_owner(self.number(mesh.tp))
 
 
@@ -124,8 +124,8 @@ class Bucket:
     """The owners' ranges, ascending; elements between two ranges are padding. An owner may have none or
     several."""
     expert_rank: CountOrZero | None = None
-    """The expert-parallel rank to which the bucket's experts belong; owners are then numbered by `Mesh.expert_owner`.
-    None for other matrices."""
+    """The expert-parallel rank to which the bucket's experts belong; owners are then numbered by
+    `Mesh.expert_owner`. None for other matrices."""
 
 
 def rank_buckets(buckets: Iterable[Bucket], stage: int, expert_rank: int = 0) -> list[Bucket]:
@@ -281,11 +281,11 @@ class Plan:
         }
 
     def to_json(self, **extra: object) -> str:
-        """Returns the text of a plan file: the content in short form (`planner.families`), its hash, and `extra`,
-        which the hash does not cover.
+        """Returns the text of a plan file: the content in short form (`planner.families`), its hash, and
+        `extra`, which the hash does not cover.
 
-        Every matrix, bucket and micro-group has a line, so that `diff` can compare two plans; the experts of a layer
-        share lines.
+        Every matrix, bucket and micro-group has a line, so that `diff` can compare two plans; the experts of
+        a layer share lines.
         """
         return "{\n" + ",\n".join(_lines({"hash": self.hash, **shortened(self.content()), **extra})) + "\n}\n"
 
@@ -325,8 +325,8 @@ class Plan:
 
 
 def content_hash(content: Mapping[str, object]) -> str:
-    """Computes the hash of the content of a plan file after `lengthened`; entries that the hash does not cover are
-    ignored."""
+    """Computes the hash of the content of a plan file after `lengthened`; entries that the hash does not
+    cover are ignored."""
     return _digest({name: content[name] for name in _CONTENT if name in content})
 
 

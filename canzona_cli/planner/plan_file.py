@@ -35,8 +35,8 @@ def differences(had: Subject, want: Subject) -> list[Difference]:
 
 
 def first_difference(plan: Plan, other: Plan) -> Difference | None:
-    """Returns the first difference between two plans, as (key, value in `plan`, value in `other`); None if the plans
-    are equal.
+    """Returns the first difference between two plans, as (key, value in `plan`, value in `other`); None if
+    the plans are equal.
 
     Parts are compared in the order in which they depend on each other, so that the first difference is likely
     the cause of the others: version, subject (`layout.tp`), matrices (`matrices[layers.3.gate].owner`),
@@ -187,8 +187,8 @@ class Obtained:
 
 
 def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obtained | None:
-    """Returns the plan that a resolved run executes: from the file that `engine.plan` names, else from the newest
-    matching file in `folder`, else a new plan. None if the run's strategy has no plan.
+    """Returns the plan that a resolved run executes: from the file that `engine.plan` names, else from the
+    newest matching file in `folder`, else a new plan. None if the run's strategy has no plan.
 
     Raises:
         ConfigError: `engine.plan` cannot be read or is for another run; or see `make_plan`.

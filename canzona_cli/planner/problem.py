@@ -20,8 +20,8 @@ Owners = dict[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolProblem:
-    """The assignment problem of one pool: the matrices that all ranks of a pipeline stage store, or the experts of one
-    expert-parallel rank in the stage."""
+    """The assignment problem of one pool: the matrices that all ranks of a pipeline stage store, or the
+    experts of one expert-parallel rank in the stage."""
 
     pool: Pool
     matrices: Sequence[Matrix]

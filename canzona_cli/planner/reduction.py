@@ -7,11 +7,11 @@ part:
     equal parts        | aaa | aaa | bcc |     the same buffer: rank 1 has to hand its part to owner 0, and rank 2
                                                b to owner 1
 
-An all-to-all after the reduce-scatter (before the all-gather) hands over the elements that a rank has but does not
-own. The messages of an all-to-all are in the order of ranks, so each part is cut into runs of ascending owners. One
-all-to-all sends the first run of all parts, another the second run, and so on; usually there is only one. Each owner
-needs a copy of its share. If every part belongs to its rank, nothing is handed over, and the ring is Megatron's
-collective.
+An all-to-all after the reduce-scatter (before the all-gather) hands over the elements that a rank has but
+does not own. The messages of an all-to-all are in the order of ranks, so each part is cut into runs of
+ascending owners. One all-to-all sends the first run of all parts, another the second run, and so on; usually
+there is only one. Each owner needs a copy of its share. If every part belongs to its rank, nothing is handed
+over, and the ring is Megatron's collective.
 """
 
 import math
@@ -51,8 +51,8 @@ def shares(bucket: Bucket) -> dict[int, int]:
 
 
 def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
-    """Lists the all-to-alls of a ring in order, with the run of each rank's part that an all-to-all hands over: to
-    owners after a reduce-scatter, from owners before an all-gather.
+    """Lists the all-to-alls of a ring in order, with the run of each rank's part that an all-to-all hands
+    over: to owners after a reduce-scatter, from owners before an all-gather.
 
     A rank's part has `bucket.elements / ranks` elements, and together the runs cover the bucket. The list is
     empty if every part belongs to its rank.
@@ -61,8 +61,8 @@ def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
 
 
 def _owned(bucket: Bucket) -> tuple[Range, ...]:
-    """Returns a bucket's ranges without their matrices. Many buckets have equal ranges, which makes the result a good
-    key for a cache."""
+    """Returns a bucket's ranges without their matrices. Many buckets have equal ranges, which makes the
+    result a good key for a cache."""
     return tuple(Range(part.start, part.end, part.owner, ()) for part in bucket.ranges)
 
 
@@ -79,8 +79,8 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
 
 
 def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Returns (sent, received) for each all-to-all of `handovers` after a reduce-scatter: the elements that every rank
-    sends from its part, and the elements of its share that it receives."""
+    """Returns (sent, received) for each all-to-all of `handovers` after a reduce-scatter: the elements that
+    every rank sends from its part, and the elements of its share that it receives."""
     return _handed(_owned(bucket), bucket.elements, ranks)
 
 
@@ -131,9 +131,9 @@ def _runs(part: Sequence[Segment]) -> list[Run]:
 def adamw_apart(device: Device) -> bool:
     """Returns True if, under a plan, AdamW's buckets and the matrices' buckets have separate communicators.
 
-    On GPUs, collectives of AdamW's few parameters and of the matrices then do not wait for each other: they are in
-    flight at the same time, share the links, and hide each other's latency. gloo runs the collectives of one group at
-    the same time anyway.
+    On GPUs, collectives of AdamW's few parameters and of the matrices then do not wait for each other: they
+    are in flight at the same time, share the links, and hide each other's latency. gloo runs the collectives
+    of one group at the same time anyway.
     """
     return device == "cuda"
 
@@ -141,21 +141,21 @@ def adamw_apart(device: Device) -> bool:
 Native = Literal["reduce_scatter", "all_gather"]
 
 GATHERED: Mapping[Reduction, Gathering] = MappingProxyType({"reduce": "broadcast", "ring": "ring"})
-"""The way in which weights are gathered if `engine.reduction` is set, by this setting. Otherwise reduction and
-gathering are chosen separately."""
+"""The way in which weights are gathered if `engine.reduction` is set, by this setting. Otherwise reduction
+and gathering are chosen separately."""
 GATHERED_AHEAD = 4
-"""The number of buckets that are gathered at the same time. The gathering of the first buckets that the forward pass
-needs starts when the updates end; once the forward has waited for a bucket, the bucket this many places later starts.
-With 1, as in Megatron, the second bucket, usually the first layer's largest matrices, would start only with the forward
-pass, after the link was idle."""
+"""The number of buckets that are gathered at the same time. The gathering of the first buckets that the
+forward pass needs starts when the updates end; once the forward has waited for a bucket, the bucket this many
+places later starts. With 1, as in Megatron, the second bucket, usually the first layer's largest matrices,
+would start only with the forward pass, after the link was idle."""
 WORTH = 0.95
-"""The largest ratio of a ring's time to the time of a collective for each owner at which the ring is chosen. A ring
-must gain something, because only rings need additional memory."""
+"""The largest ratio of a ring's time to the time of a collective for each owner at which the ring is chosen.
+A ring must gain something, because only rings need additional memory."""
 
 
 def scratch_bytes(bucket: Bucket, way: Reduction | Gathering, owners: int, width: int) -> dict[int, int]:
-    """Counts the bytes that each rank needs in addition to the buffer while a bucket is communicated: a copy of the
-    rank's share in a ring that hands elements over, otherwise none.
+    """Counts the bytes that each rank needs in addition to the buffer while a bucket is communicated: a copy
+    of the rank's share in a ring that hands elements over, otherwise none.
 
     Args:
         width: the bytes of an element.
@@ -178,8 +178,8 @@ def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
 
 
 def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> float:
-    """Returns the elements that a rank sends for a bucket, on average: (n - 1) / n of the bucket, and in a ring
-    another 1 / n for the elements that ranks hand over."""
+    """Returns the elements that a rank sends for a bucket, on average: (n - 1) / n of the bucket, and in a
+    ring another 1 / n for the elements that ranks hand over."""
     return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
 
 
@@ -193,8 +193,8 @@ class ReductionModel:
         self._width, self._grad = config.train.weight_bytes, config.train.gradient_bytes
         self._rate = memory_rate(config.cluster)
         self._launch_s = config.cluster.launch_us * 1e-6
-        # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only after a wait for the
-        # reduce-scatter.
+        # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only after a wait
+        # for the reduce-scatter.
         self.rings = config.cluster.device == "cuda" and max(self._group.size, self._experts.size) > 1
         """True if the planner may choose rings without `engine.reduction`."""
 
@@ -231,8 +231,8 @@ class ReductionModel:
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
         """Chooses how each bucket is reduced and gathered.
 
-        If `engine.reduction` is set, it applies to every bucket. Otherwise a bucket gets a collective for each owner's
-        range; or, in canzona's plans on GPUs, a ring if the ring is faster by enough (`WORTH`).
+        If `engine.reduction` is set, it applies to every bucket. Otherwise a bucket gets a collective for
+        each owner's range; or, in canzona's plans on GPUs, a ring if the ring is faster by enough (`WORTH`).
 
         Args:
             scratch: True if there is memory for rings without `engine.reduction`.
@@ -244,9 +244,9 @@ class ReductionModel:
         return tuple(bucket for _, held in streams for bucket in self._quickest(list(held)))
 
     def choices(self, buckets: Sequence[Bucket], settings: PlanSettings) -> Iterator[tuple[Bucket, ...]]:
-        """Yields choices of how the buckets are reduced and gathered: first the choice of `choose`, which has the least
-        total time; then, if the planner may choose, rings for all buckets, and a collective for each range for all
-        buckets.
+        """Yields choices of how the buckets are reduced and gathered: first the choice of `choose`, which has
+        the least total time; then, if the planner may choose, rings for all buckets, and a collective for
+        each range for all buckets.
 
         The least total time is not always the least exposed time: a ring occupies the stream all its time, but a chain
         of ranks overlaps with the next chain.
@@ -277,8 +277,8 @@ class ReductionModel:
         return ring if ring.seconds <= WORTH * chain.seconds else replace(chain, fill_s=0.0)
 
     def _plain(self, buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
-        """Returns the buckets, all reduced as `engine.reduction` says; without this setting, with a collective for each
-        owner's range."""
+        """Returns the buckets, all reduced as `engine.reduction` says; without this setting, with a
+        collective for each owner's range."""
         way = settings.reduction or "reduce"
         return tuple(replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets)
 
@@ -296,8 +296,8 @@ class ReductionModel:
             )
 
     def _ring_seconds(self, buckets: Sequence[Bucket], chains: Sequence[Transfer], kind: Native) -> list[float]:
-        """Returns the seconds of each bucket in a ring; infinity if the ring would not be faster by enough even if it
-        handed nothing over. This avoids the slow computation of handovers."""
+        """Returns the seconds of each bucket in a ring; infinity if the ring would not be faster by enough
+        even if it handed nothing over. This avoids the slow computation of handovers."""
         return [
             self._ring(bucket, kind).seconds
             if self._native(bucket.elements, kind, self._group_of(bucket)).seconds <= WORTH * chain.seconds
@@ -306,8 +306,8 @@ class ReductionModel:
         ]
 
     def _per_range(self, bucket: Bucket, kind: Literal["reduce", "broadcast"]) -> Transfer:
-        """Returns the transfer of a reduction or a broadcast for each range; each range after the first adds a
-        launch."""
+        """Returns the transfer of a reduction or a broadcast for each range; each range after the first adds
+        a launch."""
         width, group = self._grad if kind == "reduce" else self._width, self._group_of(bucket)
         transfer = self._links.rooted(
             kind, [share * width for share in shares(bucket).values()], group, collectives=len(bucket.ranges)
@@ -316,8 +316,8 @@ class ReductionModel:
         return transfer.delayed(issue)
 
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
-        """Returns the transfer of a bucket in a ring: the collective of equal parts, the all-to-alls that hand elements
-        over, and the copy of the largest share."""
+        """Returns the transfer of a bucket in a ring: the collective of equal parts, the all-to-alls that
+        hand elements over, and the copy of the largest share."""
         group = self._group_of(bucket)
         ranks = group.size
         if ranks == 1:
@@ -343,13 +343,13 @@ class ReductionModel:
 
 
 def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
-    """Returns the transfers with `fill_s` reduced to the part that overlaps with the next chain, if the transfers run
-    one after another.
+    """Returns the transfers with `fill_s` reduced to the part that overlaps with the next chain, if the
+    transfers run one after another.
 
-    The chain of a reduction to (or a broadcast from) an owner starts on the rank after the owner. Ranks finish it in
-    chain order, and each can then start the next chain. So the number of hops by which the next chain starts later is
-    the number of ranks from this owner to the next. If a launch has several owners, their chains run on several
-    channels, and the channel with the most hops counts.
+    The chain of a reduction to (or a broadcast from) an owner starts on the rank after the owner. Ranks
+    finish it in chain order, and each can then start the next chain. So the number of hops by which the next
+    chain starts later is the number of ranks from this owner to the next. If a launch has several owners,
+    their chains run on several channels, and the channel with the most hops counts.
     """
     overlaps = [
         replace(transfer, fill_s=max(0.0, 1 - _hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s)
@@ -361,18 +361,18 @@ def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners
 
 
 def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:
-    """Counts the steps around the ring of owners from the owner of a bucket's first range, through the owners of all
-    ranges in order, to the owner of the following bucket's last range."""
+    """Counts the steps around the ring of owners from the owner of a bucket's first range, through the owners
+    of all ranges in order, to the owner of the following bucket's last range."""
     roots = [part.owner for part in (*bucket.ranges, *following.ranges)]
     return sum((later - owner) % owners for owner, later in pairwise(roots))
 
 
 def _by_chain(chains: Sequence[Transfer], rings_s: Sequence[float]) -> list[bool]:
-    """Chooses between a chain (True) and a ring for each bucket of a stream, so that the stream ends as early as
-    possible.
+    """Chooses between a chain (True) and a ring for each bucket of a stream, so that the stream ends as early
+    as possible.
 
-    A chain overlaps only with a following chain. The last bucket is judged alone, because the stream may be idle
-    before it. A ring's time is divided by `WORTH`, to make up for its memory.
+    A chain overlaps only with a following chain. The last bucket is judged alone, because the stream may be
+    idle before it. A ring's time is divided by `WORTH`, to make up for its memory.
 
     Args:
         chains: each bucket's transfer as a chain, in the order of the stream.

@@ -26,8 +26,8 @@ def few_owners(
     layout: Layout,
     bucket_elements: int | None,
 ) -> Assignment:
-    """Exchanges units of the same kind between cells so that buckets have few owners. The last bucket of a pool chooses
-    first.
+    """Exchanges units of the same kind between cells so that buckets have few owners. The last bucket of a
+    pool chooses first.
 
     Every cell keeps its number of units of each kind, so its updates take as long as before.
     """
@@ -87,13 +87,13 @@ def in_order_of_reductions(
 ) -> Assignment:
     """Renumbers the owners of every stage in the order in which buckets are reduced to them.
 
-    The chain of ranks of one reduction then overlaps with the next chain. Of the owners that first occur in the same
-    bucket, the owner that occurs in the latest bucket gets the highest number, because it comes first in a following
-    bucket. Gatherings run in the opposite order and overlap less. Reductions matter more, because the last reductions
-    wait for the end of the backward pass and overlap with nothing else.
+    The chain of ranks of one reduction then overlaps with the next chain. Of the owners that first occur in
+    the same bucket, the owner that occurs in the latest bucket gets the highest number, because it comes
+    first in a following bucket. Gatherings run in the opposite order and overlap less. Reductions matter
+    more, because the last reductions wait for the end of the backward pass and overlap with nothing else.
 
-    If experts are divided among ranks, owners keep their numbers: the number of a rank decides which experts it stores,
-    and these experts were balanced together with the matrices of this owner.
+    If experts are divided among ranks, owners keep their numbers: the number of a rank decides which experts
+    it stores, and these experts were balanced together with the matrices of this owner.
     """
     if layout.ep > 1:
         return assignment
@@ -135,10 +135,10 @@ def spread(
     """Exchanges units of the same kind between owners so that each bucket's bytes are spread evenly over
     owners.
 
-    Every owner keeps its number of units of each kind. Bucket by bucket, the units of a kind are given to the owners
-    with the fewest bytes of the bucket so far; ties are broken by the number of units of this kind that an owner has
-    left. Inside a bucket, gate and up of a layer get the same or neighbouring owners, so that few parameters have two
-    owners.
+    Every owner keeps its number of units of each kind. Bucket by bucket, the units of a kind are given to the
+    owners with the fewest bytes of the bucket so far; ties are broken by the number of units of this kind
+    that an owner has left. Inside a bucket, gate and up of a layer get the same or neighbouring owners, so
+    that few parameters have two owners.
 
     Args:
         owners: the owner of each unit before the exchange.

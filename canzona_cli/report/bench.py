@@ -313,8 +313,8 @@ def with_error(
 
 
 def quartiles(values: Sequence[float]) -> str:
-    """Formats times in seconds as their median and quartiles in ms, such as `41.2 [40.8, 43.0]`; a single value is
-    shown alone."""
+    """Formats times in seconds as their median and quartiles in ms, such as `41.2 [40.8, 43.0]`; a single
+    value is shown alone."""
     spread = Quartiles.of(values)
     low, middle, high = map(milliseconds, (spread.low, spread.median, spread.high))
     return middle if len(values) < 2 else f"{middle} [{low}, {high}]"

@@ -279,8 +279,8 @@ def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *,
 
 
 def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """Yields the intervals clipped to start and end, at the resolution of a screen: neighbours of the same name
-    are joined, and an interval too short to see is dropped if it closely follows another."""
+    """Yields the intervals clipped to start and end, at the resolution of a screen: neighbours of the same
+    name are joined, and an interval too short to see is dropped if it closely follows another."""
     finest = (end_s - start_s) / _FINEST
     last: Interval | None = None
     for interval in sorted(intervals, key=lambda part: part.start_s):

@@ -203,8 +203,8 @@ class AllVerified(Page):
 
     @property
     def problems(self) -> list[Problem]:
-        """The problems of all checkpoints; if several were verified, each fix names the last intact checkpoint
-        before the damaged one."""
+        """The problems of all checkpoints; if several were verified, each fix names the last intact
+        checkpoint before the damaged one."""
         problems: list[Problem] = []
         intact: str | None = None
         for verified in self.each:

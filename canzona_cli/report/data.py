@@ -1,5 +1,5 @@
-"""The screens of `canzona data`: the progress of `prepare` (a bar in a terminal, lines in a pipe), its result, and
-prepared data as text."""
+"""The screens of `canzona data`: the progress of `prepare` (a bar in a terminal, lines in a pipe), its
+result, and prepared data as text."""
 
 import time
 from collections.abc import Iterable, Iterator

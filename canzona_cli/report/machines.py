@@ -86,8 +86,8 @@ class DiagnosisView(Page):
 
     diagnosis: Diagnosis
     verbose: bool = False
-    """True for a table that explains every finding. Otherwise required packages share a line, and only findings
-    that need a fix are explained."""
+    """True for a table that explains every finding. Otherwise required packages share a line, and only
+    findings that need a fix are explained."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         yield from [self._table()] if self.verbose else self._lines()

@@ -17,8 +17,8 @@ _CLASSES = ("bold", "dim", "yellow", "red", "green")
 
 
 class Html(str):
-    """The markup that needs no escaping. Apart from the fixed texts of `page.*`, only this module creates it from
-    text, so that a run's name cannot inject markup into a page."""
+    """The markup that needs no escaping. Apart from the fixed texts of `page.*`, only this module creates it
+    from text, so that a run's name cannot inject markup into a page."""
 
     __slots__ = ()
 

@@ -238,8 +238,8 @@ def _shared(kind: UpdateKind) -> str:
 
 
 def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
-    """Returns the number of buckets for each kind of collective, such as `60 buckets by ring, 5 by reduce`; no
-    number if there is only one kind."""
+    """Returns the number of buckets for each kind of collective, such as `60 buckets by ring, 5 by reduce`;
+    no number if there is only one kind."""
     if len(buckets) == 1:
         return f"by {next(iter(buckets))}"
     first, *others = buckets.items()
@@ -352,13 +352,13 @@ def _variant_cells(variant: Variant) -> tuple[str, ...]:
 
 
 _CUT = 1.6
-"""The largest scale of the bars, as a multiple of the longest iteration of any strategy but sc. A longer bar of
-sc is cut off."""
+"""The largest scale of the bars, as a multiple of the longest iteration of any strategy but sc. A longer bar
+of sc is cut off."""
 
 
 def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields maps of the update time of every rank, one for each strategy; pages also have a chart with the sorted
-    times."""
+    """Yields maps of the update time of every rank, one for each strategy; pages also have a chart with the
+    sorted times."""
     mesh = study.plan.subject.layout
     shown = ((name, study.strategies[name].loads) for name in study.mapped)
     maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]

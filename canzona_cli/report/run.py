@@ -280,8 +280,8 @@ class BreakdownView(Page):
 
 
 def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
-    """Returns (name, label, phase) in the order of the step; a phase that is not in `LABELS` is labelled by its
-    name."""
+    """Returns (name, label, phase) in the order of the step; a phase that is not in `LABELS` is labelled by
+    its name."""
     known = [name for name in LABELS if name != "other"]
     names = [*known, *(name for name in breakdown.phases if name not in LABELS), "other"]
     rows = []

@@ -143,8 +143,8 @@ def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[Renderabl
 
 
 def _measured_loads(breakdown: Breakdown) -> dict[int, list[float]]:
-    """Returns the seconds of matrix updates of the ranks of each pipeline stage; empty if ranks are missing, or if no
-    rank updated a matrix."""
+    """Returns the seconds of matrix updates of the ranks of each pipeline stage; empty if ranks are missing,
+    or if no rank updated a matrix."""
     layout = breakdown.layout
     seconds = {times.rank: times.phases.get("matrix_update", 0.0) for times in breakdown.ranks}
     cells = layout.tp * layout.owners

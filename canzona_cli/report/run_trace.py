@@ -151,8 +151,8 @@ class _Process:
 
 
 def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
-    """Returns the seconds to add to each clock so that the ends of steps coincide. They are 0 for the first rank's
-    clock, and for clocks without a step that the first rank has as well."""
+    """Returns the seconds to add to each clock so that the ends of steps coincide. They are 0 for the first
+    rank's clock, and for clocks without a step that the first rank has as well."""
     ends: dict[str, dict[int, list[float]]] = {}
     for rank in ranks:
         for step in rank.steps:

@@ -126,8 +126,8 @@ class GroupedTable:
     styles: Sequence[str] = ()
     """The styles of the rows; empty for no styles."""
     needed: int | None = None
-    """The number of groups that are always shown; later groups are shown only if they fit beside the others. None
-    shows all groups."""
+    """The number of groups that are always shown; later groups are shown only if they fit beside the others.
+    None shows all groups."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         gutter = max(len(self.head), *(_text(label).cell_len for label in self.labels))

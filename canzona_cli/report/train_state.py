@@ -208,8 +208,8 @@ class TrainState:
 
     @property
     def stalled(self) -> bool:
-        """True if the run is not at its last step, and no step has arrived for 30 s or 10 times the step time,
-        whichever is longer."""
+        """True if the run is not at its last step, and no step has arrived for 30 s or 10 times the step
+        time, whichever is longer."""
         pace = self.step_s
         return pace is not None and self.step < self.total and self.idle > max(30.0, 10 * pace)
 

@@ -252,8 +252,8 @@ class Breakdown(MeasuredBreakdown):
         return why(measured, self.planned.phases, ranks)
 
     def as_json(self) -> dict[str, object]:
-        """Returns the content of breakdown.json, the prediction, and an explanation of their difference. New keys do
-        not raise `version`."""
+        """Returns the content of breakdown.json, the prediction, and an explanation of their difference. New
+        keys do not raise `version`."""
         planned, why = self.planned, self.why
         return {
             **plain(replace(self, planned=None)),

@@ -1,8 +1,8 @@
 """Writes records of a run as JSON, and reads them back as frozen dataclasses.
 
-If a record's class has a `VERSION`, its file starts with that number, and files with another number are refused.
-Reading checks every type. Unknown keys are ignored, so that a newer canzona can add keys without changing
-`VERSION`. A .jsonl file has a record per line; its last line is incomplete if the writer was killed.
+If a record's class has a `VERSION`, its file starts with that number, and files with another number are
+refused. Reading checks every type. Unknown keys are ignored, so that a newer canzona can add keys without
+changing `VERSION`. A .jsonl file has a record per line; its last line is incomplete if the writer was killed.
 """
 
 import json

@@ -58,8 +58,8 @@ class Compared:
 
     @property
     def phases(self) -> Mapping[str, Pair]:
-        """The mean seconds over ranks of each phase in both runs, for phases that at least one run has; None for a run
-        that lacks the phase. The key `step` has the whole step."""
+        """The mean seconds over ranks of each phase in both runs, for phases that at least one run has; None
+        for a run that lacks the phase. The key `step` has the whole step."""
         a, b = _means(self.a.breakdown), _means(self.b.breakdown)
         names = [*(name for name in LABELS if name in a | b), *sorted(set(a | b) - set(LABELS))]
         return {name: (a.get(name), b.get(name)) for name in names}
@@ -190,8 +190,8 @@ def _plan_hash(run_dir: Path) -> str | None:
 
 
 def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object, ...]]:
-    """Returns the settings that are not equal in all configurations; an empty dict if a configuration could not be
-    read."""
+    """Returns the settings that are not equal in all configurations; an empty dict if a configuration could
+    not be read."""
     flat = [dict(leaves(asdict(config))) for config in configs if config is not None]
     if len(flat) < len(configs):
         return {}

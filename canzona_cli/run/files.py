@@ -66,8 +66,8 @@ class RunFiles:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.huggingface = root / "huggingface"
-        """The settings and tokenizer of the Hugging Face folder that the initial weights are from; absent for other
-        weights."""
+        """The settings and tokenizer of the Hugging Face folder that the initial weights are from; absent for
+        other weights."""
         self.attempts = root / "attempts"
         """The files of earlier launches in this directory: attempts/1 and so on."""
         self.stop = root / "stop"

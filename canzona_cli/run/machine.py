@@ -15,8 +15,8 @@ def cores() -> int:
 
 
 def clock_name() -> str:
-    """Returns a name that is equal on ranks that share a monotonic clock, which are the ranks of one machine until it
-    reboots."""
+    """Returns a name that is equal on ranks that share a monotonic clock, which are the ranks of one machine
+    until it reboots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux

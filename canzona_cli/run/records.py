@@ -112,8 +112,8 @@ class TrackerState:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """The content of resume.json: the checkpoint from which this launch starts, for its workers and for the next
-    launch."""
+    """The content of resume.json: the checkpoint from which this launch starts, for its workers and for the
+    next launch."""
 
     checkpoint: str
     """The path of the checkpoint."""
@@ -158,8 +158,8 @@ class StepMetrics:
     fallbacks: int = 0
     """The number of matrix updates so far that failed and were replaced by the optimizer's fallback."""
     balancing_loss: float | None = None
-    """The mean balancing loss of the layers, before its weight; 1 if tokens are spread evenly over experts. None
-    for a dense model."""
+    """The mean balancing loss of the layers, before its weight; 1 if tokens are spread evenly over experts.
+    None for a dense model."""
     expert_load: float | None = None
     """The tokens of the busiest expert over the mean of all experts, in the most uneven layer."""
     captures: int = 0
@@ -264,8 +264,8 @@ def describe(event: Event) -> Note | None:
 
 
 Documents = Literal["held-out", "all"]
-"""The documents of a corpus that an evaluation reads: the documents that a run with these settings holds out, or
-all."""
+"""The documents of a corpus that an evaluation reads: the documents that a run with these settings holds out,
+or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,8 +369,8 @@ class Kernels:
 
     choices: tuple[KernelChoice, ...] = ()
     no_graphs: str = ""
-    """The reason why a rank does not replay its updates as CUDA graphs; empty if all ranks can, or if graphs are
-    not requested."""
+    """The reason why a rank does not replay its updates as CUDA graphs; empty if all ranks can, or if graphs
+    are not requested."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Replaces standard output and standard error by streams that never raise.
 
 A closed terminal, a pipe without a reader or a full disk can make any print fail, in canzona's code and in
-libraries. These streams drop the text that cannot be written, and the command continues. It reports the loss at
-its end, except for a training run (`unattended`).
+libraries. These streams drop the text that cannot be written, and the command continues. It reports the loss
+at its end, except for a training run (`unattended`).
 """
 
 import errno
@@ -45,8 +45,8 @@ class _Stream(io.FileIO):
         return len(text)
 
     def _has_room(self) -> bool:
-        """Waits at most `patience_s` until the reader takes data; returns True if it does. After a wait in vain, does
-        not wait again until the reader has taken data."""
+        """Waits at most `patience_s` until the reader takes data; returns True if it does. After a wait in
+        vain, does not wait again until the reader has taken data."""
         wait_s = 0.0 if self._stuck and self.patience_s is not None else self.patience_s
         self._stuck = not select.select([], [self], [], wait_s)[1]
         return not self._stuck

@@ -30,8 +30,8 @@ from canzona_cli.run.words import plural
 
 Record = StepMetrics | ValidationLoss | Event
 _CLOCK_NOISE_S: Final = 1.0
-"""The seconds by which a line may be earlier than the line before it although the clock was not set back, because the
-launcher and rank 0 write to the same file."""
+"""The seconds by which a line may be earlier than the line before it although the clock was not set back,
+because the launcher and rank 0 write to the same file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
 
 
 def _with_rising_times[R: (StepMetrics, ValidationLoss, Event)](lines: Sequence[R]) -> list[R]:
-    """Corrects the times of a file's lines after the clock was set back. From the first such line on, all times are
-    shifted, so that no line is earlier than the line before it."""
+    """Corrects the times of a file's lines after the clock was set back. From the first such line on, all
+    times are shifted, so that no line is earlier than the line before it."""
     corrected: list[R] = []
     newest, set_back_s = -math.inf, 0.0
     for line in lines:
@@ -141,8 +141,8 @@ def _launches(files: RunFiles) -> list[RunFiles]:
 
 
 def _seconds(lines: Sequence[StepMetrics]) -> float:
-    """Adds up the seconds of the steps that these lines stand for. The step time in a line holds for all steps
-    since the line before it."""
+    """Adds up the seconds of the steps that these lines stand for. The step time in a line holds for all
+    steps since the line before it."""
     gaps = [line.step - before.step for before, line in pairwise(lines)]
     steps = [min(gaps, default=1), *gaps][: len(lines)]
     return math.fsum(count * (line.step_s or 0.0) for count, line in zip(steps, lines, strict=True))

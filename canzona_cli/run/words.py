@@ -17,8 +17,8 @@ def clean(value: object, *, newlines: bool = False) -> str:
     """Returns the value as text without control characters, so that no input can move the cursor or hide a
     line.
 
-    Control characters appear as Python escapes (`\\x1b`); newlines stay only where the caller lays out several
-    lines.
+    Control characters appear as Python escapes (`\\x1b`); newlines stay only where the caller lays out
+    several lines.
     """
     out = []
     for char in str(value).expandtabs(4):

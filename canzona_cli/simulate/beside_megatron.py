@@ -1,7 +1,7 @@
 """The costs of Megatron's optimizers and of canzona's engine in the same Megatron-LM run.
 
-All costs are for Megatron's own training loop, in which canzona's engine runs too (`canzona_cli.library`), so that
-only the optimizers differ.
+All costs are for Megatron's own training loop, in which canzona's engine runs too (`canzona_cli.library`), so
+that only the optimizers differ.
 """
 
 from collections.abc import Sequence
@@ -77,8 +77,8 @@ class BesideMegatron:
         return tuple(name for name, acts in acting.items() if acts)
 
     def overhead(self, cost: Cost) -> float | None:
-        """Returns how much longer an optimizer's iteration is than AdamW's (0.05 for 5%); None unless both fit into
-        memory."""
+        """Returns how much longer an optimizer's iteration is than AdamW's (0.05 for 5%); None unless both
+        fit into memory."""
         if not (cost.fits and self.adamw.fits):
             return None
         return cost.result.iteration_s / self.adamw.result.iteration_s - 1
@@ -110,8 +110,8 @@ class BesideMegatron:
 
 
 def beside_megatron(run: MegatronRun, config: RunConfig, layout: Layout, command: Sequence[str]) -> BesideMegatron:
-    """Simulates a step of Megatron's loop with its optimizers and with canzona's, whether or not they fit into
-    memory.
+    """Simulates a step of Megatron's loop with its optimizers and with canzona's, whether or not they fit
+    into memory.
 
     Args:
         config: the run in canzona's own loop, with the layout filled in.

@@ -1,5 +1,5 @@
-"""The comparison of a plan with its alternatives: every strategy in the same layout, and the same run planned with
-other settings.
+"""The comparison of a plan with its alternatives: every strategy in the same layout, and the same run planned
+with other settings.
 
 A `Study` has everything that `canzona plan` prints about a plan; the reports only format it.
 """
@@ -219,8 +219,8 @@ class Study:
 
 
 def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
-    """Returns `config` with the name of the user's shapes and a model of similar size, from which memory, forward and
-    backward are estimated."""
+    """Returns `config` with the name of the user's shapes and a model of similar size, from which memory,
+    forward and backward are estimated."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", shapes.name).strip("-._") or "shapes"
     return replace(config, name=name, model=shapes.stand_in(config.model))
 
@@ -294,8 +294,8 @@ def _compared(
 
 
 def _layerwise_loads(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> list[float]:
-    """Returns the update seconds of each cell of a stage under layerwise: every TP rank of an owner repeats all its
-    updates, except for experts that are divided among ranks."""
+    """Returns the update seconds of each cell of a stage under layerwise: every TP rank of an owner repeats
+    all its updates, except for experts that are divided among ranks."""
     assignment, _ = layerwise(plan.matrices, layout, bucket_elements(config, layout))
     placed = (
         (cell, cost, matrix.expert_rank is None)

@@ -24,8 +24,8 @@ from canzona_cli.simulate.update import UpdateModel
 
 
 def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
-    """Estimates the seconds of a step in a layout without planning or simulating it. The estimate rarely exceeds the
-    simulated seconds."""
+    """Estimates the seconds of a step in a layout without planning or simulating it. The estimate rarely
+    exceeds the simulated seconds."""
     execution = config.execution
     times, hop_s = passes(config, layout), hop(config, layout).seconds
     stages = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
@@ -118,8 +118,8 @@ class _Traffic(NamedTuple):
     """The seconds of stage 0's data-parallel traffic."""
 
     elements: int
-    """The elements that are cut into buckets: elements of experts if these are divided among ranks, otherwise elements
-    of matrices."""
+    """The elements that are cut into buckets: elements of experts if these are divided among ranks, otherwise
+    elements of matrices."""
     reduced_s: float
     reduce_latency_s: float
     """The latency of the reduction of a bucket of experts; 0 if experts are not divided."""
@@ -181,16 +181,16 @@ class _Layer(NamedTuple):
     """The seconds of one layer's matrix updates."""
 
     duplicated_s: float
-    """The seconds on a rank that gathers and updates every matrix except the experts of `experts_s`; 0 for strategies
-    with a plan."""
+    """The seconds on a rank that gathers and updates every matrix except the experts of `experts_s`; 0 for
+    strategies with a plan."""
     experts_s: float
     """The seconds of all experts if they are divided among ranks; 0 otherwise, and for strategies with a plan."""
     planned_s: float
-    """The seconds under a plan, including the packing of hosted matrices, added up over the ranks of a TP group; 0 for
-    strategies without a plan."""
+    """The seconds under a plan, including the packing of hosted matrices, added up over the ranks of a TP
+    group; 0 for strategies without a plan."""
     pieces: tuple[float, ...]
-    """The seconds of each matrix under a plan, on its host or on one rank that shares the matrix; empty for strategies
-    without a plan."""
+    """The seconds of each matrix under a plan, on its host or on one rank that shares the matrix; empty for
+    strategies without a plan."""
 
 
 @lru_cache(maxsize=64)

@@ -1,9 +1,9 @@
 """One iteration up to reduced gradients on a timeline: forward, backward, and the data-parallel traffic that
 overlaps with them.
 
-One rank stands for each pipeline stage. In each of its model chunks, the first forward pass waits for gathered
-parameters module by module, and the last backward pass starts gradient reductions module by module. The passes in
-between are not interrupted.
+One rank stands for each pipeline stage. In each of its model chunks, the first forward pass waits for
+gathered parameters module by module, and the last backward pass starts gradient reductions module by module.
+The passes in between are not interrupted.
 
 A chunk is a bucket with its transfers (`planner.chunks.Chunk`); a part of the model is always called a model chunk.
 """
@@ -26,8 +26,8 @@ _PHASES = ("data", "forward", "backward", "pipeline", "dispatch", "grad_reduce",
 
 
 _Message = tuple[Direction, int, int]
-"""(direction, number of the sending model chunk, micro-batch); model chunks are numbered from the first layer of the
-model to the last."""
+"""(direction, number of the sending model chunk, micro-batch); model chunks are numbered from the first layer
+of the model to the last."""
 
 
 class _Pass(NamedTuple):
@@ -57,14 +57,14 @@ class StageWork:
     early: Sequence[int] = ()
     """The chunks whose gathering the previous step has started, in this order."""
     chain: Sequence[int] | None = None
-    """The order of gatherings: once the forward has waited for a chunk, the gathering of the chunk `ahead` places later
-    starts. None stands for all chunks in reverse order."""
+    """The order of gatherings: once the forward has waited for a chunk, the gathering of the chunk `ahead`
+    places later starts. None stands for all chunks in reverse order."""
     aligned: bool = False
     """True if all gatherings of a model chunk start together (Megatron-LM's `align_param_gather`): the first two model
     chunks before the first pass, each later one when the first stage starts the model chunk before it."""
     shares_embedding: bool = False
-    """True if the stage has one of the two copies of a tied embedding. The two stages sum its gradients, so both wait
-    for the later stage."""
+    """True if the stage has one of the two copies of a tied embedding. The two stages sum its gradients, so
+    both wait for the later stage."""
 
 
 class IterationTimeline:
@@ -109,8 +109,8 @@ class IterationTimeline:
         self._posted: dict[_Message, int] = {}
         """The task after which the receiver of each message has posted its receive."""
         self._unawaited: list[int | None] = [None] * len(stages)
-        """The task, by stage, that sends a message for which the rank has not waited yet. The rank waits when it sends
-        the next such message, and after its last pass."""
+        """The task, by stage, that sends a message for which the rank has not waited yet. The rank waits when
+        it sends the next such message, and after its last pass."""
         self._build()
         slowed_by: dict[Hashable, list[Hashable]] = {
             ("compute", stage): [(stream, stage) for stream in STREAMS] for stage in range(layout.pp)
@@ -132,8 +132,8 @@ class IterationTimeline:
     def phases(self, stage: int) -> dict[str, float]:
         """Returns the seconds of each phase on the stage's rank up to reduced gradients.
 
-        A wait belongs to the phase of the task that ended it; the `_total`s include transfers that overlap with
-        computation.
+        A wait belongs to the phase of the task that ended it; the `_total`s include transfers that overlap
+        with computation.
         """
         seconds = dict.fromkeys(_PHASES, 0.0)
         totals = {"grad_reduce": 0.0, "param_gather": 0.0}
@@ -148,8 +148,8 @@ class IterationTimeline:
         return seconds
 
     def _dispatch(self, stage: int, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Moves the seconds in which tokens travel to experts from forward and backward to dispatch; returns these
-        three phases, or an empty dict if no tokens travel."""
+        """Moves the seconds in which tokens travel to experts from forward and backward to dispatch; returns
+        these three phases, or an empty dict if no tokens travel."""
         dispatches = [module.moves for module in self._stages[stage].time.modules if module.dispatched]
         if not dispatches:
             return {}
@@ -204,8 +204,8 @@ class IterationTimeline:
                     self._timeline.also_after(self._sent[message], self._last[stage])
 
     def _source(self, stage: int, step: _Pass) -> int | None:
-        """Returns the number, over the model, of the model chunk whose output a pass needs; None at the ends of the
-        model."""
+        """Returns the number, over the model, of the model chunk whose output a pass needs; None at the ends
+        of the model."""
         part = step.chunk * self._layout.pp + stage + (-1 if step.direction == "forward" else 1)
         return part if 0 <= part < self._layout.pp * self._layout.vpp else None
 
@@ -259,8 +259,8 @@ class IterationTimeline:
     def _first_forward(self, stage: int, model_chunk: int) -> None:
         """Adds the first forward pass module by module, with gatherings chained as in Megatron.
 
-        A module starts gathering those of its buckets that nothing has started yet, and waits for all its buckets.
-        After each bucket, the gathering of a later one starts (`StageWork.chain`).
+        A module starts gathering those of its buckets that nothing has started yet, and waits for all its
+        buckets. After each bucket, the gathering of a later one starts (`StageWork.chain`).
         """
         work = self._stages[stage]
         time, chunks = work.time, work.chunks
@@ -353,8 +353,8 @@ class IterationTimeline:
         return max([self._computed[stage], *(ran[number].end for number in self._reducing[stage])])
 
     def _transfers(self, stage: int) -> Iterator[tuple[str, float, float]]:
-        """Yields (phase, start, end) of the stage's data-parallel transfers. A transfer starts no earlier than the one
-        before ends, so that time in which several streams transfer counts once."""
+        """Yields (phase, start, end) of the stage's data-parallel transfers. A transfer starts no earlier
+        than the one before ends, so that time in which several streams transfer counts once."""
         transfers = [entry for stream in STREAMS for entry in self._streams.get((stream, stage), ())]
         reached = 0.0
         for phase, ran, _ in sorted(transfers, key=lambda entry: entry[1].start):
@@ -362,8 +362,8 @@ class IterationTimeline:
             yield phase, start, reached
 
     def _compute(self, stage: int) -> Iterator[tuple[bool, str, float, float]]:
-        """Yields (True for a wait, phase, start, end) of the compute stream, without gaps. A wait has the phase of the
-        task that ended it."""
+        """Yields (True for a wait, phase, start, end) of the compute stream, without gaps. A wait has the
+        phase of the task that ended it."""
         for phase, ran, held_by in self._streams["compute", stage]:
             if held_by is not None:
                 yield True, held_by, ran.ready, ran.start
@@ -373,10 +373,10 @@ class IterationTimeline:
 def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
     """Lists the passes for whose input the rank posts a receive, by the earlier pass after which it posts it.
 
-    Keys are (number of the earlier pass, True if the receive also follows the send of that pass). A receive is
-    posted one pass early. A single call in Megatron sends to a neighbour and receives from the same neighbour. With
-    several model chunks (`together`), the call receives from the other neighbour, together with the send of the
-    previous pass in the same direction.
+    Keys are (number of the earlier pass, True if the receive also follows the send of that pass). A receive
+    is posted one pass early. A single call in Megatron sends to a neighbour and receives from the same
+    neighbour. With several model chunks (`together`), the call receives from the other neighbour, together
+    with the send of the previous pass in the same direction.
     """
     passes: dict[tuple[int, bool], list[_Pass]] = {}
     last: dict[Direction, int] = {}
@@ -403,8 +403,8 @@ def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
         for chunk in range(vpp)
         for micro in range(first, min(first + pp, count))
     ]
-    # Stage n starts a gathering n passes earlier in its schedule than stage 0, so that all stages start it at about
-    # the same time.
+    # Stage n starts a gathering n passes earlier in its schedule than stage 0, so that all stages start it at
+    # about the same time.
     gathers = [chunk + 1 if 0 < chunk < vpp - 1 and micro == 0 else None for chunk, micro in turns[stage:]]
     forwards = [
         _Pass("forward", chunk, micro, gathers=number) for (chunk, micro), number in zip_longest(turns, gathers)

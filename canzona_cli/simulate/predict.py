@@ -98,9 +98,9 @@ def layerwise(
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
     """Returns the owners and buckets of `LayerWiseDistributedOptimizer` in megatron-core 0.19.
 
-    Whole parameters are packed into padded shards of equal numbers of elements (`lay_out`); experts that are divided
-    among ranks have separate buffers. The host of all other matrices is 0 and has no meaning: every TP rank of an
-    owner updates all its matrices.
+    Whole parameters are packed into padded shards of equal numbers of elements (`lay_out`); experts that are
+    divided among ranks have separate buffers. The host of all other matrices is 0 and has no meaning: every
+    TP rank of an owner updates all its matrices.
 
     Args:
         bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
@@ -152,8 +152,8 @@ class Outlook:
     checkpoints_kept: int
     """The number of checkpoints on disk at the end of the run, if the run is long enough to save them all."""
     host_bytes: int
-    """The bytes of host memory per node, on average, for copies of the state that its ranks save, from the first save
-    on."""
+    """The bytes of host memory per node, on average, for copies of the state that its ranks save, from the
+    first save on."""
 
 
 def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:

@@ -1,11 +1,11 @@
 """Simulates a step of a strategy: the seconds of an iteration and of each of its phases.
 
-The simulation covers one steady-state iteration from the first forward to the last updated weight. The gathering
-of the previous step's new parameters overlaps with the forward, the reduction of gradients with the last backward.
-Then come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up to the updates, one rank stands for
-each pipeline stage, because collectives keep the stage's ranks in step; updates are simulated for every rank whose
-work differs. On a machine whose ranks share cores (`ClusterConfig.cores`), all concurrent work shares the cores.
-`compare.assumptions` lists what the simulation leaves out.
+The simulation covers one steady-state iteration from the first forward to the last updated weight. The
+gathering of the previous step's new parameters overlaps with the forward, the reduction of gradients with the
+last backward. Then come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up to the
+updates, one rank stands for each pipeline stage, because collectives keep the stage's ranks in step; updates
+are simulated for every rank whose work differs. On a machine whose ranks share cores (`ClusterConfig.cores`),
+all concurrent work shares the cores. `compare.assumptions` lists what the simulation leaves out.
 """
 
 import math
@@ -91,8 +91,8 @@ class _Step:
     clipped: Sequence[float]
     """The time at which a cell's gradients are clipped, by cell."""
     gather_s: Sequence[float]
-    """The seconds, by stage, of gathering that starts once the stage's slowest rank has updated; 0 if gathering
-    overlaps with the next forward."""
+    """The seconds, by stage, of gathering that starts once the stage's slowest rank has updated; 0 if
+    gathering overlaps with the next forward."""
     early_s: Sequence[float]
     """The seconds, by stage, of gathering that overlaps with the updates."""
     agree_s: float
@@ -123,7 +123,8 @@ class _Step:
 
     def _phases(self, number: int, before: Mapping[str, float]) -> dict[str, float]:
         cell, phases = self.cells[number], dict(before)
-        # Without overlap the stage gathers once its slowest rank is done; waiting for that rank counts as gathering.
+        # Without overlap the stage gathers once its slowest rank is done; waiting for that rank counts as
+        # gathering.
         gathered = self.done[cell.team.stage] - self.updated[number] if self.gather_s[cell.team.stage] else 0.0
         packed_s = cell.update.packed_s
         phases["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage] - packed_s
@@ -151,9 +152,9 @@ class _Step:
     def optimizer_s(self) -> float:
         """Returns the seconds for which the iteration waits for the optimizer.
 
-        A wait for another stage's backward is not included, although runs measure it in norm_clip, or in grad_reduce
-        for a tied embedding. The cell whose gathering ends last decides, because another stage may gather longer than
-        the stage that updates last.
+        A wait for another stage's backward is not included, although runs measure it in norm_clip, or in
+        grad_reduce for a tied embedding. The cell whose gathering ends last decides, because another stage
+        may gather longer than the stage that updates last.
         """
         ends = [end + phases["param_gather"] for end, phases in zip(self.updated, self.phases, strict=True)]
         last = self._latest(ends)
@@ -196,8 +197,8 @@ class _Simulation:
         )
 
     def _step(self) -> _Step:
-        """Simulates the update phase, then the iteration up to reduced gradients, and puts norm and clipping between
-        them.
+        """Simulates the update phase, then the iteration up to reduced gradients, and puts norm and clipping
+        between them.
 
         The updates are simulated first, because they decide how much of the gathering is left for the forward.
         """
@@ -258,8 +259,8 @@ class _Simulation:
         )
 
     def _chunks(self, stage: int) -> list[Chunk]:
-        """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes first,
-        because the model's first parameter, the embedding, is in it."""
+        """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes
+        first, because the model's first parameter, the embedding, is in it."""
         buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage))
         if not self._execution.has_owners:
             buckets = buffers.everything(sharded=not self._execution.everywhere)
@@ -302,7 +303,8 @@ class _Simulation:
         segments: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         reduced = iteration.reduced_s[stage]
         segments.append(("compute", "norm_clip", reduced + cell.update.packed_s, clipped))
-        # The engine runs AdamW first, so that the gathering of its parameters overlaps with the matrix updates.
+        # The engine runs AdamW first, so that the gathering of its parameters overlaps with the matrix
+        # updates.
         first = cell.adamw_s if self._execution is Execution.PLANNED else 0.0
         begin = clipped + first
         for stream, phase, start, end in cell.update.segments:
@@ -323,8 +325,8 @@ class _Simulation:
 
 
 def _averaged_over_steps(config: RunConfig, workload: Workload) -> Workload:
-    """Scales the costs of an optimizer with refreshes so that the busiest rank's mean time becomes the mean, over the
-    steps, of the slowest rank's time in each step.
+    """Scales the costs of an optimizer with refreshes so that the busiest rank's mean time becomes the mean,
+    over the steps, of the slowest rank's time in each step.
 
     The two differ, because the slowest rank changes from step to step. Other optimizers keep their costs.
     """

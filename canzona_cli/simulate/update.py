@@ -2,9 +2,9 @@
 
 Hosted updates (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
 
-Duplicated updates (layerwise, sc): every TP rank updates the whole matrix, after an all-gather for which it waits.
-Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for other optimizers,
-does all work on the whole matrix.
+Duplicated updates (layerwise, sc): every TP rank updates the whole matrix, after an all-gather for which it
+waits. Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for other
+optimizers, does all work on the whole matrix.
 
 `UpdateModel` expresses hosted and duplicated updates as calls of a `Pipeline`, of which there are two: `Alone` adds
 up the times of ranks that have a device each, and `Crowded` adds tasks to a timeline, for ranks that share a
@@ -26,8 +26,8 @@ from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, P
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
-"""(stream, phase, start, end) in seconds; zero is `RankUpdate.begun_s`, so that packing before the norm has negative
-times."""
+"""(stream, phase, start, end) in seconds; zero is `RankUpdate.begun_s`, so that packing before the norm has
+negative times."""
 
 
 @dataclass(frozen=True, kw_only=True)

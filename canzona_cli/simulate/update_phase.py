@@ -26,15 +26,15 @@ class Team:
     hosts: int
     """The number of hosts, the ranks whose work differs: tp with a plan, 1 otherwise."""
     host: int = 0
-    """The number of the first host. It is 0 with a plan; without one, TP ranks with different experts are teams of
-    their own."""
+    """The number of the first host. It is 0 with a plan; without one, TP ranks with different experts are
+    teams of their own."""
     ranks: int
     """The number of ranks that one host stands for, including ranks of later owners with the same work."""
     elements: int
     """The number of reduced gradient elements on each rank."""
     clipped: int
-    """The number of gradient elements that are clipped in a separate pass. Gradients sent to a host in fp32 are
-    scaled when the host assembles them, and do not count."""
+    """The number of gradient elements that are clipped in a separate pass. Gradients sent to a host in fp32
+    are scaled when the host assembles them, and do not count."""
     groups: tuple[MicroGroup, ...] = ()
     """The micro-groups of strategies with hosts, in order; empty for other strategies."""
     members: tuple[int, ...] = ()
@@ -138,8 +138,8 @@ class UpdatePhase:
         )
 
     def _with_experts(self, team: Team, by_host: Sequence[Sequence[Matrix]]) -> Iterator[Team]:
-        """Adds the experts that are divided among ranks to an owner's team. Without hosts, yields a team for each of
-        the owner's ranks if there are such experts.
+        """Adds the experts that are divided among ranks to an owner's team. Without hosts, yields a team for
+        each of the owner's ranks if there are such experts.
 
         Args:
             by_host: the experts of each of the owner's ranks.
@@ -169,8 +169,8 @@ class UpdatePhase:
         return sent and not shared and exchange_bytes(self._config)[1] == FP32
 
     def _merge_alike(self, teams: Iterable[Team]) -> list[Team]:
-        """Merges teams of a stage that have the same work into the first of them, which then stands for the ranks of
-        all."""
+        """Merges teams of a stage that have the same work into the first of them, which then stands for the
+        ranks of all."""
         alike: dict[Hashable, list[Team]] = {}
         for team in teams:
             work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
@@ -205,8 +205,8 @@ class UpdatePhase:
         """Runs the updates of all ranks on the cores that they share.
 
         Returns:
-            All cells; and by stage, the part of the gathering that ends before the last update, in seconds that it
-            would take alone.
+            All cells; and by stage, the part of the gathering that ends before the last update, in seconds
+            that it would take alone.
         """
         timeline = Timeline(self._cores, self._config.cluster.crowding)
         groups = [(team, *self._add_team(timeline, number, team)) for number, team in enumerate(teams)]

@@ -1,5 +1,5 @@
-"""Translates a run's settings to Megatron-LM's arguments, and to the parameter groups and the schedule in Megatron-LM's
-checkpoints."""
+"""Translates a run's settings to Megatron-LM's arguments, and to the parameter groups and the schedule in
+Megatron-LM's checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -31,13 +31,13 @@ _FIXED: Final[Mapping[str, object]] = {
     "no_save_rng": True,
     "dist_ckpt_optim_fully_reshardable": True,
 }
-"""The arguments that are equal for all models of canzona, without the arguments of which canzona supports only one
-value."""
+"""The arguments that are equal for all models of canzona, without the arguments of which canzona supports
+only one value."""
 
 
 def arguments_of(config: RunConfig, progress: Progress, *, has_state: bool) -> dict[str, object]:
-    """Returns Megatron-LM's arguments for a run, which `--use-checkpoint-args` reads, and the run's position in its
-    data.
+    """Returns Megatron-LM's arguments for a run, which `--use-checkpoint-args` reads, and the run's position
+    in its data.
 
     Args:
         has_state: True if the checkpoint has optimizer state.

@@ -1,5 +1,5 @@
-"""Exports a checkpoint to Megatron's format `torch_dist`, one tensor at a time: weights, and the masters and the state
-of Muon or AdamW. Megatron-LM's `--load` continues from it."""
+"""Exports a checkpoint to Megatron's format `torch_dist`, one tensor at a time: weights, and the masters and
+the state of Muon or AdamW. Megatron-LM's `--load` continues from it."""
 
 import io
 import os

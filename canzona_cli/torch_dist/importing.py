@@ -1,5 +1,5 @@
-"""Imports a checkpoint in Megatron's format `torch_dist`: masters, and the state of Muon or AdamW, so that canzona
-continues a run of Megatron."""
+"""Imports a checkpoint in Megatron's format `torch_dist`: masters, and the state of Muon or AdamW, so that
+canzona continues a run of Megatron."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -107,8 +107,8 @@ def planned_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_di
 
 
 def _translated(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
-    """Translates the arguments of the run that saved the checkpoint; also returns a note on features of the run that
-    canzona does not have.
+    """Translates the arguments of the run that saved the checkpoint; also returns a note on features of the
+    run that canzona does not have.
 
     Raises:
         ConfigError: canzona cannot train the model.

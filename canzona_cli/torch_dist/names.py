@@ -1,7 +1,7 @@
 """The names of a model's parameters and of their optimizer state in Megatron's checkpoints.
 
-The parameters of all layers with the same name are one tensor, whose first axis is the layer; or each layer has a
-tensor with the layer's number in its name. Parameters are fused as on a single tensor-parallel rank.
+The parameters of all layers with the same name are one tensor, whose first axis is the layer; or each layer
+has a tensor with the layer's number in its name. Parameters are fused as on a single tensor-parallel rank.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -57,8 +57,8 @@ class Parameter:
         return (self.model.num_layers, *self.shape) if self.place(key) is not None else self.shape
 
     def place(self, key: str) -> int | None:
-        """Returns the parameter's index on the first axis of the tensor with this key; None if the tensor has only this
-        parameter."""
+        """Returns the parameter's index on the first axis of the tensor with this key; None if the tensor has
+        only this parameter."""
         return None if self.layer is None or key.endswith(self.numbered_key) else self.layer
 
     def state_fields(self, kind: Kind) -> tuple[str, ...]:
@@ -113,8 +113,8 @@ def kind_of_state(keys: Collection[str], model: ModelConfig) -> Kind | None:
 
 
 def wrong_tensors(keys: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Mapping[str, str]:
-    """Returns the keys of tensors that are missing, are unexpected, or have another shape than in the model, each with
-    the reason."""
+    """Returns the keys of tensors that are missing, are unexpected, or have another shape than in the model,
+    each with the reason."""
     wrong: dict[str, str] = {}
     known: set[str] = set()
     for each in parameters(model):

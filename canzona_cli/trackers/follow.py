@@ -1,15 +1,15 @@
 """Sends a run's records to one tracker, as a separate process: `python -m canzona_cli.trackers.follow RUN
 NAME STEP`.
 
-The launcher starts the process next to torchrun and closes its standard input when the run has ended. The process
-reads the run's files, so ranks never wait for a tracker, however slow it is. If a tracker fails, the process tries
-again, with increasing pauses. The tracker's id of the run and the last step sent are stored in the run directory, so
-that the next launch continues the same curves.
+The launcher starts the process next to torchrun and closes its standard input when the run has ended. The
+process reads the run's files, so ranks never wait for a tracker, however slow it is. If a tracker fails, the
+process tries again, with increasing pauses. The tracker's id of the run and the last step sent are stored in
+the run directory, so that the next launch continues the same curves.
 
 TensorBoard, Weights & Biases and MLflow have the same interface here, and receive the names and steps of
 metrics.jsonl. Destination and credentials come from each tracker's environment variables (`WANDB_API_KEY`,
-`MLFLOW_TRACKING_URI`, ...). Without `MLFLOW_TRACKING_URI`, MLflow writes a database in the run directory. Only the
-package of the tracker in use is imported.
+`MLFLOW_TRACKING_URI`, ...). Without `MLFLOW_TRACKING_URI`, MLflow writes a database in the run directory.
+Only the package of the tracker in use is imported.
 """
 
 import math
@@ -44,8 +44,8 @@ _SAMPLE = "sample"
 _MOST_POINTS = 50
 """The largest number of points sent at once, because MLflow accepts a thousand values at a time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""The first and the longest pause before a failed tracker is tried again, in seconds. Each failure doubles the
-pause."""
+"""The first and the longest pause before a failed tracker is tried again, in seconds. Each failure doubles
+the pause."""
 _PROJECT = "canzona"
 """The project of Weights & Biases, and the experiment of MLflow, unless the environment names another."""
 _MOST_PARAMETERS = 100
@@ -60,8 +60,8 @@ class Point:
     time: float
     """The time of the line, in seconds since 1970."""
     values: Mapping[str, float | str]
-    """The finite numbers and texts of the line, by name. MLflow receives only the numbers, because its texts have no
-    step."""
+    """The finite numbers and texts of the line, by name. MLflow receives only the numbers, because its texts
+    have no step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ class Tracked:
     id: str | None
     """The tracker's id of the run; None if the tracker does not know the run yet."""
     first_step: int
-    """The first step that will be sent. The tracker's values from this step on are outdated, because the steps are run
-    again."""
+    """The first step that will be sent. The tracker's values from this step on are outdated, because the
+    steps are run again."""
 
 
 class TensorBoard:
@@ -120,8 +120,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A tracker that sends to Weights & Biases. The x axis is a metric `step`, because Weights & Biases ignores values
-    whose built-in step is lower than an earlier one."""
+    """A tracker that sends to Weights & Biases. The x axis is a metric `step`, because Weights & Biases
+    ignores values whose built-in step is lower than an earlier one."""
 
     def __init__(self, run: Tracked) -> None:
         quiet = {"CONSOLE": "off", "SILENT": "true", "ERROR_REPORTING": "false"}
@@ -147,8 +147,8 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A tracker that sends to MLflow. It uses only MLflow's client, which has no global state and leaves no thread
-    behind."""
+    """A tracker that sends to MLflow. It uses only MLflow's client, which has no global state and leaves no
+    thread behind."""
 
     def __init__(self, run: Tracked) -> None:
         patience = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
@@ -193,8 +193,8 @@ Tracker = TensorBoard | WeightsAndBiases | MLflow
 """An open tracker.
 
 `id` is the tracker's id of the run, which a later launch passes as `Tracked.id`. `add` sends points, in the order of
-their file; if it succeeds, they are not sent again. `close` ends the run; its `status` is None if nobody knows how
-the run ended. Every call may raise any exception of the tracker's package or of the network."""
+their file; if it succeeds, they are not sent again. `close` ends the run; its `status` is None if nobody
+knows how the run ended. Every call may raise any exception of the tracker's package or of the network."""
 TRACKERS: Mapping[TrackerName, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
@@ -225,8 +225,8 @@ class Follower:
         self._not_before = 0.0
 
     def look(self, *, last: bool = False) -> None:
-        """Reads new points and sends all points that have not been sent, unless the tracker is in the pause after a
-        failure. Never raises.
+        """Reads new points and sends all points that have not been sent, unless the tracker is in the pause
+        after a failure. Never raises.
 
         Args:
             last: True sends the points even in a pause.

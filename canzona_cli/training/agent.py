@@ -1,9 +1,9 @@
 """Runs torchrun with ranks that are forks of the agent, which has already imported torch and Megatron.
 
-Start it as `python -m canzona_cli.training.agent` with torchrun's arguments. On a laptop, imports take most of the
-start-up time. With the agent, each node imports once instead of once per rank. A forked rank has the session,
-environment, output, signals, open files and exit code of a newly started program; only its command line is the
-agent's.
+Start it as `python -m canzona_cli.training.agent` with torchrun's arguments. On a laptop, imports take most
+of the start-up time. With the agent, each node imports once instead of once per rank. A forked rank has the
+session, environment, output, signals, open files and exit code of a newly started program; only its command
+line is the agent's.
 
 The agent is used only for CPU ranks on Linux: CUDA does not work in a forked process, GPU libraries may
 initialise the device when they are imported, and macOS kills forks that use its frameworks.

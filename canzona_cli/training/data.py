@@ -134,8 +134,8 @@ def _build(
         # A blend takes at most one sample more of a set than its share, and has one more sample for each set.
         mid_level_dataset_surplus=max(0.005, (len(sets) + 1 / min(weights)) / samples),
     )
-    # Megatron has three splits, and train or validation is built here. The split is part of the index files' names,
-    # and does not affect the seed.
+    # Megatron has three splits, and train or validation is built here. The split is part of the index files'
+    # names, and does not affect the seed.
     index = 0 if split[0] == 0 else 1
     settings.split_matrix = [split if each == index else None for each in range(3)]
     sizes = [samples if each == index else 0 for each in range(3)]

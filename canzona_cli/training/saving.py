@@ -243,8 +243,8 @@ class Saver:
         complete.
 
         Returns:
-            The error that stopped the save; None if the save did not fail. Repeated calls return the same error until
-            the next save starts. Only rank 0 has the errors of all ranks.
+            The error that stopped the save; None if the save did not fail. Repeated calls return the same
+            error until the next save starts. Only rank 0 has the errors of all ranks.
         """
         save = self._running
         if save is None or save.thread is None:

@@ -1,10 +1,10 @@
 """The typed schema of a run's configuration.
 
 The classes are plain frozen dataclasses, so other modules can use them without depending on Hydra.
-`canzona_cli.config.compose` fills them and reports all mistakes at once. Many fields that are None after composition
-are chosen later by `canzona_cli.cluster.fit`; for other fields, the help text gives the meaning of null. A new
-setting is one annotated field here (`canzona_cli.fields`), and a line in each recipe that needs another value than
-the default.
+`canzona_cli.config.compose` fills them and reports all mistakes at once. Many fields that are None after
+composition are chosen later by `canzona_cli.cluster.fit`; for other fields, the help text gives the meaning
+of null. A new setting is one annotated field here (`canzona_cli.fields`), and a line in each recipe that
+needs another value than the default.
 """
 
 from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device

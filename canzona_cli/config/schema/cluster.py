@@ -1,5 +1,5 @@
-"""The settings of the hardware: a profile with its rates, written by hand or by `canzona calibrate`, and the number
-of nodes."""
+"""The settings of the hardware: a profile with its rates, written by hand or by `canzona calibrate`, and the
+number of nodes."""
 
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
@@ -276,9 +276,11 @@ class ClusterConfig(HashedOnce):
         Unit("microseconds"),
         PLAN,
     ] = 150.0
-    # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32 on 2
-    # ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code runs with
-    # NCCL. A busy GPU may hide some of this time; this was not measured, so none of it is assumed to be hidden.
+    # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32
+    # on 2 ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code
+    # runs with NCCL. A busy GPU may hide some of this time; this was not measured, so none of it is assumed
+    # to be
+    # hidden.
     step_factors: Annotated[
         dict[str, Factor],
         "Measured time of a phase in complete steps, relative to the sum of its parts, by phase (norm_clip, exchange, "

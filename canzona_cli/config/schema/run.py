@@ -1,5 +1,5 @@
-"""The settings of engine, checkpoints and run directory; the complete configuration; and the mesh and layout of a
-run."""
+"""The settings of engine, checkpoints and run directory; the complete configuration; and the mesh and layout
+of a run."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -38,11 +38,11 @@ Grouping = Literal["greedy", "auto"]
 Mode = Literal["hosted", "shared"]
 """The ways to update a matrix: as a whole on its host, or jointly by the TP group of its owner."""
 Reduction = Literal["reduce", "ring"]
-"""The ways to reduce a bucket's gradients to their owners: one reduction per owner, or a reduce-scatter in equal
-parts, which are then sent on to their owners."""
+"""The ways to reduce a bucket's gradients to their owners: one reduction per owner, or a reduce-scatter in
+equal parts, which are then sent on to their owners."""
 Gathering = Literal["broadcast", "ring"]
-"""The ways to gather a bucket's weights: one broadcast per owner, or an all-gather of equal parts, to which the
-owners have sent their ranges."""
+"""The ways to gather a bucket's weights: one broadcast per owner, or an all-gather of equal parts, to which
+the owners have sent their ranges."""
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 """The supported trackers, by the names of their packages."""
@@ -221,8 +221,8 @@ class Execution(Enum):
 
     @property
     def everywhere(self) -> bool:
-        """True if every rank updates every parameter, so that optimizer state is not sharded and parameters are not
-        gathered."""
+        """True if every rank updates every parameter, so that optimizer state is not sharded and parameters
+        are not gathered."""
         return self in (Execution.REDUNDANT, Execution.MEGATRON_SC)
 
 
@@ -264,25 +264,25 @@ class RunConfig(HashedOnce):
 class Mesh:
     """The ranks of a job along each parallel axis: `gpus == tp * pp * cp * dp`. A plan is made for a mesh.
 
-    Each rank of a stage is a cell: cell `owner * tp + host` is the owner-th data- and context-parallel rank and the
-    host-th tensor-parallel rank.
+    Each rank of a stage is a cell: cell `owner * tp + host` is the owner-th data- and context-parallel rank
+    and the host-th tensor-parallel rank.
     """
 
     tp: Ranks
     pp: Ranks
     vpp: Count = 1
-    """The number of model chunks of each pipeline stage. Chunk c of stage s is part `c * pp + s` of the model, which
-    has `pp * vpp` parts."""
+    """The number of model chunks of each pipeline stage. Chunk c of stage s is part `c * pp + s` of the
+    model, which has `pp * vpp` parts."""
     cp: Ranks
     dp: Ranks
     ep: Ranks = 1
-    """The number of ranks of a pipeline stage among which the experts of a layer are divided. This is not a separate
-    axis: the rank in cell c has the experts of expert-parallel rank `c % ep`."""
+    """The number of ranks of a pipeline stage among which the experts of a layer are divided. This is not a
+    separate axis: the rank in cell c has the experts of expert-parallel rank `c % ep`."""
 
     @property
     def owners(self) -> int:
-        """The number of data- and context-parallel ranks, over which gradients are reduced and among which the
-        matrices of a stage are divided."""
+        """The number of data- and context-parallel ranks, over which gradients are reduced and among which
+        the matrices of a stage are divided."""
         return self.dp * self.cp
 
     @property
@@ -292,8 +292,8 @@ class Mesh:
 
     @property
     def expert_owners(self) -> int:
-        """The number of ranks of a stage that have the same experts and reduce their gradients: the cells with the
-        same `expert_rank`, which `expert_owner` numbers."""
+        """The number of ranks of a stage that have the same experts and reduce their gradients: the cells
+        with the same `expert_rank`, which `expert_owner` numbers."""
         return self.cells // self.ep
 
     def reducers(self, expert_rank: int | None) -> int:
@@ -383,7 +383,7 @@ class Layout(Mesh):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The number of ranks along each axis for display: (("TP", 2), ("DP", 4)), without axes of one rank except
-        DP."""
+        """The number of ranks along each axis for display: (("TP", 2), ("DP", 4)), without axes of one rank
+        except DP."""
         axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp), ("EP", self.ep))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")
