@@ -227,7 +227,7 @@ class UpdatePhase:
         for team, group, adamw in groups:
             for host, result in enumerate(group.results(ran)):
                 adamw_s = ran[adamw[host]].end - ran[adamw[host]].start
-                cells.append(CellUpdate(team=team, host=host, adamw_s=adamw_s, update=result))
+                cells.append(CellUpdate(team=team, host=team.host + host, adamw_s=adamw_s, update=result))
         windows = []
         for stage, task in enumerate(gathers):
             last = max(cell.update.begun_s + cell.update.seconds for cell in cells if cell.team.stage == stage)
@@ -244,7 +244,7 @@ class UpdatePhase:
             group = Crowded(timeline, number, team.hosts, begin, norm_s=norm_s, adamw_s=adamw_s)
             self._model.run_hosted(team.groups, self._hosts, group, team.first)
             return group, group.begin
-        alike = self._layout.tp
+        alike = min(self._layout.tp, team.ranks)  # a rank with experts of its own is a team by itself
         group = Crowded(timeline, number, 1, begin, copies=team.ranks // alike, alike=alike)
         self._model.run_duplicated(team.members, group)
         group.end(0)

@@ -9,6 +9,7 @@ from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.launch.machines import Machines, verdict_of
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
+from tests.waiting import wait_until
 
 DONE = Outcome(status="done", exit_code=0, message="", step=4, loss=1.5)
 STOPPED = Outcome(status="interrupted", exit_code=130, message="stopped")
@@ -64,10 +65,11 @@ def test_a_machine_that_does_not_come_is_named(tmp_path: Path) -> None:
 
     def arrive() -> None:
         with pytest.raises(EnvironmentProblem):
-            other.arrive(patience_s=1.5)
+            other.arrive(patience_s=20)
 
     thread = threading.Thread(target=arrive)
     thread.start()
+    wait_until((tmp_path / "nodes" / "arrived-2.json").exists, "machine 2")
     with pytest.raises(EnvironmentProblem) as error:
         head.gather("h:1", patience_s=1, say=ignore)
     thread.join()

@@ -3,12 +3,15 @@ matrices."""
 
 import pytest
 
+from canzona_cli.cluster import fit
+from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime
 from canzona_cli.costs.timeline import Timeline
 from canzona_cli.planner.chunks import Chunk, Stream
 from canzona_cli.planner.make import plan_unbounded
+from canzona_cli.simulate.compare import study_run
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import UpdatePhase
@@ -72,3 +75,16 @@ def test_two_buckets_with_own_communicators_share_a_link(stream: Stream, seconds
     assert phases["param_gather"] == pytest.approx(seconds)
     assert phases["grad_reduce"] == pytest.approx(seconds)
     assert made.reduced_s[0] == pytest.approx(2 * seconds + 2)
+
+
+def test_four_ranks_on_one_core_update_four_times_as_long_with_experts_too() -> None:
+    """`layerwise` has each expert updated by one rank, so with TP its ranks do different work."""
+
+    def updating(cores: int) -> dict[str, float]:
+        settings = ("recipe=qwen3-moe-tiny", "gpus=4", "parallel.tp=2", "parallel.ep=2", "cluster=cpu")
+        studied = study_run(*fit.resolve(compose_run([*settings, f"cluster.cores={cores}"]).config))
+        return {name: ran.result.phases.get("matrix_update", 0.0) for name, ran in studied.strategies.items()}
+
+    shared, alone = updating(1), updating(4)
+    assert shared["layerwise"] > 0
+    assert shared == {name: pytest.approx(4 * seconds) for name, seconds in alone.items()}
