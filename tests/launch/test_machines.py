@@ -62,16 +62,17 @@ def test_what_an_earlier_launch_left_is_no_meeting(tmp_path: Path) -> None:
 
 def test_a_machine_that_does_not_come_is_named(tmp_path: Path) -> None:
     head, _, other = machines(tmp_path, 3)
+    (tmp_path / "nodes").mkdir()
 
     def arrive() -> None:
         with pytest.raises(EnvironmentProblem):
-            other.arrive(patience_s=20)
+            other.arrive(patience_s=5)
 
     thread = threading.Thread(target=arrive)
     thread.start()
     wait_until((tmp_path / "nodes" / "arrived-2.json").exists, "machine 2")
     with pytest.raises(EnvironmentProblem) as error:
-        head.gather("h:1", patience_s=1, say=ignore)
+        head.gather("h:1", patience_s=4, say=ignore)
     thread.join()
     assert error.value.problems[0].value == "1"
 
