@@ -295,8 +295,8 @@ def prepare(
     """Chooses the layouts and checks everything that can be checked before anything is written.
 
     Args:
-        count: the number of fastest predicted layouts to measure, in addition to the layout of an untuned
-            run; None for every layout that is possible and fits.
+        count: the number of layouts to measure, those with the shortest predicted times; the layout of an
+            untuned run is added if it is not one of them. None for every possible layout that fits.
         rounds: the number of turns of each layout.
         steps: the number of measured steps in a turn.
 

@@ -251,10 +251,10 @@ def _sorted(requirement: Requirement) -> str:
 
 
 def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
-    """Returns a problem if NCCL_SOCKET_IFNAME matches no usable network interface; None if it matches one.
+    """Returns a problem if NCCL_SOCKET_IFNAME is set but matches no usable network interface; otherwise None.
 
     Args:
-        chosen: the value of NCCL_SOCKET_IFNAME: prefixes of names, or full names after a leading `=`. A
+        chosen: the value of NCCL_SOCKET_IFNAME: prefixes of names, or full names after a leading `=`, with commas. A
             leading `^` excludes the matches instead. None or empty if it is not set.
         alone: True if the run uses only this machine, so that the loopback interface is usable.
     """

@@ -45,7 +45,7 @@ def list_(where: Where = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(where: Where = None, as_json: AsJson = False) -> None:
-    """Compare every byte of checkpoints with the hashes.
+    """Check every byte of checkpoints against the recorded hashes.
 
     Verifies one checkpoint, or all checkpoints of a run. Reports every missing, truncated or damaged file;
     the exit code is 5 if there are any.
@@ -77,7 +77,7 @@ def show(where: Where = None, as_json: AsJson = False) -> None:
     show_page(content.as_json() if as_json else content)
 
 
-@app.command("import")
+@app.command("import", short_help="Import from Hugging Face or Megatron.")
 def import_(
     folder: Annotated[
         Path,
@@ -164,7 +164,7 @@ def _import_from_megatron(
     progress(f"Continue training with: canzona resume {shown(out)} gpus=N cluster=NAME data.path=PREFIX")
 
 
-@app.command()
+@app.command(short_help="Export to Hugging Face or Megatron.")
 def export(
     where: Annotated[
         Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory or one of its checkpoints.")

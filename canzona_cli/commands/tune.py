@@ -13,7 +13,9 @@ def tune(
     count: Annotated[
         int,
         typer.Option(
-            "--candidates", metavar="N", help="How many layouts to measure: those with the fastest simulated step."
+            "--candidates",
+            metavar="N",
+            help="How many layouts to measure: the fastest in simulation, and the untuned one.",
         ),
     ] = 4,
     everything: Annotated[bool, typer.Option("--all", help="Measure every valid layout that fits in memory.")] = False,

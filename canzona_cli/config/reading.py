@@ -146,10 +146,11 @@ def _check(value: object, *, finite: bool) -> None:
 
 
 def _check_expansion(text: str) -> None:
-    """Checks, before any value is constructed, that aliases do not expand to themselves or to too many values.
+    """Checks, before any value is constructed, that values are not nested too deeply and that aliases do not
+    expand to themselves or to too many values.
 
     Raises:
-        Unreadable: an alias refers to itself, or there are too many values.
+        Unreadable: an alias refers to itself, values are nested too deeply, or there are too many.
     """
     import yaml
 

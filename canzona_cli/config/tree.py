@@ -294,9 +294,10 @@ def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> 
 
 
 def with_values(base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
-    """Applies the command line's values to a tree, and resolves references to other settings.
+    """Returns a tree with the command line's values applied and references to other settings resolved.
 
-    For each reference that cannot be resolved, a problem is added to `problems` and the setting is dropped.
+    A problem is added to `problems` for each value that cannot be set, and for each setting whose references
+    cannot be resolved; such a setting is dropped.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

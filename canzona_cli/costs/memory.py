@@ -262,14 +262,15 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
 def optimizer_state(config: RunConfig, how: Algorithm, others: int, whole: int, factors: int) -> dict[str, int]:
     """Counts the bytes of masters, matrix_state and adamw_state on a rank.
 
-    AdamW keeps an fp32 master and two moments, 12 bytes per parameter (8 with fp32 weights, which need no
-    masters), sharded over D * c by `DistributedOptimizer`. A matrix optimizer keeps a master, 4 bytes per
-    element (0 with fp32 weights), its moments and its factors, see `moment_bytes` and `factor_bytes`:
+    AdamW keeps an fp32 master and two moments: 12 bytes per parameter, or 8 with fp32 weights, which need no
+    masters. A matrix optimizer keeps a master (4 bytes per element), its moments (`moment_bytes`) and its
+    factors (`factor_bytes`). The strategies differ in what is sharded, and in masters with fp32 weights:
+
     - sc: nothing is sharded, neither for matrices nor for AdamW's parameters
-      (`Float16OptimizerWithFloat16Params`). In canzona's engine every rank keeps whole matrices, and masters
-      even with fp32 weights;
-    - layerwise, asc, paper, canzona: the state of each matrix (layerwise: of each TP fragment) is on one
-      rank, and AdamW's parameters are sharded. asc, paper and canzona keep masters even with fp32 weights,
+      (`Float16OptimizerWithFloat16Params`). In canzona's engine every rank keeps whole matrices;
+    - layerwise, asc, paper, canzona: the state of each matrix (layerwise: of each TP fragment) is on one rank,
+      and AdamW's parameters are sharded over D * c by `DistributedOptimizer`;
+    - with fp32 weights, matrices have masters in canzona's engine only (its sc, asc, paper and canzona),
       because no other tensor holds the whole matrix.
 
     Args:
@@ -359,7 +360,14 @@ def _least_workspace(config: RunConfig) -> int:
 
 
 def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Estimates the bytes of the engine's message and gradient buffers that every plan of a stage needs."""
+    """Estimates the bytes of the engine's message and gradient buffers that every plan of a stage needs.
+
+    With tp > 1: the messages of two micro-groups with one matrix each, and the matrix's assembled fp32 gradient.
+
+    With tp = 1 nothing is sent, but a gradient that is not contiguous and in fp32 in the gradient buffer is
+    copied, in batches of at most `BATCH_BYTES` or of one matrix. These are all gradients if they are reduced in
+    bf16; otherwise only those of separate q, k and v, whose rows are interleaved in their parameter.
+    """
     if config.execution is Execution.REDUNDANT:
         return FP32 * _gathered_elements(config, layout)
     fullest = placement(config, layout, stage)
@@ -374,12 +382,12 @@ def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
     batch = min(FP32 * fullest.worst, max(BATCH_BYTES, FP32 * largest))
     if config.train.gradient_bytes != FP32:
         return batch
-    if config.engine.splitting in ("fused", "per_head"):
+    if config.engine.splitting not in ("qkv", "split"):
         return 0
     weights = family_of(config.model).weights(config.model)
     interleaved = sum(weight.elements for weight in weights if weight.cut == "repeats")
-    share = interleaved / sum(math.prod(shape) for shape in shapes)
-    return min(int(FP32 * fullest.worst * share), batch)
+    copied_share = interleaved / sum(math.prod(shape) for shape in shapes)
+    return min(int(FP32 * fullest.worst * copied_share), batch)
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:

@@ -204,8 +204,11 @@ class ShardedState:
         return {0: {"optimizer": muon, _ENTRIES: counts}, 1: adamw}
 
     def to_load(self, model: StateDict) -> dict[object, object]:
-        """Returns the entries into which a checkpoint is read before `loaded`. Masters and state of matrices
-        are read directly into this rank's tensors.
+        """Returns the entries into which a checkpoint is read before `loaded` is called. The masters and state
+        of matrices are read directly into this rank's tensors.
+
+        Args:
+            model: the model's `sharded_state_dict`.
 
         Raises:
             Unsupported: the checkpoint was saved by another optimizer.

@@ -1,8 +1,8 @@
-"""Imports weights from Hugging Face folders, and exports weights to them, with a part of one tensor in memory
-at a time.
+"""Imports weights from Hugging Face folders, and exports weights to them, with only part of one tensor in
+memory at a time.
 
-An import writes a checkpoint of step 0, with fp32 masters and without optimizer state. A run of any layout,
-optimizer and splitting can start from the checkpoint. An export writes sharded safetensors.
+An import writes a checkpoint of step 0, with fp32 masters and without optimizer state. A run with any layout,
+optimizer or splitting can start from the checkpoint. An export writes sharded safetensors.
 """
 
 import math

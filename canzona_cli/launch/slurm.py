@@ -152,8 +152,10 @@ def _check_shape(config: RunConfig, step: SlurmStep) -> None:
         )
         fix = (
             f"srun --nodes={nodes} --ntasks-per-node=1 in a job of that size, "
-            f"or `canzona slurm --submit` with these settings; cluster.nodes={step.nodes} uses all of them"
+            "or `canzona slurm --submit` with these settings"
         )
+        if config.gpus % step.nodes == 0 and config.gpus // step.nodes <= config.cluster.gpus_per_node:
+            fix += f"; or cluster.nodes={step.nodes}, which spreads the run over all machines of this step"
         raise ConfigError(problem_with(config, "gpus", reason, fix))
 
 

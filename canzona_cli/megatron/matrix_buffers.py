@@ -102,8 +102,8 @@ def full_param_layout(
     Args:
         model: the chunk, with its matrices already marked by `tag_matrices`.
         chunk: the number of the chunk on this rank.
-        bucket_size: the bucket size that `DistributedDataParallel` will use for the other parameters; None
-            for a single bucket.
+        bucket_size: the bucket size, in elements, that `DistributedDataParallel` will use for the parameters
+            that are not matrices; None for a single bucket.
 
     Raises:
         PlanMismatch: the plan is for other ranks or another model.

@@ -169,8 +169,8 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def can_compile(world: World) -> bool:
-    """Returns True if torch.compile works on every rank. All ranks must return the same value, because fused
-    and unfused cross-entropy use different collectives.
+    """Returns True if torch.compile works on every rank. All ranks get the same answer, because fused and
+    unfused cross-entropy use different collectives.
 
     Collective. Rank 0 logs a warning if torch.compile does not work.
     """

@@ -36,8 +36,8 @@ class Way(Protocol):
 
 
 def reducing(bucket: Bucket, group: ProcessGroup) -> Way:
-    """Returns the method that reduces a bucket's gradients. Afterwards a rank's buffer is valid only in the
-    ranges that the rank owns."""
+    """Returns the method that reduces a bucket's gradients. When it has finished, a rank's buffer is valid
+    only in the ranges that the rank owns."""
     if bucket.reduction == "ring" and group.size() > 1:
         return _RingReduction(bucket, group)
     return _PerOwner(_ranges(bucket), group, _reduce)

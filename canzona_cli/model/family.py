@@ -53,7 +53,7 @@ class Weight:
 
     @property
     def inside(self) -> str:
-        """The prefix of its units' names in a layer: `experts.17.` for an expert's weight."""
+        """The prefix of its units' names in a layer: `experts.17.` for an expert's weight, otherwise empty."""
         return "" if self.expert is None else f"experts.{self.expert}."
 
     @property

@@ -83,11 +83,12 @@ def _replace_undefined(basis: torch.Tensor, defined: torch.Tensor, previous: tor
 
 
 def orthonormal_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Orthonormalises a panel of columns, as `orthonormal` does, given that the columns before it are
-    orthonormal. Columns without a defined direction become zero. The host does not wait for the device.
+    """Orthonormalises a panel of columns, given that the columns before it are orthonormal. Unlike in
+    `orthonormal`, columns without a defined direction become zero, and the host does not wait for the device.
 
-    The panel is projected twice (block Gram-Schmidt; Giraud et al. 2005, doi:10.1007/s00211-005-0615-4),
-    because after a single projection rounding errors of almost dependent columns are not orthogonal.
+    The panel is projected twice (block Gram-Schmidt; Giraud et al. 2005, doi:10.1007/s00211-005-0615-4).
+    After one projection, a column that almost depends on `before` consists mostly of rounding errors, which
+    are not orthogonal to `before`.
 
     Args:
         panel: (side, width), part of a matrix whose longest column has norm 1.

@@ -270,8 +270,12 @@ class HostPacker:
         self._known: dict[tuple[tuple[float, Share | None], ...], tuple[Row, ...]] = {}
 
     def rows(self, matrices: Sequence[int]) -> list[Row]:
-        """Returns rows in rising order of height. Unless `all_shared` is set, one of them shares nothing and
-        one shares all matrices that may be shared. The entries of a row are in the order of `matrices`."""
+        """Returns alternative rows for an owner, the lowest height first. Unless `all_shared` is set, one
+        alternative shares nothing and one shares all matrices that may be shared.
+
+        Args:
+            matrices: the indices of the owner's matrices; each row's entries are in this order.
+        """
         order, rows = self._look_up(matrices)
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return [

@@ -202,7 +202,7 @@ class HostedPipeline:
         return self.updating * seconds + self.own * elements * self.byte_s
 
     def least(self, job: Job) -> "Least":
-        """Returns the least seconds of a hosted matrix, whatever other matrices its owner updates."""
+        """Returns lower bounds on the seconds that a hosted matrix takes, whatever other matrices its owner updates."""
         load = self._new_load([job])
         packing, hosts, storing = ([sum(s for _, s in parts) for parts in stage] for stage in load.work)
         others = [packing[rank] + storing[rank] for rank in range(self.tp) if rank != job.host]

@@ -184,7 +184,7 @@ def _times_canzona(study: Study, name: str) -> str:
 
 
 def _scaling(cells: Sequence[SimulatedCell]) -> SideBySide:
-    """Draws a curve for each strategy over the number of GPUs; only HTML pages show them."""
+    """Returns charts over the number of GPUs, each with a curve for each strategy; only HTML pages show them."""
     studies = {cell.gpus: cell.study for cell in cells if cell.study is not None}
 
     def chart(

@@ -185,7 +185,8 @@ def make_view(config: RunConfig, layout: Layout, console: Console, *, short: str
 class ConsoleView(TrainView, ABC):
     """The base of both views: the run's state, and the header printed before training.
 
-    A short view prints warnings and a line at the end, which begins with the name `short`.
+    If `short`, the name of the run, is given, the view prints only warnings and one line at the end, which
+    begins with that name.
     """
 
     def __init__(

@@ -158,19 +158,23 @@ class DryRun(Page):
         if self.config_yaml is not None:
             yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
             yield Text()
-        if self.config_yaml is not None or self.prepared:
+        if self._environment_shown:
             yield from _verbatim("environment", _assignments(self.command.environment))
             yield Text()
         yield from _verbatim("command" + self._where(), self._command().splitlines())
         for note in self._notes():
             yield wrapped(note, "dim")
 
+    @property
+    def _environment_shown(self) -> bool:
+        return self.config_yaml is not None or self.prepared
+
     def _card(self) -> dict[str, str]:
         if self.card is not None:
-            return {"card": self.card.words}
+            return {"recorded": self.card.words}
         if self.config.cluster.device == "cpu":
             return {}
-        return {"card": "a plan only: no run with these settings was recorded, so times and memory are simulated"}
+        return {"recorded": "no run with these settings was recorded, so times and memory are only simulated"}
 
     @property
     def _unit(self) -> str:
@@ -202,15 +206,17 @@ class DryRun(Page):
 
     def _notes(self) -> Iterator[str]:
         if node_count(self.config) > 1:
-            if "OMP_NUM_THREADS" in self.command.environment:
-                yield "The thread counts fit this machine's cores; `canzona train` on another machine sets its own."
+            shown = self.command.environment if self._environment_shown else {}
+            if "OMP_NUM_THREADS" in shown:
+                yield "OMP_NUM_THREADS fits this machine's cores; `canzona train` on another machine sets its own."
             last = node_count(self.config) - 1
             if NODE_RANK_PLACEHOLDER in self.command.argv:
                 yield f"{NODE_RANK_PLACEHOLDER} is cluster.node_rank: 0 to {last}, different on each machine."
-            if not self.command.environment.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
+            if not shown.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
                 yield "GLOO_SOCKET_IFNAME is this machine's network interface to machine 0; the others detect theirs."
             if ENDPOINT_PLACEHOLDER in self.command.argv:
-                yield "GLOO_SOCKET_IFNAME, the network interface to machine 0, is detected on each machine."
+                if self._environment_shown:
+                    yield "GLOO_SOCKET_IFNAME, the network interface to machine 0, is detected on each machine."
                 yield (
                     f"{ENDPOINT_PLACEHOLDER} is cluster.rdzv_endpoint: an address of machine 0 that all others can "
                     "reach."

@@ -167,7 +167,7 @@ def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | No
     if ids is not None and rows > 2 * ids:
         yield (
             f"model.vocab_size={rows}, and the data's tokenizer has {ids:,} ids: {1 - ids / rows:.0%} of the "
-            "embedding's rows are never used; use data of the model's tokenizer, or a smaller model.vocab_size"
+            "embedding's rows are never used; use data from the model's tokenizer, or a smaller model.vocab_size"
         )
 
 
