@@ -303,11 +303,11 @@ def _times_as_long(ratio: float | None) -> str:
 
 
 def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields a table of the slowest rank's milliseconds by phase and strategy."""
+    """Yields a table of milliseconds by phase and strategy, each of the rank that finishes last."""
     yield headed(
         "Phases",
-        " of the rank that finishes last, for each strategy another; waiting for other hosts' updates counts as"
-        " exchange; all but the totals add up to the iteration",
+        " of each strategy's last rank; exchange includes waits for other hosts; all but the totals add up to the"
+        " iteration",
     )
     results = [study.strategies[name].result for name in STRATEGIES]
     shown = [phase for phase in LABELS if any(result.phases.get(phase) for result in results)]
