@@ -293,11 +293,7 @@ class Muon(MatrixOptimizer):
         return result.masked_fill_(trusted.logical_not().view(*trusted.shape, 1, 1), 0)
 
     def _gram_form_on_cpu(
-        self,
-        x: torch.Tensor,
-        matrices: list[torch.Tensor],
-        norms: Sequence[Norms],
-        group: Mapping[str, float],
+        self, x: torch.Tensor, matrices: list[torch.Tensor], norms: Sequence[Norms], group: Mapping[str, float]
     ) -> torch.Tensor:
         """Orthogonalises `x` in Gram form, and repeats untrusted updates in standard form."""
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
