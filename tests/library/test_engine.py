@@ -230,7 +230,7 @@ def test_overrides_that_no_parameter_group_can_have_are_refused() -> None:
     config, layout = jobs.resolve(*FIXED)
     refused: dict[str, Overrides] = {
         "it applies to matrices": {ParamKey(name="*linear_fc1.weight"): {"wd_mult": 0.5}},
-        "matrices have canzona's": {ParamKey(name="*embedding*"): {"optimizer": "lion"}},
+        "canzona updates the matrices": {ParamKey(name="*embedding*"): {"optimizer": "lion"}},
     }
 
     def work(case: str, world: World) -> str:
