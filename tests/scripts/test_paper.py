@@ -43,7 +43,7 @@ def test_strategies_and_both_curves_are_there_and_what_is_not_known_is_said(prin
         (rows,) = (rows for name, rows in tables.items() if name.startswith(heading))
         assert len(rows) - 1 == 2 * values, "the paper's engine and canzona"
     assert "were not at hand" in printed
-    assert "ours is simulated" in printed
+    assert "ours are simulated" in printed
 
 
 def test_alpha_balances_the_papers_engine_and_small_groups_are_more(printed: str) -> None:
