@@ -125,15 +125,5 @@ def run(
 
 
 def layout(*, tp: int = 1, pp: int = 1, vpp: int = 1, dp: int = 1, micro: int = 1, count: int = 1) -> Layout:
-    return Layout(
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        cp=1,
-        dp=dp,
-        micro_batch_size=micro,
-        num_microbatches=count,
-        global_batch_size=dp * micro * count,
-        recompute="none",
-        sequence_parallel=tp > 1,
-    )
+    plain = Layout.plain(pp=pp, vpp=vpp, dp=dp, micro_batch_size=micro, num_microbatches=count)
+    return replace(plain, tp=tp, sequence_parallel=tp > 1)

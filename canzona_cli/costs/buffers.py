@@ -380,7 +380,7 @@ def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> 
 
     The loss of bf16 logits needs an fp32 softmax at the same time as the logits or, later, their gradient.
     Megatron's fused loss, which runs on GPUs, first makes an fp32 gradient at the same time as both
-    (tests/dist/test_fusions.py). The loss of fp32 logits overwrites the logits with their softmax and then
+    (tests/dist/test_peak_memory.py). The loss of fp32 logits overwrites the logits with their softmax and then
     with their gradient. The backward pass needs the gradients of the logits, the input and the weights. On
     processors without bf16 instructions it also needs fp32 copies of both factors and of the product.
 
