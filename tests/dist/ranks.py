@@ -13,7 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import NoReturn
 
 import torch
@@ -93,20 +93,24 @@ def collect[T](receivers: Sequence[Connection], timeout_s: float) -> list[T]:
     deadline = time.monotonic() + timeout_s
     results: dict[int, T] = {}
     failures: list[str] = []
-    for rank, receiver in enumerate(receivers):
+    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while waiting:
         # Once one rank has failed, the others may wait for it for ever.
         patience = max(0.0, deadline - time.monotonic()) if not failures else 1.0
-        if not receiver.poll(patience):
-            failures.append(f"rank {rank} hangs")
-            continue
-        try:
-            ok, value = receiver.recv()
-        except EOFError:
-            ok, value = False, f"rank {rank} died without a word"
-        if ok:
-            results[rank] = value
-        else:
-            failures.append(value)
+        ready = [receiver for receiver in wait(list(waiting), patience) if isinstance(receiver, Connection)]
+        if not ready:
+            failures += [f"rank {rank} hangs" for rank in waiting.values()]
+            break
+        for receiver in ready:
+            rank = waiting.pop(receiver)
+            try:
+                ok, value = receiver.recv()
+            except EOFError:
+                ok, value = False, f"rank {rank} died without a word"
+            if ok:
+                results[rank] = value
+            else:
+                failures.append(value)
     assert not failures, "\n".join(failures)
     return [results[rank] for rank in range(len(receivers))]
 
@@ -126,6 +130,10 @@ def _rank[T](function: Callable[[], T], rank: int, world_size: int, port: int, s
     gc.freeze()
     try:
         sender.send((True, function()))
+        # `run_ranks` ends this rank once all have answered: others may still be reading from rank 0's store.
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
     except BaseException:
         sender.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
     sender.close()
