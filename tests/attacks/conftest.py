@@ -1,20 +1,13 @@
 """A run to attack."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from canzona_cli.commands import train_run
-from canzona_cli.config.schema import RunConfig
-from canzona_cli.launch import torchrun
-from canzona_cli.launch.torchrun import LaunchCommand
-from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles
 from tests.attacks.victim import TINY, Attack, Streams, Victim, attacked
-from tests.commands.support import canzona
-from tests.run.runs import CORPUS
+from tests.commands.support import canzona, start_stand_in
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,16 +24,9 @@ def files(tmp_path: Path) -> RunFiles:
 
 @pytest.fixture
 def train(tmp_path: Path, files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attack]:
-    """Starts `canzona train`, all real but for torchrun and its ranks, of which `tests.attacks.worker` is one."""
+    """Starts `canzona train`, all real but for torchrun and its ranks, of which `tests.launch.stand_in` is one."""
 
-    def build(config: RunConfig, run_dir: Path) -> LaunchCommand:
-        return LaunchCommand(argv=(sys.executable, "-m", "tests.attacks.worker", str(run_dir)), environment={})
-
-    def corpus(*_: object) -> PreparedCorpus:
-        return CORPUS
-
-    monkeypatch.setattr(torchrun, "build", build)
-    monkeypatch.setattr(train_run, "ensure_corpus", corpus)
+    start_stand_in(monkeypatch)
     started: list[Victim] = []
 
     def start(
@@ -51,7 +37,7 @@ def train(tmp_path: Path, files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> I
         cwd: Path | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> Victim:
-        wanted = {"ENDING": ending, **(environment or {})}
+        wanted = {"STAND_IN": ending, **(environment or {})}
         arguments = ("train", *TINY, f"run.dir={files.root}", *overrides)
         started.append(attacked(*arguments, streams=streams, cwd=cwd or tmp_path, environment=wanted, before=before))
         return started[-1]

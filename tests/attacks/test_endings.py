@@ -63,9 +63,9 @@ def test_a_closed_terminal_saves_the_run(train: Attack, files: RunFiles) -> None
 
 
 ENDINGS = [
-    ("done", None, "done", 0),
-    ("crash", None, "failed", 70),
-    ("hang", None, "failed", 71),
+    ("done@1", None, "done", 0),
+    ("crash@1", None, "failed", 70),
+    ("hang@1", None, "failed", 71),
     ("stopped", signal.SIGTERM, "preempted", 75),
     ("stopped", signal.SIGINT, "interrupted", 130),
 ]
@@ -81,7 +81,7 @@ def test_output_on_a_full_disk_changes_no_ending(
     status: str,
     code: int,
 ) -> None:
-    victim = train(full, *(["run.hang_timeout_s=1"] if ending == "hang" else []), ending=ending)
+    victim = train(full, *(["run.hang_timeout_s=1"] if ending == "hang@1" else []), ending=ending)
     if number is not None:
         victim.until(lambda: steps(files) >= 3)
         victim.signal(number)
@@ -117,12 +117,12 @@ def test_signals_after_the_decision_do_not_change_it(train: Attack, files: RunFi
 
 
 def test_with_all_streams_closed_nothing_is_printed_into_the_runs_files(train: Attack, files: RunFiles) -> None:
-    victim = train(Streams(), ending="done")
+    victim = train(Streams(), ending="done@1")
     victim.finish()
     assert_ended(files, victim, "done", 0)
     assert files.claim.read_text().split()[1] == str(victim.pid)
     assert "elapsed" not in files.claim.read_text()
-    assert files.agent_log(0).read_text() == "the rank's own output\n"
+    assert files.agent_log(0).read_text() == "launch 1\n"
 
 
 def test_a_reader_that_has_gone_or_reads_no_more_keeps_no_run_from_being_saved(
@@ -145,7 +145,7 @@ def test_a_reader_that_has_gone_or_reads_no_more_keeps_no_run_from_being_saved(
     os.close(reader)
     with pytest.raises(OSError, match=os.strerror(errno.EPIPE)):
         os.write(writer, b"?")
-    again = train(Streams(stdin=nothing, stdout=writer, stderr=writer), f"run.dir={files.root}-2", ending="done")
+    again = train(Streams(stdin=nothing, stdout=writer, stderr=writer), f"run.dir={files.root}-2", ending="done@1")
     assert again.finish() == 0
     os.close(writer)
     os.close(nothing)

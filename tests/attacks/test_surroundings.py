@@ -89,7 +89,7 @@ def test_odd_environments_train_as_ever(
     environment: dict[str, str | None],
     before: Callable[[], None],
 ) -> None:
-    victim = train(heard.streams, ending="done", environment=environment, before=before)
+    victim = train(heard.streams, ending="done@3", environment=environment, before=before)
     assert victim.finish() == 0, heard.text
     for path in (files.root, *files.root.rglob("*")):
         assert not path.stat().st_mode & 0o002, f"everybody may write {path}"
@@ -198,7 +198,7 @@ def test_ranks_that_cannot_meet_are_found_before_they_start(
 def test_in_a_directory_whose_name_is_not_utf8_a_run_trains(train: Attack, tmp_path: Path, heard: Heard) -> None:
     here = tmp_path / NOT_UTF8
     here.mkdir()
-    assert train(heard.streams, "run.dir=run", ending="done", cwd=here).finish() == 0, heard.text
+    assert train(heard.streams, "run.dir=run", ending="done@3", cwd=here).finish() == 0, heard.text
     result = read_json(RunFiles(here / "run").result)
     assert result is not None
     assert result["status"] == "done"

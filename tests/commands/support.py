@@ -5,15 +5,22 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+import pytest
+
 import canzona_cli.app
+from canzona_cli.commands import train_run
 from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import RunConfig
+from canzona_cli.launch import torchrun
+from canzona_cli.launch.torchrun import LaunchCommand
+from tests.run.runs import CORPUS
 from tests.waiting import PATIENCE_S
 
 
@@ -59,6 +66,23 @@ def ready_to_fork() -> None:
     """Composes a run in this process, so that forks find the built-in recipe, Hydra's plugins and the adapters of types
     made: that is half of what a short command takes."""
     compose_run(["recipe=tiny", "gpus=2"], training=False)
+
+
+def start_stand_in(
+    monkeypatch: pytest.MonkeyPatch, environment: Callable[[RunConfig], Mapping[str, str]] = lambda _: {}
+) -> None:
+    """Makes `canzona train` start `tests.launch.stand_in` in place of torchrun, and prepare no corpus.
+
+    Args:
+        environment: the stand-in's variables, by its run.
+    """
+
+    def build(config: RunConfig, run_dir: Path) -> LaunchCommand:
+        argv = (sys.executable, "-m", "tests.launch.stand_in", str(run_dir))
+        return LaunchCommand(argv=argv, environment=environment(config))
+
+    monkeypatch.setattr(torchrun, "build", build)
+    monkeypatch.setattr(train_run, "ensure_corpus", lambda *_: CORPUS)
 
 
 def canzona_process(

@@ -1,28 +1,22 @@
 """`canzona train --sweep` and what an array's task makes of it: every run has its turn, its directory and its row."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from canzona_cli.launch import torchrun
-from canzona_cli.launch.torchrun import LaunchCommand
+from canzona_cli.config.schema import RunConfig
 from canzona_cli.run.files import RunFiles, read_json
-from tests.commands.support import canzona
+from tests.commands.support import canzona, start_stand_in
 
 TINY = ("recipe=qwen3-tiny", "gpus=1", "train.steps=1", "model.num_layers=1")
 
 
-@pytest.fixture
-def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher is all real; what it starts is `tests.commands.quick_worker` alone."""
-
-    def build(config: object, run_dir: Path) -> LaunchCommand:
-        return LaunchCommand(argv=(sys.executable, "-m", "tests.commands.quick_worker", str(run_dir)), environment={})
-
-    monkeypatch.setattr(torchrun, "build", build)
+def ending_of(config: RunConfig) -> dict[str, str]:
+    """The stand-in's variables: run 3 of a sweep crashes, in run 4 somebody presses Ctrl-C."""
+    seed = config.train.seed
+    return {"STAND_IN": {3: "crash@1", 4: "ctrl-c@1"}.get(seed, "done@1"), "STAND_IN_LOSS": str(seed)}
 
 
 def results(root: Path) -> dict[str, tuple[object, object]]:
@@ -31,9 +25,10 @@ def results(root: Path) -> dict[str, tuple[object, object]]:
 
 
 def test_each_run_has_its_turn_whatever_became_of_the_others_and_the_sweep_goes_on_where_it_was_stopped(
-    tmp_path: Path, corpus_cache: Path, quick_workers: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = partial(canzona, "train", *TINY, "--sweep", f"data.cache_dir={corpus_cache}", cwd=tmp_path)
+    start_stand_in(monkeypatch, ending_of)
+    train = partial(canzona, "train", *TINY, "--sweep", cwd=tmp_path)
     done = train("train.seed=2,3,1,4,5", "run.dir='here, there'")
     root = tmp_path / "here, there"
     assert done.returncode == 130, done.stderr

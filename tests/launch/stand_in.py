@@ -1,40 +1,74 @@
 """Stands in for torchrun and a run's one rank: `python -m tests.launch.stand_in RUN_DIR`, without torch.
 
-Steps of a hundredth of a second by the clock that it writes, a checkpoint at each even one; the variable STAND_IN says
-how each launch in the directory ends: `crash@3,done`.
+Steps take a hundredth of a second, with a checkpoint after every second one. The variable STAND_IN says how each launch
+in the directory ends, and after how many steps: `crash@3,done`. Further launches end as the last.
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard
+from canzona_cli.errors import ExitCode
 from canzona_cli.run.codec import load_if_sound, plain, save
 from canzona_cli.run.files import RunFiles, append_json_line
+from canzona_cli.run.orphan import LAUNCHER_VARIABLE
 from canzona_cli.run.records import RankError, RankResult, ResumePoint, StageEvent, StepMetrics, read_layout
 
 STEPS = 6
 STEP_S = 0.01
+WHILE_S = 0.6
+"""Longer than the launcher takes to look again."""
 
 
 def main(files: RunFiles) -> int:
     before = [path for path in files.attempts.glob("*") if path.is_dir()]
-    ending, _, at = os.environ["STAND_IN"].split(",")[len(before)].partition("@")
+    endings = os.environ["STAND_IN"].split(",")
+    ending, _, at = endings[min(len(before), len(endings) - 1)].partition("@")
+    most = float("inf") if ending in ("stopped", "slow") else int(at or STEPS)
     append_json_line(files.events, plain(StageEvent(time=time.time(), stage="train")))
     print(f"launch {len(before) + 1}")
     begun = load_if_sound(files.resume, ResumePoint)
-    for step in range((0 if begun is None else begun.step) + 1, (int(at) if at else STEPS) + 1):
-        append_json_line(files.metrics, plain(StepMetrics(step=step, loss=1 / step, step_s=STEP_S, time=time.time())))
+    step = 0 if begun is None else begun.step
+    while step < most and not files.stop_requested():
+        step += 1
+        loss = float(os.environ.get("STAND_IN_LOSS", "1")) / step
+        append_json_line(files.metrics, plain(StepMetrics(step=step, loss=loss, step_s=STEP_S, time=time.time())))
         if step % 2 == 0:
             _save(files, step)
-    state = RankResult(rank=0, status="done", exit_code=0, step=step, loss=1 / step, time=time.time())
+        time.sleep(STEP_S)
+    state = _ended(files, ending, step)
+    save(files.rank(0), state)
+    return int(state.status in ("failed", "diverged"))
+
+
+def _ended(files: RunFiles, ending: str, step: int) -> RankResult:
+    """Does what the ending says.
+
+    Args:
+        ending: `done`, `crash`, `hang`, `ctrl-c` in the launcher, `stopped` once somebody asks for it, or `slow`, the
+            same after a while.
+    """
+    if ending == "ctrl-c":
+        os.kill(int(os.environ[LAUNCHER_VARIABLE]), signal.SIGINT)
+        while not files.stop_requested():
+            time.sleep(STEP_S)
+    if files.stop_requested():
+        time.sleep(WHILE_S if ending == "slow" else 0)
+        if step % 2:
+            _save(files, step)
+        reason = files.stop_reason()
+        code = ExitCode.PREEMPTED if reason == "preempted" else ExitCode.INTERRUPTED
+        return RankResult(rank=0, pid=os.getpid(), status=reason, exit_code=code, step=step, time=time.time())
+    if ending == "hang":
+        time.sleep(3600)
     if ending == "crash":
         error = RankError(type="OSError", message=f"pid {os.getpid()}: the cable is loose", traceback="Traceback")
-        state = RankResult(rank=0, status="failed", exit_code=70, step=step, error=error, time=time.time())
-    save(files.rank(0), state)
-    return int(state.status != "done")
+        return RankResult(rank=0, status="failed", exit_code=70, step=step, error=error, time=time.time())
+    return RankResult(rank=0, status="done", exit_code=0, step=step, loss=1 / step, time=time.time())
 
 
 def _save(files: RunFiles, step: int) -> None:

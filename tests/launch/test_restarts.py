@@ -5,7 +5,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,24 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.commands import train_run
 from canzona_cli.config.overrides import parse_overrides
-from canzona_cli.config.schema import RunConfig
-from canzona_cli.launch import restarts, torchrun
+from canzona_cli.launch import restarts
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.restarts import LONGEST_WAIT_S, Restarts, resume_command, resume_hint, run_with_restarts
 from canzona_cli.launch.stop import Requests, handled
-from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.run.codec import load_if_sound
-from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles, StopReason, read_json
 from canzona_cli.run.records import RunResult, RunStatus
 from tests.checkpoint.checkpoints import save as save_checkpoint
-from tests.commands.support import canzona
+from tests.commands.support import canzona, start_stand_in
 from tests.faults.support import run_config
 from tests.launch.stand_in import STEP_S, STEPS
-from tests.run.runs import CORPUS
 
 CRASHED = Outcome(status="failed", exit_code=70, message="rank 1: OSError: 0x7f3a lost after 31 s", step=30, rank=1)
 
@@ -144,15 +138,7 @@ def test_a_machine_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """`canzona train` starts the stand-in, and does not wait long."""
-
-    def build(config: RunConfig, run_dir: Path) -> LaunchCommand:
-        return LaunchCommand(argv=(sys.executable, "-m", "tests.launch.stand_in", str(run_dir)), environment={})
-
-    def corpus(*_: object) -> PreparedCorpus:
-        return CORPUS
-
-    monkeypatch.setattr(torchrun, "build", build)
-    monkeypatch.setattr(train_run, "ensure_corpus", corpus)
+    start_stand_in(monkeypatch)
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.1)
 
 
