@@ -29,7 +29,7 @@ def splitting_of(config: RunConfig) -> Splitting:
 
 
 def dispatcher_of(config: RunConfig) -> Dispatcher:
-    """Returns the method by which tokens reach experts on other ranks."""
+    """Returns the method that sends tokens to experts on other ranks."""
     return config.parallel.dispatcher or "alltoall"
 
 

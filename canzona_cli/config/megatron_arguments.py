@@ -101,7 +101,7 @@ class Arguments:
     """The number of processes on each node."""
 
     def add(self, name: str, value: str, written: str) -> None:
-        """Adds an argument. If it is added again, the last value counts."""
+        """Adds an argument. If it is added more than once, the last value wins."""
         match meaning(name):
             case None:
                 self.not_understood.append(written)

@@ -30,7 +30,7 @@ class MegatronRun:
     tp_mode: TpMode
     """Muon's method to orthogonalise matrices that tensor parallelism divides."""
     tp_overlap: bool
-    """True if tensor-parallel collectives overlap with matrix products, which canzona does not do."""
+    """True if tensor-parallel collectives overlap with matmuls, which canzona does not do."""
     dispatch_overlap: bool
     """True if transfers of tokens to experts overlap with computation, which canzona does not do."""
     not_understood: tuple[str, ...]

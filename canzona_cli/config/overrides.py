@@ -30,7 +30,7 @@ class Overrides:
     """The values as text, by dotted key."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...] = ()
-    """The warnings about settings that have several different values on the command line; the last value counts."""
+    """The warnings about settings that have several different values on the command line; the last value wins."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:

@@ -29,8 +29,8 @@ LARGEST_INTEGER: Final = 1 << 63
 
 
 class Unreadable(ValueError):
-    """An error for a file that cannot be read or exceeds a limit. The message is a predicate of the file: `is
-    not a regular file`."""
+    """An error for a file that cannot be read, is not valid, or exceeds a limit. The message completes a
+    sentence whose subject is the file: `is not a regular file`."""
 
 
 class Absent(Unreadable, FileNotFoundError):
@@ -38,7 +38,7 @@ class Absent(Unreadable, FileNotFoundError):
 
 
 def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -> bytes:
-    """Returns the content of a regular file. Pipes and terminals are refused, so that nothing blocks.
+    """Returns the contents of a regular file. Pipes and terminals are refused, so that nothing blocks.
 
     Args:
         most: the maximum size in bytes; None for no limit, for files that grow during a run.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
 GROUPS = ("recipe", "model", "optimizer", "engine", "cluster", "data")
 _FAMILIES = ("qwen3-", "llama3-")
-"""The prefixes of names that users may leave out. The first one that completes a name counts."""
+"""The prefixes of names that users may leave out. The first prefix that completes a name is used."""
 FROM_FILES = ("recipe", "cluster")
 """The groups in which an option may be the path of a file."""
 
@@ -236,7 +236,7 @@ def short_recipe_text(name: str, recipe: str, groups: Mapping[str, str], values:
     Args:
         name: the name of the new recipe.
         recipe: the name of the other recipe.
-        groups: the chosen options by group, without the recipe.
+        groups: the chosen options by group, excluding the recipe.
         values: the changed settings by dotted key.
     """
     import yaml

@@ -289,8 +289,8 @@ class _Reader:
         self._documents = []
 
     def _apply(self, words: list[str], end: str) -> None:
-        """Applies the effects of a command on reading: opens and closes branches, sets variables, or records
-        the command."""
+        """Updates the reader after a command: opens or closes a branch at a keyword, evaluates the test of a
+        condition, or records the command or the variables that it sets."""
         while words and (rest := self._keyword(words)) is not None:
             words = rest
         branch = self._open[-1] if self._open else None

@@ -116,7 +116,7 @@ def _name(values: Mapping[str, str]) -> str:
 
 
 def _distinct(combinations: Sequence[Combination]) -> list[Combination]:
-    """Makes names unique: appends the number of the run where unsafe characters were replaced by the same text."""
+    """Makes names unique: appends the index of the run where unsafe characters were replaced by the same text."""
     count = Counter(run.name for run in combinations)
     return [
         run if count[run.name] == 1 else replace(run, name=f"{run.name}_{number}")

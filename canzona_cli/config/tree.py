@@ -271,7 +271,7 @@ def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object
 
 
 def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> Problem:
-    """Returns Hydra's error about a recipe's files as a problem, without the search path and Hydra's own hints.
+    """Returns Hydra's error about a recipe's files as a problem, excluding the search path and Hydra's own hints.
 
     Args:
         where: the recipe's file, for messages.
@@ -337,7 +337,7 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
 
 def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
     """Returns the length of a setting or section after its references are resolved; for a cycle, a number
-    above `_LONGEST`. Only texts with references, and the texts to which they refer, count.
+    above `_LONGEST`. Only texts with references, and the texts to which they refer, are included.
 
     Args:
         name: the key of the setting or section.

@@ -108,7 +108,7 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
     why = "optimizer is adamw" if adamw else f"engine.strategy is {engine.strategy}"
     instead = "leave it out" if adamw else "use engine.strategy=canzona, or leave it out"
     if "train.non_finite" in explicit and not execution.ours:
-        reason = f"has no effect: {why}, which runs Megatron's own optimizer, and this has no such guard"
+        reason = f"has no effect: {why}, which runs Megatron's own optimizer, which has no such guard"
         yield Problem(key="train.non_finite", reason=reason, fix=instead)
     if adamw:
         return
@@ -119,11 +119,11 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
     if execution.ours:
         return
     if "engine.splitting" in explicit and engine.splitting in ("split", "per_head"):
-        reason = f"is not possible: {why}, which runs Megatron's own Muon, and this keeps gate and up together"
+        reason = f"is not possible: {why}, which runs Megatron's own Muon, which keeps gate and up together"
         fix = "use engine.splitting=qkv, or engine.strategy=canzona"
         yield Problem(key="engine.splitting", reason=reason, fix=fix)
     if "optimizer.form" in explicit and isinstance(optimizer, MomentumConfig) and optimizer.form == "gram":
-        reason = f"has no effect: {why}, which runs Megatron's own Muon, and this has only the standard form"
+        reason = f"has no effect: {why}, which runs Megatron's own Muon, which has only the standard form"
         yield Problem(
             key="optimizer.form", reason=reason, fix="use engine.strategy=canzona, or optimizer.form=standard"
         )

@@ -80,7 +80,7 @@ def workspace_bytes(
 
     Each part has the size that the largest matrix (or stack of matrices) needs.
 
-    - Muon, in the type of its products: two iterates and two squares of the short side (four in Gram form),
+    - Muon, in the type of its matmuls: two iterates and two squares of the short side (four in Gram form),
       for all stacked matrices of one shape. In fp32: the update direction with Nesterov momentum or NorMuon;
       without either, on GPUs in bf16, a copy of a matrix that is updated alone in Gram form; and on CPUs one
       block. A direction covers a whole stack, or on CPUs, except for NorMuon, the matrices in a block.
@@ -246,7 +246,7 @@ def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
 
 def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
     """Counts, by (rows, columns), the matrices of one layer that the ranks of a TP group store together, as
-    the run's strategy splits them. If experts are divided among ranks, only one rank's experts count."""
+    the run's strategy splits them. If experts are divided among ranks, only one rank's experts are included."""
     cut, whole = layer_on_rank(config.model, splitting_of(config), layout.ep)
     return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
 
@@ -314,26 +314,26 @@ class Transient:
         }
 
 
-def forwards_ahead(layout: Layout, stage: int) -> int:
-    """Counts the forward passes of a stage's model chunks before its first backward pass, as Megatron's
-    `get_pp_rank_microbatches` does."""
-    ahead = layout.pp - stage - 1
+def warmup_forwards(layout: Layout, stage: int) -> int:
+    """Counts a stage's warm-up forward passes over its model chunks, as Megatron's `get_pp_rank_microbatches`
+    does. Unless these are all forward passes, one more follows before the first backward pass."""
+    warmup = layout.pp - stage - 1
     if layout.vpp > 1:
-        ahead = 2 * ahead + (layout.vpp - 1) * layout.pp
-    return min(ahead, layout.vpp * layout.num_microbatches)
+        warmup = 2 * warmup + (layout.vpp - 1) * layout.pp
+    return min(warmup, layout.vpp * layout.num_microbatches)
 
 
 def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
     """Counts the layers whose activations a stage holds at its peak; a layer counts once per micro-batch.
 
-    Megatron runs `forwards_ahead` forward passes, then alternates forward and backward passes. After every pp
+    Megatron runs `warmup_forwards` forward passes, then alternates forward and backward passes. After every pp
     micro-batches it moves to the next chunk, and in backward passes to the previous chunk.
 
     Args:
         layers: the number of layers in the model.
     """
     if layout.vpp == 1:
-        return min(forwards_ahead(layout, stage) + 1, layout.num_microbatches) * stage_layers(layers, layout, stage)
+        return min(warmup_forwards(layout, stage) + 1, layout.num_microbatches) * stage_layers(layers, layout, stage)
     return _layers_in_flight(layers, layout.pp, layout.vpp, layout.num_microbatches, stage)
 
 
@@ -343,7 +343,7 @@ def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) ->
     layout = Layout.plain(pp=pp, vpp=vpp, num_microbatches=count)
     layers_of = [len(chunk_layers(layers, layout, stage, chunk)) for chunk in range(layout.vpp)]
     passes = layout.vpp * layout.num_microbatches
-    in_flight = min(forwards_ahead(layout, stage) + 1, passes)
+    in_flight = min(warmup_forwards(layout, stage) + 1, passes)
     if len(set(layers_of)) == 1:
         return in_flight * layers_of[0]
     chunk_of = [number // layout.pp % layout.vpp for number in range(in_flight + layout.pp * layout.vpp)]
@@ -382,7 +382,7 @@ def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> 
     Megatron's fused loss, which runs on GPUs, first makes an fp32 gradient at the same time as both
     (tests/dist/test_peak_memory.py). The loss of fp32 logits overwrites the logits with their softmax and then
     with their gradient. The backward pass needs the gradients of the logits, the input and the weights. On
-    processors without bf16 instructions it also needs fp32 copies of both factors and of the product.
+    processors without bf16 instructions it also needs fp32 copies of both factors and of the result.
 
     Args:
         logits: the logits of a micro-batch on one rank.

@@ -1,4 +1,4 @@
-"""The parts of an expert layer's time that dense layers do not have: products of many experts, the travel of
+"""The parts of an expert layer's time that dense layers do not have: matmuls of many experts, the travel of
 tokens to their experts' ranks and back, and the launches of the router's small kernels.
 
 Tokens are assumed to be spread evenly over the experts, as the balancing loss intends. With k of E experts
@@ -14,8 +14,8 @@ from canzona_cli.costs.update import matmul_rate, rates
 from canzona_cli.model.family import Weight, Work
 
 STREAMS = 4
-"""The number of experts' products that run at the same time, on the streams of Transformer Engine's grouped
-linear layers. Concurrent products are faster if one alone would leave parts of the GPU idle."""
+"""The number of expert GEMMs that run concurrently, on the streams of Transformer Engine's grouped
+linear layers. Concurrent GEMMs are faster if one alone would leave parts of the GPU idle."""
 EXPERT_LAUNCHES = 60
 """The number of kernel launches that the GPU waits for in one pass of an expert layer: router, sort and
 permutation are about 40 small kernels, and the host loses its lead when it waits for the token counts. Fitted
@@ -42,15 +42,15 @@ def held_experts(layout: Layout, work: Work) -> int:
 
 
 def products_seconds(config: RunConfig, layout: Layout, work: Work) -> float:
-    """Returns the seconds of a module's products in the forward pass of a micro-batch."""
+    """Returns the seconds that a module's matmuls take in the forward pass of a micro-batch."""
     cluster, weight, experts = config.cluster, held_weight(layout, work), held_experts(layout, work)
     copies = micro_batch_tokens(config, layout) * work.experts_per_token * layout.expert_tp // layout.tp
     tokens = max(1, copies // experts) if work.experts > 1 else micro_batch_tokens(config, layout)
     volume = float(tokens * weight.elements)
     side = volume ** (1 / 3)
     if cluster.device == "cuda" and experts > 1:
-        # Concurrent products run at the rate of one product of their total volume, but not faster than a
-        # product of the smallest size in the profile's table.
+        # Concurrent GEMMs run at the rate of one GEMM of their total volume, but not faster than a
+        # GEMM of the smallest size in the profile's table.
         smallest, _ = rates(cluster)[0]
         side = max(side, min(float(smallest), side * min(STREAMS, experts) ** (1 / 3)))
     return experts * 2.0 * volume / matmul_rate(cluster, side, config.train.precision)

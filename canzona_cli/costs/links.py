@@ -259,7 +259,7 @@ class Links:
         return replace(ring, latency_s=launches * fill_s, fill_s=fill_s)
 
     def _chunk(self, size: float, group: Group) -> float:
-        """Returns the seconds in which all channels of a chain forward one chunk each, together at most
+        """Returns the seconds that the channels of a chain take to forward one chunk each, together at most
         `size` bytes."""
         cluster = self.cluster
         channels = cluster.intra_node_channels
@@ -312,8 +312,8 @@ class Links:
         bytes; None without measurements.
 
         If the group has more ranks than there are cores, the cores move all bytes one after another, so the
-        mean of the ranks' bytes counts. Otherwise the busiest rank counts, and the other ranks keep their
-        cores busy for less of the time.
+        time follows from the mean bytes per rank. Otherwise the busiest rank determines the time, and the
+        other ranks use their cores for only part of it.
         """
         mean = sum(sent) / group.size
         cores = self.cluster.cores

@@ -2,7 +2,7 @@
 rates.
 
 A module is the work around one Megatron weight. Times are per module, because between any two modules a
-bucket of gradients may become complete or a bucket of weights may be needed. Matrix products run at the
+bucket of gradients may become complete or a bucket of weights may be needed. Matmuls run at the
 profile's achieved rate for their size, core attention at a share of the peak, and elementwise work at memory
 bandwidth. Tensor- and context-parallel collectives are separate, because they occupy a link, and because on
 CPU ranks that share a node's cores they keep a different number of cores busy than computation does.
@@ -48,7 +48,7 @@ class Module:
 
     part: Part
     layer: int
-    """The number of the layer in the model; -1 for the embedding, the number of layers for the output layer."""
+    """The index of the layer in the model; -1 for the embedding, the number of layers for the output layer."""
     forward_s: float
     backward_s: float
     """The seconds of the backward pass without recomputation."""
@@ -95,7 +95,7 @@ class StageTime:
 
     @cached_property
     def computed(self) -> tuple[tuple[float, float], ...]:
-        """The forward and backward seconds of each chunk for one micro-batch, without collectives."""
+        """The forward and backward seconds of each chunk for one micro-batch, excluding collectives."""
 
         def of_chunk(chunk: tuple[Module, ...]) -> tuple[float, float]:
             forward_s = sum(module.forward_s for module in chunk)
@@ -131,13 +131,13 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 
     Let T = micro-batch * s / c tokens, h the hidden size, a query heads and g key-value heads of d elements, f
     the width of the MLP, t = tp, and x = t with sequence parallelism, else 1. Per micro-batch and rank:
-    - qkv: product T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm
+    - qkv: matmul T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm
       and rotary embedding 4 T (a+g)d/t elements through memory. With c > 1, keys and values are all-gathered
       before core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; this
-      costs only the time by which the transfer of a slice exceeds its attention;
-    - proj: product T x ad/t x h, residual 3 T h/x;
-    - fc1: product T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: product T x f/t x h, residual 3 T h/x;
-    - the backward pass computes two products for each product and 2.5 times core attention, moves twice the
+      costs only the part of a slice's transfer that takes longer than its attention;
+    - proj: matmul T x ad/t x h, residual 3 T h/x;
+    - fc1: matmul T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: matmul T x f/t x h, residual 3 T h/x;
+    - the backward pass computes two matmuls for each matmul and 2.5 times core attention, moves twice the
       elements, and adds every weight's gradient to its buffer once per micro-batch;
     - experts: see `costs.experts`. If they are divided among ranks, tokens travel before fc1 and after fc2
       instead of the collectives below;
@@ -345,16 +345,16 @@ def slowest(cluster: ClusterConfig, ranks: int) -> float:
     return 1.0 + cluster.speed_spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
-def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, product_s: float) -> Transfer:
-    """Returns the time that a tensor-parallel collective adds to its product of `product_s` seconds.
+def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, matmul_s: float) -> Transfer:
+    """Returns the time that a tensor-parallel collective adds to its matmul of `matmul_s` seconds.
 
-    With `cluster.tp_overlap` the collective and the product are cut into as many pieces as the group has
+    With `cluster.tp_overlap` the collective and the matmul are cut into as many pieces as the group has
     ranks. One piece is multiplied while the next is communicated. So one piece of the collective does not
-    overlap, and the others slow the product down by `collective_units` of their time.
+    overlap, and the others slow the matmul down by `collective_units` of their time.
     """
     if not cluster.tp_overlap or layout.tp == 1:
         return collective
-    hidden = min((1 - 1 / layout.tp) * collective.link_s, product_s)
+    hidden = min((1 - 1 / layout.tp) * collective.link_s, matmul_s)
     return replace(collective, link_s=collective.link_s - (1 - cluster.collective_units) * hidden)
 
 

@@ -3,7 +3,7 @@ the matrix.
 
 Only optimizers with a shared form (`optimizers.shared_muon`) can do this. The ranks divide the Gram form of
 Newton-Schulz: each computes its rows of every square of the short side, without the gain of symmetric
-kernels, and the rows are gathered between products.
+kernels, and the rows are gathered between matmuls.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ class Share:
 
     @property
     def each(self) -> float:
-        """The seconds of all parts on one rank, without exchanges."""
+        """The seconds of all parts on one rank, excluding exchanges."""
         return sum(self.fragment)
 
 
@@ -79,7 +79,7 @@ def why_hosted(config: RunConfig, layout: Layout) -> str | None:
     if how.form == "standard":
         return "optimizer.form is standard, but shared matrices need the Gram form"
     if how.form == "auto" and not gram_holds(how, config.cluster):
-        return "optimizer.form=auto avoids the Gram form, which shared matrices need, because products are in bf16 here"
+        return "optimizer.form=auto avoids the Gram form, which shared matrices need, because matmuls are in bf16 here"
     return None
 
 
@@ -108,7 +108,7 @@ def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Wor
         steps: the number of Newton-Schulz steps.
         m: the short side of the matrix.
         n: the long side.
-        width: the bytes of an element in products.
+        width: the bytes of an element in matmuls.
     """
     on_fragment = _fragment_work(m, n, tp, width=width)
     works = [on_fragment.before]
@@ -141,7 +141,7 @@ class Behind(NamedTuple):
 
 def shared_exchanges(steps: int) -> tuple[Behind, ...]:
     """Lists the exchanges after each part of a shared update except the last: norms and flags, Gram matrices,
-    and the rows of products (`optimizers.shared_rows`). Each product of squares is a part of its own."""
+    and the rows of matmuls (`optimizers.shared_rows`). Each matmul of squares is a part of its own."""
     flags, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
     gathered, hidden = Behind(("all_gather",)), Behind(("all_gather",), 1)
     exchanges = [flags]
@@ -193,9 +193,9 @@ class _FragmentWork(NamedTuple):
     before: Work
     """The work before the first exchange."""
     gram: Work
-    """The product that computes the fragment's part of the Gram matrix."""
+    """The matmul that computes the fragment's part of the Gram matrix."""
     applied: Work
-    """The product of a segment's result and the fragment."""
+    """The matmul of a segment's result and the fragment."""
     after: Work
     """The work after the last exchange."""
 

@@ -57,7 +57,7 @@ class _Shared:
     cores: float | None = None
     """The number of cores of a processor; None for a link."""
     crowding: float = 1.0
-    """The factor by which tasks exceed the time of evenly shared cores if they need twice as many cores as
+    """The factor that tasks take longer than on evenly shared cores if they need twice as many cores as
     there are."""
     demand: float = 0.0
     """The number of cores that the active tasks need."""
@@ -89,7 +89,7 @@ class _Shared:
 
 
 def crowded(load: float, crowding: float) -> float:
-    """Returns the factor by which tasks slow down if they need `load` times as many cores as there are.
+    """Returns the factor that tasks take longer if they need `load` times as many cores as there are.
 
     Args:
         crowding: see `ClusterConfig.crowding`; it applies in full from a load of 2.
@@ -147,7 +147,7 @@ class Timeline:
         cores: float = 0.0,
         after: Sequence[int] = (),
     ) -> int:
-        """Appends a transfer to `stream`; returns the number of the task that ends when the data has reached
+        """Appends a transfer to `stream`; returns the index of the task that ends when the data has reached
         all ranks."""
         seconds = moved.latency_s - moved.fill_s
         number = self.add(phase, stream, seconds=seconds, link=link, link_s=moved.link_s, cores=cores, after=after)
@@ -257,7 +257,7 @@ class Timeline:
         return [self._ran(number, start[number], end, previous[number]) for number in range(len(tasks))]
 
     def _previous(self) -> list[int | None]:
-        """Returns the number of the previous task on the stream of each task; None for the first task of a stream."""
+        """Returns the index of the previous task on the stream of each task; None for the first task of a stream."""
         previous: list[int | None] = []
         last: dict[Hashable, int] = {}
         for number, task in enumerate(self.tasks):

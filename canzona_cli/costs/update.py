@@ -35,7 +35,7 @@ from canzona_cli.run.phases import Phase
 Implementation = Literal["canzona", "megatron"]
 """The code that runs an update."""
 Unit = Literal["bf16", "tf32", "fp32"]
-"""The number format of a matrix product."""
+"""The number format of a matmul."""
 
 COPY_EFFICIENCY = 0.9
 """The share of the memory bandwidth that a plain copy reaches: 3.0 of an H100's 3.35 TB/s."""
@@ -52,7 +52,7 @@ ADAMW_BYTES = {True: 30, False: 86}
 and both moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes (False): decay 8,
 first moment 12, second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
 MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
-"""The bytes of memory traffic per element by which Megatron's Muon (emerging-optimizers 0.3) exceeds
+"""The bytes of memory traffic per element that Megatron's Muon (emerging-optimizers 0.3) exceeds
 canzona's. The passes of Megatron's: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice
 16, weight 12 and its copy 4 + w; casts to and from bf16 6 each."""
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
@@ -128,13 +128,13 @@ def implementation(config: RunConfig) -> Implementation:
 
 @lru_cache(maxsize=1024)
 def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
-    """Returns the maximum number of (rows, cols) matrices that a host updates together in batched products; 1
+    """Returns the maximum number of (rows, cols) matrices that a host updates together in batched matmuls; 1
     if it updates them one by one.
 
     The number depends only on the algorithm, the shape and the profile. Without `optimizer.stack`, matrices
     are stacked if this is faster by `STACK_GAIN` in the profile's measurements or, on GPUs without these, in
-    the model. CPUs without measurements never stack: batched products are not always faster there, but strips
-    of large products (`optimizers.symmetric`) always are.
+    the model. CPUs without measurements never stack: batched matmuls are not always faster there, but strips
+    of large matmuls (`optimizers.symmetric`) always are.
     """
     if not RULES[a.name].orthogonal or a.custom or a.stack is False:
         return 1
@@ -212,9 +212,9 @@ def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
     """Returns True if the Gram form is accurate enough for the momenta of real training, on this device and
     in this precision.
 
-    It is not if products are in bf16, as in bf16 runs on CPUs with bf16 instructions: of qwen3-tiny's 28
+    It is not if matmuls are in bf16, as in bf16 runs on CPUs with bf16 instructions: of qwen3-tiny's 28
     momenta, its check rejected all in the first 30 steps and half after 300, and rejected matrices are
-    recomputed in standard form. GPUs, and CPUs without bf16 instructions, use fp16 products in bf16 runs
+    recomputed in standard form. GPUs, and CPUs without bf16 instructions, use fp16 matmuls in bf16 runs
     (`optimizers.gram_form.products_type`); with these it rejected none.
     """
     return a.precision != "bf16" or cluster.device == "cuda" or cluster.bf16_in_fp32
@@ -254,7 +254,7 @@ def period_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
-    """Returns the seconds in which AdamW updates `elements` elements on one device: measured, or else from
+    """Returns the seconds that AdamW takes to update `elements` elements on one device: measured, or else from
     memory traffic alone."""
     if cluster.adamw_ns is not None:
         return elements * cluster.adamw_ns * 1e-9
@@ -279,10 +279,10 @@ def memory_rate(cluster: ClusterConfig) -> float:
 
 
 def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
-    """Returns the FLOP/s that a product of (size, size) matrices reaches.
+    """Returns the FLOP/s that a matmul of (size, size) matrices reaches.
 
     bf16: from the profile's table. The rate is linear in log(size) between two sizes, proportional to the
-    size below the smallest (a small product leaves units idle), constant above the largest, and limited by
+    size below the smallest (a small matmul leaves units idle), constant above the largest, and limited by
     the sustained rate under the power limit. fp32 and TF32 have one rate for all sizes.
     """
     if unit != "bf16":
@@ -292,7 +292,7 @@ def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
 
 
 def rates(cluster: ClusterConfig) -> tuple[tuple[int, float], ...]:
-    """Returns the (size, TFLOP/s) of bf16 products in ascending order. A profile without a table gets an
+    """Returns the (size, TFLOP/s) of bf16 matmuls in ascending order. A profile without a table gets an
     estimate: a third of the peak at 1024, two thirds from 4096 on."""
     peak = cluster.bf16_tflops
     return cluster.matmul_tflops or ((1024, peak / 3), (4096, peak * 2 / 3))
@@ -310,7 +310,7 @@ def _interpolated(table: tuple[tuple[int, float], ...], size: float) -> float:
 
 
 def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: Unit) -> float:
-    """Returns the seconds of one (m, k) by (k, n) product, at the rate of a square product of the same
+    """Returns the seconds of one (m, k) by (k, n) matmul, at the rate of a square matmul of the same
     volume."""
     volume = m * k * n
     return 2.0 * volume / matmul_rate(cluster, volume ** (1 / 3), unit)
@@ -368,7 +368,7 @@ def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix
 
 
 def _unit(a: Algorithm) -> Unit:
-    """Returns the number format of an update's products."""
+    """Returns the number format of an update's matmuls."""
     if not RULES[a.name].preconditioned:
         return a.precision
     return "tf32" if a.tf32 else "fp32"
@@ -377,11 +377,11 @@ def _unit(a: Algorithm) -> Unit:
 def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) -> float:
     """Returns the seconds that the work takes per matrix in a stack of `together` matrices.
 
-    A batched product runs at the rate of a single product of the same volume and needs one launch. Symmetric
+    A batched matmul runs at the rate of a single matmul of the same volume and needs one launch. Symmetric
     kernels are used only in bf16 and only for matrices that are not stacked.
     """
 
-    def product(m: int, k: int, n: int) -> float:
+    def matmul(m: int, k: int, n: int) -> float:
         return matmul_seconds(cluster, together * m, k, n, unit) / together
 
     around = min(work.launches, MUON_AROUND)
@@ -391,8 +391,8 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) 
     eigh = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32 / 100
     halved = cluster.symmetric_factor if unit == "bf16" and together == 1 else 1.0
     return (
-        sum(count * product(m, k, n) for count, m, k, n in work.products)
-        + sum(count * halved * product(m, k, m) for count, m, k in work.symmetric)
+        sum(count * matmul(m, k, n) for count, m, k, n in work.products)
+        + sum(count * halved * matmul(m, k, m) for count, m, k in work.symmetric)
         + work.qr_flops / qr
         + sum(9.0 * n**3 / eigh for n in work.eigh)
         + work.traffic / memory_rate(cluster)
@@ -419,13 +419,13 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
       and B X; Gram form, see `muon_facts`: 8 m^2 n + 28 m^3 for s = 5. Form auto counts the form with fewer
       FLOPs;
     - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh takes, for a side of n, an
-      eigendecomposition and a product, 9 n^3 + 2 n^3, or the products of a Newton iteration, 62 n^3 (58 n^3
+      eigendecomposition and a product, 9 n^3 + 2 n^3, or the matmuls of a Newton iteration, 62 n^3 (58 n^3
       if only one side has a root);
     - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh takes, for a side of n, one
-      product for both the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3; rotating
+      matmul for both the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3; rotating
       the first moment to the new bases takes 4 r^2 c + 4 r c^2;
     - kl-shampoo: statistics 2 r^2 c + 2 r c^2, whitening and rotation 6 r^2 c + 6 r c^2 + 2 m^2 n; a refresh
-      takes, for a side of n, a product and a QR, 2 n^3 + 8/3 n^3;
+      takes, for a side of n, a matmul and a QR, 2 n^3 + 8/3 n^3;
     - soap-muon: soap and muon;
     - adamw: 15 per element.
 

@@ -48,7 +48,7 @@ class Parameter:
 
     name: str
     chunk: int
-    """The number of the model chunk in its stage."""
+    """The index of the model chunk within its stage."""
     parts: tuple[Part, ...]
 
     @cached_property

@@ -140,7 +140,7 @@ class _StageClock:
 
         Returns:
             The seconds from the end of the first stage's pass without reductions to the end of this stage's
-            reductions, negative if the reductions end earlier; and the seconds by which the reductions slow
+            reductions, negative if the reductions end earlier; and the seconds that the reductions slow
             this stage's pass down.
         """
         chunks_of_module: dict[int, list[Chunk]] = {}
@@ -174,7 +174,7 @@ class _StageClock:
             late_s: the second value that this method returned for the stage before.
 
         Returns:
-            The seconds by which updates and gatherings delay the end of the pass through all model chunks,
+            The seconds that updates and gatherings delay the end of the pass through all model chunks,
             and the end of the pass through the first model chunk.
         """
         order, work = Order.of(chunks, len(self._others), self.time.places), _Pass(chunk.gather for chunk in chunks)

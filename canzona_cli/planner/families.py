@@ -4,7 +4,7 @@
 
 stands for four entries. `each` has the fields in which the entries differ, with a list of values, or with the first
 value and a step. In text fields, such as `name`, the values replace the `*`. Every other field has one value for all
-entries. Names in a bucket are shortened to `["decoder.layers.3.mlp.experts.linear_fc1.weight*", [0, 1, 2, 3]]`.
+entries. Names in a bucket are merged_families to `["decoder.layers.3.mlp.experts.linear_fc1.weight*", [0, 1, 2, 3]]`.
 """
 
 import re
@@ -20,7 +20,7 @@ _TEXTS = ("name", "parameter")
 Entry = Mapping[str, object]
 
 
-def shortened(content: Mapping[str, object]) -> dict[str, object]:
+def merge_families(content: Mapping[str, object]) -> dict[str, object]:
     """Returns a plan's content (`Plan.content`) in its short form."""
     return {
         **content,
@@ -29,7 +29,7 @@ def shortened(content: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def lengthened(content: Mapping[str, object]) -> dict[str, object]:
+def expand_families(content: Mapping[str, object]) -> dict[str, object]:
     """Returns content read from a file with one entry for each matrix and each name.
 
     Raises:
@@ -62,7 +62,7 @@ def _merged(entries: Iterable[Entry]) -> list[dict[str, object]]:
 
 
 def _family(entry: Entry) -> object:
-    """Returns a key that is equal for all entries of a family; entries without an expert's number have unique keys."""
+    """Returns a key that is equal for all entries of a family; entries without an expert index have unique keys."""
     parts = [_NUMBERED.fullmatch(f"{entry[field]}") for field in _TEXTS]
     if None in parts:
         return entry["index"]

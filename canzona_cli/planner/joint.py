@@ -37,7 +37,7 @@ def balanced_together(
 
 
 class _Grid:
-    """The load of a stage's cells while matrices are placed, by the cell's number `owner * tp + host`."""
+    """The load of a stage's cells while matrices are placed, by the cell's index `owner * tp + host`."""
 
     def __init__(self, stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int | None) -> None:
         mesh = stage.mesh

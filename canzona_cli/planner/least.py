@@ -60,7 +60,7 @@ def _with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> float:
     known: dict[Hashable, float] = {}
     seconds = []
     for matrix, cost in zip(plan.matrices, plan.costs, strict=True):
-        key = matrix.expert_rank is None, _alike(matrix), cost
+        key = matrix.expert_rank is None, _exchange_key(matrix), cost
         if key not in known:
             exchanged = matrix.expert_rank is None and pipeline.tp > 1
             alone = pipeline.each_alone(cost, matrix.elements)
@@ -81,7 +81,7 @@ def _taken(plan: Plan, pipeline: HostedPipeline) -> dict[int, float]:
     known: dict[Hashable, float] = {}  # owners with the same costs on the same hosts take equally long
     for stage, owner in held.keys() | first.keys():
         of_owner, experts = groups.get((stage, owner), []), first.get((stage, owner), ())
-        alike = ((job.host, job.seconds, job.share, _alike(job.matrix)) for group in of_owner for job in group)
+        alike = ((job.host, job.seconds, job.share, _exchange_key(job.matrix)) for group in of_owner for job in group)
         key = (experts, tuple(map(len, of_owner)), tuple(alike))
         if key not in known:
             known[key] = pipeline.seconds(of_owner, first=experts)
@@ -89,7 +89,7 @@ def _taken(plan: Plan, pipeline: HostedPipeline) -> dict[int, float]:
     return taken
 
 
-def _alike(matrix: Matrix) -> Hashable:
+def _exchange_key(matrix: Matrix) -> Hashable:
     """Returns a key of everything about a matrix that its exchanges depend on."""
     return matrix.shape, matrix.kind, matrix.home, matrix.replicated
 
@@ -99,15 +99,15 @@ class _Ways:
     """The least seconds of a matrix, by the way in which it is updated."""
 
     on_host: float
-    """The seconds of the host's work, without waits, if the matrix is hosted."""
+    """The seconds of the host's work, excluding waits, if the matrix is hosted."""
     on_others: float
     """The seconds of each other rank's work if the matrix is hosted."""
     back: float
-    """The seconds in which the weight is sent back if the matrix is hosted."""
+    """The seconds that it takes to send back the weight if the matrix is hosted."""
     hosted: float
     """The seconds from packing the gradient to storing the weight, if the matrix is hosted."""
     on_each: float
-    """The seconds of every rank's work, without waits, if the matrix is shared; infinite if it may not be shared."""
+    """The seconds of every rank's work, excluding waits, if the matrix is shared; infinite if it may not be shared."""
     alone: float
     """The seconds with waits, if the matrix is the only shared matrix of its owner. With several shared
     matrices, the work of one may hide the waits of another."""
@@ -141,7 +141,7 @@ def least_seconds(
         shares: the costs of the matrices that may be shared, by index.
     """
     if pipeline.tp == 1:
-        return _packed(matrices, costs, stage, owners, pipeline)
+        return _least_without_tp(matrices, costs, stage, owners, pipeline)
     units = _units(matrices, costs, stage, shares, pipeline)
     if not units:
         return 0.0
@@ -155,7 +155,7 @@ def least_seconds(
     return low
 
 
-def _packed(
+def _least_without_tp(
     matrices: Sequence[Matrix], costs: Sequence[float], stage: int, owners: int, pipeline: HostedPipeline
 ) -> float:
     """Computes `least_seconds` with tp = 1."""
@@ -163,7 +163,7 @@ def _packed(
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage and matrix.expert_rank is None:
             units.setdefault(matrix.unit, []).append(Job(matrix=matrix, host=0, seconds=cost))
-    begin_s = pipeline.begin_s  # an owner's matrices are launched once
+    begin_s = pipeline.begin_s  # `alone` adds the launch for each unit, but an owner launches its updates only once
     return begin_s + packing_bound([pipeline.alone(unit) - begin_s for unit in units.values()], owners)
 
 
@@ -180,7 +180,7 @@ def _units(
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage and matrix.expert_rank is None:
             share = shares.get(matrix.index)
-            key = (_alike(matrix), cost, share)
+            key = (_exchange_key(matrix), cost, share)
             if key not in known:
                 known[key] = _ways(matrix, cost, share, pipeline)
             members.setdefault(matrix.unit, []).append(known[key])

@@ -29,7 +29,7 @@ from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.attempt import Attempt, Prices, cheapest
 from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.exposure import Exposure
-from canzona_cli.planner.memory import kept_elements, plan_memory
+from canzona_cli.planner.memory import held_elements, plan_memory
 from canzona_cli.planner.paper import as_published, capacities
 from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import ReductionModel
@@ -277,7 +277,7 @@ def _unbounded_attempts(config: RunConfig, layout: Layout, shapes: ModelShapes |
 
 def _most_held(plan: Plan) -> int:
     """Counts the elements of matrices on the cell that keeps the most."""
-    return max(max(kept_elements(plan, stage)) for stage in range(plan.subject.layout.pp))
+    return max(max(held_elements(plan, stage)) for stage in range(plan.subject.layout.pp))
 
 
 def _most_received(plan: Plan) -> int:

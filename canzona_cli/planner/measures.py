@@ -86,7 +86,7 @@ class UpdateKind:
     cols: int
     matrices: int
     seconds: float
-    """The seconds in which one rank updates one matrix."""
+    """The seconds that one rank takes to update one matrix."""
     shared: int
     """The number of shared matrices, which their owners' TP groups update together, in Gram form."""
     fragment_s: float
@@ -94,10 +94,10 @@ class UpdateKind:
     form: Form | None
     """The form of the orthogonalisation; None if the optimizer does not orthogonalise."""
     products: Literal["plain", "symmetric"]
-    """`symmetric` if the cost counts products with a symmetric result as symmetric kernels compute them
+    """`symmetric` if the cost assumes symmetric kernels for matmuls with a symmetric result
     (`cluster.symmetric_factor`)."""
     together: int
-    """The largest number of matrices that a host updates at once, in batched products; 1 for one by one."""
+    """The largest number of matrices that a host updates at once, in batched matmuls; 1 for one by one."""
     error: float | None
     """The root mean square of |s - 1| over those singular values s of the update, in exact arithmetic, that
     started at 0.007 to 1 times the largest singular value. Rounding adds less than 0.01 in either form, in
@@ -173,7 +173,7 @@ def balance(plan: Plan) -> Balance:
 
 
 def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communication:
-    """Counts the traffic of one step in reductions, gatherings and exchanges, without the traffic of the
+    """Counts the traffic of one step in reductions, gatherings and exchanges, excluding the traffic of the
     model's forward and backward passes."""
     mesh = plan.subject.layout
     width, grad = config.train.weight_bytes, config.train.gradient_bytes

@@ -268,11 +268,11 @@ def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
     return max(stages, key=lambda memory: (memory.total, -memory.worst.rank))
 
 
-def kept_elements(plan: Plan, stage: int) -> list[int]:
-    """Counts the elements of matrices that each cell of a stage keeps, at index `owner * tp + host`. A hosted
-    matrix is whole on its host; every host of an owner has a fragment of its shared matrices."""
+def held_elements(plan: Plan, stage: int) -> list[int]:
+    """Counts the matrix elements that each cell of a stage holds, at index `owner * tp + host`. A hosted matrix
+    is held whole by its host; a shared matrix is divided evenly among the hosts of its owner."""
     mesh, shares = plan.subject.layout, plan.assignment.shares
-    placed = (
+    placed = (  # (cell, elements, True if every host of the owner holds as many)
         (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)
         for matrix, cell in plan.placed[stage]
     )
@@ -289,7 +289,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
         for matrix, cell in (plan.placed[stage] if any(bytes_of.values()) else ())
         if matrix.index not in plan.assignment.shares
     )
-    elements, factors = kept_elements(plan, stage), per_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
+    elements, factors = held_elements(plan, stage), per_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
     buffers, needed = step_buffers(config, plan, stage), transient(config, layout, stage)
     weights = stage_weights(config, layout, stage)
 

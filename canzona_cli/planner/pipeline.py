@@ -108,7 +108,7 @@ class HostedPipeline:
     taken: int = 0
     """The bytes of memory traffic to unpack a weight element after its exchange."""
     own: int = 0
-    """The bytes of memory traffic to store a weight element that its host stores itself, without the rounded
+    """The bytes of memory traffic to store a weight element that its host stores itself, excluding the rounded
     copy, which is part of the update."""
     byte_s: float = 0.0
     """The seconds of memory traffic for each byte that is packed or unpacked."""
@@ -171,7 +171,7 @@ class HostedPipeline:
     def seconds(
         self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None, first: Sequence[float] = ()
     ) -> float:
-        """Returns the seconds of an owner's groups, in this order, without the seconds of norm, clip and AdamW.
+        """Returns the seconds of an owner's groups, in this order, excluding norm, clip and AdamW.
 
         Args:
             known: a cache of the loads of groups of the same jobs; new loads are added.
@@ -187,13 +187,13 @@ class HostedPipeline:
         return self.updating * self.replay_s
 
     def alone(self, jobs: Sequence[Job]) -> float:
-        """Returns the seconds in which a host updates matrices that no other rank of its TP group stores."""
+        """Returns the seconds that a host takes to update matrices that no other rank of its TP group stores."""
         each = (self.each_alone(job.seconds, job.matrix.elements) for job in jobs)
         return self.begin_s + sum(each) if jobs else 0.0
 
     def each_alone(self, seconds: float, elements: int) -> float:
-        """Returns the seconds in which a host updates a matrix that no other rank of its TP group stores,
-        without the launch.
+        """Returns the seconds that a host takes to update a matrix that no other rank of its TP group stores,
+        excluding the launch.
 
         Args:
             seconds: the seconds of the update.
@@ -337,11 +337,11 @@ class Least:
     """The least seconds of a hosted matrix."""
 
     host: float
-    """The seconds of the host's work, without waits."""
+    """The seconds of the host's work, excluding waits."""
     others: float
     """The seconds of every other rank's work: packing the gradient and storing the weight."""
     back: float
-    """The seconds in which the weight is sent back."""
+    """The seconds that it takes to send back the weight."""
     whole: float
     """The seconds from packing the gradient to storing the weight."""
 

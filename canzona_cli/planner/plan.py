@@ -27,7 +27,7 @@ from canzona_cli.costs.sharing import HOSTED, Share, shared_exchanges
 from canzona_cli.fields import CountOrZero, NotNegative, Seconds
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm
-from canzona_cli.planner.families import lengthened, shortened
+from canzona_cli.planner.families import expand_families, merge_families
 from canzona_cli.run.codec import parse
 
 Scalar = str | int | float | bool | None
@@ -49,7 +49,7 @@ class Cell:
         return cls(owner=owner, host=host)
 
     def number(self, tp: int) -> int:
-        """Returns the number of the cell in its stage."""
+        """Returns the cell's index within its stage."""
         return self.owner * tp + self.host
 
     def reducing_rank(self, matrix: Matrix, mesh: Mesh) -> int:
@@ -191,7 +191,7 @@ class Subject:
     """The inputs of a plan; runs with equal subjects get equal plans."""
 
     model: Mapping[str, Scalar]
-    """The model's shapes, without its name: two models with the same shapes share a plan."""
+    """The model's shapes, excluding its name: two models with the same shapes share a plan."""
     layout: Mesh
     optimizer: Algorithm
     settings: PlanSettings
@@ -287,7 +287,7 @@ class Plan:
         Every matrix, bucket and micro-group has a line, so that `diff` can compare two plans; the experts of
         a layer share lines.
         """
-        return "{\n" + ",\n".join(_lines({"hash": self.hash, **shortened(self.content()), **extra})) + "\n}\n"
+        return "{\n" + ",\n".join(_lines({"hash": self.hash, **merge_families(self.content()), **extra})) + "\n}\n"
 
     @classmethod
     def from_content(cls, content: Mapping[str, object]) -> "Plan":
@@ -297,7 +297,7 @@ class Plan:
             ValueError: an entry is missing, unknown or of a wrong type, or the plan is inconsistent (see
                 `_check`).
         """
-        content = lengthened(content)
+        content = expand_families(content)
         read = parse(_Content, content)
         plan = cls(
             version=read.version,
@@ -325,7 +325,7 @@ class Plan:
 
 
 def content_hash(content: Mapping[str, object]) -> str:
-    """Computes the hash of the content of a plan file after `lengthened`; entries that the hash does not
+    """Computes the hash of the content of a plan file after `expand_families`; entries that the hash does not
     cover are ignored."""
     return _digest({name: content[name] for name in _CONTENT if name in content})
 
@@ -336,7 +336,7 @@ def _digest(content: Mapping[str, object]) -> str:
 
 
 def _written(entry: Matrix | Bucket) -> dict[str, object]:
-    """Returns an entry of a plan file, without the expert-parallel rank if that is None."""
+    """Returns an entry of a plan file; omits the expert-parallel rank if that is None."""
     return {name: value for name, value in vars(entry).items() if name != "expert_rank" or value is not None}
 
 

@@ -10,7 +10,7 @@ from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.sharing import shares
 from canzona_cli.costs.update import update_costs
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.planner.families import lengthened
+from canzona_cli.planner.families import expand_families
 from canzona_cli.planner.make import make_plan, planned_matrices, subject
 from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
 
@@ -149,7 +149,7 @@ def read_plan(path: Path) -> Plan:
     if content["version"] != VERSION:
         raise _refused(path, f"has version {content['version']}, but this canzona reads version {VERSION}", _MAKE_ANEW)
     try:
-        content = lengthened(content)
+        content = expand_families(content)
     except ValueError as error:
         raise _refused(path, f"is damaged: {error}", _MAKE_ANEW) from None
     claimed, actual = content.get("hash"), content_hash(content)

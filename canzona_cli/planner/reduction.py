@@ -347,9 +347,9 @@ def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners
     transfers run one after another.
 
     The chain of a reduction to (or a broadcast from) an owner starts on the rank after the owner. Ranks
-    finish it in chain order, and each can then start the next chain. So the number of hops by which the next
-    chain starts later is the number of ranks from this owner to the next. If a launch has several owners,
-    their chains run on several channels, and the channel with the most hops counts.
+    finish it in chain order, and each can then start the next chain. So the next chain starts later by as many
+    hops as there are ranks from this owner to the next. If a launch has several owners,
+    their chains run on several channels, and the channel with the most hops determines the time.
     """
     overlaps = [
         replace(transfer, fill_s=max(0.0, 1 - _hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s)

@@ -121,7 +121,7 @@ class BenchView(Page):
         used = {name: [amount / MIB for amount in bench.tensor_bytes] for name, bench in measured.items()}
         curves = [Curve(name=name, points=[*enumerate(used[name])], dots=True) for name in used if used[name]]
         if curves:
-            yield headed("Memory of every rank", ", measured, without activations")
+            yield headed("Memory of every rank", ", measured, excluding activations")
             yield Curves(title="MiB of tensors", curves=curves, height=160, x="rank")
 
     def _comparison(self) -> Iterator[RenderableType]:

@@ -24,8 +24,8 @@ from canzona_cli.run.words import MISSING, clean, milliseconds, plural, size
 _NAME, _BEFORE = 31, 9
 """The width of the first column of every table, and the largest width of the last column's heading, in characters."""
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
-    "fp32_tflops": ("fp32 products", "TFLOP/s"),
-    "tf32_tflops": ("TF32 products", "TFLOP/s"),
+    "fp32_tflops": ("fp32 matmuls", "TFLOP/s"),
+    "tf32_tflops": ("TF32 matmuls", "TFLOP/s"),
     "qr_tflops": ("QR", "TFLOP/s"),
     "eigh_tflops": ("eigendecomposition", "TFLOP/s"),
     "launch_us": ("launch of an operation", "us"),
@@ -72,7 +72,7 @@ class CalibrationView(Page):
         for m in self.calibration.record.measurements:
             if m.quantity == "matmul_tflops":
                 before = matmul_rate(base, int(m.key[0]), "bf16") / 1e12
-                _add(table, f"bf16 products of {m.key[0]}, TFLOP/s", f"{m.spread.median:.3g}", m, f"{before:.3g}")
+                _add(table, f"bf16 matmuls of {m.key[0]}, TFLOP/s", f"{m.spread.median:.3g}", m, f"{before:.3g}")
             elif m.quantity in _SINGLE:
                 name, unit = _SINGLE[m.quantity]
                 _add(table, f"{name}, {unit}", f"{m.spread.median:.3g}", m, _assumed(m.quantity, base))

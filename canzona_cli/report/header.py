@@ -89,8 +89,8 @@ def outlook_rows(config: RunConfig, outlook: Outlook) -> list[tuple[str, str]]:
         f"MFU {100 * outlook.mfu:.1f}% (simulated)"
     )
     steps = f"{config.train.steps:,} steps"
-    training = f"{duration(outlook.training_s)} for {steps}, without saves and validation{_cost(config, outlook)}"
-    unknown = f"{steps}; `canzona calibrate` measures this machine, to predict their time"
+    training = f"{duration(outlook.training_s)} for {steps}, excluding saves and validation{_cost(config, outlook)}"
+    unknown = f"{steps}; run `canzona calibrate` to get a time estimate for this machine"
     return [
         *([("speed", speed), ("training", training)] if _describes_machine(config) else [("training", unknown)]),
         (

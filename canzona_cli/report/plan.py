@@ -101,23 +101,24 @@ class PlanView(Page):
         )
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
+        """Yields the rows of the verbose view."""
         study, communication = self.study, self.study.communication
         plan, mesh, settings = study.plan, study.plan.subject.layout, study.plan.subject.settings
         yield "batch", describe_batch(study.layout, study.config.train.seq_length)
-        read = supply(study.config, study.layout, self.corpus)
-        if read is not None:
-            yield "epochs", read.words
+        corpus_supply = supply(study.config, study.layout, self.corpus)
+        if corpus_supply is not None:
+            yield "epochs", corpus_supply.words
         yield from outlook_rows(study.config, study.outlook)
         yield "matrices", self._matrices()
         if rows := self._updates():
             yield "updates", rows
-        layout = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy != "asc" else "in order"
+        order = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy != "asc" else "in order"
         grid = f"{plural(mesh.owners, 'owner')} × {plural(mesh.tp, 'host')}"
         shared = len(plan.assignment.shares)
-        modes = f"; {shared:,} matrices shared by TP groups" if shared else ""
+        shared_words = f"; {shared:,} matrices shared by TP groups" if shared else ""
         if mesh.ep > 1:
             grid += f", each expert on {plural(mesh.expert_owners, 'rank')}"
-        yield "assignment", f"{settings.strategy}: {layout}; grid of {grid}{modes}"
+        yield "assignment", f"{settings.strategy}: {order}; grid of {grid}{shared_words}"
         yield from self._update_rows()
         largest = max((sum(plan.matrices[i].elements for i in group.matrices) for group in plan.groups), default=0)
         yield (
@@ -134,10 +135,10 @@ class PlanView(Page):
         if communication.reduced_by:
             yield (
                 "collectives",
-                f"{communication.dp_reductions:,} for gradients ({_ways(communication.reduced_by)}), "
-                f"{communication.dp_gathers:,} for weights ({_ways(communication.gathered_by)})",
+                f"gradients: {communication.dp_reductions:,} ({_ways(communication.reduced_by)}), "
+                f"weights: {communication.dp_gathers:,} ({_ways(communication.gathered_by)})",
             )
-        yield "optimizer", self._beside_others()
+        yield "optimizer", self._versus_others()
 
     def _update_rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows about the time of updates."""
@@ -153,9 +154,8 @@ class PlanView(Page):
             ),
         )
         yield (
-            "slowest",
-            f"{balance.slowest.describe(mesh)}: {step_time(balance.slowest_s)} of updates "
-            f"(mean {step_time(balance.mean_s)})",
+            "most updates",
+            f"{balance.slowest.describe(mesh)}: {step_time(balance.slowest_s)} (mean {step_time(balance.mean_s)})",
         )
         if mesh.tp > 1:
             with_exchanges = study.updates
@@ -175,7 +175,7 @@ class PlanView(Page):
                 f"{refreshes.excess_s / mean_s:+.1%} over the mean",
             )
 
-    def _beside_others(self) -> Text:
+    def _versus_others(self) -> Text:
         """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes
         26.5× as long, sc does not fit); iteration +0.30% over AdamW in this layout`."""
         study, longer = self.study, []
@@ -204,7 +204,7 @@ class PlanView(Page):
 
     def _updates(self) -> str:
         """Returns how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each; ...;
-        plain products, expected error 0.017`; empty for optimizers without orthogonalisation."""
+        plain matmuls, expected RMS error of singular values 0.017`; empty for optimizers without orthogonalisation."""
         shapes_updated = kinds(self.study.config, self.study.plan)
         if shapes_updated[0].form is None:
             return ""
@@ -213,9 +213,10 @@ class PlanView(Page):
             f"{f', in stacks of {kind.together}' if kind.together > 1 else ''}{_shared(kind)}"
             for kind in shapes_updated
         )
-        products = " and ".join(dict.fromkeys(kind.products for kind in shapes_updated))
+        matmuls = " and ".join(dict.fromkeys(kind.products for kind in shapes_updated))
         error = shapes_updated[0].error
-        return f"{shapes}; {products} products{'' if error is None else f', expected error {error:g}'}"
+        expected = "" if error is None else f", expected RMS error of singular values {error:g}"
+        return f"{shapes}; {matmuls} matmuls{expected}"
 
     def _where(self) -> str:
         where = "was not written" if self.written is None else f"was written to {self.written}"
@@ -241,7 +242,7 @@ def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
     """Returns the number of buckets for each kind of collective, such as `60 buckets by ring, 5 by reduce`;
     no number if there is only one kind."""
     if len(buckets) == 1:
-        return f"by {next(iter(buckets))}"
+        return f"{next(iter(buckets))}"
     first, *others = buckets.items()
     return ", ".join([f"{first[1]} buckets by {first[0]}", *(f"{number} by {way}" for way, number in others)])
 
@@ -303,14 +304,12 @@ def _times_as_long(ratio: float | None) -> str:
 
 
 def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields a table of milliseconds by phase and strategy, each of the rank that finishes last."""
-    yield headed(
-        "Phases",
-        " of each strategy's last rank; exchange includes waits for other hosts; all but the totals add up to the"
-        " iteration",
-    )
+    """Yields a table of milliseconds by phase and strategy, each on the rank that finishes last."""
     results = [study.strategies[name].result for name in STRATEGIES]
     shown = [phase for phase in LABELS if any(result.phases.get(phase) for result in results)]
+    waits = "exchange includes waits for other hosts; " if "exchange" in shown else ""
+    lead = f" on the rank that finishes last; {waits}all rows but the totals add up to the iteration"
+    yield headed("Phases", lead)
     yield GroupedTable(
         head="phase, ms",
         labels=[*(LABELS[phase] for phase in shown), "iteration"],
@@ -367,7 +366,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
     shown = ((name, study.strategies[name].loads) for name in study.mapped)
     maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
     stage = f", pipeline stage {study.balance.slowest.stage}" if mesh.pp > 1 else ""
-    yield headed("Update time of every rank", f", colour: a rank's time over the mean of its strategy{stage}")
+    yield headed("Update time of every rank", f"; colour: time relative to the mean of the strategy{stage}")
     yield LoadMaps(maps=maps, hosts=mesh.tp)
     if screen.page:
         # A perfectly balanced plan has a flat curve.
@@ -409,13 +408,15 @@ def iterations(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields the timeline of the slowest rank: the full iteration, then enlarged from gradient norm and
+    """Yields the timeline of the rank that finishes last: the full iteration, then enlarged from gradient norm and
     clipping to the end. In a page, the enlarged part shows all recorded ranks."""
     result = study.planned.result
     slowest, end = result.slowest_rank, max(event.end_s for event in result.events)
     begin = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)
-    yield headed("Timeline", f" of {study.strategy} on its slowest rank, {slowest}")
+    yield headed("Timeline", f" of {study.strategy} on rank {slowest}, which finishes last")
     slowest_lanes = planned_lanes([event for event in result.events if event.rank == slowest])
     yield Lanes(title="iteration", rows=slowest_lanes, end_s=end)
     rows = planned_lanes([event for event in result.events if event.end_s > begin]) if screen.page else slowest_lanes
     yield Lanes(title="enlarged", rows=rows, start_s=begin, end_s=end)
+    if not (screen.colour or screen.page):
+        yield note("Lower case: phases fill less than half of the time slice.")

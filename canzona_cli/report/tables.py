@@ -178,7 +178,7 @@ def rows_table(
     Args:
         rows: the label of each row, and a cell for each head.
         head: the head of the label column.
-        bold: the number of the row shown in bold.
+        bold: the index of the row shown in bold.
         needed: the number of columns that are shown even if they do not fit; None for all.
     """
     labels, cells = zip(*rows, strict=True)

@@ -14,7 +14,7 @@ from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Layout
-from canzona_cli.costs.buffers import forwards_ahead
+from canzona_cli.costs.buffers import warmup_forwards
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime
 from canzona_cli.costs.timeline import Ran, Timeline
@@ -409,7 +409,7 @@ def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
     forwards = [
         _Pass("forward", chunk, micro, gathers=number) for (chunk, micro), number in zip_longest(turns, gathers)
     ]
-    ahead = forwards_ahead(layout, stage)
+    ahead = warmup_forwards(layout, stage)
     backwards = [
         _Pass("backward", vpp - 1 - chunk, micro, waits=vpp == 1 or number >= len(turns) - ahead)
         for number, (chunk, micro) in enumerate(turns)

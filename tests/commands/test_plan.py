@@ -195,7 +195,7 @@ def test_out_names_another_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("strategies", ("Phases of each strategy's last rank", "parameter gathering")),
+        ("strategies", ("Phases on the rank that finishes last", "parameter gathering")),
         ("alpha", ("Alternatives", "alpha 0 ", "alpha 0.25", "alpha 1 *")),
     ],
 )

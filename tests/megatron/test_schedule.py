@@ -7,7 +7,7 @@ import pytest
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
 from canzona_cli.config.stages import chunk_layers
-from canzona_cli.costs.buffers import forwards_ahead, layers_in_flight
+from canzona_cli.costs.buffers import layers_in_flight, warmup_forwards
 from canzona_cli.simulate.iteration import _one_f_one_b
 from tests.sizes import layout
 
@@ -21,7 +21,7 @@ def test_passes_come_in_megatrons_order(pp: int, vpp: int, count: int) -> None:
         virtual = None if vpp == 1 else vpp
         communicator = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=virtual)
         _, _, ahead, _ = get_pp_rank_microbatches(count, vpp, pp, p2p_communicator=communicator)
-        assert forwards_ahead(mesh, stage) == ahead
+        assert warmup_forwards(mesh, stage) == ahead
         steps = _one_f_one_b(mesh, stage)
         assert [(one.micro, one.chunk) for one in steps if one.direction == "forward"] == table
         assert [(one.micro, vpp - 1 - one.chunk) for one in steps if one.direction == "backward"] == table

@@ -29,7 +29,7 @@ def test_numbers_stand_beside_the_base_profiles(tmp_path: Path, monkeypatch: pyt
     lines = shown(calibration(replace(RECORD, measurements=(*RECORD.measurements, long))), Path("here.yaml"))
     words = [line.split() for line in lines]
     assert ["memory", "bandwidth,", "GB/s", "17", "10%", "10"] in words
-    assert ["bf16", "products", "of", "512,", "TFLOP/s", "0.9", "10%", "1.3"] in words
+    assert ["bf16", "matmuls", "of", "512,", "TFLOP/s", "0.9", "10%", "1.3"] in words
     assert ["muon/standard/5", "256x768", "2.50", "10%", "3.13"] in words
     assert ["megatron/muon/standard/5", "256x768", "3.50", "10%", "3.74"] in words
     assert "written: ./here.yaml" in lines

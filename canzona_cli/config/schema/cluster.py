@@ -126,14 +126,14 @@ class ClusterConfig(HashedOnce):
     # NVIDIA/nccl issue 1041; logs of two nodes with eight H100 each say "16 coll channels".
     matmul_tflops: Annotated[
         tuple[tuple[Side, Positive], ...],
-        "Measured rates of bf16 products of n by n matrices: pairs [n, rate] in order of n; empty: estimated.",
+        "Measured rates of bf16 matmuls of n by n matrices: pairs [n, rate] in order of n; empty: estimated.",
         Unit("TFLOP/s"),
         Example("[[2048,540],[8192,800]]"),
         PLAN,
     ] = ()
     sustained_tflops: Annotated[
         Positive | None,
-        "Highest rate of bf16 products that the GPU sustains for more than a second, at its power limit; null: "
+        "Highest rate of bf16 matmuls that the GPU sustains for more than a second, at its power limit; null: "
         "no limit on matmul_tflops.",
         Unit("TFLOP/s"),
         Example("700"),
@@ -142,20 +142,20 @@ class ClusterConfig(HashedOnce):
     symmetric_factor: Annotated[
         float,
         Range(at_least=0.25, at_most=1),
-        "Time of a bf16 product with a symmetric result by this machine's symmetric kernels, relative to a general"
-        " product of the same size; 1: there are no such kernels, 0.5: they are ideal.",
+        "Time of a bf16 matmul with a symmetric result by this machine's symmetric kernels, relative to a general"
+        " matmul of the same size; 1: there are no such kernels, 0.5: they are ideal.",
         Example("0.6"),
         PLAN,
     ] = 1.0
     bf16_in_fp32: Annotated[
         bool,
-        "CPU ranks only: the processor has no bf16 instructions, so bf16 products are computed in fp32. fp16 products"
+        "CPU ranks only: the processor has no bf16 instructions, so bf16 matmuls are computed in fp32. fp16 matmuls"
         " take as long, so optimizer.form=auto may then choose the Gram form, which needs fp16.",
         PLAN,
     ] = False
     tp_overlap: Annotated[
         bool,
-        "Simulate tensor-parallel collectives as overlapped with their matrix products, as with Transformer Engine's"
+        "Simulate tensor-parallel collectives as overlapped with their matmuls, as with Transformer Engine's"
         " user buffers in NVIDIA's published recipes. canzona's own runs do not overlap them.",
         PLAN,
     ] = False
@@ -182,14 +182,14 @@ class ClusterConfig(HashedOnce):
     ] = 0.0
     fp32_tflops: Annotated[
         Positive | None,
-        "Rate of large fp32 products; null: a sixteenth of the bf16 peak.",
+        "Rate of large fp32 matmuls; null: a sixteenth of the bf16 peak.",
         Unit("TFLOP/s"),
         Example("50"),
         PLAN,
     ] = None
     tf32_tflops: Annotated[
         Positive | None,
-        "Rate of large fp32 products in TF32, which Shampoo and SOAP allow; null: fp32_tflops, for GPUs without TF32.",
+        "Rate of large fp32 matmuls in TF32, which Shampoo and SOAP allow; null: fp32_tflops, for GPUs without TF32.",
         Unit("TFLOP/s"),
         Example("400"),
         PLAN,
