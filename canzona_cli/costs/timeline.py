@@ -32,7 +32,7 @@ class Task(NamedTuple):
     cores: float
     """The number of processor cores that the task keeps busy; 0 for tasks on a link."""
     after: tuple[int, ...]
-    """The numbers of the tasks that must end before this one starts."""
+    """The indexes of the tasks that must end before this one starts."""
 
 
 class Ran(NamedTuple):
@@ -57,8 +57,8 @@ class _Shared:
     cores: float | None = None
     """The number of cores of a processor; None for a link."""
     crowding: float = 1.0
-    """The factor that tasks take longer than on evenly shared cores if they need twice as many cores as
-    there are."""
+    """How many times longer tasks take than on evenly shared cores, if they need twice as many cores as there
+    are."""
     demand: float = 0.0
     """The number of cores that the active tasks need."""
     served: float = 0.0
@@ -80,8 +80,8 @@ class _Shared:
             self.served += (now - self.at) * self.rate
         self.at = now
 
-    def join(self, number: int, seconds: float, demand: float) -> None:
-        heapq.heappush(self.active, (self.served + seconds, number))
+    def join(self, index: int, seconds: float, demand: float) -> None:
+        heapq.heappush(self.active, (self.served + seconds, index))
         self.demand += demand
 
     def next_end(self) -> float:
@@ -89,7 +89,7 @@ class _Shared:
 
 
 def crowded(load: float, crowding: float) -> float:
-    """Returns the factor that tasks take longer if they need `load` times as many cores as there are.
+    """Returns how many times longer tasks take if they need `load` times as many cores as there are.
 
     Args:
         crowding: see `ClusterConfig.crowding`; it applies in full from a load of 2.
@@ -127,7 +127,7 @@ class Timeline:
         cores: float = 0.0,
         after: Sequence[int] = (),
     ) -> int:
-        """Appends a task to `stream`; returns its number, for the `after` of other tasks."""
+        """Appends a task to `stream`; returns its index, for the `after` of other tasks."""
         if self._cores is not None and cores > 0:
             seconds, link, link_s = 0.0, _PROCESSOR, seconds + link_s
         else:
@@ -150,17 +150,17 @@ class Timeline:
         """Appends a transfer to `stream`; returns the index of the task that ends when the data has reached
         all ranks."""
         seconds = moved.latency_s - moved.fill_s
-        number = self.add(phase, stream, seconds=seconds, link=link, link_s=moved.link_s, cores=cores, after=after)
+        index = self.add(phase, stream, seconds=seconds, link=link, link_s=moved.link_s, cores=cores, after=after)
         if not moved.fill_s:
-            return number
+            return index
         # The next chain starts on the first ranks while this one still reaches the last ranks, so the time to
         # fill the chain does not occupy the stream.
-        return self.add(phase, ("chain", number), seconds=moved.fill_s, after=[number])
+        return self.add(phase, ("chain", index), seconds=moved.fill_s, after=[index])
 
-    def also_after(self, number: int, other: int) -> None:
+    def also_after(self, index: int, other: int) -> None:
         """Makes a task wait for task `other` too, which may have been added later."""
-        task = self.tasks[number]
-        self.tasks[number] = task._replace(after=(*task.after, other))
+        task = self.tasks[index]
+        self.tasks[index] = task._replace(after=(*task.after, other))
 
     def run_slowed(self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float) -> list[Ran]:
         """Simulates tasks whose compute units are partly taken by transfers; returns the times of each task.
@@ -176,9 +176,9 @@ class Timeline:
         if not share:
             return ran
         by_stream: dict[Hashable, list[tuple[int, Ran]]] = {}
-        for number, (task, times) in enumerate(zip(self.tasks, ran, strict=True)):
+        for index, (task, times) in enumerate(zip(self.tasks, ran, strict=True)):
             if times.end > times.start:
-                by_stream.setdefault(task.stream, []).append((number, times))
+                by_stream.setdefault(task.stream, []).append((index, times))
         for stream, transfer_streams in slowed_by.items():
             for transfer_stream in transfer_streams:
                 transfers = [times for _, times in by_stream.get(transfer_stream, [])]
@@ -188,15 +188,15 @@ class Timeline:
     def _slow_down(self, computing: Sequence[tuple[int, Ran]], transfers: Sequence[Ran], share: float) -> None:
         """Lengthens each task by `share` times its overlap with `transfers`; both are in order of time."""
         first = 0
-        for number, times in computing:
+        for index, times in computing:
             overlap_s = 0.0
             for transfer in islice(transfers, first, None):
                 if transfer.start >= times.end:
                     break
                 overlap_s += max(0.0, min(times.end, transfer.end) - max(times.start, transfer.start))
                 first += transfer.end <= times.end
-            task = self.tasks[number]
-            self.tasks[number] = task._replace(seconds=task.seconds + share * overlap_s)
+            task = self.tasks[index]
+            self.tasks[index] = task._replace(seconds=task.seconds + share * overlap_s)
 
     def run(self) -> list[Ran]:
         """Simulates the tasks; returns the times of each.
@@ -208,32 +208,32 @@ class Timeline:
         previous = self._previous()
         missing = [len(task.after) + (before is not None) for task, before in zip(tasks, previous, strict=True)]
         waiters: list[list[int]] = [[] for _ in tasks]
-        for number, (task, before) in enumerate(zip(tasks, previous, strict=True)):
+        for index, (task, before) in enumerate(zip(tasks, previous, strict=True)):
             for other in (*task.after, *(() if before is None else (before,))):
-                waiters[other].append(number)
+                waiters[other].append(index)
 
         start, end = [0.0] * len(tasks), [-1.0] * len(tasks)
         links: dict[Hashable, _Shared] = {}
-        # (time, kind, number). Kind 0: the `seconds` of task `number` are over. Kind 1: a transfer may have
-        # ended on the link of task `number`.
+        # (time, kind, index). Kind 0: the `seconds` of task `index` are over. Kind 1: a transfer may have
+        # ended on the link of task `index`.
         events: list[tuple[float, int, int]] = []
-        for number, count in enumerate(missing):
+        for index, count in enumerate(missing):
             if count == 0:
-                heapq.heappush(events, (tasks[number].seconds, 0, number))
+                heapq.heappush(events, (tasks[index].seconds, 0, index))
 
-        def finish(number: int, now: float) -> None:
-            end[number] = now
-            for waiter in waiters[number]:
+        def finish(index: int, now: float) -> None:
+            end[index] = now
+            for waiter in waiters[index]:
                 missing[waiter] -= 1
                 if missing[waiter] == 0:
                     start[waiter] = now
                     heapq.heappush(events, (now + tasks[waiter].seconds, 0, waiter))
 
         while events:
-            now, kind, number = heapq.heappop(events)
-            task = tasks[number]
+            now, kind, index = heapq.heappop(events)
+            task = tasks[index]
             if kind == 0 and (task.link is None or task.link_s == 0):
-                finish(number, now)
+                finish(index, now)
                 continue
             if task.link not in links:
                 cores = self._cores if task.link is _PROCESSOR else None
@@ -241,7 +241,7 @@ class Timeline:
             link = links[task.link]
             if kind == 0:
                 link.advance(now)
-                link.join(number, task.link_s, task.cores)
+                link.join(index, task.link_s, task.cores)
             elif not link.active or now < link.next_end():
                 continue  # another transfer has joined in the meantime, and a later event has the new end
             else:
@@ -254,20 +254,20 @@ class Timeline:
 
         if any(moment < 0 for moment in end):
             raise ValueError("tasks wait for each other in a cycle")
-        return [self._ran(number, start[number], end, previous[number]) for number in range(len(tasks))]
+        return [self._ran(index, start[index], end, previous[index]) for index in range(len(tasks))]
 
     def _previous(self) -> list[int | None]:
         """Returns the index of the previous task on the stream of each task; None for the first task of a stream."""
         previous: list[int | None] = []
         last: dict[Hashable, int] = {}
-        for number, task in enumerate(self.tasks):
+        for index, task in enumerate(self.tasks):
             previous.append(last.get(task.stream))
-            last[task.stream] = number
+            last[task.stream] = index
         return previous
 
-    def _ran(self, number: int, start: float, end: list[float], before: int | None) -> Ran:
+    def _ran(self, index: int, start: float, end: list[float], before: int | None) -> Ran:
         ready = end[before] if before is not None else 0.0
         held_by = None
         if start > ready:
-            held_by = max(self.tasks[number].after, key=lambda other: (end[other], -other))
-        return Ran(start, end[number], ready, held_by)
+            held_by = max(self.tasks[index].after, key=lambda other: (end[other], -other))
+        return Ran(start, end[index], ready, held_by)

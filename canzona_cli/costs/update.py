@@ -52,8 +52,8 @@ ADAMW_BYTES = {True: 30, False: 86}
 and both moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes (False): decay 8,
 first moment 12, second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
 MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
-"""The bytes of memory traffic per element that Megatron's Muon (emerging-optimizers 0.3) exceeds
-canzona's. The passes of Megatron's: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice
+"""The bytes of memory traffic per element that Megatron's Muon (emerging-optimizers 0.3) causes in
+addition to canzona's. The passes of Megatron's: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice
 16, weight 12 and its copy 4 + w; casts to and from bf16 6 each."""
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
 """The conditions under which form auto chooses the Gram form: its time is at most this share of the standard

@@ -140,8 +140,8 @@ class _StageClock:
 
         Returns:
             The seconds from the end of the first stage's pass without reductions to the end of this stage's
-            reductions, negative if the reductions end earlier; and the seconds that the reductions slow
-            this stage's pass down.
+            reductions, negative if the reductions end earlier; and the seconds that the reductions add to
+            this stage's pass.
         """
         chunks_of_module: dict[int, list[Chunk]] = {}
         for chunk in chunks:
@@ -174,8 +174,8 @@ class _StageClock:
             late_s: the second value that this method returned for the stage before.
 
         Returns:
-            The seconds that updates and gatherings delay the end of the pass through all model chunks,
-            and the end of the pass through the first model chunk.
+            The seconds that updates and gatherings add to the pass through all model chunks, and to the pass
+            through the first model chunk.
         """
         order, work = Order.of(chunks, len(self._others), self.time.places), _Pass(chunk.gather for chunk in chunks)
         follows = dict(zip(order.afterwards, order.afterwards[GATHERED_AHEAD:], strict=False))

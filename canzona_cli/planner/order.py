@@ -76,7 +76,7 @@ class Refreshes:
 
     @property
     def excess_s(self) -> float:
-        """The seconds that the longest step exceeds the mean step. Iterations differ by the same seconds,
+        """The seconds that the longest step takes more than the mean step. Iterations differ by as much,
         because nothing overlaps with the updates of the slowest rank."""
         return max(self.steps_s) - self.mean_s
 
