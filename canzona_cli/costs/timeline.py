@@ -57,7 +57,7 @@ class _Shared:
     cores: float | None = None
     """The number of cores of a processor; None for a link."""
     crowding: float = 1.0
-    """How many times longer tasks take than on evenly shared cores, if they need twice as many cores as there
+    """The slowdown of tasks, relative to evenly shared cores, if they need twice as many cores as there
     are."""
     demand: float = 0.0
     """The number of cores that the active tasks need."""
