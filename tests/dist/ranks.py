@@ -43,17 +43,17 @@ def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float
     """
     context = multiprocessing.get_context("fork")
     port = free_port()
-    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-    processes = [
-        context.Process(target=_rank, args=(function, rank, world_size, port, pipes[rank][1]))
-        for rank in range(world_size)
-    ]
-    for process in processes:
+    receivers, processes = [], []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(function, rank, world_size, port, sender))
         process.start()
-    for _, sender in pipes:
+        # Before the next rank is forked: it would keep this pipe open, and nobody would see that this rank has died.
         sender.close()
+        receivers.append(receiver)
+        processes.append(process)
     try:
-        return collect([receiver for receiver, _ in pipes], timeout_s)
+        return collect(receivers, timeout_s)
     finally:
         for process in processes:
             process.kill()

@@ -1,5 +1,7 @@
 """The ranks that tests start."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -32,4 +34,14 @@ def test_a_failure_is_reported_while_other_ranks_wait() -> None:
         time.sleep(600)
 
     with pytest.raises(AssertionError, match=r"(?s)ValueError: of rank 1.*rank 0 hangs"):
+        run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_killed_rank_is_missed_while_the_other_has_answered(dying: int) -> None:
+    def rank() -> None:
+        if int(os.environ["RANK"]) == dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(AssertionError, match=rf"rank {dying} died without a word$"):
         run_ranks(2, rank)
