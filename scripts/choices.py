@@ -17,7 +17,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
@@ -42,7 +41,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "gradients": get_args(Reduction),
     "weights": get_args(Gathering),
     "mode": get_args(Mode),
-    "groups": ("one", "costliest first", "cheapest first", "mixed"),
+    "groups": ("one", "several"),
     "form": get_args(Form),
     "updates": ("alone", "stacked"),
     "products": ("plain", "symmetric"),
@@ -50,8 +49,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "launches": ("graph", "kernels"),
     "layout": get_args(BufferLayout),
 }
-"""The options of each choice. For `groups`, they are the order in which an owner's matrices are cut into
-micro-groups."""
+"""The options of each choice. For `groups`, they are the number of micro-groups of an owner."""
 COLUMNS = ("profile", "optimizer", "run", "mesh", *OPTIONS)
 
 
@@ -86,7 +84,7 @@ def chosen(config: RunConfig, layout: Layout, plan: Plan) -> dict[str, Mapping[s
         "gradients": dict[str, int](communicated.reduced_by.items()),
         "weights": dict[str, int](communicated.gathered_by.items()),
         "mode": dict(Counter(plan.modes)),
-        "groups": dict(Counter(_orders(plan))),
+        "groups": dict(Counter(_groups(plan))),
         "form": dict(forms),
         "updates": dict(updates),
         "products": dict(products),
@@ -96,35 +94,11 @@ def chosen(config: RunConfig, layout: Layout, plan: Plan) -> dict[str, Mapping[s
     }
 
 
-def _orders(plan: Plan) -> Iterator[str]:
-    """Yields, for each owner, the order in which its matrices were cut into micro-groups; nothing without TP."""
-    if plan.subject.layout.tp == 1:
-        return
-    for _, owned in groupby(plan.groups, key=lambda group: (group.stage, group.owner)):
-        groups = [group.matrices for group in owned]
-        if len(groups) == 1:
-            yield "one"
-        elif _monotonous(plan, groups, falling=True):
-            yield "costliest first"
-        elif _monotonous(plan, groups, falling=False):
-            yield "cheapest first"
-        else:
-            yield "mixed"
-
-
-def _monotonous(plan: Plan, groups: Sequence[Sequence[int]], *, falling: bool) -> bool:
-    """Returns True if the costs of every host's matrices fall (or rise) from group to group."""
-    sign = 1 if falling else -1
-    last: dict[int, float] = {}
-    for group in groups:
-        costs: dict[int, list[float]] = {}
-        for index in group:
-            costs.setdefault(plan.assignment.cells[index].host, []).append(sign * plan.costs[index])
-        for host, values in costs.items():
-            if host in last and max(values) > last[host]:
-                return False
-            last[host] = min(values)
-    return True
+def _groups(plan: Plan) -> Iterator[str]:
+    """Yields, for each owner, whether it has one micro-group or several; nothing without TP."""
+    if plan.subject.layout.tp > 1:
+        groups = Counter((group.stage, group.owner) for group in plan.groups)
+        yield from ("one" if number == 1 else "several" for number in groups.values())
 
 
 def _fastest_layout(config: RunConfig, layout: Layout, plan: Plan) -> str:

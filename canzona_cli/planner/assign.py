@@ -190,22 +190,20 @@ def _within(
 
 
 def _balanced(stage: PoolProblem) -> Owners:
-    """Balances units over owners by the best of three heuristics, then spreads bytes over buckets.
+    """Balances units over owners by the better of two heuristics, then spreads bytes over buckets.
 
     1. Pack units into owners; this suffices if owners hold many units.
-    2. Pack the costliest matrix of each unit into the cells of the grid and deal the cells to owners; the
-       other matrices of a unit, k and v, are small and fit anywhere.
-    3. As heuristic 2, but with the cost of all matrices of a unit.
+    2. Pack units into the cells of the grid and deal the cells to owners.
 
     A heuristic is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp = 1
-    only the first is tried. If matrices may be shared, each heuristic is tried with the cost to one host and with the
+    the two are the same. If matrices may be shared, each heuristic is tried with the cost to one host and with the
     cost to all ranks (`PoolProblem.together`). The search stops at the first result that reaches the bound.
     """
     best: Owners = {}
     lowest = float("inf")
     ways: list[Callable[[PoolProblem], Owners]] = [_units_to_owners]
     if stage.tp > 1:
-        ways += [_leaders_to_cells, _units_to_cells]
+        ways.append(_units_to_cells)
     problems = [stage, replace(stage, costs=stage.together)] if stage.shares else [stage]
     for way, problem in product(ways, problems):
         owner_of = way(problem)
@@ -225,22 +223,9 @@ def _units_to_owners(stage: PoolProblem) -> Owners:
 
 
 def _units_to_cells(stage: PoolProblem) -> Owners:
-    """Packs units into cells, by the cost of all matrices of a unit, and deals the cells to owners."""
-    return _cells_to_owners(stage, [stage.cost(unit) for unit in stage.units])
-
-
-def _leaders_to_cells(stage: PoolProblem) -> Owners:
-    """Packs units into cells, by the cost of a unit's costliest matrix, and deals the cells to owners."""
-    return _cells_to_owners(stage, [max(stage.costs[index] for index in members) for members in stage.units.values()])
-
-
-def _cells_to_owners(stage: PoolProblem, costs: Sequence[float]) -> Owners:
-    """Packs units into cells of the grid and deals the cells to owners.
-
-    Args:
-        costs: the cost of each unit.
-    """
+    """Packs units into cells of the grid and deals the cells to owners."""
     units = list(stage.units)
+    costs = [stage.cost(unit) for unit in units]
     packing = pack(costs, stage.owners * stage.tp)
     dealt = deal([sum(costs[item] for item in items) for items in packing.bins], stage.owners)
     return {units[item]: dealt[cell] for cell, items in enumerate(packing.bins) for item in items}

@@ -193,8 +193,8 @@ def _fewest_of_the_fastest(
 
 
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
-    """Yields the candidates of grouping auto: three orders, each cut at capacities that double from the
-    largest matrix to C_max.
+    """Yields the candidates of grouping auto: every host's costliest matrix, then every host's second, and so
+    on, cut at capacities that double from the largest matrix to C_max. No other order gained 0.01% of an iteration.
 
     Each is also yielded with a separate first and last group, because nothing overlaps with their exchanges.
     The first group has every host's first matrix; the last group has the last matrix of every host, or only
@@ -211,19 +211,12 @@ def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[li
         capacities.append(min(2 * capacities[-1], most))
     busy = [sum(job.busy for job in jobs if job.host == host) for host in range(tp)]
     late = {host for host in range(tp) if busy[host] * tp > sum(busy)}
-    rising = _rounds(jobs, tp, descending=False)
-    orders = (
-        _rounds(jobs, tp, descending=True),
-        rising,
-        # Small matrices at both ends keep the first and the last exchange short.
-        _arched(rising, tp),
-    )
-    for order in orders:
-        divided = [_ends(order, ending) for ending in (set(range(tp)), late)]
-        for size in capacities:
-            yield _cut(order, tp, size)
-            for first, middle, last in divided:
-                yield [group for group in (first, *_cut(middle, tp, size), last) if group]
+    order = _rounds(jobs, tp)
+    divided = [_ends(order, ending) for ending in (set(range(tp)), late)]
+    for size in capacities:
+        yield _cut(order, tp, size)
+        for first, middle, last in divided:
+            yield [group for group in (first, *_cut(middle, tp, size), last) if group]
 
 
 def _ends(order: Sequence[Job], late: Set[int]) -> tuple[list[Job], list[Job], list[Job]]:
@@ -253,24 +246,12 @@ def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
     return groups
 
 
-def _rounds(jobs: Sequence[Job], tp: int, *, descending: bool) -> list[Job]:
-    """Orders jobs so that every host's first job by cost comes first, then every host's second, and so on."""
-    sign = -1 if descending else 1
+def _rounds(jobs: Sequence[Job], tp: int) -> list[Job]:
+    """Orders jobs so that every host's costliest job comes first, then every host's second, and so on."""
     queues = [
-        sorted((j for j in jobs if j.host == host), key=lambda j: (sign * j.busy, j.matrix.index)) for host in range(tp)
+        sorted((j for j in jobs if j.host == host), key=lambda j: (-j.busy, j.matrix.index)) for host in range(tp)
     ]
-    longest = max(map(len, queues))
-    if not descending:
-        # Hosts with fewer jobs start in a later round, so that all hosts take part in the last round.
-        return [queue[turn - longest] for turn in range(longest) for queue in queues if turn >= longest - len(queue)]
-    return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
-
-
-def _arched(ascending: Sequence[Job], tp: int) -> list[Job]:
-    """Orders each host's jobs from small to large and back to small, then interleaves the hosts round-robin."""
-    queues = [[job for job in ascending if job.host == host] for host in range(tp)]
-    arches = [[*queue[::2], *reversed(queue[1::2])] for queue in queues]
-    return [arch[turn] for turn in range(max(map(len, arches))) for arch in arches if turn < len(arch)]
+    return [queue[turn] for turn in range(max(map(len, queues))) for queue in queues if turn < len(queue)]
 
 
 GAIN = 0.98
