@@ -24,7 +24,7 @@ from functools import partial
 from itertools import product
 from types import MappingProxyType
 
-from canzona_cli.config.schema import Layout
+from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrices import Matrix
@@ -43,7 +43,7 @@ BLENDS = (0.0, 0.25, 0.5, 0.75)
 def assign(
     matrices: Sequence[Matrix],
     costs: Sequence[float],
-    layout: Layout,
+    layout: Mesh,
     settings: PlanSettings,
     memory_cap: int | None = None,
     *,

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.buffers import bucket_elements, exchange_bytes
 from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.costs.update import rounded
 from canzona_cli.model.matrices import Matrix
@@ -19,9 +17,8 @@ from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import Pool, buckets, pool_buckets, typical_pools
 from canzona_cli.planner.exposure import Exposure, Outline
 from canzona_cli.planner.groups import Grouped, best_of, micro_groups, slowest
-from canzona_cli.planner.pipeline import HostedPipeline, planning
+from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, Subject
-from canzona_cli.planner.reduction import ReductionModel
 from canzona_cli.planner.seats import few_owners, in_order_of_reductions
 
 SHARING_GAIN = 1.03
@@ -50,6 +47,8 @@ class Prices:
     """The lower bounds of the plan (`Plan.lower_bounds`)."""
     possible: Mapping[int, Share]
     """The costs of the matrices that may be shared, by index."""
+    pipeline: HostedPipeline
+    """The costs of a TP group's exchanges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,33 +68,32 @@ class Attempt:
     """One attempt at plans, with a given memory cap and C_max.
 
     Args:
-        config, layout: the run; batch sizes and recomputation have no effect.
         about: everything that the plan depends on.
         members: the matrices of the plan, see `make.planned_matrices`.
+        resizes: True if the planner chooses the size at which buckets are closed.
         memory_cap: the elements of matrices that a rank may keep; None for no limit.
-        c_max_bytes: a C_max in bytes that saves memory; None for the C_max of the run's settings.
+        c_max: a C_max in elements that saves memory; None for the C_max of the run's settings.
     """
 
     def __init__(
         self,
-        config: RunConfig,
-        layout: Layout,
         about: Subject,
         members: tuple[Matrix, ...],
         prices: Prices,
         *,
+        resizes: bool,
         memory_cap: int | None,
-        c_max_bytes: int | None,
+        c_max: int | None,
     ) -> None:
-        self._layout, self._about, self._members, self._memory_cap = layout, about, members, memory_cap
-        asked = about.settings
-        self._asked = asked if c_max_bytes is None else replace(asked, c_max_bytes=c_max_bytes)
-        self._default_limit = bucket_elements(config, layout)
-        self._sized_by_user = config.parallel.bucket_elements is not None
+        self._layout, self._about, self._members, self._memory_cap = about.layout, about, members, memory_cap
         self._costs, self._bounds, self._possible = prices.costs, prices.bounds, prices.possible
-        self._width = max(exchange_bytes(config))
-        self._grouped = Grouped(self._asked, self._width, HostedPipeline.of(planning(config), layout))
-        self._model = ReductionModel(config, layout)
+        self._width = prices.pipeline.element_bytes
+        asked = about.settings
+        self._asked = asked if c_max is None else replace(asked, c_max_bytes=c_max * self._width)
+        self._grouped = Grouped(self._asked, prices.pipeline)
+        default = about.buffers["bucket_elements"]
+        assert default is None or isinstance(default, int)
+        self._default_limit, self._resizes = default, resizes
         self._assignments: dict[tuple[PlanSettings, bool, int | None], Assignment] = {}
         self._laid_out: dict[tuple[tuple[Cell, ...], int | None], tuple[tuple[Bucket, ...], ...]] = {}
 
@@ -162,7 +160,7 @@ class Attempt:
         no owners. It does not depend on alpha, so that plans with different alpha have the same buckets.
         """
         default = self._default_limit
-        if default is None or self._sized_by_user or not self._by_owner or not self._model.rings:
+        if default is None or not (self._resizes and self._by_owner and exposure.reductions.rings):
             return default
         limits = bucket_limits(default)
         busy = dict(enumerate(self._bounds))
@@ -198,7 +196,7 @@ class Attempt:
         if not best.shares:
             return best
         # The buckets of the two assignments hardly differ.
-        chunks = exposure.chunks(self._ways(hosted, limit)[0], members)
+        chunks = exposure.chunks(self._ways(hosted, limit, exposure)[0], members)
         shared_s, hosted_s = (
             exposure.gathered(chunks, slowest(members, costs, way, self._grouped)) for way in (best, hosted)
         )
@@ -231,7 +229,7 @@ class Attempt:
     def _candidate(self, assignment: Assignment, limit: int | None, exposure: Exposure) -> Candidate:
         """Returns the assignment with its buckets, which are reduced and gathered in the ways that add the
         fewest seconds to an iteration."""
-        ways, members = self._ways(assignment, limit), self._members
+        ways, members = self._ways(assignment, limit, exposure), self._members
         busy = slowest(members, self._costs, assignment, self._grouped)
         chunks = [exposure.chunks(way, members) for way in ways]
         reducing, gathering = (
@@ -246,13 +244,13 @@ class Attempt:
         seconds = rounded(reducing[reduced] + gathering[gathered])
         return Candidate(assignment=assignment, limit=limit, buckets=chosen, seconds=seconds)
 
-    def _ways(self, assignment: Assignment, limit: int | None) -> tuple[tuple[Bucket, ...], ...]:
+    def _ways(self, assignment: Assignment, limit: int | None, exposure: Exposure) -> tuple[tuple[Bucket, ...], ...]:
         """Returns the buckets of `typical_pools`, once for each choice of how they are reduced and gathered."""
         key = assignment.cells, limit
         if key not in self._laid_out:
             typical = typical_pools(self._members)
             made = buckets(self._members, assignment, self._layout, self._asked, limit, typical)
-            self._laid_out[key] = tuple(self._model.choices(made, self._asked))
+            self._laid_out[key] = tuple(exposure.reductions.choices(made, self._asked))
         return self._laid_out[key]
 
     def _buckets(self, candidate: Candidate) -> tuple[Bucket, ...]:
@@ -277,6 +275,7 @@ def _first_of_least(seconds: Sequence[float]) -> int:
     return next(index for index, time in enumerate(seconds) if time <= (1 + ALIKE) * least)
 
 
-def cheapest(attempts: Sequence[Attempt], exposure: Exposure) -> Attempt:
-    """Returns the attempt whose balanced assignment adds the fewest seconds to an iteration."""
-    return attempts[0] if len(attempts) == 1 else min(attempts, key=lambda attempt: attempt.seconds(exposure))
+def fastest(attempts: Sequence[Attempt], exposure: Exposure) -> Plan:
+    """Returns the plan of the attempt whose balanced assignment adds the fewest seconds to an iteration."""
+    best = attempts[0] if len(attempts) == 1 else min(attempts, key=lambda attempt: attempt.seconds(exposure))
+    return best.plan(exposure)

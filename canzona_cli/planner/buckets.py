@@ -24,7 +24,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from canzona_cli.config.schema import Layout, Mesh
+from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.padding import align, bucket_end, shard_elements
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, PlanSettings, Range
@@ -210,7 +210,7 @@ def _divides(bucket: Sequence[Parameter], even: int) -> bool:
 def buckets(
     matrices: Sequence[Matrix],
     assignment: Assignment,
-    layout: Layout,
+    layout: Mesh,
     settings: PlanSettings,
     bucket_elements: int | None = None,
     of: Sequence[Pool] | None = None,

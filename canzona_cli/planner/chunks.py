@@ -107,13 +107,15 @@ def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
 class Buffers:
     """The builder of a stage's chunks."""
 
-    def __init__(self, config: RunConfig, layout: Layout, stage: int, time: StageTime) -> None:
+    def __init__(
+        self, config: RunConfig, layout: Layout, stage: int, time: StageTime, reductions: ReductionModel
+    ) -> None:
         self._config, self._layout, self._stage, self._places = config, layout, stage, time.places
         modules = self._modules = time.modules
         self._links, self._groups = Links(cluster=config.cluster), Groups.of(layout, config.cluster)
         self._width, self._grad = config.train.weight_bytes, config.train.gradient_bytes
         self._limit = bucket_elements(config, layout) if stage == 0 else None
-        self.reductions = ReductionModel(config, layout)
+        self._reductions = reductions
         layer = family_of(config.model).modules(config.model)
         self._part_of = {kind: work.part for work in layer for kind in work.weight.kinds}
         # For matrices of kinds that only a user's shapes have, assume the part whose gradients are ready last
@@ -163,7 +165,7 @@ class Buffers:
                     gather=gathered,
                     stream="data" if rank is None else "experts",
                 )
-                for bucket, (reduced, gathered) in zip(stream, self.reductions.in_turn(stream), strict=True)
+                for bucket, (reduced, gathered) in zip(stream, self._reductions.in_turn(stream), strict=True)
             ]
             for rank, stream in streams.items()
         ]

@@ -21,7 +21,7 @@ from canzona_cli.costs.timeline import Ran, Timeline
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.chunks import STREAMS, Buffers, Chunk, Order, Stream, in_order
 from canzona_cli.planner.plan import Bucket
-from canzona_cli.planner.reduction import GATHERED_AHEAD
+from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,8 @@ class Exposure:
         config = replace(config, parallel=replace(config.parallel, dispatcher=None))
         self._overlap_reduce = config.parallel.overlap_grad_reduce
         self._overlap_gather = overlaps_param_gather(config)
-        self.stages = [_StageClock(config, layout, stage) for stage in range(layout.pp)]
+        self.reductions = ReductionModel(config, layout)
+        self.stages = [_StageClock(config, layout, stage, self.reductions) for stage in range(layout.pp)]
 
     def chunks(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> list[list[Chunk]]:
         """Returns the chunks of each stage."""
@@ -105,14 +106,14 @@ class Exposure:
 class _StageClock:
     """The waits of one stage's rank."""
 
-    def __init__(self, config: RunConfig, layout: Layout, stage: int) -> None:
+    def __init__(self, config: RunConfig, layout: Layout, stage: int, reductions: ReductionModel) -> None:
         self._stage, self._stages, self._turns = stage, layout.pp, layout.pp - 1
         self._config, self._layout = config, layout
         self.time: StageTime = stage_time(config, layout, stage)
         self._zero_s = zeroing_seconds(config, layout, stage)
         self._hop_s = self.time.hop.seconds
-        self._buffers = Buffers(config, layout, stage, self.time)
-        self._units = units_taken(config, layout)
+        self._buffers = Buffers(config, layout, stage, self.time, reductions)
+        self._units, self._reductions = units_taken(config, layout), reductions
 
     @cached_property
     def _others(self) -> list[Chunk]:
@@ -127,7 +128,7 @@ class _StageClock:
         chunks: dict[Stream, list[Chunk]] = {stream: [] for stream in STREAMS}
         for bucket in outlines:
             reduced, gathered = (
-                self._buffers.reductions.roughly(bucket.elements, bucket.largest, kind, experts=bucket.experts)
+                self._reductions.roughly(bucket.elements, bucket.largest, kind, experts=bucket.experts)
                 for kind in ("reduce_scatter", "all_gather")
             )
             module = self._buffers.first_module(matrices[index] for index in bucket.matrices)

@@ -46,7 +46,7 @@ def micro_groups(
     Raises:
         ConfigError: C_max is smaller than the largest matrix.
     """
-    check_capacity(matrices, grouped.pipeline.tp, grouped.settings, grouped.bytes_per_element)
+    check_capacity(matrices, grouped.pipeline.tp, grouped.settings, grouped.pipeline.element_bytes)
     first = expert_seconds(matrices, costs, assignment, grouped.pipeline)
     groups: list[MicroGroup] = []
     for (stage, owner), jobs in sorted(held_jobs(matrices, costs, assignment).items()):
@@ -103,8 +103,8 @@ def slowest(
 class Grouped:
     """The search for owners' micro-groups, with a cache for owners that have the same costs on the same hosts."""
 
-    def __init__(self, settings: PlanSettings, bytes_per_element: int, pipeline: HostedPipeline) -> None:
-        self.settings, self.bytes_per_element, self.pipeline = settings, bytes_per_element, pipeline
+    def __init__(self, settings: PlanSettings, pipeline: HostedPipeline) -> None:
+        self.settings, self.pipeline = settings, pipeline
         self._known: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
 
     def of(self, jobs: Sequence[Job], first: Sequence[float] = ()) -> tuple[float, list[Group]]:
@@ -121,7 +121,7 @@ class Grouped:
             ),
         )
         if key not in self._known:
-            seconds, groups = _groups(jobs, self.settings, self.bytes_per_element, self.pipeline, first)
+            seconds, groups = _groups(jobs, self.settings, self.pipeline, first)
             positions = {job.matrix.index: position for position, job in enumerate(jobs)}
             self._known[key] = (
                 seconds,
@@ -155,14 +155,10 @@ def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, 
 
 
 def _groups(
-    jobs: Sequence[Job],
-    settings: PlanSettings,
-    bytes_per_element: int,
-    pipeline: HostedPipeline,
-    first: Sequence[float],
+    jobs: Sequence[Job], settings: PlanSettings, pipeline: HostedPipeline, first: Sequence[float]
 ) -> tuple[float, list[list[Job]]]:
     """Returns the seconds that an owner's groups take, and the groups."""
-    capacity, tp = settings.capacity(bytes_per_element), pipeline.tp
+    capacity, tp = settings.capacity(pipeline.element_bytes), pipeline.tp
     if settings.grouping == "auto" and tp > 1 and jobs:
         return _fewest_of_the_fastest(_searched(jobs, tp, capacity), pipeline, first)
     chosen = [list(jobs)] if jobs else []

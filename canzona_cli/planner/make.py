@@ -7,7 +7,7 @@ depend on torch, on elapsed time or on random numbers.
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -26,17 +26,20 @@ from canzona_cli.fields import PLAN
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.attempt import Attempt, Prices, cheapest
+from canzona_cli.planner.attempt import Attempt, Prices, fastest
 from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.exposure import Exposure
 from canzona_cli.planner.memory import held_elements, plan_memory
-from canzona_cli.planner.paper import as_published, capacities
+from canzona_cli.planner.paper import as_published
+from canzona_cli.planner.pipeline import HostedPipeline, planning
 from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
-from canzona_cli.planner.reduction import ReductionModel
+from canzona_cli.planner.reduction import plain
 
 _LATER: Final = {"num_experts": 0, "gated": True}
 """The model settings that are newer than plan files. A setting with this value is left out of a plan's
 subject, so that older plans keep their hashes."""
+_CAPACITIES = (8, 4, 2, 1)
+"""The values of C_max that are tried if the user sets none, as multiples of the largest matrix."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
@@ -53,8 +56,8 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
         layout=layout.mesh,
-        optimizer=algorithm(config),
         settings=settings(config),
+        optimizer=algorithm(config),
         buffers=MappingProxyType(
             {
                 "bucket_elements": bucket_elements(config, layout),
@@ -106,7 +109,7 @@ def attempt(
     shapes: ModelShapes | None,
     members: tuple[Matrix, ...],
     memory_cap: int | None,
-    c_max_bytes: int | None = None,
+    c_max: int | None = None,
 ) -> Plan:
     """Makes the fastest plan, by the cost model, within `memory_cap`.
 
@@ -115,10 +118,16 @@ def attempt(
     Args:
         members: the matrices of the plan, see `planned_matrices`.
         memory_cap: the elements of matrices that a rank may keep; None for no limit.
-        c_max_bytes: a C_max in bytes that saves memory; None for the C_max of the run's settings.
+        c_max: a C_max in elements that saves memory; None for the C_max of the run's settings.
     """
-    exposure = Exposure(config, layout)
-    return cheapest(_attempts_with(config, layout, shapes, members, memory_cap, c_max_bytes), exposure).plan(exposure)
+    attempts = _attempts_with(config, layout, shapes, members, memory_cap, c_max)
+    return fastest(attempts, _exposure(config, layout))
+
+
+@lru_cache(maxsize=2)
+def _exposure(config: RunConfig, layout: Layout) -> Exposure:
+    """Returns the waits of a run, which are the same for all attempts at its plan."""
+    return Exposure(config, layout)
 
 
 def _attempts_with(
@@ -127,21 +136,29 @@ def _attempts_with(
     shapes: ModelShapes | None,
     members: tuple[Matrix, ...],
     memory_cap: int | None,
-    c_max_bytes: int | None,
+    c_max: int | None,
 ) -> list[Attempt]:
     """Prepares the attempts of `attempt`, one for each C_max to try."""
-    sizes: list[int | None] = [c_max_bytes]
-    if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max_bytes is None and layout.tp > 1:
-        sizes += capacities(members, max(exchange_bytes(config)), None)
+    sizes: list[int | None] = [c_max]
+    if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max is None and layout.tp > 1:
+        sizes += _capacities(members, None)
     prices, about = _prices(config, layout, members), subject(config, layout, shapes)
-    return [Attempt(config, layout, about, members, prices, memory_cap=memory_cap, c_max_bytes=size) for size in sizes]
+    resizes = config.parallel.bucket_elements is None
+    return [Attempt(about, members, prices, resizes=resizes, memory_cap=memory_cap, c_max=size) for size in sizes]
+
+
+def _capacities(members: Sequence[Matrix], asked: int | None) -> list[int]:
+    """Returns falling values of C_max in elements, below the value that the user set, down to the largest matrix."""
+    largest = max(matrix.elements for matrix in members if matrix.expert_rank is None)
+    return [times * largest for times in _CAPACITIES if asked is None or times * largest < asked]
 
 
 @lru_cache(maxsize=16)
 def _prices(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> Prices:
     costs, possible = update_costs(config, members), shares(config, layout, members)
     bounds = tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
-    return Prices(costs=costs, bounds=bounds, possible=possible)
+    pipeline = HostedPipeline.of(planning(config), layout)
+    return Prices(costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
@@ -236,19 +253,19 @@ def _attempts(
     Args:
         limit: the bytes of one GPU that the run may use.
     """
-    free, reductions = plan_unbounded(config, layout, shapes), ReductionModel(config, layout)
-    how, width, c_max = free.subject.optimizer, max(exchange_bytes(config)), free.subject.settings.c_max_bytes
+    free = plan_unbounded(config, layout, shapes)
+    how, asked = free.subject.optimizer, free.subject.settings.capacity(max(exchange_bytes(config)))
     spare, counts = spare_bytes(config, how, layout, limit), Counter(matrix.shape for matrix in members)
     for careful in (False, True):
         # The elements of matrices that one rank may keep.
         memory_cap = max(1, int(spare / element_bytes(config, how, counts, careful=careful)))
         fits = _most_held(free) <= memory_cap
         plan = free if fits else attempt(config, layout, shapes, members, memory_cap)
-        yield from _with_less(plan, reductions)
-        for c_max_bytes in capacities(members, width, c_max):
-            if c_max_bytes < _most_received(plan) * width:  # otherwise the plan would be the same
-                plan = attempt(config, layout, shapes, members, memory_cap, c_max_bytes)
-                yield from _with_less(plan, reductions)
+        yield from _with_less(plan)
+        for c_max in _capacities(members, asked):
+            if c_max < _most_received(plan):  # otherwise the plan would be the same
+                plan = attempt(config, layout, shapes, members, memory_cap, c_max)
+                yield from _with_less(plan)
 
 
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
@@ -266,8 +283,8 @@ def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None
 
 @lru_cache(maxsize=32)
 def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
-    exposure = Exposure(config, layout)
-    return cheapest(_unbounded_attempts(config, layout.bare, shapes), exposure).plan(exposure)
+    attempts = _unbounded_attempts(config, layout.bare, shapes)
+    return fastest(attempts, _exposure(config, layout))
 
 
 @lru_cache(maxsize=16)
@@ -289,9 +306,9 @@ def _most_received(plan: Plan) -> int:
     return max(received.values(), default=0)
 
 
-def _with_less(plan: Plan, reductions: ReductionModel) -> Iterator[Plan]:
+def _with_less(plan: Plan) -> Iterator[Plan]:
     """Yields the plan, then the plan without the rings that the planner chose, because their scratch takes memory."""
     yield plan
-    without = reductions.choose(plan.buckets, plan.subject.settings, scratch=False)
+    without = plain(plan.buckets, plan.subject.settings)
     if without != plan.buckets:
         yield replace(plan, buckets=without)

@@ -10,7 +10,7 @@ of owners. The cost model is used only to choose C_max if the user sets none.
 
 import heapq
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -18,25 +18,10 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.pipeline import Job
 from canzona_cli.planner.plan import PlanSettings
 
-TIMES = (8, 4, 2, 1)
-"""The values of C_max that are tried if the user sets none, as multiples of the largest matrix."""
-
 
 def as_published(asked: PlanSettings) -> PlanSettings:
     """Replaces the settings that the paper's engine does not have with their fixed values."""
     return replace(asked, strategy="paper", layout="contiguous", grouping="greedy", mode="hosted")
-
-
-def capacities(matrices: Sequence[Matrix], width: int, asked_bytes: int | None) -> Iterator[int]:
-    """Yields falling values of C_max in bytes, below the value that the user set, down to the largest matrix.
-
-    Args:
-        width: the bytes of an element in an exchange.
-    """
-    largest = width * max(matrix.elements for matrix in matrices if matrix.expert_rank is None)
-    for times in TIMES:
-        if asked_bytes is None or times * largest < asked_bytes:
-            yield times * largest
 
 
 def even_start(weights: Sequence[float], owners: int) -> list[int]:

@@ -152,6 +152,11 @@ class HostedPipeline:
         )
 
     @property
+    def element_bytes(self) -> int:
+        """The bytes of an element in the larger of a micro-group's two messages, which C_max limits."""
+        return max(self.width, self.grad)
+
+    @property
     def packing_s(self) -> float:
         """The least seconds of packing and unpacking per element of a matrix, summed over ranks, without
         launches."""

@@ -183,6 +183,13 @@ def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> fl
     return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
 
 
+def plain(buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
+    """Returns the buckets, all reduced as `engine.reduction` says; without this setting, with a collective for each
+    owner's range."""
+    way = settings.reduction or "reduce"
+    return tuple(replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets)
+
+
 class ReductionModel:
     """The cost model of a run's reductions and gatherings, and the choice of the way for each bucket."""
 
@@ -228,19 +235,13 @@ class ReductionModel:
         """Returns the ranks over which a bucket is reduced."""
         return self._group if bucket.expert_rank is None else self._experts
 
-    def choose(self, buckets: Iterable[Bucket], settings: PlanSettings, *, scratch: bool) -> tuple[Bucket, ...]:
-        """Chooses how each bucket is reduced and gathered.
-
-        If `engine.reduction` is set, it applies to every bucket. Otherwise a bucket gets a collective for
-        each owner's range; or, in canzona's plans on GPUs, a ring if the ring is faster by enough (`WORTH`).
-
-        Args:
-            scratch: True if there is memory for rings without `engine.reduction`.
-        """
-        plain = self._plain(buckets, settings)
-        if settings.reduction or settings.strategy != "canzona" or not (scratch and self.rings):
-            return plain
-        streams = groupby(plain, key=lambda bucket: (bucket.stage, bucket.expert_rank))
+    def choose(self, buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
+        """Chooses how each bucket is reduced and gathered: as `plain` says, or, in canzona's plans on GPUs without
+        `engine.reduction`, in a ring if the ring is faster by enough (`WORTH`)."""
+        reduced = plain(buckets, settings)
+        if settings.reduction or settings.strategy != "canzona" or not self.rings:
+            return reduced
+        streams = groupby(reduced, key=lambda bucket: (bucket.stage, bucket.expert_rank))
         return tuple(bucket for _, held in streams for bucket in self._quickest(list(held)))
 
     def choices(self, buckets: Sequence[Bucket], settings: PlanSettings) -> Iterator[tuple[Bucket, ...]]:
@@ -251,12 +252,12 @@ class ReductionModel:
         The least total time is not always the least exposed time: a ring occupies the stream all its time, but a chain
         of ranks overlaps with the next chain.
         """
-        chosen = self.choose(buckets, settings, scratch=True)
+        chosen = self.choose(buckets, settings)
         yield chosen
         if settings.reduction or settings.strategy != "canzona" or not self.rings:
             return
         rings = tuple(replace(bucket, reduction="ring", gathering="ring") for bucket in chosen)
-        yield from (way for way in (rings, self._plain(buckets, settings)) if way != chosen)
+        yield from (way for way in (rings, plain(buckets, settings)) if way != chosen)
 
     def roughly(self, elements: int, largest: int, kind: Native, *, experts: bool) -> Transfer:
         """Estimates the reduction or gathering of a bucket whose owners are not known yet.
@@ -275,12 +276,6 @@ class ReductionModel:
             handed = self._links.all_to_all([share], [share], group).delayed(2 * share / self._rate)
             ring = ring.then(handed)
         return ring if ring.seconds <= WORTH * chain.seconds else replace(chain, fill_s=0.0)
-
-    def _plain(self, buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
-        """Returns the buckets, all reduced as `engine.reduction` says; without this setting, with a
-        collective for each owner's range."""
-        way = settings.reduction or "reduce"
-        return tuple(replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets)
 
     def _quickest(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         """Yields a stage's buckets with the ways with which the last reduction, and the last gathering, ends

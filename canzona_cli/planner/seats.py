@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from canzona_cli.config.schema import Layout
+from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.buckets import Parameter, Part, Pool, owner_of, pool_buckets, pools, stages
@@ -23,7 +23,7 @@ def few_owners(
     matrices: Sequence[Matrix],
     costs: Sequence[float],
     assignment: Assignment,
-    layout: Layout,
+    layout: Mesh,
     bucket_elements: int | None,
 ) -> Assignment:
     """Exchanges units of the same kind between cells so that buckets have few owners. The last bucket of a
@@ -83,7 +83,7 @@ def _seated(
 
 
 def in_order_of_reductions(
-    matrices: Sequence[Matrix], assignment: Assignment, layout: Layout, bucket_elements: int | None
+    matrices: Sequence[Matrix], assignment: Assignment, layout: Mesh, bucket_elements: int | None
 ) -> Assignment:
     """Renumbers the owners of every stage in the order in which buckets are reduced to them.
 

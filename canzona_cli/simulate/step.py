@@ -27,7 +27,7 @@ from canzona_cli.model.families import flops_per_token
 from canzona_cli.planner.chunks import Buffers, Chunk, Order, after_reduction
 from canzona_cli.planner.order import by_rank, refreshes
 from canzona_cli.planner.plan import rank_buckets
-from canzona_cli.planner.reduction import GATHERED_AHEAD
+from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel
 from canzona_cli.run.breakdown import SimulatedEvent
 from canzona_cli.run.phases import IN_STEP, Phase, Stream
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
@@ -261,7 +261,8 @@ class _Simulation:
     def _chunks(self, stage: int) -> list[Chunk]:
         """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes
         first, because the model's first parameter, the embedding, is in it."""
-        buffers = Buffers(self._config, self._layout, stage, stage_time(self._config, self._layout, stage))
+        time, reductions = stage_time(self._config, self._layout, stage), ReductionModel(self._config, self._layout)
+        buffers = Buffers(self._config, self._layout, stage, time, reductions)
         if not self._execution.has_owners:
             buckets = buffers.everything(sharded=not self._execution.everywhere)
         else:

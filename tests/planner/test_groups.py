@@ -45,7 +45,7 @@ def _plan(
     plan = PlanSettings(strategy="canzona", grouping=grouping, c_max_bytes=capacity)
     costs = newton_schulz(matrices)
     found = assign(matrices, costs, mesh, plan)
-    return found, micro_groups(matrices, costs, found, Grouped(plan, width, link(mesh.tp, width=width)))
+    return found, micro_groups(matrices, costs, found, Grouped(plan, link(mesh.tp, width=width)))
 
 
 @given(
@@ -117,10 +117,10 @@ def test_what_nothing_hides_is_made_small() -> None:
     members = [replace(base, index=i, rows=rows, cols=50) for i, (rows, _, _) in enumerate(shapes)]
     found = Assignment(cells=tuple(Cell(owner=0, host=host) for _, host, _ in shapes))
     costs, plan, quick = [cost for *_, cost in shapes], PlanSettings(strategy="canzona"), link(2, 5000.0, 0.01)
-    groups = micro_groups(members, costs, found, Grouped(plan, 4, quick))
+    groups = micro_groups(members, costs, found, Grouped(plan, quick))
     assert [group.matrices for group in groups] == [(1, 3), (4,), (0, 2)]
     # Where a message costs more than it hides, there is one.
-    assert len(micro_groups(members, costs, found, Grouped(plan, 4, link(2, 5000.0, 30.0)))) == 1
+    assert len(micro_groups(members, costs, found, Grouped(plan, link(2, 5000.0, 30.0)))) == 1
 
 
 def test_too_small_a_capacity_names_the_least_that_works() -> None:
@@ -222,11 +222,11 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     search, seconds, load = groups_module._groups, HostedPipeline.seconds, HostedPipeline._new_load
 
     def groups_of(
-        jobs: Sequence[Job], asked: PlanSettings, width: int, pipeline: HostedPipeline, first: Sequence[float]
+        jobs: Sequence[Job], asked: PlanSettings, pipeline: HostedPipeline, first: Sequence[float]
     ) -> tuple[float, list[list[Job]]]:
         searched.append(tuple((job.host, job.seconds, job.matrix.shape, job.share) for job in jobs))
         timed.append([])
-        return search(jobs, asked, width, pipeline, first)
+        return search(jobs, asked, pipeline, first)
 
     def noted(
         self: HostedPipeline, groups: Sequence[Sequence[Job]], known: Loads | None = None, first: Sequence[float] = ()

@@ -44,7 +44,7 @@ def _fastest(
     pipeline: HostedPipeline,
 ) -> float:
     """The slowest owner's seconds in the best of all assignments."""
-    grouped = Grouped(PlanSettings(strategy="canzona"), 4, pipeline)
+    grouped = Grouped(PlanSettings(strategy="canzona"), pipeline)
     units = sorted({matrix.unit for matrix in matrices})
 
     @cache

@@ -19,6 +19,7 @@ from canzona_cli.planner.reduction import (
     Segment,
     collectives,
     handovers,
+    plain,
     scratch_bytes,
     sent_elements,
 )
@@ -62,7 +63,7 @@ def test_one_rank_reduces_nothing() -> None:
         assert model(1).reduce(replace(one, reduction=how)).seconds == 0
     for back in get_args(Gathering):
         assert model(1).gather(replace(one, gathering=back)).seconds == 0
-    assert model(1).choose([one], CANZONA, scratch=True) == (one,)
+    assert model(1).choose([one], CANZONA) == (one,)
 
 
 def test_a_chain_overlaps_the_next_one_as_far_as_its_owner_lies_before_that_ones() -> None:
@@ -91,12 +92,12 @@ def test_chains_are_chosen_together_where_they_overlap_and_rings_where_they_do_n
 
     def ways(*roots: int) -> list[Reduction]:
         buckets = [bucket([8 * MIB], [owner]) for owner in roots]
-        return [found.reduction for found in prices.choose(buckets, CANZONA, scratch=True)]
+        return [found.reduction for found in prices.choose(buckets, CANZONA)]
 
     assert ways(5) == ["ring"]
     assert ways(5, 5, 6, 7) == ["reduce", "reduce", "reduce", "ring"]
     assert ways(7, 6, 5, 4) == ["ring"] * 4
-    chosen = prices.in_turn(prices.choose([bucket([8 * MIB], [owner]) for owner in (5, 5, 6)], CANZONA, scratch=True))
+    chosen = prices.in_turn(prices.choose([bucket([8 * MIB], [owner]) for owner in (5, 5, 6)], CANZONA))
     rings = prices.in_turn([replace(bucket([8 * MIB], [owner]), reduction="ring") for owner in (5, 5, 6)])
     taken, most = (sum(way.seconds - way.fill_s for way, _ in moves) for moves in (chosen, rings))
     assert taken < most
@@ -126,7 +127,7 @@ def test_a_ring_is_chosen_only_where_it_is_faster_and_there_is_memory(
     one = bucket(sizes, [place % dp for place in range(len(sizes))])
     one = replace(one, elements=bucket_end(one.elements, dp))
     wanted = PlanSettings(strategy=strategy)  # type: ignore[arg-type]
-    (chosen,) = prices.choose([one], wanted, scratch=scratch)
+    (chosen,) = prices.choose([one], wanted) if scratch else plain([one], wanted)
     assert replace(chosen, reduction="reduce", gathering="broadcast") == one
     if not scratch or strategy != "canzona":
         assert chosen == one
@@ -141,7 +142,7 @@ def test_what_is_asked_for_is_what_is_done() -> None:
     for asked, back in ways:
         for strategy in ("canzona", "asc"):
             wanted = PlanSettings(strategy=strategy, reduction=asked)
-            [chosen] = model(2).choose([one], wanted, scratch=False)
+            [chosen] = model(2).choose([one], wanted)
             assert (chosen.reduction, chosen.gathering) == (asked, back)
 
 
@@ -217,7 +218,7 @@ def test_a_ring_is_chosen_where_each_owners_is_a_launch_of_its_own(one: Bucket, 
 
     def ways(*, grouped: bool) -> tuple[str, str]:
         cluster = replace(H100, gpus_per_node=1, inter_node_latency_us=14.0, grouped_collectives=grouped)
-        [found] = model(ranks, cluster=cluster).choose([one], CANZONA, scratch=True)
+        [found] = model(ranks, cluster=cluster).choose([one], CANZONA)
         return found.reduction, found.gathering
 
     assert ways(grouped=True) == ("reduce", "broadcast")

@@ -76,7 +76,7 @@ def planned_workload(
         costs=costs,
         assignment=assignment,
         buckets=buckets(members, assignment, mesh, wanted, limit),
-        groups=micro_groups(members, costs, assignment, Grouped(wanted, 4, HostedPipeline.of(config, mesh))),
+        groups=micro_groups(members, costs, assignment, Grouped(wanted, HostedPipeline.of(config, mesh))),
     )
 
 
