@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from canzona_cli.errors import CanzonaError, ConfigError, Problem, refuse
-from canzona_cli.megatron.matrix_buffers import PlanMismatch, named_matrix_parameters
+from canzona_cli.megatron.matrix_buffers import PlanMismatch, check_model
 from canzona_cli.megatron.parallel import World, gather
 from canzona_cli.optimizers.registry import UnusableOptimizer
 from canzona_cli.planner.plan import Plan
@@ -120,7 +120,7 @@ def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
                 fix=fix,
             )
     try:
-        named_matrix_parameters(chunks, plan, world)
+        check_model(chunks, plan, world)
     except PlanMismatch as mismatch:
         return Problem(key="plan", value=plan.name, reason=str(mismatch), fix=fix)
     return None

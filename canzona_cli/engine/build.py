@@ -28,7 +28,7 @@ from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.redundant import RedundantOptimizer, counts_dense, counts_update
 from canzona_cli.engine.shared import Sharing
 from canzona_cli.engine.wire import AllToAll, Aside, Fragments, MakeOptimizer, Messages, Wiring, by_key
-from canzona_cli.megatron.matrix_buffers import global_parameters, named_matrix_parameters, tag_matrices
+from canzona_cli.megatron.matrix_buffers import global_parameters, matrix_parameters, tag_matrices
 from canzona_cli.megatron.optimizer import Overrides, adamw_settings, build_adamw
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer, watcher_for
@@ -143,7 +143,7 @@ class _RankPart:
 
 def _planned_part(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World) -> _RankPart:
     """Returns the matrices that the plan gives this rank. The rank in a shared matrix's cell counts its fallbacks."""
-    parameters = named_matrix_parameters(chunks, plan, world)
+    parameters = matrix_parameters(chunks, plan, world)
     matrices = sorted(_updated_matrices(plan, world), key=_buffer_order(parameters))
     shared, cells = plan.assignment.shares, plan.assignment.cells
     counts = [m for m in matrices if m.index not in shared or cells[m.index].host == world.tp_rank]

@@ -35,13 +35,8 @@ class PlanMismatch(RuntimeError):
         super().__init__(f"{key}: planned {planned}, found {actual}")
 
 
-def named_matrix_parameters(
-    chunks: Sequence[torch.nn.Module], plan: Plan, world: World
-) -> dict[str, torch.nn.Parameter]:
-    """Returns this rank's parameters that contain the plan's matrices, by their names in the plan.
-
-    Layers and experts are numbered over the whole model. Parameters are in the order of the buffers, bucket
-    by bucket.
+def check_model(chunks: Sequence[torch.nn.Module], plan: Plan, world: World) -> None:
+    """Checks that this rank's part of the model has exactly the matrices that the plan places on it.
 
     Args:
         chunks: this rank's part of the model, in forward order.
@@ -73,7 +68,14 @@ def named_matrix_parameters(
             planned="in one bucket",
             actual=f"in {placed.count(different)} buckets of stage {world.pp_rank}",
         )
-    return {name: trainable[name] for name in placed}
+
+
+def matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, world: World) -> dict[str, torch.nn.Parameter]:
+    """Returns this rank's parameters that contain matrices, by their names in the plan, in the order of the
+    buffers, bucket by bucket. The model fits the plan (`check_model`)."""
+    named = dict(global_parameters(chunks))
+    buckets = stage_buckets(plan, world.pp_rank, world.expert_rank)
+    return {name: named[name] for bucket in buckets for name in bucket.parameters}
 
 
 def tag_matrices(chunks: Sequence[torch.nn.Module], matrices: Mapping[str, torch.nn.Parameter]) -> None:

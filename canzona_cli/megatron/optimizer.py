@@ -29,7 +29,7 @@ from canzona_cli.config.schema import Execution, MuonConfig, OptimizerBase, Prec
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.errors import Problem, Unsupported, refuse
 from canzona_cli.megatron import owner_bucket_group
-from canzona_cli.megatron.matrix_buffers import TAG, full_param_layout, named_matrix_parameters, tag_matrices
+from canzona_cli.megatron.matrix_buffers import TAG, check_model, full_param_layout, matrix_parameters, tag_matrices
 from canzona_cli.megatron.parallel import World, without_pickles
 from canzona_cli.planner.plan import Plan
 
@@ -87,7 +87,8 @@ def wrap_planned(
         PlanMismatch: the plan is for another model or layout.
         Unsupported: `ddp_config` has settings that buckets with owners do not support.
     """
-    tag_matrices(chunks, named_matrix_parameters(chunks, plan, world))
+    check_model(chunks, plan, world)
+    tag_matrices(chunks, matrix_parameters(chunks, plan, world))
     size = _bucket_size(config, world)
     layouts = [full_param_layout(c, number, plan, world, ddp_config, size) for number, c in enumerate(chunks)]
     wrapped = _wrapped(chunks, layouts, ddp_config, world)

@@ -15,9 +15,10 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.megatron import parallel
 from canzona_cli.megatron.matrix_buffers import (
+    check_model,
     full_param_layout,
     global_parameters,
-    named_matrix_parameters,
+    matrix_parameters,
     placements,
     stage_buckets,
     tag_matrices,
@@ -80,7 +81,8 @@ def wrap(config: RunConfig, world: World, plan: Plan) -> DistributedDataParallel
     """The model in the plan's buckets, matrices on `OwnerBucketGroup`s."""
     [model] = build_model(config, world)
     stage = world.pp_rank
-    tag_matrices([model], named_matrix_parameters([model], plan, world))
+    check_model([model], plan, world)
+    tag_matrices([model], matrix_parameters([model], plan, world))
     overlap = config.parallel.overlap_grad_reduce
     ddp_config = _ddp_config(config, overlap=overlap, sharded=True)
     bucket_size = config.parallel.bucket_elements if overlap and stage == 0 else None

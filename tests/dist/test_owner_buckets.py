@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config
 
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
-from canzona_cli.megatron.matrix_buffers import PlanMismatch, global_parameters, named_matrix_parameters
+from canzona_cli.megatron.matrix_buffers import PlanMismatch, global_parameters, matrix_parameters
 from canzona_cli.megatron.optimizer import build_adamw
 from canzona_cli.megatron.owner_bucket_group import OwnerBucketGroup, adamw_groups, matrix_groups
 from canzona_cli.megatron.parallel import World, twin
@@ -67,7 +67,7 @@ def _two_steps(config: RunConfig, world: World, plan: Plan, roundings: int | Non
     """Two iterations with new weights between them; how many matrix buckets this rank has."""
     ddp, plain = wrap(config, world, plan), wrap_plain(config, world)
     overlap = config.parallel.overlap_grad_reduce
-    matrices = named_matrix_parameters([ddp], plan, world)
+    matrices = matrix_parameters([ddp], plan, world)
     for step in range(2):
         iterate(ddp, config, world, seed=step)
         iterate(plain, config, world, seed=step)
