@@ -25,7 +25,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.cluster import fit
-from canzona_cli.config.caches import cache_root
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Execution
 from canzona_cli.data.corpus import ensure_corpus
@@ -95,7 +94,7 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as the launcher does
     world = join(config, layout)
     plan = make_plan(config, layout) if config.execution is Execution.PLANNED else None
-    data = build_datasets(config, corpus, cache=cache_root(config) / "indices").train
+    data = build_datasets(config, corpus, cache=config.data.cache_root / "indices").train
     plain, ours = (assemble(config, world, plan, timed=timed) for timed in (False, True))
     plain_batches, our_batches = BatchStream(data, world), BatchStream(data, world)
     baseline, measured = ("untimed", "timed") if arguments.timing else ("bare", "canzona")

@@ -124,7 +124,6 @@ def _take_turns(
     import canzona_cli.megatron.quick_import  # noqa: F401 - before anything imports Megatron
     from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
     from canzona_cli.cluster.fit import resolve
-    from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.schema import Execution
     from canzona_cli.engine.kernels import choose_kernels
@@ -138,7 +137,7 @@ def _take_turns(
     first = configs[turns.names[0]]
     layout = resolve(first)[1] if turn else read_layout(files.layout)
     world = join(first, layout, alive=record.heart.progress, turn=turn)
-    data = build_datasets(first, read_corpus(files), cache=cache_root(first) / "indices").train
+    data = build_datasets(first, read_corpus(files), cache=first.data.cache_root / "indices").train
     running: dict[str, RunningStrategy] = {}
     for name, config in configs.items():
         journal.stage("build model", name)

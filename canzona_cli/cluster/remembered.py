@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import canzona_cli
-from canzona_cli.config.caches import cache_root
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.run.codec import save
 
@@ -32,7 +31,7 @@ def search_file(config: RunConfig, count: int) -> Path:
     """
     parts = asdict(config)
     key = json.dumps([_code(), count, {name: parts[name] for name in SECTIONS}], sort_keys=True, default=str)
-    return cache_root(config) / "layouts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    return config.data.cache_root / "layouts" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
 def remember(file: Path, result: "DataclassInstance") -> None:

@@ -5,9 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from canzona_cli.config.foreign_names import instead
-from canzona_cli.config.overrides import as_override
 from canzona_cli.config.removed import REMOVED_OPTIONS
+from canzona_cli.config.unknown_keys import as_override, instead
 from canzona_cli.errors import Problem, closest
 
 _OTHER_WORDS = {

@@ -33,15 +33,14 @@ def resume(
     """
     from canzona_cli.checkpoint.manifest import step_of
     from canzona_cli.commands.train import train
-    from canzona_cli.config.compose import load_resolved
+    from canzona_cli.config.compose import WRITTEN, load_resolved
     from canzona_cli.config.overrides import key_of, text_value
-    from canzona_cli.config.written import NAME
     from canzona_cli.errors import ConfigError, Problem
     from canzona_cli.run.summary import suggest
 
     problems = []
-    if not (run_dir / NAME).is_file():
-        reason = f"has no {NAME}, so it is not a run directory" if run_dir.is_dir() else "there is no such directory"
+    if not (run_dir / WRITTEN).is_file():
+        reason = f"has no {WRITTEN}, so it is not a run directory" if run_dir.is_dir() else "there is no such directory"
         problems.append(Problem(key="RUN", value=run_dir, reason=reason, fix=suggest(run_dir)))
     for override in overrides or ():
         if key_of(override) in ("recipe", "run.dir"):
@@ -52,6 +51,6 @@ def resume(
         raise ConfigError(*problems)
     arguments = [f"run.dir={text_value(str(run_dir))}", *(overrides or ())]
     # A run that resumed from a named step has newer checkpoints by now.
-    if step_of(load_resolved(run_dir / NAME).checkpoint.resume) is not None:
+    if step_of(load_resolved(run_dir / WRITTEN).checkpoint.resume) is not None:
         arguments.insert(1, "checkpoint.resume=auto")
     train(arguments, dry_run=dry_run, quiet=quiet, as_json=as_json, recipes_dir=recipes_dir)

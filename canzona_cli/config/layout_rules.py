@@ -8,10 +8,10 @@ Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `ge
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from canzona_cli.config.schema import ModelConfig, RunConfig
-from canzona_cli.config.stages import counted, possible_pp, possible_vpp
+from canzona_cli.config.stages import listed, pipeline_problems
 from canzona_cli.errors import Problem
 
 
@@ -48,30 +48,8 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
     """
     uneven = " or ".join(f"{count} {what}" for count, what in counts if count % parts)
     if uneven:
-        fix = f"use one of {_listed(divisors(math.gcd(*(count for count, _ in counts))))}"
+        fix = f"use one of {listed(divisors(math.gcd(*(count for count, _ in counts))))}"
         yield Problem(key=key, value=parts, reason=f"cannot split {uneven} into {parts} equal parts", fix=fix)
-
-
-def pipeline_problems(layers: int, pp: int, vpp: int) -> Iterator[Problem]:
-    """Yields the reasons why `layers` cannot be cut into `pp` stages of `vpp` model chunks each."""
-    if counted(layers, pp) is None:
-        reason = f"cannot split {layers} layers into {pp} stages, even if the loss or the embedding counts as a layer"
-        yield Problem(key="parallel.pp", value=pp, reason=reason, fix=f"use one of {_listed(possible_pp(layers))}")
-    elif vpp > 1 and pp == 1:
-        reason = "model chunks interleave pipeline stages, and with parallel.pp=1 there is only one stage"
-        yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix="use parallel.vpp=1, or a larger parallel.pp")
-    elif counted(layers, pp * vpp) is None:
-        reason = f"cannot split {layers} layers into {pp} stages of {vpp} chunks"
-        fix = f"use one of {_listed(possible_vpp(layers, pp))}"
-        yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=fix)
-
-
-def _chunk_problems(layers: int, vpp: int) -> Iterator[Problem]:
-    """Yields a problem if no number of stages allows `vpp` model chunks each."""
-    possible = sorted({chunks for pp in possible_pp(layers) for chunks in possible_vpp(layers, pp)})
-    if vpp not in possible:
-        reason = f"cannot split the stages of {layers} layers into {vpp} chunks"
-        yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=f"use one of {_listed(possible)}")
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
@@ -95,16 +73,13 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
     model, parallel, train = config.model, config.parallel, config.train
     if model.num_attention_heads % model.num_query_groups:
         reason = f"does not divide the {model.num_attention_heads} attention heads"
-        fix = f"use one of {_listed(divisors(model.num_attention_heads))}"
+        fix = f"use one of {listed(divisors(model.num_attention_heads))}"
         yield Problem(key="model.num_query_groups", reason=reason, fix=fix)
     tp, pp, cp = parallel.tp, parallel.pp, parallel.cp or 1
     if tp is not None:
         cut = _cut_by_tp(model, whole_experts=may_have_whole_experts(config))
         yield from uneven_problems("parallel.tp", tp, cut)
-    if pp is not None:
-        yield from pipeline_problems(model.num_layers, pp, parallel.vpp or 1)
-    elif parallel.vpp is not None:
-        yield from _chunk_problems(model.num_layers, parallel.vpp)
+    yield from pipeline_problems(model.num_layers, pp, parallel.vpp)
     copy_ranks = (tp or 1) * (pp or 1) * cp
     if config.gpus % copy_ranks:
         used = [f"{name} {size}" for name, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size not in (None, 1)]
@@ -147,7 +122,7 @@ def _expert_parallelism(config: RunConfig) -> Iterator[Problem]:
     if cells % ep:
         reason = f"does not divide the {cells} ranks of a pipeline stage"
         possible = [size for size in divisors(cells) if experts % size == 0]
-        yield Problem(key="parallel.ep", value=ep, reason=reason, fix=f"use one of {_listed(possible)}")
+        yield Problem(key="parallel.ep", value=ep, reason=reason, fix=f"use one of {listed(possible)}")
     if config.parallel.dispatcher != "flex":
         return
     if config.cluster.device == "cpu":
@@ -195,7 +170,3 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         reason = f"is not a multiple of {what}" + (f" = {step}" if " * " in what else "")
         fix = f"use train.global_batch_size={above}" + (f" or {above - step}" if above > step else "")
         yield Problem(key="train.global_batch_size", reason=reason, fix=fix)
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(str(number) for number in numbers)

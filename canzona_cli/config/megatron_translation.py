@@ -15,9 +15,10 @@ from canzona_cli.config.megatron_arguments import Arguments, default, limited, r
 from canzona_cli.config.megatron_run import MegatronRun, TpMode
 from canzona_cli.config.overrides import key_of, text_value, written
 from canzona_cli.config.recipes import builtin_recipes_dir, group_options, read_yaml
-from canzona_cli.config.settings import exact_key, settings
+from canzona_cli.config.settings import settings
 from canzona_cli.config.shell_script import unknown
 from canzona_cli.config.stages import counted
+from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 _REQUIRED: Final = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")

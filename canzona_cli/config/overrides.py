@@ -4,11 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from canzona_cli.config.foreign_names import RENAMED, instead
 from canzona_cli.config.recipes import GROUPS
-from canzona_cli.config.removed import removed_setting_problem
 from canzona_cli.config.secrets import resolver_problem, target_problem
-from canzona_cli.config.settings import closest_key, exact_key, mapping_key, sections, setting_of, settings
+from canzona_cli.config.settings import mapping_key, setting_of, settings
+from canzona_cli.config.unknown_keys import closest_key, unknown_key
 from canzona_cli.errors import Problem, closest
 
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
@@ -85,25 +84,6 @@ def _without_spaced(arguments: Sequence[str], problems: list[Problem]) -> list[s
     return others
 
 
-def as_override(option: str, value: str, *, exact: bool) -> str | None:
-    """Returns an option as an override, `gpus=4` for `--gpus 4`; None if it does not resemble a setting.
-
-    Args:
-        value: the option's value; empty if it has none.
-        exact: accept only exact names of settings, not similar ones.
-    """
-    word = option.lstrip("-").replace("-", "_").lower()
-    key = word if word in GROUPS else exact_key(word)
-    if key is None and not exact and len(word) >= 2:
-        key = closest_key(word)
-    if key is None:
-        return None
-    placeholder = "DIR" if key == "run.dir" else "VALUE"
-    if key in settings() and settings()[key].kind == "boolean":
-        placeholder = "true"
-    return f"{key}={value or placeholder}"
-
-
 def key_of(override: str) -> str:
     """Returns the key that `KEY=VALUE` sets, in full if it is a short name."""
     key = override.partition("=")[0].strip()
@@ -123,23 +103,6 @@ def written(value: object) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
-    """Returns the problem of a key that is not a setting. The fix suggests the most similar setting."""
-    if (removed := removed_setting_problem(key, text, where=where)) is not None:
-        return removed
-    names = sections().get(key)
-    if names is not None:
-        example = f"{key}.{min(names)}"
-        reason = f"is a section{where}, not a setting"
-        return Problem(key=key, value=text, reason=reason, fix=f"for example {example}=VALUE")
-    if (answer := instead(key)) is not None:
-        return Problem(key=key, value=text, reason=f"{answer.reason}{where}", fix=answer.fix)
-    group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
-    hint = group or closest_key(key)
-    fix = f"did you mean {hint}?" if hint else "`canzona recipes show NAME` lists every setting of a recipe"
-    return Problem(key=key, value=text, reason=f"there is no such setting{where}", fix=fix)
 
 
 def _read_group(group: str, text: str, groups: dict[str, str], problems: list[Problem]) -> None:

@@ -120,6 +120,38 @@ def find_file(group: str, choice: str, dirs: Sequence[Path]) -> Path:
     return path.resolve()
 
 
+def find_options(
+    chosen: Mapping[str, str], dirs: Sequence[Path], problems: list[Problem]
+) -> tuple[dict[str, str], dict[str, Path]]:
+    """Returns the full names of the chosen options by group, and the files chosen instead of options.
+
+    For options and files that do not exist, problems are added to `problems`. A misspelt recipe is replaced
+    by the closest one, so that the other values can still be checked.
+    """
+    options: dict[str, str] = {}
+    paths: dict[str, Path] = {}
+    for group, name in chosen.items():
+        try:
+            if group in FROM_FILES and is_file_name(name):
+                paths[group] = find_file(group, name, dirs)
+            else:
+                option = find_option(group, name, dirs)
+                if group == "recipe" and lies_flat(file := group_options(group, dirs)[option]):
+                    paths[group] = find_file(group, str(file), dirs)
+                else:
+                    options[group] = option
+        except ConfigError as error:
+            problems.extend(error.problems)
+            meant = closest_option(name, group_options(group, dirs))
+            if group == "recipe" and meant is not None:
+                options[group] = meant
+    reported = any(problem.key == "recipe" or problem.fix.startswith("write recipe=") for problem in problems)
+    if "recipe" not in chosen and not reported:
+        names = ", ".join(group_options("recipe", dirs))
+        problems.append(Problem(key="recipe", reason="no recipe is given", fix=f"write recipe=NAME: {names}"))
+    return options, paths
+
+
 def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
     """Returns the problem of an unknown option. The fix suggests the closest option and lists all."""
     options = group_options(group, dirs)
@@ -241,13 +273,8 @@ def short_recipe_text(name: str, recipe: str, groups: Mapping[str, str], values:
     """
     import yaml
 
-    tree: dict[str, object] = {}
-    for key, value in values.items():
-        section = tree
-        *outer, last = key.split(".")
-        for part in outer:
-            section = section.setdefault(part, {})  # type: ignore[assignment]
-        section[last] = value
+    from canzona_cli.config.settings import nested
+
     lines = [
         "# @package _global_",
         f"# The recipe {recipe} with changes. `canzona recipes show` prints all settings.",
@@ -255,7 +282,7 @@ def short_recipe_text(name: str, recipe: str, groups: Mapping[str, str], values:
         f"  - {recipe}",
         *(f"  - override /{group}: {option}" for group, option in groups.items()),
         "",
-        yaml.safe_dump({"name": name, **tree}, sort_keys=False, allow_unicode=True).rstrip(),
+        yaml.safe_dump({"name": name, **nested(values)}, sort_keys=False, allow_unicode=True).rstrip(),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,14 +1,11 @@
-"""The table of all settings, derived from the schema: dotted keys, types, defaults and annotations. Also
-finds the setting that a misspelt key resembles most."""
+"""The table of all settings, derived from the schema: dotted keys, types, defaults and annotations."""
 
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
-from difflib import SequenceMatcher
 from functools import cache
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
-from canzona_cli.config.foreign_names import RENAMED
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.errors import Problem
 from canzona_cli.fields import Affects, Example, Range, Unit
@@ -135,48 +132,6 @@ def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
     )
 
 
-NEAR = 0.8
-"""The minimum similarity, from 0 to 1, of a key that is suggested for an unknown one."""
-
-
-def exact_key(word: str) -> str | None:
-    """Returns the setting with this dotted key, bare name, or name in another program; None if there is none,
-    or if several settings share the bare name."""
-    flat = word.replace("-", "_").lower()
-    if flat in RENAMED or flat in settings():
-        return RENAMED.get(flat, flat)
-    with_name = [key for key in settings() if key.rpartition(".")[2] == flat]
-    return with_name[0] if len(with_name) == 1 else None
-
-
-def closest_key(key: str) -> str | None:
-    """Returns the setting that the user probably meant by `key`; None if none is similar enough.
-
-    `tp` means `parallel.tp`, and `train.lr` means `optimizer.lr`: the bare name counts more than the section.
-    Missing words count little: `num_heads` means `num_attention_heads`, although it looks more like `num_layers`.
-    """
-    flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
-    last = flat.rpartition(".")[2]
-    if (name := flat if flat in RENAMED else last) in RENAMED:
-        return RENAMED[name]
-    known = settings()
-    best, best_score = None, 0.0
-    for name in known:
-        section, _, bare = name.rpartition(".")
-        entire = SequenceMatcher(None, flat, name).ratio()
-        word = SequenceMatcher(None, last, bare).ratio()
-        missing = set(bare.split("_")) - set(last.split("_"))
-        if set(last.split("_")) < set(bare.split("_")):
-            word = max(word, 0.95 - 0.05 * len(missing))
-        if sorted(last) == sorted(bare):  # letters in another order, such as gpsu
-            word = max(word, 0.95)
-        given_section = flat.rpartition(".")[0] or section
-        score = max(entire, 0.9 * word + 0.1 * SequenceMatcher(None, given_section, section).ratio())
-        if score > best_score:
-            best, best_score = name, score
-    return best if best_score >= NEAR else None
-
-
 def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yields the dotted key and the value of every setting in a tree of sections.
 
@@ -187,6 +142,20 @@ def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield from ((f"{name}.{inner_name}", inner) for inner_name, inner in value.items())
         else:
             yield name, value
+
+
+def nested(values: Mapping[str, object]) -> dict[str, object]:
+    """Returns values by dotted key as a tree of sections, the inverse of `leaves`."""
+    tree: dict[str, object] = {}
+    for key, value in values.items():
+        section = tree
+        *sections_above, name = key.split(".")
+        for above in sections_above:
+            below = section.setdefault(above, {})
+            assert isinstance(below, dict)
+            section = below
+        section[name] = value
+    return tree
 
 
 def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:

@@ -9,11 +9,13 @@ This needs no setting, because for given layers, stages and chunks at most one o
 only exception is a model with two parts, which are the same if embedding and loss both count or neither counts.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from canzona_cli.config.schema import Mesh
+from canzona_cli.errors import Problem
 
 
 class Counted(NamedTuple):
@@ -50,6 +52,33 @@ def possible_vpp(layers: int, pp: int) -> tuple[int, ...]:
     if pp == 1:
         return (1,)
     return tuple(vpp for vpp in range(1, layers // pp + 2) if counted(layers, pp * vpp) is not None)
+
+
+def pipeline_problems(layers: int, pp: int | None, vpp: int | None) -> Iterator[Problem]:
+    """Yields the reason why `layers` cannot be cut into `pp` stages of `vpp` model chunks each; a null may still
+    be chosen."""
+    if pp is None:
+        possible = sorted({chunks for stages in possible_pp(layers) for chunks in possible_vpp(layers, stages)})
+        if vpp is not None and vpp not in possible:
+            reason = f"cannot split the stages of {layers} layers into {vpp} chunks"
+            yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=f"use one of {listed(possible)}")
+        return
+    chunks = vpp or 1
+    if counted(layers, pp) is None:
+        reason = f"cannot split {layers} layers into {pp} stages, even if the loss or the embedding counts as a layer"
+        yield Problem(key="parallel.pp", value=pp, reason=reason, fix=f"use one of {listed(possible_pp(layers))}")
+    elif chunks > 1 and pp == 1:
+        reason = "model chunks interleave pipeline stages, and with parallel.pp=1 there is only one stage"
+        yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix="use parallel.vpp=1, or a larger parallel.pp")
+    elif counted(layers, pp * chunks) is None:
+        reason = f"cannot split {layers} layers into {pp} stages of {chunks} chunks"
+        fix = f"use one of {listed(possible_vpp(layers, pp))}"
+        yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=fix)
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Returns numbers for a message, separated by commas."""
+    return ", ".join(str(number) for number in numbers)
 
 
 @lru_cache(maxsize=1024)

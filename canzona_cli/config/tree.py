@@ -23,7 +23,7 @@ from canzona_cli.config.recipes import (
 from canzona_cli.config.removed import bring_up_to_date
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.secrets import REFERENCE, content_problems
-from canzona_cli.config.settings import leaves, sections, settings
+from canzona_cli.config.settings import leaves, nested, sections, settings
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 SCHEME = "canzona"
@@ -331,8 +331,8 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
             fix = "refer to a setting by its full key, for example ${train.seq_length}"
             problems.append(Problem(key=key, value=value, reason=reason, fix=fix))
             continue
-        put(resolved, key, filled)
-    return resolved
+        resolved[key] = filled
+    return nested(resolved)
 
 
 def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
@@ -384,16 +384,6 @@ def _defaults_with_experts(tree: Mapping[str, object], defaults: Mapping[str, ob
     if "max_preconditioner_dim" not in defaults or not isinstance(width, int):
         return {}
     return {"max_preconditioner_dim": max(1024, width)}
-
-
-def put(tree: dict[str, object], key: str, value: object) -> None:
-    """Sets the value of a dotted key in `tree`, which is changed in place; creates missing sections."""
-    *sections_above, name = key.split(".")
-    for section in sections_above:
-        below = tree.setdefault(section, {})
-        assert isinstance(below, dict)
-        tree = below
-    tree[name] = value
 
 
 def _model(tree: Mapping[str, object]) -> ModelConfig | None:

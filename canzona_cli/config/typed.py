@@ -2,17 +2,18 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import get_type_hints
 
 from pydantic import ValidationError
 
-from canzona_cli.config.overrides import unknown_key
 from canzona_cli.config.reading import adapter
 from canzona_cli.config.removed import REMOVED_VALUES
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
-from canzona_cli.config.settings import Setting, sections, setting_of, settings
+from canzona_cli.config.settings import Setting, leaves, nested, sections, setting_of, settings
+from canzona_cli.config.tree import with_values
+from canzona_cli.config.unknown_keys import unknown_key
 from canzona_cli.errors import Problem, closest
 from canzona_cli.fields import bound_words
 
@@ -43,23 +44,59 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
         kind: type | None = _optimizer_type(tree) if name == "optimizer" else hints[name]
         if kind is None:
             problems.append(_bad_optimizer(tree, texts))
-        elif name in tree:
-            value = tree[name]
+        elif name in tree or name in sections():
+            value = tree.get(name, {})  # an absent section gets its defaults, if all its settings have one
             if is_dataclass(kind) and not isinstance(value, Mapping):
                 problems.append(Problem(key=name, value=value, reason=f"is a section of settings (in {where})"))
                 continue
             try:
                 parts[name] = adapter(kind).validate_json(json.dumps(value), strict=True)
             except ValidationError as error:
-                problems += _invalid(name, value, error, texts, where)
-        elif name in sections():
-            try:  # an absent section gets its defaults, if all its settings have one
-                parts[name] = adapter(kind).validate_json("{}", strict=True)
-            except ValidationError:
-                problems.append(_missing_section(name))
+                problems += _invalid(name, value, error, texts, where) if name in tree else [_missing_section(name)]
         elif settings()[name].required:
             problems.append(_missing(name, where))
     return _together(problems, where) or RunConfig(**parts)  # type: ignore[arg-type]
+
+
+def problems_alone(tree: dict[str, object], texts: Mapping[str, str]) -> list[Problem]:
+    """Returns the problems with the types of the command line's values, which need no recipe.
+
+    Args:
+        tree: the values. An optimizer's name is added, if there are settings of an optimizer.
+        texts: see `build`.
+    """
+    optimizer = tree.get("optimizer")
+    if isinstance(optimizer, dict):
+        supporting = [settings()[f"optimizer.{name}"].optimizers for name in optimizer if name != "name"]
+        optimizer.setdefault("name", next(iter(sorted(frozenset.intersection(*supporting) or {"muon"})), "muon"))
+    built = build(tree, texts=texts, where="the command line")
+    return [problem for problem in built if _among(problem.key, texts)] if isinstance(built, list) else []
+
+
+def stand_in(base: Mapping[str, object], values: Mapping[str, object], bad: Collection[str]) -> RunConfig | None:
+    """Returns the run with the recipe's values in place of bad ones, so that the other values can be checked
+    together.
+
+    If the recipe's values are bad too, defaults replace them. Returns None if the run is still not valid.
+
+    Args:
+        base: the recipe's values, as a tree.
+        values: the command line's values by dotted key.
+        bad: the keys with problems.
+    """
+    good = {key: value for key, value in values.items() if not _among(key, bad)}
+    without_bad = nested({key: value for key, value in leaves(base) if key not in bad})
+    for tree in (base, without_bad):
+        config = build(with_values(tree, good, []), texts={}, where="")
+        if isinstance(config, RunConfig):
+            return config
+    return None
+
+
+def _among(key: str, keys: Collection[str]) -> bool:
+    """Returns True if a key equals one of `keys`, or if one of the two is a mapping and the other an entry of
+    this mapping."""
+    return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
 
 def _together(problems: list[Problem], where: str) -> list[Problem]:
@@ -147,20 +184,15 @@ def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
     known, in_section = settings(), sections()
     variant = _optimizer_type(tree)
     optimizer = next((name for name, kind in OPTIMIZERS.items() if kind is variant), None)
-    for name, value in tree.items():
-        if name not in in_section:
-            if name not in known:
-                yield unknown_key(name, None if isinstance(value, Mapping | list) else value, where=f" (in {where})")
-        elif isinstance(value, Mapping):
-            for inner_name, inner in value.items():
-                key = f"{name}.{inner_name}"
-                if inner_name not in in_section[name]:
-                    yield unknown_key(key, inner, where=f" (in {where})")
-                elif name == "optimizer" and optimizer is not None and optimizer not in known[key].optimizers:
-                    having = " or ".join(sorted(known[key].optimizers))
-                    reason = f"{optimizer} has no such setting; it belongs to {having}"
-                    fix = f"remove it, or choose optimizer={sorted(known[key].optimizers)[0]}"
-                    yield Problem(key=key, value=inner, reason=reason, fix=fix)
+    for key, value in leaves(tree):
+        if key in known:
+            if key.startswith("optimizer.") and optimizer is not None and optimizer not in known[key].optimizers:
+                having = sorted(known[key].optimizers)
+                reason = f"{optimizer} has no such setting; it belongs to {' or '.join(having)}"
+                yield Problem(key=key, value=value, reason=reason, fix=f"remove it, or choose optimizer={having[0]}")
+        elif key not in in_section:
+            shown = None if "." not in key and isinstance(value, Mapping | list) else value
+            yield unknown_key(key, shown, where=f" (in {where})")
 
 
 def _explained(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:

@@ -1,30 +1,86 @@
-"""Finds settings on the command line that were meant to change what is trained but have no effect."""
+"""Finds settings on the command line that have no effect.
+
+If ignoring a setting would change what is trained, the run is refused; otherwise there is a warning.
+"""
 
 from collections.abc import Iterator
 
-from canzona_cli.config.schema import Execution, MomentumConfig, RunConfig
-from canzona_cli.config.settings import with_own_values
+from canzona_cli.config.schema import CustomConfig, Execution, MomentumConfig, RunConfig
 from canzona_cli.errors import Problem
 
 
-def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
-    """Returns a problem for each setting of the command line that was meant to change what is trained but
-    that the run would ignore.
+def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[Problem]:
+    """Yields a problem, without the value, for each setting of the command line that was meant to change what
+    is trained but that the run would ignore.
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
         training: False for planning only, which makes canzona's plan for any strategy.
     """
-    problems = [
-        *_unused_data(config, explicit),
-        *_unused_schedule(config, explicit),
-        *_unused_clipping(config, explicit),
-        *_unused_precision(config, explicit),
-        *_unused_guards(config, explicit),
-        *_unused_experts(config, explicit),
-        *(_unused_engine(config, explicit) if training else ()),
-    ]
-    return with_own_values(config, problems)
+    yield from _unused_data(config, explicit)
+    yield from _unused_schedule(config, explicit)
+    yield from _unused_clipping(config, explicit)
+    yield from _unused_precision(config, explicit)
+    yield from _unused_guards(config, explicit)
+    yield from _unused_experts(config, explicit)
+    if training:
+        yield from _unused_engine(config, explicit)
+
+
+def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[str]:
+    """Yields a warning for each ignored setting of the command line, and for each value that will probably
+    work badly.
+
+    Ignored settings that were meant to change what is trained are refused instead (`unused_problems`).
+
+    Args:
+        explicit: the dotted keys and the groups that the command line sets.
+        training: False for planning only. A plan is then made for any strategy, so settings of plans are not
+            reported.
+    """
+    execution, strategy = config.execution, config.engine.strategy
+    if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
+        yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
+    unplanned = training and execution is not Execution.PLANNED
+    if unplanned:
+        why = "optimizer is adamw" if execution is Execution.ADAMW else f"engine.strategy is {strategy}"
+        for key in ("layout", "alpha", "grouping", "mode", "c_max_mib", "reduction", "exchange_dtype", "plan"):
+            if f"engine.{key}" in explicit:
+                yield f"engine.{key} is ignored: {why}, which does not use a plan"
+        for key in ("stack", "graph"):
+            if f"optimizer.{key}" in explicit and not execution.ours:
+                yield f"optimizer.{key} is ignored: {why}, which runs Megatron's own optimizer"
+        if execution is Execution.ADAMW and "engine.splitting" in explicit:
+            yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
+    elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
+        yield "optimizer.graph is ignored: CUDA graphs need GPUs"
+    if isinstance(config.optimizer, CustomConfig) and "optimizer" in explicit:
+        if "optimizer.lr" not in explicit:
+            rate = f"optimizer.lr={config.optimizer.lr:g}"
+            yield f"{rate} comes from the recipe, which does not know your optimizer: set optimizer.lr"
+        if "optimizer.cost_like" not in explicit:
+            like = config.optimizer.cost_like
+            yield f"plans price your optimizer like {like}: set optimizer.cost_like to the most similar optimizer"
+    if config.optimizer.lr > (highest := config.optimizer.PLAUSIBLE_LR):
+        name = config.optimizer.name
+        yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name} training probably diverges"
+    if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
+        yield "train.batch_tokens is ignored: train.global_batch_size is set"
+    for key, only in (("layout", "contiguous"), ("grouping", "greedy")):
+        if strategy == "paper" and not unplanned and f"engine.{key}" in explicit and vars(config.engine)[key] != only:
+            yield f"engine.{key} is ignored: engine.strategy is paper, which always uses {only}"
+    tp = config.parallel.tp
+    if tp == 1 and "engine.exchange_dtype" in explicit and not unplanned:
+        yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"
+    if tp is not None and tp > config.cluster.gpus_per_node:
+        yield f"parallel.tp={tp} spans nodes of {config.cluster.gpus_per_node} ranks; expect slow tensor parallelism"
+    if "parallel.dispatcher" in explicit and (config.model.num_experts == 0 or config.parallel.ep == 1):
+        yield "parallel.dispatcher is ignored: no experts are divided among ranks"
+    for key in ("sample_prompt", "sample_tokens"):
+        if f"train.{key}" in explicit and config.train.sample_every == 0:
+            yield f"train.{key} is ignored: train.sample_every is 0"
+    if "train.eval_batches" in explicit and config.train.eval_interval == 0:
+        yield "train.eval_batches is ignored: train.eval_interval is 0"
 
 
 def _unused_precision(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:

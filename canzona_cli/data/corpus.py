@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from canzona_cli.config.caches import cache_root
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
@@ -255,7 +254,7 @@ def _cache_prefix(config: RunConfig, content: str) -> Path:
         kind = "tokenizer"
     key = json.dumps([FORMAT, platform.python_version(), kind, size, tokenizer, content])
     name = "-".join(["stdlib", platform.python_version(), kind, *([str(size)] if size else [])])
-    return cache_root(config) / "corpora" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    return config.data.cache_root / "corpora" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _intact(prefix: Path) -> tuple[PairInfo, Sidecar] | None:
@@ -302,7 +301,7 @@ def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> i
     take minutes."""
     status = bin_path(pair.prefix).stat()
     key = f"{bin_path(pair.prefix)}\0{status.st_size}\0{status.st_mtime_ns}\0{pair.dtype}"
-    memo = cache_root(config) / "scans" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    memo = config.data.cache_root / "scans" / hashlib.sha256(key.encode()).hexdigest()[:24]
     try:
         return int(memo.read_text())
     except (OSError, ValueError):

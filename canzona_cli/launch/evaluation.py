@@ -13,9 +13,9 @@ from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.changes import shape_problems
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import key_of, text_value
+from canzona_cli.config.replaced import CHOSEN
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
-from canzona_cli.config.written import CHOSEN
 from canzona_cli.costs.memory import GIB
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import CheckpointInvalid, ConfigError, DoesNotFit, Problem, refuse

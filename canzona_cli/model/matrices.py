@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 from canzona_cli.config.execution import splitting_of
-from canzona_cli.config.layout_rules import pipeline_problems, uneven_problems
+from canzona_cli.config.layout_rules import uneven_problems
 from canzona_cli.config.schema import (
     Execution,
     KroneckerConfig,
@@ -25,7 +25,7 @@ from canzona_cli.config.schema import (
     Splitting,
 )
 from canzona_cli.config.settings import problem_with
-from canzona_cli.config.stages import chunk_layers
+from canzona_cli.config.stages import chunk_layers, pipeline_problems
 from canzona_cli.errors import ConfigError, refuse
 from canzona_cli.fields import CountOrZero, Side
 from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of

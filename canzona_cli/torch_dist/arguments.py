@@ -8,7 +8,8 @@ from typing import Final
 from canzona_cli.checkpoint.manifest import Progress
 from canzona_cli.config.megatron_arguments import limited, table
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import exact_key, value_of
+from canzona_cli.config.settings import value_of
+from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.engine.stored_state import SHARDING
 from canzona_cli.torch_dist.names import Kind
 

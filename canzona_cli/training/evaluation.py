@@ -19,7 +19,6 @@ SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.chec
 def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Computes the loss of the launcher's checkpoint on the launcher's data; rank 0 writes the evaluation."""
     from canzona_cli.checkpoint.restore import load_weights, verify_together
-    from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.data.corpus import token_bytes
     from canzona_cli.errors import EnvironmentProblem, refuse
@@ -43,7 +42,7 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
     Pulse(record.heart).follow(model.timer)
     journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
-    parts = build_validation(config, corpus, cache=cache_root(config) / "indices")
+    parts = build_validation(config, corpus, cache=config.data.cache_root / "indices")
     lengths = token_bytes(corpus)
     checkpoint = Path(point.checkpoint)
     journal.stage("load", checkpoint.name)

@@ -20,7 +20,6 @@ SLOW_IMPORTS = (
 def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Trains one rank to the end of the run, from the checkpoint that the launcher chose, if any."""
     from canzona_cli.checkpoint.restore import restore, verify_together
-    from canzona_cli.config.caches import cache_root
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.schema import Execution
     from canzona_cli.engine.kernels import choose_kernels
@@ -58,7 +57,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.kernels(choose_kernels(config, world.device, begin=trying))
 
     journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
-    datasets = build_datasets(config, corpus, cache=cache_root(config) / "indices")
+    datasets = build_datasets(config, corpus, cache=config.data.cache_root / "indices")
 
     start, resumed = Start(), load_if_sound(files.resume, ResumePoint)
     if resumed is not None:

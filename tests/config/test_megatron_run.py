@@ -11,7 +11,8 @@ from canzona_cli.config.megatron_arguments import argument_of, default, meaning,
 from canzona_cli.config.megatron_run import MegatronRun
 from canzona_cli.config.megatron_translation import read_megatron_run
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import exact_key, settings
+from canzona_cli.config.settings import settings
+from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.errors import Problem
 from tests.refusals import refused
 

@@ -10,12 +10,12 @@ import pytest
 
 from canzona_cli.config.changes import changes
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.foreign_names import RENAMED
-from canzona_cli.config.overrides import parse_overrides, unknown_key
+from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
-from canzona_cli.config.settings import Setting, affecting, closest_key, settings
+from canzona_cli.config.settings import Setting, affecting, settings
 from canzona_cli.config.typed import build
+from canzona_cli.config.unknown_keys import RENAMED, closest_key, unknown_key
 from canzona_cli.fields import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
 from tests.refusals import refused
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.config.caches import cache_root
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.build import Built
@@ -95,12 +94,12 @@ def test_the_cache_is_where_the_setting_the_variable_or_the_home_say(
     tmp_path: Path, corpus_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bare = compose_run(["recipe=qwen3-tiny"]).config
-    assert cache_root(bare) == corpus_cache, "tests write into the user's own"
+    assert bare.data.cache_root == corpus_cache, "tests write into the user's own"
     monkeypatch.delenv("CANZONA_CACHE")
-    assert cache_root(bare) == Path.home() / ".cache" / "canzona"
+    assert bare.data.cache_root == Path.home() / ".cache" / "canzona"
     monkeypatch.setenv("CANZONA_CACHE", str(tmp_path))
-    assert cache_root(bare) == tmp_path
-    assert cache_root(config(tmp_path)) == tmp_path / "cache"
+    assert bare.data.cache_root == tmp_path
+    assert config(tmp_path).data.cache_root == tmp_path / "cache"
 
 
 def test_a_cache_that_cannot_be_made_is_an_environment_problem(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The settings of training: model, parallelism, batch, length, learning-rate schedule and data."""
 
+import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from canzona_cli.fields import (
@@ -265,3 +267,8 @@ class DataConfig:
         "Folder of prepared corpora, sample indices and searched layouts; null: $CANZONA_CACHE, else ~/.cache/canzona.",
         NOTHING,
     ] = None
+
+    @property
+    def cache_root(self) -> Path:
+        """The folder of cached files, which canzona can create again."""
+        return Path(self.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").expanduser().absolute()

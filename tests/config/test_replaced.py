@@ -7,8 +7,8 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run, dump_resolved
+from canzona_cli.config.replaced import CHOSEN
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.written import CHOSEN
 from canzona_cli.errors import ConfigError
 
 

@@ -1,9 +1,15 @@
-"""The names of settings in Megatron, Hugging Face, torchtitan, torchtune and NeMo, each with canzona's name
-or with advice."""
+"""Finds the setting that a user means by an unknown key: a misspelt or removed setting, or a name in Megatron,
+Hugging Face, torchtitan, torchtune or NeMo."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Final
+
+from canzona_cli.config.recipes import GROUPS
+from canzona_cli.config.removed import removed_setting_problem
+from canzona_cli.config.settings import sections, settings
+from canzona_cli.errors import Problem, closest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,3 +160,81 @@ def instead(name: str) -> Instead | None:
         if matching := [word for word in listed.split() if word in words or word == last]:
             return Instead(reason=reason, fix=fix.format(min(matching)))
     return None
+
+
+def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
+    """Returns the problem of a key that is not a setting. The fix suggests the most similar setting."""
+    if (removed := removed_setting_problem(key, text, where=where)) is not None:
+        return removed
+    names = sections().get(key)
+    if names is not None:
+        example = f"{key}.{min(names)}"
+        reason = f"is a section{where}, not a setting"
+        return Problem(key=key, value=text, reason=reason, fix=f"for example {example}=VALUE")
+    if (answer := instead(key)) is not None:
+        return Problem(key=key, value=text, reason=f"{answer.reason}{where}", fix=answer.fix)
+    group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
+    hint = group or closest_key(key)
+    fix = f"did you mean {hint}?" if hint else "`canzona recipes show NAME` lists every setting of a recipe"
+    return Problem(key=key, value=text, reason=f"there is no such setting{where}", fix=fix)
+
+
+def as_override(option: str, value: str, *, exact: bool) -> str | None:
+    """Returns an option as an override, `gpus=4` for `--gpus 4`; None if it does not resemble a setting.
+
+    Args:
+        value: the option's value; empty if it has none.
+        exact: accept only exact names of settings, not similar ones.
+    """
+    word = option.lstrip("-").replace("-", "_").lower()
+    key = word if word in GROUPS else exact_key(word)
+    if key is None and not exact and len(word) >= 2:
+        key = closest_key(word)
+    if key is None:
+        return None
+    placeholder = "DIR" if key == "run.dir" else "VALUE"
+    if key in settings() and settings()[key].kind == "boolean":
+        placeholder = "true"
+    return f"{key}={value or placeholder}"
+
+
+NEAR = 0.8
+"""The minimum similarity, from 0 to 1, of a key that is suggested for an unknown one."""
+
+
+def exact_key(word: str) -> str | None:
+    """Returns the setting with this dotted key, bare name, or name in another program; None if there is none,
+    or if several settings share the bare name."""
+    flat = word.replace("-", "_").lower()
+    if flat in RENAMED or flat in settings():
+        return RENAMED.get(flat, flat)
+    with_name = [key for key in settings() if key.rpartition(".")[2] == flat]
+    return with_name[0] if len(with_name) == 1 else None
+
+
+def closest_key(key: str) -> str | None:
+    """Returns the setting that the user probably meant by `key`; None if none is similar enough.
+
+    `tp` means `parallel.tp`, and `train.lr` means `optimizer.lr`: the bare name counts more than the section.
+    Missing words count little: `num_heads` means `num_attention_heads`, although it looks more like `num_layers`.
+    """
+    flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
+    last = flat.rpartition(".")[2]
+    if (name := flat if flat in RENAMED else last) in RENAMED:
+        return RENAMED[name]
+    known = settings()
+    best, best_score = None, 0.0
+    for name in known:
+        section, _, bare = name.rpartition(".")
+        entire = SequenceMatcher(None, flat, name).ratio()
+        word = SequenceMatcher(None, last, bare).ratio()
+        missing = set(bare.split("_")) - set(last.split("_"))
+        if set(last.split("_")) < set(bare.split("_")):
+            word = max(word, 0.95 - 0.05 * len(missing))
+        if sorted(last) == sorted(bare):  # letters in another order, such as gpsu
+            word = max(word, 0.95)
+        given_section = flat.rpartition(".")[0] or section
+        score = max(entire, 0.9 * word + 0.1 * SequenceMatcher(None, given_section, section).ratio())
+        if score > best_score:
+            best, best_score = name, score
+    return best if best_score >= NEAR else None

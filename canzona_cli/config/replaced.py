@@ -1,0 +1,155 @@
+"""Drops the values of a recipe that the command line replaces by setting something else, and resolves learning
+rates."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Final
+
+from canzona_cli.config.overrides import Overrides
+from canzona_cli.config.recipes import read_yaml
+from canzona_cli.config.schema import OPTIMIZERS, RunConfig, ScheduleConfig
+from canzona_cli.config.settings import leaves
+from canzona_cli.errors import ConfigError, Problem
+
+CHOSEN: Final = (
+    *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.sequence_parallel"),
+    *("train.micro_batch_size", "train.recompute", "cluster.nodes"),
+)
+"""The settings that depend on the number of GPUs and on the cluster. `config.yaml` has the values for the
+GPUs with which the run was started."""
+_OVERRULES: Final = {
+    "optimizer.lr": "optimizer.lrs",
+    "optimizer.min_lr": "optimizer.min_lr_ratio",
+    "train.batch_tokens": "train.global_batch_size",
+}
+"""The settings that have no effect if another setting is set, each with this other setting. If a recipe
+builds on a recipe with the other setting and sets the first one, the first one is meant to apply."""
+
+
+def overruling(recipes: Sequence[Path], parsed: Overrides) -> Iterator[str]:
+    """Yields the settings of a recipe that would have no effect because of a recipe on which it builds, see
+    `_OVERRULES`.
+
+    A recipe's learning rate is meant for the recipe's optimizer, so it is not yielded if the command line
+    chooses an optimizer.
+
+    Args:
+        recipes: the files of the recipe and of those on which it builds, in the order of application.
+    """
+    chain = [dict(leaves(read_yaml(file))) for file in recipes] if len(recipes) > 1 else []
+
+    def last(name: str) -> int:
+        """Returns the index of the last recipe that sets `name`; -1 if none does."""
+        return max((number for number, tree in enumerate(chain) if name in tree), default=-1)
+
+    for key, other in _OVERRULES.items():
+        replaced = other in parsed.values or (key == "optimizer.lr" and "optimizer" in parsed.groups)
+        if last(key) > last(other) >= 0 and not replaced:
+            yield key
+
+
+def drop_replaced(
+    tree: dict[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
+) -> None:
+    """Drops a recipe's `min_lr_ratio`, number of sequences or source of data if the command line sets `min_lr`,
+    the number of tokens or the path of data.
+
+    Args:
+        tree: the values, with those of the command line; changed in place.
+        set_keys: the settings that the command line sets or that are `overruling`.
+        problems: gets a problem for two values of the command line of which only one can apply.
+    """
+    _choose_min_lr(tree, parsed, set_keys, problems)
+    _choose_batch(tree, parsed, set_keys)
+    _choose_source(tree, parsed)
+
+
+def _choose_min_lr(
+    tree: dict[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
+) -> None:
+    """Drops the recipe's `min_lr_ratio` if the command line sets `min_lr`; adds a problem if it sets both."""
+    ratio = "optimizer.min_lr_ratio"
+    if "optimizer.min_lr" not in set_keys:
+        return
+    if parsed.values.get(ratio) is not None:
+        reason, fix = "is set by optimizer.min_lr, too", "keep one of them"
+        problems.append(Problem(key=ratio, value=parsed.texts[ratio], reason=reason, fix=fix))
+    elif isinstance(optimizer := tree.get("optimizer"), dict):
+        optimizer["min_lr_ratio"] = None
+
+
+def _choose_batch(tree: dict[str, object], parsed: Overrides, set_keys: Collection[str]) -> None:
+    """Drops the recipe's number of sequences if the command line sets only the number of tokens.
+
+    If it sets both, the number of sequences takes precedence, and `config_warnings` warns about it.
+    """
+    if "train.batch_tokens" not in set_keys or parsed.values.get("train.global_batch_size") is not None:
+        return
+    if isinstance(train := tree.get("train"), dict):
+        train["global_batch_size"] = None
+
+
+def _choose_source(tree: dict[str, object], parsed: Overrides) -> None:
+    """Changes `data.source` from stdlib to prepared if the command line sets a path or a blend, but no data group or
+    source, so that users may leave out `data=prepared`. The recipe's tokenizer settings are dropped."""
+    location = parsed.values.get("data.path") or parsed.values.get("data.blend")
+    data = tree.get("data")
+    if not location or "data" in parsed.groups or "data.source" in parsed.values or not isinstance(data, dict):
+        return
+    if data.get("source") == "stdlib":
+        data["source"] = "prepared"
+        for key in ("tokenizer", "tokenizer_vocab_size"):
+            if f"data.{key}" not in parsed.values:
+                data.pop(key, None)
+
+
+def choose_again(tree: dict[str, object], written: Mapping[str, object], parsed: Overrides) -> None:
+    """Drops values that were derived from settings that the command line changes: the layout if it sets GPUs
+    or a cluster, and the schedule if it sets the number of steps.
+
+    Args:
+        tree: the values, with those of the command line; changed in place.
+        written: the values in the run directory.
+    """
+    if "gpus" in parsed.values or "cluster" in parsed.groups:
+        for key in CHOSEN:
+            section, _, name = key.partition(".")
+            values = tree.get(section)
+            if isinstance(values, dict) and key not in parsed.values:
+                values[name] = None
+    if "train.steps" in parsed.values and not any(key.startswith("schedule.") for key in parsed.values):
+        _choose_schedule(tree, written)
+
+
+def _choose_schedule(tree: dict[str, object], written: Mapping[str, object]) -> None:
+    """Sets the schedule's numbers of steps to null if they equal the values that nulls had when the run was started."""
+    schedule, train = tree.get("schedule"), written.get("train")
+    steps = train.get("steps") if isinstance(train, Mapping) else None
+    if not isinstance(schedule, dict) or not isinstance(steps, int) or schedule.get("decay_steps") != steps:
+        return
+    nulls = ScheduleConfig(decay=schedule["decay"]).complete(steps)
+    schedule["decay_steps"] = None
+    for name in ("warmup_steps", "wsd_decay_steps"):
+        if schedule.get(name) == getattr(nulls, name):
+            schedule[name] = None
+
+
+def with_rates(config: RunConfig, set_keys: Collection[str]) -> RunConfig:
+    """Resolves `optimizer.lr` from `lrs`, unless the command line sets it, and `min_lr` from `min_lr_ratio`.
+
+    The product is computed in decimals, so that 0.1 times 0.0003 is exactly the float 0.00003.
+    """
+    optimizer = config.optimizer
+    for name in optimizer.lrs.keys() - OPTIMIZERS.keys():
+        fix = f"use {', '.join(OPTIMIZERS)}"
+        raise ConfigError(
+            Problem(key="optimizer.lrs", value=optimizer.lrs, reason=f"{name} is not an optimizer", fix=fix)
+        )
+    # A recipe's rate is meant for Muon, but most custom optimizers are closer to AdamW.
+    default_lr = optimizer.lrs.get("adamw", optimizer.lr) if optimizer.name == "custom" else optimizer.lr
+    lr = optimizer.lr if "optimizer.lr" in set_keys else optimizer.lrs.get(optimizer.name, default_lr)
+    ratio = optimizer.min_lr_ratio
+    min_lr = optimizer.min_lr if ratio is None else float(Decimal(repr(ratio)) * Decimal(repr(lr)))
+    return replace(config, optimizer=replace(optimizer, lr=lr, lrs={}, min_lr=min_lr))
