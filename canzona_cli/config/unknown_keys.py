@@ -2,7 +2,7 @@
 Hugging Face, torchtitan, torchtune or NeMo."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Final
 
@@ -10,16 +10,6 @@ from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.removed import removed_setting_problem
 from canzona_cli.config.settings import sections, settings
 from canzona_cli.errors import Problem, closest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Instead:
-    """The answer to a name for which there is no setting with the same meaning."""
-
-    reason: str
-    """The reason, as a predicate or a sentence."""
-    fix: str
-
 
 _NAMES: Final[Mapping[str, str]] = {
     "gpus": "n np nproc nproc_per_node num_gpus world_size devices num_devices",
@@ -150,15 +140,15 @@ _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
 with underscores matches names that end in it after a dot. In a fix, `{}` stands for the matching word."""
 
 
-def instead(name: str) -> Instead | None:
-    """Returns the answer to a name, dotted or not, if canzona does not have such a setting; else None."""
+def instead(name: str) -> Problem | None:
+    """Returns a problem with advice for a name, dotted or not, if canzona does not have such a setting; else None."""
     flat = name.replace("-", "_").lower()
     words, last = {*flat.replace(".", "_").split("_")}, flat.rpartition(".")[2]
     if {flat, last} & RENAMED.keys():
         return None
     for listed, (reason, fix) in _DOES_NOT_HAVE.items():
         if matching := [word for word in listed.split() if word in words or word == last]:
-            return Instead(reason=reason, fix=fix.format(min(matching)))
+            return Problem(key=name, reason=reason, fix=fix.format(min(matching)))
     return None
 
 
@@ -172,7 +162,7 @@ def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
         reason = f"is a section{where}, not a setting"
         return Problem(key=key, value=text, reason=reason, fix=f"for example {example}=VALUE")
     if (answer := instead(key)) is not None:
-        return Problem(key=key, value=text, reason=f"{answer.reason}{where}", fix=answer.fix)
+        return replace(answer, value=text, reason=f"{answer.reason}{where}")
     group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
     hint = group or closest_key(key)
     fix = f"did you mean {hint}?" if hint else "`canzona recipes show NAME` lists every setting of a recipe"

@@ -1,4 +1,4 @@
-"""Finds settings on the command line that have no effect.
+"""Finds settings on the command line that have no effect, and values that will probably work badly.
 
 If ignoring a setting would change what is trained, the run is refused; otherwise there is a warning.
 """
@@ -20,8 +20,7 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
     yield from _unused_data(config, explicit)
     yield from _unused_schedule(config, explicit)
     yield from _unused_clipping(config, explicit)
-    yield from _unused_precision(config, explicit)
-    yield from _unused_guards(config, explicit)
+    yield from _unused_training(config, explicit)
     yield from _unused_experts(config, explicit)
     if training:
         yield from _unused_engine(config, explicit)
@@ -43,7 +42,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
     unplanned = training and execution is not Execution.PLANNED
     if unplanned:
-        why = "optimizer is adamw" if execution is Execution.ADAMW else f"engine.strategy is {strategy}"
+        why = _no_plan(config)
         for key in ("layout", "alpha", "grouping", "mode", "c_max_mib", "reduction", "exchange_dtype", "plan"):
             if f"engine.{key}" in explicit:
                 yield f"engine.{key} is ignored: {why}, which does not use a plan"
@@ -83,11 +82,21 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield "train.eval_batches is ignored: train.eval_interval is 0"
 
 
-def _unused_precision(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
+def _no_plan(config: RunConfig) -> str:
+    """Returns the reason why a run does not execute a plan."""
+    return (
+        "optimizer is adamw" if config.execution is Execution.ADAMW else f"engine.strategy is {config.engine.strategy}"
+    )
+
+
+def _unused_training(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     train = config.train
     if "train.grad_reduce_dtype" in explicit and train.grad_reduce_dtype == "bf16" and train.precision == "fp32":
         reason = "has no effect: train.precision is fp32, so gradients are summed in fp32"
         yield Problem(key="train.grad_reduce_dtype", reason=reason, fix="leave it out, or use train.precision=bf16")
+    if "train.loss_spike_sigmas" in explicit and train.loss_spike == "ignore":
+        reason = "has no effect: train.loss_spike is ignore"
+        yield Problem(key="train.loss_spike_sigmas", reason=reason, fix="write train.loss_spike=stop, or leave it out")
 
 
 def _unused_experts(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
@@ -149,19 +158,13 @@ def _unused_clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Pr
         yield Problem(key="optimizer.clip", reason=reason, fix="write optimizer.clip_grad=1, or leave it out")
 
 
-def _unused_guards(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    if "train.loss_spike_sigmas" in explicit and config.train.loss_spike == "ignore":
-        reason = "has no effect: train.loss_spike is ignore"
-        yield Problem(key="train.loss_spike_sigmas", reason=reason, fix="write train.loss_spike=stop, or leave it out")
-
-
 def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     """Yields problems with settings that only canzona's engine supports, if the run does not use this engine."""
     execution, engine, optimizer = config.execution, config.engine, config.optimizer
     adamw = execution is Execution.ADAMW
     if execution is Execution.PLANNED:
         return
-    why = "optimizer is adamw" if adamw else f"engine.strategy is {engine.strategy}"
+    why = _no_plan(config)
     instead = "leave it out" if adamw else "use engine.strategy=canzona, or leave it out"
     if "train.non_finite" in explicit and not execution.ours:
         reason = f"has no effect: {why}, which runs Megatron's own optimizer, which has no such guard"
