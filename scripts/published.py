@@ -48,6 +48,7 @@ _BAND = 0.08
 """The error that two lines along the diagonal mark."""
 _COLOURS = 8
 """The number of CSS classes for colours in the page's style sheet."""
+NOTHING_COMPARED = "No part of this check got as far as a time or a size to compare."
 
 
 def main() -> int:
@@ -207,13 +208,16 @@ def measured_here(check: Mapping[str, Any]) -> Iterator[str]:
     """Yields a table of the simulated and measured values in a file of `canzona doctor --gpu-check`."""
     yield f"{check['gpus']} x {check['gpu']}, torch {check['torch']}, canzona {check['canzona']}:"
     yield ""
+    rows = [row for part in check["parts"] for row in part["comparisons"]]
+    if not rows:
+        yield NOTHING_COMPARED
+        return
     yield "| | simulated | measured | error |"
     yield "| --- | --- | --- | --- |"
-    for part in check["parts"]:
-        for row in part["comparisons"]:
-            simulated, measured, unit = row["simulated"], row["measured"], row["unit"]
-            error = f"{simulated / measured - 1:+.1%}" if measured else ""
-            yield f"| {row['what'].strip()} | {simulated:.4g} {unit} | {measured:.4g} {unit} | {error} |"
+    for row in rows:
+        simulated, measured, unit = row["simulated"], row["measured"], row["unit"]
+        error = f"{simulated / measured - 1:+.1%}" if measured else ""
+        yield f"| {row['what'].strip()} | {simulated:.4g} {unit} | {measured:.4g} {unit} | {error} |"
 
 
 def as_json(

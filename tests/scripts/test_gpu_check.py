@@ -18,6 +18,7 @@ from gpu_parts.losses import apart
 from gpu_parts.outcome import Outcome, Setup
 from gpu_parts.runs import on_device
 from gpu_parts.traces import Event, read_steps
+from published import NOTHING_COMPARED, measured_here
 
 from canzona_cli.costs.update import flops
 from canzona_cli.errors import WorkerCrashed
@@ -264,3 +265,12 @@ def test_runs_on_a_gpu_are_ones_that_compose(tmp_path: Path) -> None:
         config, layout = fit.resolve(compose_run(list(overrides)).config)
         assert (config.cluster.name, config.gpus, layout.world_size) == ("h200", ranks, ranks)
         assert config.cluster.memory_gib == 47.5
+
+
+@pytest.mark.parametrize("comparisons", [0, 1])
+def test_published_shows_what_a_check_compared(comparisons: int) -> None:
+    """A check that failed in its first parts has nothing to show, and says so."""
+    row = {"what": "a step", "simulated": 2.0, "measured": 4.0, "unit": "ms"}
+    part = {"comparisons": [row] * comparisons}
+    lines = list(measured_here({"gpus": 1, "gpu": "H200", "torch": "2.11.0", "canzona": "1.0", "parts": [part]}))
+    assert lines[-1] == ("| a step | 2 ms | 4 ms | -50.0% |" if comparisons else NOTHING_COMPARED)
