@@ -5,7 +5,7 @@
 All sides of the matrices are divided by --divide. Each round updates every shape once with every implementation. Prints
 for each implementation: its time as a multiple of the first one's, over all matrices of a layer, with quartiles; the
 distance of singular values from 1 for Gaussian gradients; and FLOPs as counted by torch. OUT.json has all samples.
-On a processor without bf16 instructions, all products are computed in fp32 (`optimizers/cpu_products.py`).
+On a processor without bf16 instructions, all products are computed in fp32 (`optimizers/cpu_matmuls.py`).
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 from torch.utils.flop_counter import FlopCounterMode
 
-from canzona_cli.optimizers import Muon, cpu_products
+from canzona_cli.optimizers import Muon, cpu_matmuls
 
 LAYER = {(8192, 5120): 1, (1024, 5120): 2, (5120, 8192): 1, (25600, 5120): 2, (5120, 25600): 1}
 """The number of matrices of each shape in a layer of Qwen3-32B: q; k and v; proj; gate and up; down."""
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    cpu_products.install()  # replaces torch's products for all implementations
+    cpu_matmuls.install()  # replaces torch's products for all implementations
     makes = contenders(args.before)
     shapes = {(rows // args.divide, cols // args.divide): count for (rows, cols), count in LAYER.items()}
     times: dict[str, dict[str, list[float]]] = {name: {str(shape): [] for shape in shapes} for name in makes}

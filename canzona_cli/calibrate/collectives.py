@@ -21,7 +21,7 @@ import torch.distributed as dist
 from canzona_cli.calibrate.profile import Effort, Measurement, Recorder
 from canzona_cli.calibrate.timing import Team, joined
 from canzona_cli.config.schema import Collective
-from canzona_cli.megatron.owner_bucket_group import device_seconds, grouped, share_together
+from canzona_cli.megatron.owner_bucket_group import device_seconds, grouped_time_ratio, is_grouped
 from canzona_cli.megatron.owner_collectives import broadcast_each, reduce_each
 from canzona_cli.run.machine import cores
 from canzona_cli.run.statistics import Quartiles
@@ -97,8 +97,8 @@ def measure_collectives(members: Members, effort: Effort, recorder: Recorder) ->
         if effort.large is not None and longest * effort.large / effort.sizes[-1] * LEAST < _LARGE_S:
             measure(members, kind, make, effort.large, effort.item_s, recorder)
     if members.device.type == "cuda":
-        share = share_together(members.group, members.device, device_seconds)
-        recorder.add(Measurement.of("grouped_collectives", [float(grouped(share))]))
+        share = grouped_time_ratio(members.group, members.device, device_seconds)
+        recorder.add(Measurement.of("grouped_collectives", [float(is_grouped(share))]))
 
 
 def measure(members: Members, kind: Collective, make: Make, size: int, budget_s: float, recorder: Recorder) -> float:

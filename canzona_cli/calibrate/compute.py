@@ -26,7 +26,7 @@ from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon, wrap_da
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrices import Matrix, layer_shapes
 from canzona_cli.optimizers.kronecker import SIDES, KroneckerOptimizer, pack, unpack
-from canzona_cli.optimizers.matrix_optimizer import ProductPrecision, products
+from canzona_cli.optimizers.matrix_optimizer import MatmulPrecision, matmul_precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Sizes:
     """The side of eigendecompositions."""
     copied_bytes: int = 128 << 20
     """The size in bytes of the buffer that is copied; it is too large for any cache."""
-    precisions: tuple[tuple[Quantity, ProductPrecision], ...] = (("fp32_tflops", "fp32"),)
+    precisions: tuple[tuple[Quantity, MatmulPrecision], ...] = (("fp32_tflops", "fp32"),)
     """The precisions in which products of fp32 matrices are measured, each with the name of its result."""
 
 
@@ -72,7 +72,7 @@ def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
     size = sizes.exact
     x, y, z = (torch.randn(size, size, device=team.device) for _ in range(3))
     for quantity, precision in sizes.precisions:
-        with products(precision):
+        with matmul_precision(precision):
             _rate(team, effort, recorder, quantity, 2.0 * size**3, lambda: _mm(x, y, z))
     # The numbers of FLOPs are those of `optimizers.facts.Work`.
     _rate(team, effort, recorder, "qr_tflops", 8 / 3 * size**3, lambda: _discard(torch.linalg.qr(x)))

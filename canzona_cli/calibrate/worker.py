@@ -32,7 +32,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.engine.kernels import choose_kernels
     from canzona_cli.megatron import parallel
-    from canzona_cli.optimizers import cpu_products
+    from canzona_cli.optimizers import cpu_matmuls
     from canzona_cli.training.assemble import join
 
     orders = Orders.read(files)
@@ -51,7 +51,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         backend=str(torch.distributed.get_backend()),
         threads=torch.get_num_threads(),
         workers=workers.size,
-        bf16_in_fp32=cpu_products.installed(),
+        bf16_in_fp32=cpu_matmuls.is_installed(),
     )
     recorder.report(Record(facts=facts))
 

@@ -172,7 +172,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             shared = {key.removeprefix(GROUP): value for key, value in scalars.items() if key.startswith(GROUP)}
             assert group.optimizer is not None
             if isinstance(group.optimizer, MatrixOptimizer):
-                tensors = dict(group.optimizer.converted(held_master, tensors))
+                tensors = dict(group.optimizer.convert_state(held_master, tensors))
             if wrong := unlike(group.optimizer, held_master, tensors, counts, shared):
                 problems.append(reader.problem(f"{matrix.name}: {wrong}"))
                 continue

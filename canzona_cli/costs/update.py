@@ -215,7 +215,7 @@ def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
     It is not if matmuls are in bf16, as in bf16 runs on CPUs with bf16 instructions: of qwen3-tiny's 28
     momenta, its check rejected all in the first 30 steps and half after 300, and rejected matrices are
     recomputed in standard form. GPUs, and CPUs without bf16 instructions, use fp16 matmuls in bf16 runs
-    (`optimizers.gram_form.products_type`); with these it rejected none.
+    (`optimizers.gram_form.gram_dtype`); with these it rejected none.
     """
     return a.precision != "bf16" or cluster.device == "cuda" or cluster.bf16_in_fp32
 

@@ -18,7 +18,7 @@ from canzona_cli.engine.sharded_state import ShardedState, unsupported
 from canzona_cli.engine.stored_state import SHARDING
 from canzona_cli.errors import Diverged, Problem, Unsupported
 from canzona_cli.megatron.matrix_buffers import global_parameters
-from canzona_cli.megatron.owner_bucket_group import adamw_groups, gathers_ahead, nothing_to_gather
+from canzona_cli.megatron.owner_bucket_group import adamw_groups, gathers_ahead, mark_gathered
 from canzona_cli.megatron.parallel import gather
 from canzona_cli.megatron.timers import PhaseTimer
 
@@ -123,7 +123,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         if skips:
             self.skipped += 1
             # No rank's parameters have changed, so the next forward pass must not wait for a gathering.
-            nothing_to_gather(self._chunks)
+            mark_gathered(self._chunks)
             return False, norm, None
         clip = self.config.clip_grad
         scale = min(1.0, clip / (norm + 1e-6)) if clip > 0.0 else 1.0

@@ -22,7 +22,7 @@ from canzona_cli.engine.wire import (
 )
 from canzona_cli.megatron.timers import Span
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.optimizers.runs import joined, runs
+from canzona_cli.optimizers.runs import runs, view_run
 from canzona_cli.planner.exchange import Parcel, senders, to_hosts
 from canzona_cli.run.phases import Phase
 
@@ -121,7 +121,7 @@ class HostedGroup:
         self._grads = [grads[matrix.index] for matrix in self.hosted]
         self._grad_unpack = joined_copies(unpack)
         self._in_place = [
-            joined(alike[run]) for alike in by_key(in_place, lambda gradient: gradient.shape) for run in runs(alike)
+            view_run(alike[run]) for alike in by_key(in_place, lambda gradient: gradient.shape) for run in runs(alike)
         ]
 
     def _checks(self, finite: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -130,7 +130,7 @@ class HostedGroup:
         for alike in by_key(each, lambda pair: pair[0].shape):
             masters, flags = [master for master, _ in alike], [flag for _, flag in alike]
             for run in runs(masters, flags):
-                yield joined(masters[run]), joined(flags[run])
+                yield view_run(masters[run]), view_run(flags[run])
 
     def _bind_arriving_weights(self) -> None:
         """Prepares the writes of fragments of matrices that other ranks host, each with the place of the

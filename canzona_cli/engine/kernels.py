@@ -25,7 +25,7 @@ from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
 from canzona_cli.megatron.owner_bucket_group import device_seconds
 from canzona_cli.megatron.parallel import gather
 from canzona_cli.optimizers import graphs, symmetric
-from canzona_cli.optimizers.gram_form import products_type
+from canzona_cli.optimizers.gram_form import gram_dtype
 from canzona_cli.optimizers.symmetric import Kernel, Shape
 from canzona_cli.run.records import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
@@ -60,7 +60,7 @@ def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, froze
         if stack_of(update, rows, cols, config.cluster) > 1:
             continue
         standard = form_of(update, rows, cols, config.cluster) == "standard"
-        dtype = torch.bfloat16 if standard else products_type(torch.bfloat16, device)
+        dtype = torch.bfloat16 if standard else gram_dtype(torch.bfloat16, device)
         side, long = sorted((rows, cols))
         calls: tuple[tuple[int, Call], ...] = ((long, "tall" if rows > cols else "wide"), (side, "square"))
         for width, call in calls:
@@ -107,7 +107,7 @@ def choose_kernels(
 
 def _on_cpu(shape: Shape) -> KernelChoice:
     side, long, dtype = shape
-    kernel = STRIPS if symmetric.in_strips(side, long) > 1 else PLAIN
+    kernel = STRIPS if symmetric.strip_count(side, long) > 1 else PLAIN
     return KernelChoice(side=side, long=long, dtype=_NAMES[dtype], kernel=kernel)
 
 

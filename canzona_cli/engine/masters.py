@@ -72,8 +72,8 @@ def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tenso
     the device. The host does not wait."""
     count = torch.zeros(1, device=device)
     for group in groups:
-        if isinstance(group.optimizer, Muon) and (doubted := group.optimizer.doubted()) is not None:
-            count += doubted
+        if isinstance(group.optimizer, Muon) and (untrusted := group.optimizer.untrusted_count()) is not None:
+            count += untrusted
     return count
 
 

@@ -14,7 +14,7 @@ from canzona_cli.engine.wire import Copy, Wiring, Write, joined_writes, write_fi
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.matrix_optimizer import Workspace
 from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.optimizers.shared_rows import Together, Turns, Wait
+from canzona_cli.optimizers.shared_rows import FragmentGroup, Turns, Wait
 from canzona_cli.planner.order import LANES, turns
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class SharedMatrix:
         same on all ranks."""
         return self._optimizer.excluded(self.master)
 
-    def together(self, scale: float, ranks: Together) -> Turns[None]:
+    def together(self, scale: float, ranks: FragmentGroup) -> Turns[None]:
         """Updates the fragment in Gram form, or sets `needs_alone` if the matrix is `excluded` or the result
         cannot be trusted. Collective. Yields the collectives to wait for."""
         self._take_gradient(scale)
@@ -66,14 +66,14 @@ class SharedMatrix:
         if self.excluded:
             self.needs_alone = True
         else:
-            trusted = yield from self._optimizer.together(self.master, whole=whole, ranks=ranks)
+            trusted = yield from self._optimizer.update_together(self.master, whole=whole, ranks=ranks)
             self.needs_alone = not trusted
         self.master.grad = None
 
     def alone(self, scale: float, group: torch.distributed.ProcessGroup | None) -> None:
         """Updates the fragment in standard form, for a matrix with `needs_alone`. Collective."""
         self._take_gradient(scale)
-        self._optimizer.alone(
+        self._optimizer.update_alone(
             self.master,
             whole=self.matrix.shape,
             total=lambda part: torch.distributed.all_reduce(part, group=group),
@@ -133,8 +133,8 @@ class Sharing:
         self.extra_workspaces = [Workspace() for _ in range(LANES - 1)]
         """The scratch of interleaved matrices other than the one that uses the optimizer's own scratch."""
         self._lanes = [
-            Together(
-                place=wiring.rank,
+            FragmentGroup(
+                index=wiring.rank,
                 count=wiring.fragments.tp,
                 total=self._timed("all_reduce"),
                 swap=self._timed("all_to_all_single"),

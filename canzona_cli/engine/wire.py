@@ -11,7 +11,7 @@ from canzona_cli.config.schema import ModelConfig
 from canzona_cli.megatron.timers import PhaseTimer, Watcher
 from canzona_cli.model import geometry
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.optimizers.runs import joined, runs
+from canzona_cli.optimizers.runs import runs, view_run
 from canzona_cli.planner.exchange import Route
 
 
@@ -240,7 +240,7 @@ def joined_copies(copies: Sequence[Copy]) -> list[Copy]:
     merged: list[Copy] = []
     for alike in by_key(copies, lambda copy: (copy.target.shape, copy.target.dtype, copy.source.dtype)):
         targets, sources = [copy.target for copy in alike], [copy.source for copy in alike]
-        merged += [Copy(joined(targets[run]), joined(sources[run])) for run in runs(targets, sources)]
+        merged += [Copy(view_run(targets[run]), view_run(sources[run])) for run in runs(targets, sources)]
     return merged
 
 
@@ -260,9 +260,9 @@ def joined_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
             merged.append(
                 Writes(
                     flags=slice(first, (others[-1] if others else first) + 1, step),
-                    target=joined(targets[run]),
-                    source=joined(sources[run]),
-                    rounded=joined(rounded[run]),
+                    target=view_run(targets[run]),
+                    source=view_run(sources[run]),
+                    rounded=view_run(rounded[run]),
                 )
             )
     return merged

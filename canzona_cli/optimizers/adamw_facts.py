@@ -1,4 +1,4 @@
-"""Facts about AdamW, which updates the parameters that are not matrices, or all parameters."""
+"""A description of AdamW, which updates the parameters that are not matrices, or all parameters."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -23,7 +23,7 @@ def eigh(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounding(terms: int) -> float:
-    """Returns the relative rounding error to expect of a sum of `terms` products in fp32. It grows with the
+    """Returns the expected relative rounding error of a sum of `terms` products in fp32. It grows with the
     square root of their number (Higham & Mary 2019, doi:10.1137/18M1226312)."""
     return math.sqrt(terms) * torch.finfo(torch.float32).eps
 
@@ -32,9 +32,9 @@ def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
     """Returns the eigenvectors of a positive semi-definite matrix (side, side) in the columns of a matrix,
     largest eigenvalue first, with signs such that the element of the largest magnitude is positive.
 
-    Eigenvectors whose eigenvalue is below rounding are an arbitrary basis of the remaining space, and the
-    next rounding error changes them completely. They are replaced by the orthogonal complement of the other
-    eigenvectors that Householder reflections yield, which changes only as much as those eigenvectors do.
+    Eigenvectors whose eigenvalue is below the rounding error are an arbitrary basis of the remaining space,
+    and tiny changes of the matrix change them completely. They are replaced by the columns with which a
+    complete QR extends the other eigenvectors, which change only as much as those eigenvectors do.
 
     Raises:
         LinAlgError: As for `eigh`.
@@ -102,7 +102,7 @@ def orthonormal_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor
     return torch.where(sizes <= rounding(len(panel)), 0.0, basis)
 
 
-def completed(panels: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+def complete_basis(panels: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     """Completes a basis whose columns `orthonormal_panel` has computed: columns without a defined direction
     are replaced as in `orthonormal`. The host waits for the device once.
 
@@ -139,7 +139,7 @@ def with_fallback(
         compute: A function that raises LinAlgError if it fails.
         matrix: fp32.
         what: The name of the decomposition in reports.
-        report: A function that is called with a text if `compute` failed in fp32, or in both precisions.
+        report: Called with a message if `compute` failed in fp32, or in both precisions.
     """
     try:
         return compute(matrix)
@@ -185,13 +185,13 @@ programming (as Amsel et al. 2025, arXiv:2505.16932, do for the matrix sign) so 
 most 1, and as close to 1 as possible for all m between the smallest value left by the earlier steps and 1.
 Eigenvalues of at least 1e-7 end within 0.035 of 1. The last step is the Taylor polynomial."""
 _LARGEST_DISTANCE = 0.05
-"""The root mean square distance of the eigenvalues from 1 before the last step, above which the iteration has
-not converged."""
+"""The largest root mean square distance of the eigenvalues from 1 before the last step with which the
+iteration counts as converged."""
 
 
 def damping(side: int, eps: float) -> float:
-    """Returns the term to add to eigenvalues, relative to the largest: `eps` plus the rounding error of the
-    sums that the factor consists of.
+    """Returns the term to add to a factor's eigenvalues, relative to the largest: `eps` plus the rounding
+    error of the sums that the factor's elements are.
 
     Without it, the factor of a few gradients, whose rank is low, would amplify rounding errors by the inverse
     root of almost zero.
@@ -227,10 +227,10 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
     """
     m, size = newton_start(factors, eps)
     x, good = None, None
-    for number in range(newton_steps(order)):
-        if number + 1 == newton_steps(order):
+    for step in range(newton_steps(order)):
+        if step + 1 == newton_steps(order):
             good = newton_converged(m)
-        x, m = newton_step(number, order, x, m)
+        x, m = newton_step(step, order, x, m)
     assert x is not None
     assert good is not None
     return x.mul_(size.pow(-1 / order)), good
@@ -245,8 +245,8 @@ def newton_start(factors: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch
     (count, 1, 1); the identity and 1 for a factor of zeros."""
     side = factors.size(-1)
     largest = _largest(factors)
-    # No step multiplies by a transpose, and the order of factors is fixed. Otherwise products would amplify
-    # the asymmetry that rounding causes.
+    # No step multiplies by a transpose, and the order of factors is fixed. Otherwise the matmuls would
+    # amplify the asymmetry that rounding causes.
     m = factors.clone()
     diagonal = m.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(damping(side, eps) * largest)
@@ -258,19 +258,17 @@ def newton_start(factors: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch
     return m, size
 
 
-def newton_step(
-    number: int, order: Order, x: torch.Tensor | None, m: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def newton_step(step: int, order: Order, x: torch.Tensor | None, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns X and M after a step (count, side, side); the last step keeps M.
 
     Args:
         x: None before the first step, when X is the identity.
     """
-    a, b, c = _STEPS[order][number]
+    a, b, c = _STEPS[order][step]
     q = torch.baddbmm(m, m, m, beta=b, alpha=c)
     q.diagonal(dim1=-2, dim2=-1).add_(a)
     x = q if x is None else x @ q
-    if number + 1 == newton_steps(order):
+    if step + 1 == newton_steps(order):
         return x, m
     for _ in range(2 if order == 4 else 1):
         q = q @ q

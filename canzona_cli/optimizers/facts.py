@@ -1,8 +1,8 @@
-"""Facts about optimizers that can be used without torch: settings, costs, state, and the name of the class.
+"""A description of each optimizer that does not import torch: settings, costs, state, and the name of its
+class.
 
-An optimizer consists of a module of facts, `NAME_facts.py` with a tuple `FACTS`, the module of its class, and
-a recipe. Settings, help, plans, memory estimates and the engine look it up in `known`; no other code names
-it.
+An optimizer consists of `NAME_facts.py`, which defines the tuple `FACTS`, the module with its class, and a
+recipe. Settings, help, plans, memory estimates and the engine find it through `known`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,17 +19,18 @@ Clip = Literal["all", "adamw", "none"]
 Form = Literal["standard", "gram"]
 """The form of the Newton-Schulz iteration: computed on the matrix itself, or on its Gram matrix."""
 RootMethod = Literal["eigh", "newton"]
-"""The method by which Shampoo's inverse roots are computed: from eigenvalues, or by matrix products alone."""
+"""The algorithm for Shampoo's inverse roots: an eigendecomposition, or Newton's iteration, which needs only
+matmuls."""
 MOMENTUM: Final = "momentum_buffer"
-"""The name of Muon's momentum in its state, here and in Megatron."""
+"""The key of the momentum in Muon's state, here and in Megatron."""
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-"""The names of Adam's moments in the state of all optimizers that have them."""
+"""The keys of Adam's moments in the state of every optimizer that has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerBase:
-    """The settings of every optimizer. The AdamW settings also apply to embeddings, output layer, norms and
-    biases."""
+    """The settings that all optimizers share. Matrix optimizers use the AdamW settings for embeddings, the
+    output layer, norms and biases."""
 
     if TYPE_CHECKING:
 
@@ -41,14 +42,14 @@ class OptimizerBase:
     lr: Annotated[Positive, "Peak learning rate.", Example("0.0003"), CURVE]
     lrs: Annotated[
         dict[str, Positive],
-        "Peak learning rates by optimizer, used instead of lr unless lr is typed; for recipes.",
+        "Peak learning rates by optimizer, for recipes. They replace lr unless lr is given on the command line.",
         Example("'{soap:0.002}'"),
         NOTHING,
     ] = field(default_factory=dict, hash=False)
     min_lr: Annotated[NotNegative, "Learning rate at the end of the decay.", Example("0.00003"), CURVE] = 0.0
     min_lr_ratio: Annotated[
         Share | None,
-        "min_lr as a share of lr, so that it changes with lr; null: min_lr is used as it is.",
+        "min_lr as a fraction of lr, so that it changes with lr; null: use min_lr.",
         Example("0.1"),
         NOTHING,
     ] = None
@@ -58,46 +59,46 @@ class OptimizerBase:
     clip_grad: Annotated[NotNegative, "Maximum global gradient norm; 0 switches clipping off.", CURVE] = 1.0
     clip: Annotated[
         Clip,
-        "Which gradients clip_grad scales down, by the norm of all gradients. all: every gradient. adamw: only those of"
-        " parameters that AdamW updates, so that a spike of the embeddings' gradients does not reduce the weight of"
-        " the step in a matrix optimizer's momentum. none.",
+        "Which gradients clip_grad scales down, always by the norm of all gradients. all: every gradient. adamw: only"
+        " the gradients of parameters that AdamW updates, so that a spike in the embeddings' gradients does not reduce"
+        " this step's weight in a matrix optimizer's momentum. none: no gradient.",
         CURVE,
     ] = "all"
-    beta1: Annotated[Share, "AdamW's decay of the first moment.", CURVE] = 0.9
-    beta2: Annotated[Share, "AdamW's decay of the second moment.", CURVE] = 0.95
-    eps: Annotated[Epsilon, "AdamW's term in the denominator.", Example("1e-8"), CURVE] = 1e-8
+    beta1: Annotated[Share, "Decay of AdamW's first moment.", CURVE] = 0.9
+    beta2: Annotated[Share, "Decay of AdamW's second moment.", CURVE] = 0.95
+    eps: Annotated[Epsilon, "Epsilon in the denominator of AdamW's update.", Example("1e-8"), CURVE] = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """Everything that the cost of an update depends on."""
+    """The settings that the cost of an update depends on."""
 
     name: str
     """The optimizer whose update is priced; for a user's own optimizer, the optimizer that it resembles."""
     custom: bool = False
-    """True for a user's optimizer, whose measurements have a separate label."""
+    """True for a user's own optimizer, whose measurements are labelled separately."""
     ns_steps: int = 5
     form: Literal["auto"] | Form = "standard"
     """The form of Muon's Newton-Schulz iteration; with auto, `costs.update.form_of` decides for each shape."""
     refresh_period: int = 10
-    """The steps between refreshes of roots or eigenbases (Shampoo, SOAP, KL-Shampoo)."""
+    """The number of steps between refreshes of roots or eigenbases (Shampoo, SOAP, KL-Shampoo)."""
     spread: bool = False
     """True if each refresh is computed in parts, one in each step of the period."""
     max_preconditioner_dim: int = 8192
     """The longest side that is preconditioned (Shampoo, SOAP, KL-Shampoo)."""
     grafting: Literal["none", "sgd", "adam"] = "none"
-    """The method to whose norm Shampoo's update is scaled."""
+    """The method that determines the norm of Shampoo's update."""
     roots: RootMethod = "eigh"
-    """The method by which Shampoo's inverse roots are computed."""
+    """The algorithm for Shampoo's inverse roots."""
     precision: Precision = "bf16"
-    """The precision of the products of Newton-Schulz. Products with Kronecker factors are in fp32 or TF32."""
+    """The precision of the Newton-Schulz matmuls. Matmuls with Kronecker factors are in fp32 or TF32."""
     tf32: bool = True
-    """True if products with Kronecker factors use TF32 on GPUs that have it; refreshes never use TF32."""
+    """True if matmuls with Kronecker factors use TF32 on GPUs that have it; refreshes never use TF32."""
     stack: Literal["auto"] | bool = False
-    """True if Muon updates matrices of one shape in batched products; with auto, `costs.update.stack_of`
+    """True if Muon updates matrices of one shape in batched matmuls; with auto, `costs.update.stack_of`
     decides for each shape."""
     graph: bool = False
-    """True if Muon's updates of a micro-group are replayed as one CUDA graph."""
+    """True if Muon's updates of each micro-group are replayed as one CUDA graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,27 +106,29 @@ class Work:
     """The work of one update."""
 
     products: tuple[tuple[int, int, int, int], ...] = ()
-    """The dense products, as (count, m, k, n): `count` products of (m, k) by (k, n)."""
+    """The dense matmuls, as (count, m, k, n): `count` matmuls of (m, k) by (k, n)."""
     symmetric: tuple[tuple[int, int, int], ...] = ()
-    """The products with a symmetric result, as (count, m, k): `count` products of (m, k) by (k, m). A kernel
-    that makes use of the symmetry needs half the operations."""
+    """The matmuls with a symmetric result, as (count, m, k): `count` matmuls of (m, k) by (k, m). A kernel
+    that exploits the symmetry needs half the operations."""
     qr: tuple[tuple[int, int], ...] = ()
-    """The shapes (m, n), m >= n, of the matrices whose QR decomposition is computed with an explicit Q."""
+    """The shapes (m, n), m >= n, of the matrices that a QR decomposition with explicit Q is computed for."""
     eigh: tuple[int, ...] = ()
-    """The sides of the squares with an eigendecomposition."""
+    """The sides of the square matrices that an eigendecomposition is computed for."""
     elementwise: float = 0.0
-    """The FLOPs of elementwise kernels. Only AdamW counts them: next to matrix products they are negligible."""
+    """The FLOPs of elementwise kernels. They are counted for AdamW only; beside matmuls they are
+    negligible."""
     traffic: float = 0.0
     """The bytes that elementwise kernels and copies read and write."""
     launches: float = 0
     """The number of kernel launches."""
     iteration: "Work | None" = None
-    """The Newton-Schulz iteration in the run's precision, if the other products have factors in fp32."""
+    """The work of Newton-Schulz if the other matmuls use another precision (SOAP-Muon); None: it is included
+    above."""
 
     @property
     def flops(self) -> float:
-        """The FLOPs of all work. QR with explicit Q counts as 4 m n^2 - 4/3 n^3, eigh with vectors as 9 n^3
-        (Golub & Van Loan, 4th ed., 5.2 and 8.3)."""
+        """The total FLOPs. A QR with explicit Q takes 4 m n^2 - 4/3 n^3, an eigh with vectors 9 n^3 (Golub &
+        Van Loan, 4th ed., 5.2 and 8.3)."""
         return self.elementwise + self.product_flops + self.qr_flops + sum(9.0 * n**3 for n in self.eigh)
 
     @property
@@ -134,7 +137,7 @@ class Work:
 
     @property
     def product_flops(self) -> float:
-        """The FLOPs of all products; products with a symmetric result count in full."""
+        """The FLOPs of all matmuls, if none exploits the symmetry of its result."""
         iteration = self.iteration.product_flops if self.iteration else 0.0
         return iteration + sum(2.0 * count * m * k * n for count, m, k, n in self.products) + self._symmetric_flops
 
@@ -153,29 +156,30 @@ class Rule:
 
     work: Callable[[Algorithm, int, int], tuple[Work, tuple[Work, ...]]]
     """A function that returns the work of every update of a (rows, cols) matrix, and the work that a refresh
-    adds: an entry for each step of a period, from the first to the last step that computes a part of the refresh."""
+    adds, with one entry for each of the steps over which the refresh is spread."""
     fragment_bytes: int
-    """The bytes of memory traffic per element of the part of an update that needs only a fragment: weight decay,
-    weight and, with Newton-Schulz, momentum and scaling. The write of the model's weight is not included."""
+    """The memory traffic, in bytes per element, of the part of an update that needs only a fragment: weight
+    decay, weight and, with Newton-Schulz, momentum and scaling, but not the write of the model's weight."""
     moments: int
-    """The number of fp32 state tensors of the shape of the weight; Shampoo's Adam grafting adds one."""
+    """The number of fp32 state tensors of the weight's shape; Shampoo's Adam grafting adds one."""
     row_vectors: int = 0
-    """The number of state vectors with an element for each row."""
+    """The number of state vectors with one element per row."""
     orthogonal: bool = False
     """True if the update runs Newton-Schulz iterations, which need scratch."""
     shared: bool = False
-    """True if the fragments of a matrix can be updated together (`costs.sharing`)."""
+    """True if ranks can update the fragments of a matrix together (`costs.sharing`)."""
     packed: int = 0
-    """The number of symmetric squares for each side that has a factor; half of each square is stored."""
+    """The number of symmetric squares in the state for each side with a factor; half of each is stored."""
     squares: int = 0
-    """The number of other squares for each side that has a factor."""
+    """The number of squares stored in full for each side with a factor."""
     vectors: int = 0
-    """The number of vectors of each side that has a factor."""
+    """The number of state vectors for each side with a factor."""
     begun_packed: int = 0
-    """The number of packed symmetric squares, for each side that has a factor, that hold a refresh between
+    """The number of packed symmetric squares, for each side with a factor, that hold a spread refresh between
     its parts."""
     begun_squares: int = 0
-    """The number of other squares, for each such side, that hold a refresh between its parts."""
+    """The number of squares stored in full, for each side with a factor, that hold a spread refresh between
+    its parts."""
 
     @property
     def preconditioned(self) -> bool:
@@ -184,14 +188,14 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that other code knows about an optimizer without importing its class."""
+    """Everything that other code needs to know about an optimizer without importing its class."""
 
     settings: type[OptimizerBase]
     """The settings, with `name` as a literal. The class takes the settings that are not in `OptimizerBase`
     under the same names."""
     rule: Rule
     update: str | None = None
-    """The class, as `module:Class` of this package; None for AdamW, which is Megatron's."""
+    """The class, as `module:Class` within this package; None for AdamW, which Megatron implements."""
 
     @property
     def name(self) -> str:
@@ -202,7 +206,7 @@ class Facts:
 
 @cache
 def known() -> Mapping[str, Facts]:
-    """Returns the facts of every optimizer by name: imports the `*_facts` modules of this package in
+    """Returns the facts about every optimizer by name, from the `*_facts` modules of this package in
     alphabetical order."""
     folders = import_module(__package__).__path__
     modules = sorted(path.stem for folder in folders for path in Path(folder).glob("*_facts.py"))

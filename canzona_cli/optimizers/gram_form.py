@@ -1,5 +1,5 @@
-"""Newton-Schulz in Gram form: the polynomial of all steps is computed on squares of the short side and
-applied to X at the end (Gram Newton-Schulz: Zhang, Amsel, Chen, Dao 2026,
+"""Newton-Schulz in Gram form: the polynomials of several steps are multiplied out on squares of the short
+side, and their product is applied to X at once (Gram Newton-Schulz: Zhang, Amsel, Chen, Dao 2026,
 https://dao-lab.ai/blog/2026/gram-newton-schulz).
 
 Every step multiplies X from its short side by a polynomial of A = X X^T. If Q is the product of these
@@ -9,27 +9,27 @@ X X^T, which no step notices. Therefore Q is applied to X, and A is computed aga
 `segments` of steps.
 
 Precision. Squares are stored as alpha I + R, where alpha is close to the mean of A's eigenvalues at the start
-of a segment, and R has the dtype of the products. Near convergence R is small, and so is its rounding error.
+of a segment, and R has the dtype of the matmuls. Near convergence R is small, and so is its rounding error.
 Any alpha gives the same result, so alpha is taken from a table (`ALPHAS`). The host computes the numbers that
 follow from each alpha once, and a GPU looks them up instead of computing them in some sixty launches on
-single numbers. At the start X has norm 1, so the mean is known exactly. Where a step's polynomial P is a
-factor of a product, it is stored including its diagonal, which is rounded. This makes P a different
+single numbers. At the start X has norm 1, so the mean is known exactly. Where a matmul needs a step's
+polynomial P, P is stored including its diagonal, which is rounded. This makes P a different
 polynomial, which does no harm as long as Q and A are multiplied by the same P. So the terms that Q and A get
 from P's diagonal are computed from the rounded diagonal.
 
-Range. Where fp16 is as fast as bf16, it replaces bf16 here (`products_type`), because it has three more bits
-of precision. Its normal numbers are 6e-5 to 65504. The elements of a Gaussian 5120 x 25600 matrix of norm 1
-are about 9e-5, and the off-diagonal elements of its Gram matrix about 1e-6, which is too small. So the caller
-passes t X with t = 2^k (`starting_norm`), and the first step's coefficients are scaled to give the same result
-as for X (`undoing`). No other part of the iteration depends on t. No element of a symmetric matrix exceeds its largest
-eigenvalue, so R is at most t^2 = 4096 in the first step, and the products made of it are at most 8.3 t,
-because their factors are t to t^5 times smaller. Because t^2 is at most the short side, the mean of the
-eigenvalues is at most 1, as in every other segment. After the first step the numbers are larger by its slope
-squared, 12 to 67: the off-diagonal elements of that Gram matrix are about 2e-5. Their rounding error, 2e-8,
-adds no more than about 1e-4 to the result.
+Range. Where fp16 is as fast as bf16, it replaces bf16 here (`gram_dtype`), because it has three more bits of
+precision. Its normal numbers are 6e-5 to 65504. The elements of a Gaussian 5120 x 25600 matrix of norm 1 are
+about 9e-5, and the off-diagonal elements of its Gram matrix about 1e-6, which is too small. So the caller
+passes t X with t = 2^k (`starting_norm`), and the first step's coefficients are scaled to give the same
+result as for X (`unscaled_steps`). No other part of the iteration depends on t. No element of a symmetric
+matrix exceeds its largest eigenvalue, so R is at most t^2 = 4096 in the first step, and the squares computed
+from it are at most 8.3 t, because the polynomials' coefficients are t to t^5 times smaller. Because t^2 is at
+most the short side, the mean of the eigenvalues is at most 1, as in every other segment. After the first step
+the numbers are larger by its slope squared, 12 to 67: the off-diagonal elements of that Gram matrix are about
+2e-5. Their rounding error, 2e-8, adds no more than about 1e-4 to the result.
 
 Error. With u the unit roundoff, relative and elementwise, take roundings to be independent with variance u^2
-/ 3 (Higham, Mary 2019, doi:10.1137/18M1226312). In a segment of k steps two of them are amplified. Relative
+/ 3 (Higham, Mary 2019, doi:10.1137/18M1226312). In a segment of k steps two roundings are amplified. Relative
 to the root mean square of the m singular values, they contribute:
 
 - The rounding of the Gram matrix. An error E with |E|_F^2 = u^2 / 3 |R|_F^2 has become Q E Q by the last step,
@@ -41,9 +41,9 @@ to the root mean square of the m singular values, they contribute:
   X is large.
 
 Outside the polynomials' range these estimates do not hold. `cans` reaches the very edge of the range, and a
-single rounding can cross it: for a Gaussian 16 x 48 in bf16 the largest singular value became 3.6, where the
-standard form gives 1.1, and restarting in every step does not help. So `Muon` refuses `cans` in Gram form.
-The other sets stay away from the edge.
+single rounding can cross it: for a Gaussian 16 x 48 matrix in bf16 the largest singular value became 3.6,
+where the standard form gives 1.1, and restarting in every step does not help. So `Muon` refuses `cans` in
+Gram form. The other sets stay away from the edge.
 
 A later segment multiplies an error by about the root mean square of its Q. Norms are estimated from some rows
 (`SAMPLES`). A row that is much larger than the others belongs to large singular values, which are stretched
@@ -57,14 +57,14 @@ from functools import cache
 
 import torch
 
-from . import cpu_products, symmetric
+from . import cpu_matmuls, symmetric
 from .matrix_optimizer import Workspace
 from .muon_facts import SAMPLES, segments
 
 DOUBT = 0.15
-"""The estimated error (see above) above which a result is not trusted. It is of the size of the 0.02 to 0.2
-by which the polynomials themselves miss 1. In bf16 the estimates of Gaussian matrices are 0.009 to 0.145, the
-largest for 16 x 16 matrices."""
+"""The estimated error (see above) above which a result is not trusted. It is similar to the error of the
+polynomials themselves, whose results differ from 1 by 0.02 to 0.2. In bf16 the estimates for Gaussian
+matrices are 0.009 to 0.145, the largest for 16 x 16 matrices."""
 LARGEST_NORM = 2.0**6
 """The largest starting norm in fp16; its square is well inside fp16's range."""
 LOWEST, PER_OCTAVE = -24, 8
@@ -80,11 +80,11 @@ does not wait."""
 Step = tuple[float, float, float]
 
 
-def products_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Returns the dtype of X and of squares in Gram form on `device`, if the standard form uses `dtype`. It
-    is fp16 instead of bf16 if the two are equally fast: on CUDA, and on processors without bf16 instructions
-    (`cpu_products`). Processors with bf16 instructions multiply fp16 400 times slower than bf16."""
-    has_fp16 = device.type == "cuda" or (device.type == "cpu" and cpu_products.installed())
+def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Returns the dtype of X and of squares in Gram form on `device`, given that the standard form uses
+    `dtype`. fp16 replaces bf16 where both are equally fast: on CUDA, and on processors without bf16
+    instructions (`cpu_matmuls`). On processors with bf16 instructions, fp16 matmuls are 400 times slower."""
+    has_fp16 = device.type == "cuda" or (device.type == "cpu" and cpu_matmuls.is_installed())
     return torch.float16 if dtype is torch.bfloat16 and has_fp16 else dtype
 
 
@@ -93,7 +93,7 @@ def starting_norm(side: int, dtype: torch.dtype) -> float:
     return min(LARGEST_NORM, 2.0 ** ((side.bit_length() - 1) // 2)) if dtype is torch.float16 else 1.0
 
 
-def undoing(norm: float, steps: Sequence[Step]) -> Sequence[Step]:
+def unscaled_steps(norm: float, steps: Sequence[Step]) -> Sequence[Step]:
     """Returns steps that map `norm` X to the result that `steps` give for X."""
     (a, b, c), *others = steps
     return ((a / norm, b / norm**3, c / norm**5), *others)
@@ -109,8 +109,8 @@ def gram_newton_schulz(
             overwritten.
         steps: (a, b, c) of each step.
         workspace: Scratch for a second x and four squares of the short side.
-        into: For a single `x` in fp16: a fp32 tensor of its shape that receives the last product without
-            rounding.
+        into: For a single `x` in fp16: an fp32 tensor of its shape that receives the result of the last
+            matmul without rounding.
 
     Returns:
         The result, which is `into` if given, otherwise `x` or the workspace's second x; and a bool tensor of
@@ -120,7 +120,7 @@ def gram_newton_schulz(
     twin = workspace.like("ns_twin", x)
     side = min(x.shape[-2:])
     norm = starting_norm(side, x.dtype)
-    scaled_steps = undoing(norm, steps)
+    scaled_steps = unscaled_steps(norm, steps)
     mean: Number = norm * norm / side
     error: Number = 0.0
     done = 0
@@ -130,11 +130,11 @@ def gram_newton_schulz(
         error = _segment(x, scaled_steps[done - count : done], out, workspace, mean, error)
         x, twin = out, x
         mean = mean_square(x)
-    trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(mean <= most(steps) ** 2)
+    trusted = torch.as_tensor(error <= DOUBT) & torch.as_tensor(mean <= largest_rms(steps) ** 2)
     return x, trusted.view(x.shape[:-2])
 
 
-def most(steps: Sequence[Step]) -> float:
+def largest_rms(steps: Sequence[Step]) -> float:
     """Returns the largest root mean square of singular values that a trusted result may have: the largest
     value to which the polynomial maps any number in [0, 1], plus a third of `DOUBT`.
 
@@ -187,8 +187,8 @@ def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Polynomial:
-    """The product gamma I + q of the polynomials of some steps. Multiplying X by it from the short side is
-    the same as making these steps. Valid until its workspace is used again."""
+    """The product gamma I + q of the polynomials of some steps. Multiplying X's short side by it has the same
+    result as these steps. Valid until its workspace is used again."""
 
     q: torch.Tensor
     """The product without gamma I: (..., side, side), in a workspace."""
@@ -242,7 +242,7 @@ class Polynomial:
             apply(x, self.q, self.gamma, out, wide=wide)
         else:
             self.q.diagonal(dim1=-2, dim2=-1).add_(_flat(self.gamma))
-            _product(*_sides(x, self.q, wide=wide), out)
+            _matmul(*_sides(x, self.q, wide=wide), out)
 
 
 def polynomial(r: torch.Tensor, steps: Sequence[Step], numbers: Sequence[Number], workspace: Workspace) -> Polynomial:
@@ -255,25 +255,25 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], numbers: Sequence[Number]
     s, q, m = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all", "ns_half"))
     before: Number = 0.0
     p = q
-    for place, (_, _, c) in enumerate(steps):
+    for index, (_, _, c) in enumerate(steps):
         # A is alpha I + r; this step's polynomial of A is P = value I + p; the product of the earlier
         # polynomials is gamma I + q.
-        alpha, factor, value, gamma, value_alpha = numbers[5 * place : 5 * place + 5]
-        last = place + 1 == len(steps)
-        p = s if place else q
+        alpha, factor, value, gamma, value_alpha = numbers[5 * index : 5 * index + 5]
+        last = index + 1 == len(steps)
+        p = s if index else q
         symmetric.product(r, r, p, add=torch.mul(r, factor, out=p), alpha=c)
         if len(steps) == 1:
             break
         diagonal = add_diagonal(p, value)
-        if place:
+        if index:
             if last:
                 before = norm_of_rows(q, gamma)
-            symmetric.product(p, q, m, add=times(p, diagonal, gamma, m))
+            symmetric.product(p, q, m, add=scaled_residual(p, diagonal, gamma, m))
             q, m = m, q
         if not last:
-            symmetric.product(p, r, m, add=times(p, diagonal, alpha, m))
-            symmetric.product(p, m, r, add=times(p, diagonal, value_alpha, r))
-        if not place:
+            symmetric.product(p, r, m, add=scaled_residual(p, diagonal, alpha, m))
+            symmetric.product(p, m, r, add=scaled_residual(p, diagonal, value_alpha, r))
+        if not index:
             q.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
     last_value = numbers[-4] if len(steps) == 1 else None
     return Polynomial(q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last=(p, last_value, r, numbers[-6]))
@@ -289,7 +289,7 @@ def add_diagonal(p: torch.Tensor, value: Number) -> torch.Tensor:
     return torch.sub(diagonal.add_(_flat(value)), _flat(value))
 
 
-def times(p: torch.Tensor, diagonal: torch.Tensor, factor: Number, out: torch.Tensor) -> torch.Tensor:
+def scaled_residual(p: torch.Tensor, diagonal: torch.Tensor, factor: Number, out: torch.Tensor) -> torch.Tensor:
     """Writes factor (p - value I) into `out`, where `p` and `diagonal` are the results of `add_diagonal`."""
     torch.mul(p, factor, out=out)
     torch.mul(diagonal, _flat(factor), out=out.diagonal(dim1=-2, dim2=-1))
@@ -302,8 +302,8 @@ def alpha_numbers(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
         return _numbers(tuple(steps), ALPHAS[nearest(mean)])
     # The exponent and the first bits of the mantissa are the index; clamped, because NaN must also give a
     # valid index.
-    places = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
-    rows = _table(tuple(steps), mean.device).index_select(0, places.view(-1))
+    indices = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
+    rows = _table(tuple(steps), mean.device).index_select(0, indices.view(-1))
     return rows.view(*mean.shape, -1).unbind(-1)
 
 
@@ -352,7 +352,7 @@ def _every(side: int) -> int:
 
 
 def _number(of_each: torch.Tensor) -> Number:
-    """Converts a tensor with a number for each matrix of a batch (...) to `Number`."""
+    """Converts a tensor with one number per matrix of a batch (...) to `Number`."""
     return float(of_each) if of_each.ndim == 0 and of_each.device.type == "cpu" else of_each[..., None, None]
 
 
@@ -368,14 +368,14 @@ def apply(x: torch.Tensor, q: torch.Tensor, gamma: Number, out: torch.Tensor, *,
     fused(torch.mul(x, gamma, out=out), *_sides(x, q, wide=wide), out=out)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes a b into `out`. If `out` is fp32 and the factors are narrower, the product is not rounded to
+def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes a b into `out`. If `out` is fp32 and the operands are narrower, the result is not rounded to
     their dtype."""
     if out.dtype is a.dtype:
         torch.matmul(a, b, out=out)
     elif a.is_cuda:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:  # torch has no such product on CPUs
+    else:  # on CPUs torch.mm does not have out_dtype
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
@@ -386,8 +386,8 @@ def blend(out: torch.Tensor, a: torch.Tensor, x: Number, b: torch.Tensor, y: Num
 
 
 def _sides(x: torch.Tensor, q: torch.Tensor, *, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the factors of the product of `q` and x's short side: (q, x) for a wide `x`, (x, q^T) for a
-    tall one.
+    """Returns the operands, in order, of the matmul of `q` with x's short side: (q, x) for a wide `x`, (x,
+    q^T) for a tall one.
 
     q is symmetric up to rounding. The transpose keeps the factor of the last step outermost; without it the
     error of a 66 x 64 matrix in bf16 would be twice that of a 64 x 66 matrix.
@@ -399,7 +399,7 @@ def mean_square(x: torch.Tensor, *, wide: bool | None = None) -> Number:
     """Estimates the mean square of the singular values from some rows or columns of `x`.
 
     Args:
-        wide: True if the short side is the rows; None: decided by the shape of `x`.
+        wide: True if the rows are the short side; None: decided by the shape of `x`.
     """
     short = x if (x.size(-2) <= x.size(-1) if wide is None else wide) else x.mT
     sample = short[..., :: _every(short.size(-2)), :]

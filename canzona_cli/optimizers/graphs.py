@@ -1,15 +1,15 @@
 """CUDA graphs of steps that are repeated many times.
 
-Each graph has its own memory pool and its own stream, and one matrix product runs on that stream before the
-capture. torch 2.11 (the oldest version that canzona supports) to 2.14 need all three. In these versions
-cuBLAS has a workspace for each stream, allocated by the first product on it:
+Each graph has its own memory pool and its own stream, and one matmul runs on that stream before the capture.
+torch 2.11 (the oldest version that canzona supports) to 2.14 need all three. In these versions cuBLAS has a
+workspace for each stream, allocated by the first matmul on it:
 
 - A workspace allocated during a capture is part of that graph's pool. The pool is then never freed, and torch
   2.11 fails an assertion when something else is captured into it.
 - torch 2.12 to 2.14 free the workspace when a graph of that stream is deleted, even if other graphs were
   captured on the same stream (pytorch#193402).
 
-From torch 2.15 on, a workspace lives as long as its product.
+From torch 2.15 on, a workspace lives only as long as its matmul.
 """
 
 import logging
@@ -24,7 +24,7 @@ import torch
 _log = logging.getLogger(__name__)
 
 STREAMS = 32
-"""The number of different streams that torch hands out; it reuses them in turn."""
+"""The number of different streams that torch hands out before it reuses them in turn."""
 
 
 class Replayed:
@@ -32,16 +32,16 @@ class Replayed:
     same as in the previous call, and replayed from then on.
 
     A graph contains its kernels with their memory addresses and the numbers that the host passed. So a step
-    must read everything that changes from device memory, and its key must change if anything else does:
-    addresses, host numbers, sizes of scratch. While the key changes, steps run kernel by kernel. Neither
-    capture nor replay waits for the GPU or releases cached memory.
+    must read from device memory whatever changes between replays, and its key must change with everything
+    else: addresses, host numbers, sizes of scratch. While the key changes, steps run kernel by kernel.
+    Neither capture nor replay waits for the GPU or releases cached memory.
 
     If a step cannot be captured, for example because it reads back from the GPU, it runs kernel by kernel,
     and nothing else is captured in this process; `refusal` says why.
     """
 
     refusal: ClassVar[str] = ""
-    """The reason why nothing more is captured in this process; empty while nothing failed."""
+    """The reason why this process captures no more graphs; empty if no capture has failed."""
     _living: ClassVar["WeakSet[Replayed]"] = WeakSet()
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Replayed:
             return
         if self._graph is None and not Replayed.refusal:
             try:
-                self._graph = self._captured(step)
+                self._graph = self._capture(step)
                 self.captures += 1
             except RuntimeError as error:  # a capture only records kernels, so none has run
                 reason = str(error).partition("\n")[0]
@@ -79,7 +79,7 @@ class Replayed:
         else:
             self._graph.replay()
 
-    def _captured(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def _capture(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """Captures the step. Unlike `torch.cuda.graph`, it does not first wait for the device and release all
         cached memory, which would take up to a second to map again."""
         if self._stream is None:
@@ -102,7 +102,7 @@ class Replayed:
 
 
 def try_out(device: torch.device) -> str:
-    """Captures and replays a small product twice, the second time after the first graph has been deleted.
+    """Captures and replays a small matmul twice, the second time after the first graph has been deleted.
 
     Returns:
         The reason why this process cannot use CUDA graphs; empty if both captures worked.
@@ -119,14 +119,14 @@ def try_out(device: torch.device) -> str:
 
 
 _abandoned: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture failed, kept alive because torch 2.11 continues to ask them which allocations are
+"""Graphs whose capture failed, kept alive because torch 2.11 still asks them later which allocations are
 theirs."""
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-    """Ends a capture that failed. If that fails too, also tells the allocator: in torch 2.11 it would
-    otherwise assume forever that a capture is in progress (pytorch#180395) and not free memory that several
-    streams have used."""
+    """Ends a capture that failed, also in the allocator if ending it fails too. Otherwise the allocator of
+    torch 2.11 would assume forever that a capture is in progress (pytorch#180395), and not free memory that
+    several streams have used."""
     with suppress(RuntimeError):
         graph.capture_end()
     with suppress(RuntimeError):  # raised if the allocator's capture has already ended

@@ -7,16 +7,17 @@ import torch
 
 from .decompositions import rounding
 from .kronecker import LONGEST, KroneckerOptimizer, Side, unpack
-from .matrix_optimizer import products
+from .matrix_optimizer import matmul_precision
 
 NO_FACTOR = 0.2
-"""The root mean square of an update of a matrix without factors: about that of AdamW's updates (arXiv:2502.16982)."""
+"""The root mean square of updates of a matrix without factors: about that of AdamW's updates
+(arXiv:2502.16982)."""
 
 
 class KLShampoo(KroneckerOptimizer):
-    """KL-Shampoo: each factor averages the gradient whitened by the other factor. Together they minimise the
-    KL divergence between the normal distributions of covariance E[g g^T] and L (x) R (the Kronecker product).
-    In Shampoo, each factor ignores the other.
+    """KL-Shampoo: each factor averages the gradient whitened by the other factor. FragmentGroup they minimise
+    the KL divergence between the normal distributions of covariance E[g g^T] and L (x) R (the Kronecker
+    product). In Shampoo, each factor ignores the other.
 
         L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows          decay shampoo_beta
         l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise                eigenvalues, in the current basis
@@ -29,10 +30,9 @@ class KLShampoo(KroneckerOptimizer):
     the paper's figure, both factors are averaged with the previous step's l and r, and D uses this step's.
 
     Differences from the authors' code: l and r start from the size of the first gradient rather than from
-    0.1, M is corrected for its start, and no step is skipped, so updates do not depend on the gradients'
-    scale. Eigenvalues are bounded below by the rounding error of the largest rather than by 1 / 4000^2. No
-    update is longer than `LONGEST`, because for some steps after a refresh l and r still belong to the old
-    basis.
+    0.1, M is bias-corrected, and no step is skipped, so updates do not depend on the gradients' scale.
+    Eigenvalues are bounded below by the rounding error of the largest rather than by 1 / 4000^2. Updates are
+    bounded by `LONGEST`, because for some steps after a refresh l and r still belong to the old basis.
 
     Settings are those of KroneckerOptimizer; `betas[1]` and `eps` are not used. State besides that of
     KroneckerOptimizer: `exp_avg`, M (rows, cols); `Q_L` (rows, rows), `Q_R` (cols, cols); `eigenvalues_L`, l
@@ -55,10 +55,11 @@ class KLShampoo(KroneckerOptimizer):
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         """Returns, for each side, the gradient whitened on the other side, and averages it into the
         eigenvalues. Always in fp32."""
-        with products("fp32"):
+        with matmul_precision("fp32"):
             return self._whitened(p, grad)
 
     def _whitened(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
+        """Implements `_factor_inputs` in the caller's matmul precision."""
         state, sides = self.state[p], self._sides(p)
         size = torch.linalg.vector_norm(grad) / grad.numel() ** 0.5
         for side in sides:  # eigenvalues are 0 at first, and start from the size of the first gradient that is not 0
@@ -66,7 +67,7 @@ class KLShampoo(KroneckerOptimizer):
             torch.where(values.amax() > 0, values, size ** (2 / len(sides)), out=values)
         roots = {side: self._inverse_root(p, side) for side in sides}
         if len(sides) < 2:
-            self._follow(p, self._sandwich(p, "Q_", grad, transpose="L"), roots)
+            self._average_eigenvalues(p, self._sandwich(p, "Q_", grad, transpose="L"), roots)
             return super()._factor_inputs(p, grad)
         basis, other = state["Q_L"], state["Q_R"]
         left = torch.mm(basis.mT, grad, out=self.workspace.like("sandwich_L", p))
@@ -76,10 +77,10 @@ class KLShampoo(KroneckerOptimizer):
             torch.mm(basis.mT, right, out=both)
         else:
             torch.mm(left, other, out=both)
-        self._follow(p, both, roots)
+        self._average_eigenvalues(p, both, roots)
         return {"L": right.mul_(roots["R"]), "R": left.mul_(roots["L"].unsqueeze(1)).mT}
 
-    def _follow(self, p: torch.Tensor, turned: torch.Tensor, roots: Mapping[Side, torch.Tensor]) -> None:
+    def _average_eigenvalues(self, p: torch.Tensor, turned: torch.Tensor, roots: Mapping[Side, torch.Tensor]) -> None:
         """Averages the squares of `turned`, the gradient in the current basis, into the eigenvalues. Does
         nothing at the first step, when there is no basis yet."""
         if self.state[p]["step"] == 1:

@@ -9,8 +9,8 @@ from typing import Literal, TypedDict
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .decompositions import LinAlgError, completed, eigenbasis, orthonormal, orthonormal_panel, with_fallback
-from .matrix_optimizer import MatrixOptimizer, OnFallback, ProductPrecision, Workspace, products
+from .decompositions import LinAlgError, complete_basis, eigenbasis, orthonormal, orthonormal_panel, with_fallback
+from .matrix_optimizer import MatmulPrecision, MatrixOptimizer, OnFallback, Workspace, matmul_precision
 from .shampoo_facts import STACKED_SQUARES, packed_elements, panel
 
 Side = Literal["L", "R"]
@@ -20,9 +20,9 @@ LONGEST = 2.0
 """The bound on an update, in learning rates: on the root mean square of Adam's update, and on the singular
 values of Shampoo's update. With current statistics, these values are 1 if all gradients are equal, smaller
 for other gradients, and never above 1.2 with the usual decays."""
-TOGETHER = {"cuda": STACKED_SQUARES}
-"""The largest stack of squares that one call of `_refresh` takes, in elements, by device type; on other
-devices a stack has one square."""
+STACK_LIMITS = {"cuda": STACKED_SQUARES}
+"""The maximum number of elements in a stack of squares that one call of `_refresh` processes, by device type;
+on other devices a stack has one square."""
 
 
 class KroneckerSettings(TypedDict, total=False):
@@ -36,7 +36,7 @@ class KroneckerSettings(TypedDict, total=False):
     max_preconditioner_dim: int
     spread: bool
     on_fallback: OnFallback | None
-    precision: ProductPrecision
+    precision: MatmulPrecision
     workspace: Workspace | None
 
 
@@ -45,15 +45,15 @@ class KroneckerOptimizer(MatrixOptimizer):
     (a root or an eigenbasis) from each factor, and the direction of the update from the gradient.
 
     State of a matrix: `step`, the number of its updates so far; `L` (rows, rows) and `R` (cols, cols), the
-    packed factors, which are moving averages corrected for their start at zero; and what the subclass adds. A
-    side longer than `max_preconditioner_dim` does not have a factor.
+    packed factors, which are bias-corrected moving averages; and the state that the subclass adds. A side
+    longer than `max_preconditioner_dim` does not have a factor.
     """
 
     symmetric: tuple[str, ...] = ("",)
-    """The prefixes (before L and R) of the names of packed symmetric squares in the state."""
+    """The prefixes, before L or R, of the state's keys of packed symmetric squares."""
     squares = "Q_"
-    """The prefix of the names of the squares that refreshes compute. With `next_` before it, these names hold
-    the next squares between the parts of a spread refresh."""
+    """The prefix of the state's keys of the squares that refreshes compute. Between the parts of a spread
+    refresh, the same keys with `next_` in front hold the squares that are being computed."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         max_preconditioner_dim: int = 8192,
         spread: bool = False,
         on_fallback: OnFallback | None = None,
-        precision: ProductPrecision = "fp32",
+        precision: MatmulPrecision = "fp32",
         workspace: Workspace | None = None,
     ) -> None:
         """Args:
@@ -89,9 +89,9 @@ class KroneckerOptimizer(MatrixOptimizer):
                 is much longer than others. A refresh is computed from the factors of the period's first step
                 and used from its last step on (Anil et al. 2020, arXiv:2002.09018, use roots just as late).
             on_fallback: Called when a decomposition failed, or when an update was bounded (`LONGEST`).
-            precision: The precision of products in a step ("tf32": on TF32 units where a GPU has them).
+            precision: The precision of a step's matmuls ("tf32": on TF32 units where a GPU has them).
                 Refreshes are always fp32.
-            workspace: Scratch shared with other optimizers; None: its own.
+            workspace: Scratch shared with other optimizers; None: a separate one.
 
         Raises:
             ValueError: A setting is out of range, or a parameter is not a contiguous 2-D fp32 tensor.
@@ -115,7 +115,7 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     @abstractmethod
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
-        """Adds the subclass's initial state of matrix `p` to `state`."""
+        """Adds the subclass's initial state for matrix `p` to `state`."""
 
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         """Returns, for each side, the matrix X (side, other side) whose X X^T is averaged into the factor. It
@@ -135,16 +135,17 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     @abstractmethod
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        """Computes one of the parts, numbered from 0, in which a side of `p` is refreshed. Between parts, the
-        state keeps what has been computed. Returns True if the side has been refreshed."""
+        """Computes one part, counted from 0, of the refresh of a side of `p`. Intermediate results are kept
+        in the state. Returns True if the refresh is complete."""
 
     def _before_first_part(self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]) -> dict[str, torch.Tensor]:
-        """Returns the state between the parts of a refresh, as it is before the first part: copies of the squares in
-        use. A checkpoint may lack this state; a refresh that continues from it leaves the squares unchanged."""
+        """Returns the initial value of the state that a spread refresh keeps between its parts: copies of the
+        squares in use. A checkpoint may lack this state; a refresh that continues from it leaves the squares
+        unchanged."""
         names = [f"{self.squares}{side}" for side in self._sides(p)]
         return {f"next_{key}": square.clone() for key in names if isinstance(square := state.get(key), torch.Tensor)}
 
-    def _refreshed(self, p: torch.Tensor) -> None:
+    def _after_refresh(self, p: torch.Tensor) -> None:
         """Does nothing; a subclass may override it. Called after sides of `p` have been refreshed."""
 
     @abstractmethod
@@ -157,7 +158,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         }
         return {"step": None, **packed}
 
-    def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert_state(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Packs symmetric squares that older versions stored in full, and adds or drops the state between the
         parts of a refresh."""
         shapes, tensors = self.state_shapes(p), dict(state)
@@ -173,11 +174,11 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         self._report_pending()
-        with products(self.precision):
+        with matmul_precision(self.precision):
             for p in matrices:
                 self._average_factors(p)
         due = [p for p in matrices if self._is_due(p)]
-        with products("fp32"):
+        with matmul_precision("fp32"):
             for stack in self._stacks(due):
                 first, side_of_all = stack[0]
                 length = first.size(SIDES.index(side_of_all))
@@ -186,10 +187,10 @@ class KroneckerOptimizer(MatrixOptimizer):
                     unpack(self.state[p][side], factor)
                 self._refresh(stack, factors)
             for p in due:
-                self._refreshed(p)
+                self._after_refresh(p)
             for p in matrices:
                 self._continue_refresh(p)
-        with products(self.precision):
+        with matmul_precision(self.precision):
             for p in matrices:
                 self._update(p, self._gradient(p), group)
 
@@ -222,7 +223,7 @@ class KroneckerOptimizer(MatrixOptimizer):
             return
         ended = [self._refresh_part(p, side, done % period) for side in self._sides(p)]
         if True in ended:
-            self._refreshed(p)
+            self._after_refresh(p)
 
     def _stacks(self, due: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, Side]]]:
         """Yields all sides of the matrices that are due, in stacks that `_refresh` can take in one call. L
@@ -236,7 +237,7 @@ class KroneckerOptimizer(MatrixOptimizer):
                     key = p.size(SIDES.index(side)), len(sides), self.state[p]["step"] == 1
                     alike.setdefault(key, []).append((p, side))
             for (length, *_), members in alike.items():
-                count = max(1, TOGETHER.get(members[0][0].device.type, 0) // length**2)
+                count = max(1, STACK_LIMITS.get(members[0][0].device.type, 0) // length**2)
                 yield from (members[first : first + count] for first in range(0, len(members), count))
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
@@ -321,7 +322,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         if part < period - 1:
             return None
         try:
-            return completed(following, basis)
+            return complete_basis(following, basis)
         except LinAlgError as error:
             report(f"{what} failed: {error}; the previous one is kept")
             return None
@@ -356,7 +357,7 @@ _STRIP = 64
 def pack(square: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Packs the upper triangle of a contiguous symmetric matrix (side, side) into `out`
     (packed_elements(side),) and returns `out`. `square` is overwritten."""
-    return out.copy_(_folded(square))
+    return out.copy_(_fold(square))
 
 
 def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -365,7 +366,7 @@ def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     half = (side + 1) // 2
     rest = side - half
     out.view(-1)[: len(packed)].copy_(packed)
-    lower, corner, room = _lower(half, out.device), out[:half, :half], out[1 : rest + 1, :rest]
+    lower, corner, room = _lower_mask(half, out.device), out[:half, :half], out[1 : rest + 1, :rest]
     torch.where(lower[:rest, :rest], room, room.mT, out=out[half:, half:])
     corner.copy_(torch.where(lower, corner.mT, corner))
     out[half:, :half].copy_(out[:half, half:].mT)
@@ -376,7 +377,7 @@ def average_gram(packed: torch.Tensor, x: torch.Tensor, weight: float, scratch: 
     """Computes packed += weight (X X^T - packed) in place.
 
     On a CPU, X X^T is computed in strips of rows from the diagonal to the right, which needs about half the
-    operations. On a GPU strips would be too small to fill the device, so the whole product is computed.
+    operations. On a GPU strips would be too small to fill the device, so all of X X^T is computed.
 
     Args:
         packed: The factor, packed: (packed_elements(side),).
@@ -388,20 +389,20 @@ def average_gram(packed: torch.Tensor, x: torch.Tensor, weight: float, scratch: 
     for top in range(0, side, height):
         end = min(side, top + height)
         torch.mm(x[top:end], x[top:].mT, out=scratch[top:end, top:])
-    packed.lerp_(_folded(scratch), weight)
+    packed.lerp_(_fold(scratch), weight)
 
 
-def _folded(square: torch.Tensor) -> torch.Tensor:
+def _fold(square: torch.Tensor) -> torch.Tensor:
     """Folds the upper triangle of `square` into its packed form in the memory of `square`, and returns a view
     of it."""
     side = len(square)
     half = (side + 1) // 2
     rest = side - half
     room = square[1 : rest + 1, :rest]
-    torch.where(_lower(rest, square.device), square[half:, half:].mT, room, out=room)
+    torch.where(_lower_mask(rest, square.device), square[half:, half:].mT, room, out=room)
     return square.view(-1)[: packed_elements(side)]
 
 
-def _lower(side: int, device: torch.device) -> torch.Tensor:
+def _lower_mask(side: int, device: torch.device) -> torch.Tensor:
     """Returns a mask (side, side) of the elements on the diagonal or below it."""
     return torch.ones(side, side, dtype=torch.bool, device=device).tril_()

@@ -1,4 +1,4 @@
-"""The base class of the matrix optimizers, the precision of their products, and their scratch memory."""
+"""The base class of the matrix optimizers, the precision of their matmuls, and their scratch memory."""
 
 import math
 from abc import abstractmethod
@@ -11,8 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 OnFallback = Callable[[torch.Tensor, str], None]
 """A callback that receives the parameter and a text saying what failed and what was used instead."""
-ProductPrecision = Literal["fp32", "tf32"]
-"""The precision of fp32 products: full fp32, or TF32 where a GPU has it (10 bits of mantissa, much faster)."""
+MatmulPrecision = Literal["fp32", "tf32"]
+"""The precision of fp32 matmuls: full fp32, or TF32 where a GPU has it (10 bits of mantissa, much faster)."""
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -59,11 +59,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None] | None:
         """Returns the shapes of the fp32 tensors in the state of matrix `p` (rows, cols) after its first
-        step, by name; the value None stands for a step counter. Returns None if the class does not declare
-        its state; the state in a checkpoint is then not checked."""
+        step, by key; a shape of None stands for a step counter. Returns None if the class does not declare
+        its state, so that the state in a checkpoint cannot be checked."""
         return None
 
-    def converted(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def convert_state(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Converts the state of matrix `p` from a checkpoint of any version of the class to this version's
         format."""
         return state
@@ -87,9 +87,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 
 @contextmanager
-def products(precision: ProductPrecision) -> Iterator[None]:
-    """Runs fp32 products within the block with `precision`, whatever the process has set; on CPUs always in
-    full fp32. Products of bf16 and fp16 accumulate in fp32."""
+def matmul_precision(precision: MatmulPrecision) -> Iterator[None]:
+    """Sets the precision of fp32 matmuls inside the block, overriding the process-wide setting: `precision`
+    on GPUs, always full fp32 on CPUs. On GPUs, bf16 and fp16 matmuls accumulate in fp32."""
     cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = cuda.fp32_precision, cpu.fp32_precision
     reductions = cuda.allow_bf16_reduced_precision_reduction, cuda.allow_fp16_reduced_precision_reduction
@@ -118,7 +118,8 @@ class Workspace:
         self._buffers: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def get(self, role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a contiguous tensor with arbitrary content, valid until the next request for the same role."""
+        """Returns a contiguous tensor with arbitrary contents, valid until the next request for the same
+        role."""
         size = math.prod(shape)
         key = (role, dtype.itemsize, device)
         buffer = self._buffers.get(key)
@@ -127,7 +128,7 @@ class Workspace:
         return buffer[:size].view(dtype).view(*shape)
 
     def like(self, role: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns `get` for a tensor's shape, dtype and device; the buffer is always contiguous."""
+        """Returns a contiguous tensor, as from `get`, of the shape, dtype and device of `tensor`."""
         return self.get(role, tensor.shape, tensor.dtype, tensor.device)
 
     @property

@@ -12,9 +12,9 @@ from torch.optim.optimizer import ParamsT
 from . import muon_cpu, muon_cuda
 from . import newton_schulz as iteration
 from .facts import MOMENTUM, Form
-from .gram_form import gram_newton_schulz, products_type, starting_norm
+from .gram_form import gram_dtype, gram_newton_schulz, starting_norm
 from .graphs import Replayed
-from .matrix_optimizer import MatrixOptimizer, OnFallback, Workspace, products
+from .matrix_optimizer import MatrixOptimizer, OnFallback, Workspace, matmul_precision
 from .muon_facts import (
     BLOCK,
     LOST,
@@ -27,7 +27,7 @@ from .muon_facts import (
     steps_left,
 )
 from .newton_schulz import newton_schulz
-from .runs import Run, joined, runs
+from .runs import Run, runs, view_run
 from .shared_rows import Shape
 
 Norms = float | list[float] | torch.Tensor
@@ -65,7 +65,7 @@ class Muon(MatrixOptimizer):
     (`shared_muon`). Embeddings, the output layer and vectors should be left to AdamW.
 
     The update rule is the same as in emerging-optimizers' Muon, which Megatron uses; the implementation
-    differs. Products write into a workspace that is allocated once. On CPUs, elementwise passes run over
+    differs. Matmuls write into a workspace that is allocated once. On CPUs, elementwise passes run over
     blocks of rows that stay in cache. On CUDA they are whole-tensor operations, and `step` never synchronises
     with the GPU.
 
@@ -73,8 +73,8 @@ class Muon(MatrixOptimizer):
     bitwise unchanged. Where D is zero, only weight decay applies. Other implementations divide by max(|D|,
     1e-7), so their update shrinks when clipping by the global norm makes |D| smaller than that.
 
-    State of a matrix: `momentum_buffer`, M (rows, cols) in fp32; after an update in Gram form that could not
-    be trusted also `distrusted`, the number of its next updates that are in standard form.
+    State of a matrix: `momentum_buffer`, M (rows, cols) in fp32; after an untrusted update in Gram form also
+    `distrusted`, the number of updates still to be made in standard form.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class Muon(MatrixOptimizer):
             ns_steps: Number of Newton-Schulz iterations.
             coefficients: The polynomials of these iterations (`newton_schulz.COEFFICIENTS`).
             scale_mode: How the size of the update depends on the matrix's shape, see `scale`.
-            scale_factor: Factor of that size. 0.2 with "spectral" gives the update the RMS of AdamW's
-                (Liu et al. 2025, arXiv:2502.16982).
-            precision: The precision of the iteration's products, which accumulate in fp32. Momentum and
+            scale_factor: A constant factor of the update. 0.2 with "spectral" gives it the RMS of AdamW's
+                updates (Liu et al. 2025, arXiv:2502.16982).
+            precision: The precision of the iteration's matmuls, which accumulate in fp32. Momentum and
                 weights are always fp32. With "bf16", the Gram form uses fp16 where fp16 is as fast
-                (`gram_form.products_type`).
-            stack: Orthogonalise matrices of the same shape in batched products: True for all of them, or the
-                largest batch for each shape (rows, cols). Saves kernel launches when matrices are small and
-                many; costs scratch for the whole batch.
+                (`gram_form.gram_dtype`).
+            stack: Orthogonalise matrices of the same shape in batched matmuls: True for all of them, or the
+                largest batch for each shape (rows, cols). Saves kernel launches when there are many small
+                matrices; costs scratch for the whole batch.
             form: The form of the iteration, for all matrices or for each shape (rows, cols). "gram" needs
                 fewer operations where one side is longer. On CPUs, an update in Gram form whose estimated
                 rounding error is too large (`gram_form`) is repeated in standard form, and the matrix's next
@@ -123,7 +123,7 @@ class Muon(MatrixOptimizer):
             on_fallback: Called, on CPUs, when an update was repeated in standard form.
             graph: On CUDA, capture the update of all matrices of a parameter group as a CUDA graph and replay
                 it (`graphs`), except while one of them is in standard form after an untrusted update.
-            workspace: Scratch shared with other optimizers; None: its own.
+            workspace: Scratch shared with other optimizers; None: a separate one.
 
         Raises:
             ValueError: `ns_steps` is below 1, or `coefficients` cannot be used in Gram form.
@@ -139,20 +139,20 @@ class Muon(MatrixOptimizer):
         self.scale_mode = scale_mode
         self.scale_factor = scale_factor
         self._standard = torch.bfloat16 if precision == "bf16" else torch.float32
-        self.dtype = products_type(self._standard, next((p.device for p in self._matrices()), torch.device("cpu")))
+        self.dtype = gram_dtype(self._standard, next((p.device for p in self._matrices()), torch.device("cpu")))
         self.stack = stack
         self.form = form
         self.on_fallback = on_fallback
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
-        """The flag of each matrix that is true if its last update in Gram form can be trusted: () bool, on
-        the device; only on CUDA."""
+        """A flag for each matrix on CUDA, () bool on the device: true if its last update in Gram form can be
+        trusted."""
         self.graph = graph
         self._replayed: dict[int, Replayed] = {}
         self._rates: dict[int, torch.Tensor] = {}
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         excluded = [p for p in matrices if self.excluded(p)]
-        with products("fp32"):
+        with matmul_precision("fp32"):
             on_host = not matrices or by_blocks(matrices[0])
             if not on_host:
                 self._set_rates(matrices[0], group)
@@ -210,23 +210,23 @@ class Muon(MatrixOptimizer):
         self._apply(run, x, group, self._trusted.get(p) if self._form(p) == "gram" else None)
 
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
-        """Updates matrices of the same shape and form: one product for all of them, one elementwise pass for
-        each run."""
+        """Updates matrices of the same shape and form with one batched iteration for all of them, and
+        elementwise passes for each run."""
         first = matrices[0]
         self._reserve(first, len(matrices))
         x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._type(first), first.device)
-        of_stack = list(Run.each(matrices))
+        stack_runs = list(Run.each(matrices))
         norms = [
             self._direction(run, group["momentum"], direction, side=min(first.shape))
-            for run, direction in zip(of_stack, _parts(x, of_stack), strict=True)
+            for run, direction in zip(stack_runs, _parts(x, stack_runs), strict=True)
         ]
         x = self._orthogonalise(x, matrices, norms, group)
-        for run, direction in zip(of_stack, _parts(x, of_stack), strict=True):
+        for run, direction in zip(stack_runs, _parts(x, stack_runs), strict=True):
             self._apply(run, direction, group)
 
     def _reserve(self, p: torch.Tensor, count: int) -> None:
-        """Allocates the scratch of passes over `count` matrices like `p` as if they were one run, so that a
-        rank's memory does not depend on where its gradients lie."""
+        """Allocates the scratch for elementwise passes over `count` matrices like `p` as if they were one
+        run, so that a rank's memory does not depend on where its gradients lie."""
         if by_blocks(p):
             count = max(1, min(count, BLOCK // p.numel()))
             rows = min(count * p.size(0), max(1, BLOCK // p.size(1)))
@@ -279,8 +279,8 @@ class Muon(MatrixOptimizer):
         return self._gram_form_on_cuda(x, matrices, norms)
 
     def _gram_form_on_cuda(self, x: torch.Tensor, matrices: list[torch.Tensor], norms: Sequence[Norms]) -> torch.Tensor:
-        """Orthogonalises `x` in Gram form, and records which updates are trusted; an untrusted one becomes 0,
-        or is left to `_move` to skip."""
+        """Orthogonalises `x` in Gram form, and records which updates are trusted; an untrusted update becomes
+        0, or `_move` skips it."""
         wider = x.dtype is torch.float16 and x.ndim == 2
         # The unscaled direction is no longer needed, so its buffer takes the result.
         into = self.workspace.like("muon_direction", matrices[0]) if wider else None
@@ -320,25 +320,25 @@ class Muon(MatrixOptimizer):
                 self._trusted.setdefault(p, flag)
         torch._foreach_copy_([self._trusted[p] for p in matrices], trusted.view(-1).unbind())
 
-    def doubted(self) -> torch.Tensor | None:
-        """Returns the number of untrusted updates that the last step left out: (), on the device. None if no
+    def untrusted_count(self) -> torch.Tensor | None:
+        """Returns the number of untrusted updates that the last step skipped: (), on the device. None if no
         update was in Gram form on CUDA."""
         if not self._trusted:
             return None
         return torch.stack(list(self._trusted.values())).logical_not().sum()
 
     def settle(self) -> list[torch.Tensor]:
-        """Switches matrices whose last update was left out to standard form for the next `STANDARD_STEPS`
+        """Switches matrices whose last update was skipped to standard form for the next `STANDARD_STEPS`
         updates. The host waits for the device.
 
         Returns:
-            The matrices whose last update was left out.
+            The matrices whose last update was skipped.
         """
-        left_out = [p for p, good in self._trusted.items() if not bool(good)]
-        for p in left_out:
+        skipped = [p for p, good in self._trusted.items() if not bool(good)]
+        for p in skipped:
             distrust(self.state[p])
             self._trusted[p].fill_(True)
-        return left_out
+        return skipped
 
     @property
     def captures(self) -> int:
@@ -367,7 +367,7 @@ class Muon(MatrixOptimizer):
         """Moves the weights of a run by the orthogonalised direction `x`.
 
         Args:
-            trusted: As for `_move`; None for matrices of a stack, whose untrusted directions are 0.
+            trusted: See `_move`; None for matrices of a stack, whose untrusted directions are 0.
         """
         rows, cols = run.matrices[0].shape
         self._move(run.weights, x, group, (rows, cols), trusted)
@@ -386,8 +386,8 @@ class Muon(MatrixOptimizer):
             p: The fp32 weights of a matrix, of a run of matrices, or of a fragment of a matrix.
             x: The orthogonalised direction, of the shape of `p`.
             whole: The shape of the whole matrix, which determines the scale.
-            trusted: On CUDA, of one matrix: () bool; if it is false and `x` is fp32, p only decays. None:
-                trusted.
+            trusted: On CUDA, for one matrix: () bool; if it is false and `x` is fp32, p only decays. None
+                means trusted.
         """
         size = self.scale_factor * scale(*whole, self.scale_mode)
         if by_blocks(p):
@@ -399,7 +399,8 @@ class Muon(MatrixOptimizer):
         return {MOMENTUM: tuple(p.shape)}
 
     def _joined_state(self, run: Run, key: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns a part of a run's state as one tensor: `shape` of one matrix, (count, *shape) of several.
+        """Returns one state tensor of all matrices of a run: `shape` for one matrix, (count, *shape) for
+        several.
 
         Missing state starts at zero. State that is not evenly spaced in memory, for example because a
         checkpoint was loaded, is first copied to memory in which it is.
@@ -407,7 +408,7 @@ class Muon(MatrixOptimizer):
         states: list[torch.Tensor | None] = [self.state[p].get(key) for p in run.matrices]
         present = [state for state in states if state is not None]
         if len(present) == len(states) and next(runs(present)) == slice(0, len(present)):
-            return present[0] if len(present) == 1 else joined(present)
+            return present[0] if len(present) == 1 else view_run(present)
         block = run.weights.new_zeros((len(states), *shape))
         for p, before, now in zip(run.matrices, states, block, strict=True):
             if before is not None:
@@ -416,11 +417,11 @@ class Muon(MatrixOptimizer):
         return block[0] if len(states) == 1 else block
 
 
-def _parts(x: torch.Tensor, of_stack: Sequence[Run]) -> Iterator[torch.Tensor]:
+def _parts(x: torch.Tensor, stack_runs: Sequence[Run]) -> Iterator[torch.Tensor]:
     """Yields the part of a stack (matrices, rows, cols) that belongs to each of its runs, in the shape of the
     run's weights."""
     start = 0
-    for run in of_stack:
+    for run in stack_runs:
         end = start + len(run.matrices)
         yield x[start] if end - start == 1 else x[start:end]
         start = end
@@ -443,6 +444,6 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 def by_blocks(matrix: torch.Tensor) -> bool:
-    """Returns True if elementwise passes over the matrix run over blocks of rows (`muon_cpu`), as on CPUs.
-    Then norms are read on the host; on other devices the host does not wait."""
+    """Returns True if elementwise passes over the matrix run in blocks of rows (`muon_cpu`), as on CPUs. The
+    host then reads norms; on other devices it never waits for them."""
     return matrix.device.type == "cpu"

@@ -1,5 +1,5 @@
 """Muon's elementwise passes over a matrix, or a run of matrices, on a CPU. They run over blocks that stay in
-cache, which are rows of a large matrix or several small matrices, and norms are Python floats."""
+cache: some rows of a large matrix, or several small matrices. Norms are Python floats."""
 
 import math
 
@@ -48,7 +48,7 @@ def direction(
 def _direction(
     average: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, blend: Blend, workspace: Workspace
 ) -> float:
-    """Makes the passes of `direction` over one matrix (rows, cols)."""
+    """Computes `direction` for one matrix (rows, cols)."""
     target = workspace.like("muon_direction", average) if blend.nesterov else average
     square = 0.0
     for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(target), strict=True):
@@ -62,9 +62,9 @@ def _direction(
 
 
 def _scale(target: torch.Tensor, before: float, norm: float, out: torch.Tensor, workspace: Workspace) -> None:
-    """Writes `target` (rows, cols), whose norm is `before`, into `out` with another norm."""
+    """Writes `target` (rows, cols), whose norm is `before`, into `out`, scaled to `norm`."""
     exponent = 0 if SAFE_FACTORS[0] < before < SAFE_FACTORS[1] or not math.isfinite(before) else math.frexp(before)[1]
-    # Scaling here rather than by the first product's alpha, because oneDNN compiles a kernel for every new
+    # Scaled here rather than by the first matmul's alpha, because oneDNN compiles a kernel for every new
     # alpha.
     inverse = norm / math.ldexp(before, -exponent) if before else 0.0
     for block, low in zip(_blocks(target), _blocks(out), strict=True):
@@ -73,8 +73,8 @@ def _scale(target: torch.Tensor, before: float, norm: float, out: torch.Tensor, 
 
 
 def _scale_each(targets: torch.Tensor, out: torch.Tensor, norm: float, workspace: Workspace) -> list[float]:
-    """Writes each of several small matrices (count, rows, cols) into `out` with another norm, and returns
-    their norms before that."""
+    """Writes small matrices (count, rows, cols) into `out`, each scaled to `norm`, and returns their norms
+    before scaling."""
     norms: list[float] = torch.linalg.vector_norm(targets, dim=(1, 2)).tolist()
     if all(SAFE_NORMS[0] < before < SAFE_NORMS[1] for before in norms):
         inverses = targets.new_tensor([norm / before for before in norms]).view(-1, 1, 1)

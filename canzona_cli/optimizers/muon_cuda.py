@@ -13,16 +13,16 @@ def direction(
     """Updates the momentum and writes the matrices to orthogonalise into `out`, as `muon_cpu.direction` does.
 
     Returns:
-        The Frobenius norm of each direction before scaling: () of one matrix, (count,) of a run; in fp64, on
-        the device.
+        The Frobenius norm of each direction before scaling: () for one matrix, (count,) for a run; in fp64,
+        on the device.
     """
     average.lerp_(grad, blend.weight)
     target = average
     if blend.nesterov:
         target = torch.lerp(grad, average, blend.momentum, out=workspace.like("muon_direction", average))
-    # fp64 represents the square and the inverse of every fp32 number, so no pass for the largest element is
-    # needed. `vector_norm` would first copy the tensor to fp64: 16 more bytes of traffic per element, and
-    # memory.
+    # fp64 represents the square and the inverse of every fp32 number, so there is no need for a pass that
+    # finds the largest element. `vector_norm` would first copy the tensor to fp64, which takes memory and 16
+    # more bytes of traffic per element.
     each = target.unbind() if target.ndim > 2 else [target]
     norms = torch._foreach_norm(each, 2, dtype=torch.float64)
     before: torch.Tensor = torch.stack(norms) if target.ndim > 2 else norms[0]
@@ -50,25 +50,25 @@ def move(
     decays.
 
     Args:
-        p, x: (rows, cols) of one matrix, (count, rows, cols) of a run.
+        p, x: (rows, cols) for one matrix, (count, rows, cols) for a run.
         rates: The learning rate and the decay on the device, from `set_rates`.
         weight_decay: The same weight decay as a host number.
-        trusted: () bool, on the device, of one matrix; None: trusted.
+        trusted: () bool, on the device, for one matrix; None means trusted.
     """
     decay, rate, lost = rates
     if trusted is not None and x.dtype is torch.float32 and size:
         # Only one of the two kernels does anything: p - lr size (x + weight_decay / size p), or
         # p - lr weight_decay p.
         good = trusted.float()
-        _descend(p, x, rate * size, weight_decay / size, but_where=1 - good)
-        _descend(p, p, lost, 0.0, but_where=good)
+        _descend(p, x, rate * size, weight_decay / size, skip=1 - good)
+        _descend(p, p, lost, 0.0, skip=good)
         return
     p.mul_(decay).addcmul_(x, rate, value=-size)
 
 
-def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, but_where: torch.Tensor) -> None:
-    """Computes p <- p - rate (x + decay p) in place, unless `but_where` is 1, which is read on the device."""
+def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, skip: torch.Tensor) -> None:
+    """Computes p <- p - rate (x + decay p) in place, unless `skip` is 1, which is read on the device."""
     torch._fused_sgd_(
         [p], [x], [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False, maximize=False,
-        is_first_step=False, found_inf=but_where,
+        is_first_step=False, found_inf=skip,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Facts about Muon and NorMuon that can be used without torch: settings, costs and constants of the update."""
+"""A description of Muon and NorMuon that does not import torch: settings, costs and constants of the
+update."""
 
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
@@ -13,13 +14,13 @@ ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 STANDARD_ONLY: frozenset[CoefficientSet] = frozenset({"cans"})
 """The sets of coefficients that cannot be used in Gram form (`gram_form` says why)."""
 MUON_AROUND = 14
-"""The number of Muon's kernels outside its iteration, for each matrix. In a stack, evenly spaced matrices
-share these kernels (`optimizers.runs`), but plans count them for every matrix, because they do not know which
-gradients are evenly spaced."""
+"""The number of kernels per matrix that Muon launches outside Newton-Schulz. In a stack, evenly spaced
+matrices share these kernels (`optimizers.runs`), but plans count them for every matrix, because they do not
+know which gradients are evenly spaced."""
 SAMPLES = 32
 """The maximum number of evenly spaced rows from which the Gram form estimates a norm or a mean."""
 BLOCK = 128 * 1024
-"""The elements of a block of rows in elementwise passes on a CPU, so that a weight, its gradient, its
+"""The number of elements in a block of rows in elementwise passes on a CPU: few enough that weight, gradient,
 momentum and scratch stay in a 2 MB cache between passes. All passes over 2560x768 take 3.5 ms on one core,
 and 4.5 ms without blocks."""
 
@@ -67,15 +68,15 @@ class MomentumConfig(NewtonSchulzConfig):
     nesterov: Annotated[bool, "Use Nesterov's form of the momentum.", CURVE] = True
     form: Annotated[
         Literal["auto"] | Form,
-        "How Newton-Schulz is computed. standard: products with the matrix in every step. gram: products with its Gram"
-        " matrix, and with the matrix only every other step, which is less work if one side is longer. auto: the"
-        " cheaper one by the cost model for each shape, but standard on CPUs in bf16 (too imprecise for gram), with the"
-        " coefficients cans, and in Megatron's own Muon (sc, layerwise).",
+        "How Newton-Schulz is computed. standard: every step multiplies the matrix. gram: steps multiply its Gram"
+        " matrix, and only every other step the matrix, which is less work if one side is longer. auto: for each shape"
+        " the form that the cost model predicts to be faster, but standard on CPUs in bf16 (too imprecise for gram),"
+        " with the coefficients cans, and in Megatron's own Muon (sc, layerwise).",
         CURVE | PLAN,
     ] = "auto"
     stack: Annotated[
         Literal["auto"] | bool,
-        "Update a host's matrices of the same shape together in batched products, for many small matrices on a GPU."
+        "Update a host's matrices of the same shape together in batched matmuls, for many small matrices on a GPU."
         " auto: where the cost model says that it is faster; on CPUs, only where canzona calibrate measured both ways.",
         CURVE | PLAN,
     ] = "auto"
@@ -106,10 +107,10 @@ class NorMuonConfig(MomentumConfig):
 def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Counts Muon's work: Newton-Schulz, and the elementwise passes of a GPU over fp32 masters.
 
-    Bytes per element, where w is the width of the products' dtype: momentum 12, Nesterov 12, norm 4, division
+    Bytes per element, where w is the width of the matmuls' dtype: momentum 12, Nesterov 12, norm 4, division
     4 + w, weight decay 8, weight 8 + w, the check for finite values 4, the copy of the weight for the model 4
-    + w. In Gram form the last product is in fp32, so decay and weight take one pass of 12. In a stack decay
-    and weight remain two passes, and leaving out untrusted updates takes 2 w.
+    + w. In Gram form the last matmul writes fp32, so decay and weight take one pass of 12. In a stack decay
+    and weight remain two passes, and zeroing untrusted updates takes 2 w.
     """
     iteration, w = iteration_work(a, rows, cols), product_bytes(a)
     traffic = iteration.traffic + (40 + 2 * w + _move_bytes(a)) * rows * cols
@@ -125,7 +126,8 @@ def _move_bytes(a: Algorithm) -> int:
 
 
 def _in_one_pass(a: Algorithm) -> bool:
-    """Returns True if weight decay and update take one pass, because the Gram form's last product is in fp32."""
+    """Returns True if weight decay and update take one pass, because the Gram form's last matmul writes
+    fp32."""
     return a.form == "gram" and a.stack is not True
 
 
@@ -135,9 +137,9 @@ def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
     12 in one pass."""
     muon, none = _muon(a, rows, cols)
     w = product_bytes(a)
-    left_out = 2 * w if a.form == "gram" and a.stack is True else 0
+    zeroing = 2 * w if a.form == "gram" and a.stack is True else 0
     scaled = 12 if _in_one_pass(a) else 2 * w + 4
-    traffic = muon.traffic + (scaled + (12 if a.form == "gram" else 20) + left_out - _move_bytes(a)) * rows * cols
+    traffic = muon.traffic + (scaled + (12 if a.form == "gram" else 20) + zeroing - _move_bytes(a)) * rows * cols
     return replace(muon, traffic=traffic, launches=muon.launches + 8), none
 
 
@@ -147,8 +149,8 @@ def product_bytes(a: Algorithm) -> int:
 
 
 def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
-    """Counts the work of Newton-Schulz alone. `addmm` first copies the matrix that it adds to, which is
-    traffic."""
+    """Counts the work of Newton-Schulz alone. Its traffic includes the copies that `addmm` makes of the
+    matrices it adds to."""
     assert a.form != "auto"
     m, n = sorted((rows, cols))
     steps, width = a.ns_steps, product_bytes(a)
@@ -163,7 +165,7 @@ def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
 
 
 def _gram(steps: int, m: int, n: int, width: int) -> Work:
-    """Counts the work of the Gram form: X X' and Q X once in each of its `segments`, and products of squares
+    """Counts the work of the Gram form: X X' and Q X once in each of its `segments`, and matmuls of squares
     (m, m) between them.
 
     Every step computes R R; all but a segment's first compute Q P, and all but its last P R P, where P is the
@@ -171,9 +173,10 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
     matrix, so the results are symmetric. With u = 2 m^3 and r = n / m, 5 steps in segments of 2 and 3 take (4
     r + 14) u; the standard form takes 5 (2 r + 1) u.
 
-    Traffic of squares is in the products' dtype: zeros and the polynomials' other terms are written into the
-    matrix that a product is added to (in bf16, on CPUs, X too). The error estimate takes norms of `SAMPLES`
-    rows of Q (a copy) around a segment's last step, of R and of X, and launches on single numbers.
+    The traffic of squares, which have the matmuls' dtype, comes from writing zeros and the polynomials' other
+    terms into the matrix that a matmul adds to (in bf16 on CPUs, X too). The error estimate takes norms of
+    `SAMPLES` rows of R, of X, and of a copy of Q before and after a segment's last step, and launches kernels
+    on single numbers.
     """
     parts = segments(steps)
     squares = 4 * steps - 3 * len(parts)
@@ -214,8 +217,8 @@ FACTS = (
 
 
 DISTRUSTED = "distrusted"
-"""The key, in a matrix's state and in checkpoints, whose value is the number of its next updates in standard
-form. Older checkpoints have True."""
+"""The key, in a matrix's state and in checkpoints, of the number of updates still to be made in standard
+form. In older checkpoints its value is True."""
 STANDARD_STEPS = 100
 """The number of updates in standard form after an untrusted one. A momentum of 0.95 then retains 0.6% of the
 momentum at that time, and even if the Gram form is never trusted, trying it costs 1% of the updates' time."""

@@ -1,4 +1,4 @@
-"""Newton-Schulz iteration: approximates the nearest semi-orthogonal matrix by matrix products alone.
+"""Newton-Schulz iteration: approximates the nearest semi-orthogonal matrix using only matmuls.
 
 X <- a X + (b A + c A A) X with A = X X^T drives every singular value towards 1 (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon/). Sets of coefficients differ in how fast they increase small
@@ -77,8 +77,8 @@ def newton_schulz(
     """Orthogonalises `x` by the standard form of the iteration.
 
     Args:
-        x: (rows, cols) or (batch, rows, cols), contiguous, without a singular value above 1; overwritten. Its
-            dtype is the precision of the products, which accumulate in fp32 for every dtype.
+        x: (rows, cols) or (batch, rows, cols), contiguous, with no singular value above 1; overwritten. Its
+            dtype is the precision of the matmuls, which accumulate in fp32 for every dtype.
         steps: (a, b, c) of each step.
         workspace: Scratch for a second x and two squares (side, side) of the short side.
         wide: True if the rows of the whole matrix are its short side; None: decided by the shape of `x`. A

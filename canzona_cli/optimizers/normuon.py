@@ -10,8 +10,8 @@ from .muon import Muon, MuonSettings
 from .runs import Run
 
 EPS = 1e-10
-"""The term added to the root mean square of a row, as in the authors' code. That root is 1e-2 or more where
-rows are orthogonal."""
+"""The term added to the root mean square of a row, as in the authors' code. In a matrix of up to 10,000
+columns whose rows are orthonormal, the root mean square is at least 1e-2."""
 
 
 class NorMuon(Muon):
@@ -22,8 +22,8 @@ class NorMuon(Muon):
         N = O / (sqrt(v) + eps),  N = N |O| / |N|                rows of similar norm, total norm as in Muon
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) N
 
-    Rows are output neurons. Both the mean of a row and |O| need the whole matrix, so NorMuon has no form for
-    fragments such as `shared_muon`. The paper (Algorithm 1) scales N to a root mean square of 0.2. The
+    Rows are output neurons. Both the mean of a row and |O| need the whole matrix, so NorMuon cannot update
+    fragments as `shared_muon` does. The paper (Algorithm 1) scales N to a root mean square of 0.2. The
     authors' code, Microsoft's dion and emerging-optimizers keep |O| and leave the size to the scale, as this
     class does, so Muon's learning rates carry over. emerging-optimizers normalises columns where the matrix
     has more columns than rows.
@@ -54,7 +54,7 @@ class NorMuon(Muon):
         square = self._joined_state(run, "row_square", (rows,))
         sizes = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)  # (rows,) or (count, rows), like all below
         mean = sizes.square().div_(cols)
-        if (flags := self._flags(run)) is not None:  # an update that is left out does not change v
+        if (flags := self._flags(run)) is not None:  # a skipped update does not change v
             mean = torch.where(flags, mean, square)
         square.lerp_(mean, 1 - self.row_beta)
         factors = square.sqrt().add_(EPS).reciprocal_()
@@ -67,8 +67,8 @@ class NorMuon(Muon):
         super()._apply(run, update, group, trusted)
 
     def _flags(self, run: Run) -> torch.Tensor | None:
-        """Returns which of a run's last updates in Gram form can be trusted: (1,) or (count, 1). None if no
-        update was in Gram form on CUDA."""
+        """Returns whether the last update of each matrix of a run, in Gram form, can be trusted: (1,) or
+        (count, 1). None if the updates were not in Gram form on CUDA."""
         flags = [self._trusted[p] for p in run.matrices if p in self._trusted]
         if len(flags) < len(run.matrices):
             return None

@@ -1,4 +1,4 @@
-"""Loads a user's own optimizer class, and tries it out before a run uses it."""
+"""Loads a user's own optimizer class, and tests it before a run uses it."""
 
 import importlib
 import importlib.util
@@ -16,7 +16,8 @@ _HOST = torch.device("cpu")
 
 
 class UnusableOptimizer(ValueError):
-    """Raised when a user's own optimizer cannot be loaded, or cannot update whole matrices by `step()` alone."""
+    """Raised when a user's own optimizer cannot be loaded, or cannot update whole matrices with `step()`
+    alone."""
 
 
 def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]:
@@ -46,11 +47,12 @@ def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]
 
 
 def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: torch.device = _HOST) -> None:
-    """Tries an optimizer out by two steps on two tiny matrices, without autograd and without a closure.
+    """Tests an optimizer with two steps on two tiny matrices, without autograd and without a closure.
 
     Args:
-        make: Makes the optimizer for the given parameters as a run will, with a learning rate above zero.
-        device: The device on which the run updates matrices; code written for GPUs may not work on a CPU.
+        make: Creates the optimizer as the run will, for the given parameters and with a learning rate above
+        zero. device: The device on which the run updates matrices; an optimizer written for GPUs may not work
+        on a CPU.
 
     Raises:
         UnusableOptimizer: The optimizer cannot be constructed, needs more than `step()`, changes a
@@ -68,7 +70,7 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
     needed = _required_arguments(optimizer)
     if needed:
         raise UnusableOptimizer(f"its step() needs {', '.join(needed)}; canzona calls step() without arguments")
-    for number in (1, 2):
+    for step in (1, 2):
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).to(device)
         try:
@@ -76,23 +78,23 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
                 optimizer.step()
         except Exception as error:
             raise UnusableOptimizer(
-                f"step {number} failed on 2-D parameters without closure or autograd: {_error_text(error)}"
+                f"step {step} failed on 2-D parameters without closure or autograd: {_error_text(error)}"
             ) from error
         for p, old in zip(params, before, strict=True):
-            _check(p, old, number)
+            _check(p, old, step)
     for p, old in zip(params, before, strict=True):
         if torch.equal(p, old):
             raise UnusableOptimizer(f"two steps left a {tuple(p.shape)} parameter unchanged")
 
 
-def _check(p: torch.Tensor, old: torch.Tensor, number: int) -> None:
+def _check(p: torch.Tensor, old: torch.Tensor, step: int) -> None:
     shape = tuple(old.shape)
     if p.shape != old.shape or p.dtype != old.dtype:
         raise UnusableOptimizer(
-            f"step {number} turned a {shape} parameter of {old.dtype} into {tuple(p.shape)} of {p.dtype}"
+            f"step {step} turned a {shape} parameter of {old.dtype} into {tuple(p.shape)} of {p.dtype}"
         )
     if not bool(p.isfinite().all()):
-        raise UnusableOptimizer(f"step {number} produced values that are not finite in a {shape} parameter")
+        raise UnusableOptimizer(f"step {step} produced values that are not finite in a {shape} parameter")
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Runs of equal tensors that are evenly spaced in memory, so that one operation on one view serves all of them.
+"""Runs of tensors of one shape that are evenly spaced in memory, so that one view covers all of them.
 
 The weights of a layer's experts are such a run, and so are their gradients in Megatron's buffer. Gate and up
 alternate there, so a view of all gates skips the ups between them.
@@ -12,24 +12,24 @@ import torch
 
 
 def runs(*columns: Sequence[torch.Tensor | int]) -> Iterator[slice]:
-    """Yields the places of each run, in order: the longest ranges in which the tensors, or numbers, of every
-    column are evenly spaced. A tensor without such a neighbour is a run by itself.
+    """Yields the range of indices of each run, in order: the longest ranges in which the tensors, or numbers,
+    of every column are evenly spaced. A tensor without such a neighbour is a run by itself.
 
     Args:
         columns: Lists of tensors or of numbers, all of the same length.
     """
     start, gaps = 0, list[int | None]()
-    for place in range(1, len(columns[0])):
-        here = [_gap(column[place - 1], column[place]) for column in columns]
-        if None in here or (place - start > 1 and here != gaps):
-            yield slice(start, place)
-            start = place
+    for index in range(1, len(columns[0])):
+        here = [_gap(column[index - 1], column[index]) for column in columns]
+        if None in here or (index - start > 1 and here != gaps):
+            yield slice(start, index)
+            start = index
         gaps = here
     if columns[0]:
         yield slice(start, len(columns[0]))
 
 
-def joined(run: Sequence[torch.Tensor]) -> torch.Tensor:
+def view_run(run: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the tensors of a run as one view: (count, *shape)."""
     first = run[0]
     gap = run[1].storage_offset() - first.storage_offset() if len(run) > 1 else 0
@@ -37,7 +37,8 @@ def joined(run: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gap(item: torch.Tensor | int, following: torch.Tensor | int) -> int | None:
-    """Returns the distance of two numbers, or of two tensors in elements; None if they cannot be part of a run."""
+    """Returns the distance between two numbers, or between two tensors in elements; None if the two cannot be
+    part of one run."""
     if isinstance(item, int) or isinstance(following, int):
         return int(following - item) if following > item else None
     gap = int(following.storage_offset() - item.storage_offset())
@@ -53,13 +54,13 @@ def _gap(item: torch.Tensor | int, following: torch.Tensor | int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Matrices of one shape that an optimizer updates with the same operations: one matrix, or several that
-    are evenly spaced, as their gradients are."""
+    """Matrices of one shape that an optimizer updates with the same operations: a single matrix, or several
+    that are evenly spaced and whose gradients are too."""
 
     matrices: Sequence[torch.Tensor]
     """The parameters, which are the keys of the optimizer's state."""
     weights: torch.Tensor
-    """(rows, cols) of one matrix, (count, rows, cols) of several."""
+    """The weights: (rows, cols) for one matrix, (count, rows, cols) for several."""
     gradients: torch.Tensor
     """The gradients, in the shape of `weights`."""
 
@@ -78,4 +79,4 @@ class Run:
             if len(members) == 1:
                 yield cls.one(members[0])
             else:
-                yield cls(members, joined(members), joined(gradients[part]))
+                yield cls(members, view_run(members), view_run(gradients[part]))

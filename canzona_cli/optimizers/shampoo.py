@@ -36,10 +36,10 @@ class Shampoo(KroneckerOptimizer):
         D = A M B,  D = D |Adam(G)| / |D|                                                  with grafting=adam
         W = (1 - lr weight_decay) W - lr D
 
-    Averages are corrected for their start at 0. If one side is longer than `max_preconditioner_dim`, the
-    other side uses the power -1/2; if both sides are longer, the update is the grafted method's. As in Shi et
-    al., the momentum averages gradients instead of updates, so it has the same buffer as the grafted Adam,
-    and new roots apply to the whole momentum.
+    Averages are bias-corrected. If one side is longer than `max_preconditioner_dim`, the other side uses the
+    power -1/2; if both sides are longer, the update is the grafted method's. As in Shi et al., the momentum
+    averages gradients instead of updates, so it shares its buffer with the grafted Adam, and new roots apply
+    to the whole momentum.
 
     State besides that of KroneckerOptimizer: `exp_avg`, M (rows, cols); `root_L` and `root_R`, A and B,
     packed; with grafting="adam", `exp_avg_sq` (rows, cols); if refreshes are spread, X and M of Newton's
@@ -62,11 +62,11 @@ class Shampoo(KroneckerOptimizer):
         params, lr, settings: As for KroneckerOptimizer. `betas`: the decay of M and of the grafted Adam's
             second moment; `eps`: the epsilon of the grafted Adam.
         shampoo_eps: Term added to a factor's eigenvalues, relative to the largest.
-        grafting: The method to whose Frobenius norm the update is scaled. none: no scaling; sgd: the norm of
-            M; adam: the norm of M / (sqrt(V) + eps), for which an AdamW learning rate fits. adam keeps one
+        grafting: The method that determines the Frobenius norm of the update. none: no scaling; sgd: the norm
+            of M; adam: the norm of M / (sqrt(V) + eps), which suits AdamW's learning rates. adam keeps one
             more buffer of the size of the weight.
-        roots: How inverse roots are computed. eigh: from eigenvalues. newton: by matrix products alone, which
-            is faster on GPUs; a root that does not converge is computed from eigenvalues.
+        roots: How inverse roots are computed. eigh: from eigenvalues. newton: using only matmuls, which is
+            faster on GPUs; a root that does not converge is computed from eigenvalues.
         """
         super().__init__(params, lr, **settings)
         self.symmetric = ("", "root_", "next_root_", "residual_") if self.spread else ("", "root_")
@@ -87,23 +87,23 @@ class Shampoo(KroneckerOptimizer):
 
     def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
         roots, good = self._roots(factors, self._order(stack[0][0]))
-        for number, (p, side) in enumerate(stack):
-            root: torch.Tensor | None = roots[number]
-            if not good[number]:
+        for index, (p, side) in enumerate(stack):
+            root: torch.Tensor | None = roots[index]
+            if not good[index]:
                 if self.roots == "newton":
                     self._report_divergence(p, side)
-                root = self._by_eigenvalues(p, side, factors[number])
+                root = self._by_eigenvalues(p, side, factors[index])
             if root is not None:
                 pack(root.contiguous(), self.state[p][f"root_{side}"])
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        """Makes the steps of Newton's iteration that belong to this part. An eigendecomposition is computed
-        in the first part as a whole."""
+        """Makes the steps of Newton's iteration that belong to this part. An eigendecomposition is not
+        divided; the first part computes it."""
         state, steps = self.state[p], newton_steps(self._order(p))
         root, following, residual = (state[f"{name}_{side}"] for name in ("root", "next_root", "residual"))
-        parts = [newton_part(number, steps, self.precondition_frequency) for number in range(steps)]
+        parts = [newton_part(step, steps, self.precondition_frequency) for step in range(steps)]
         if self.roots == "newton":
-            self._iterate(p, side, [number for number in range(steps) if parts[number] == part])
+            self._iterate(p, side, [step for step in range(steps) if parts[step] == part])
         elif part == 0:
             new = self._by_eigenvalues(p, side, self._unpacked(p, side))
             following.copy_(root) if new is None else pack(new.contiguous(), following)
@@ -119,20 +119,20 @@ class Shampoo(KroneckerOptimizer):
             pack(new.contiguous(), root)
         return True
 
-    def _iterate(self, p: torch.Tensor, side: Side, numbers: Sequence[int]) -> None:
-        """Makes some steps of Newton's iteration. X and M are packed between parts, since they are symmetric
-        up to rounding errors."""
-        if not numbers:
+    def _iterate(self, p: torch.Tensor, side: Side, steps: Sequence[int]) -> None:
+        """Makes the given steps of Newton's iteration. X and M are packed between parts, since they are
+        symmetric up to rounding errors."""
+        if not steps:
             return
         x: torch.Tensor | None
-        if numbers[0] == 0:
+        if steps[0] == 0:
             m, size = newton_start(self._unpacked(p, side)[None], self.shampoo_eps)
             x, scale = None, size.pow(-1 / self._order(p))
         else:
             m = self._unpacked(p, side, "residual_").clone()[None]
             x, scale = self._unpacked(p, side, "next_root_")[None], None
-        for number in numbers:
-            x, m = newton_step(number, self._order(p), x, m)
+        for step in steps:
+            x, m = newton_step(step, self._order(p), x, m)
         assert x is not None
         pack((x if scale is None else x * scale)[0], self.state[p][f"next_root_{side}"])
         pack(m[0], self.state[p][f"residual_{side}"])
@@ -144,7 +144,7 @@ class Shampoo(KroneckerOptimizer):
         return {**roots, **{f"residual_{side}": _identity(p, length) for side, length in sides}}
 
     def _unpacked(self, p: torch.Tensor, side: Side, name: str = "") -> torch.Tensor:
-        """Returns a square of the state, or a factor, in scratch that the next call overwrites."""
+        """Returns a factor, or another square of the state, in scratch that the next call overwrites."""
         length = p.size(SIDES.index(side))
         return unpack(self.state[p][f"{name}{side}"], self._square(p, 1, length)[0])
 

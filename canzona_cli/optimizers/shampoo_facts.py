@@ -1,4 +1,4 @@
-"""Facts about Shampoo, SOAP, KL-Shampoo and SOAP-Muon that can be used without torch: settings and costs."""
+"""A description of Shampoo, SOAP, KL-Shampoo and SOAP-Muon that does not import torch: settings and costs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,11 +16,11 @@ for eps, 12 for the quotient and 4 for the norm."""
 GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 """The kernel launches of Shampoo's grafting."""
 STACKED_SQUARES = 2**22
-"""The largest stack of squares that one call of a refresh takes on a GPU, in elements. Stacks of small
-squares save launches on GPUs; CPUs do not gain from them."""
-NEWTON_PRODUCTS = {2: (4, 5, 5, 5, 5, 5, 2), 1: (3, 4, 4, 4, 4, 4, 4, 2)}
-"""The number of products in each step of Newton's iteration for an inverse root, by the number of the
-matrix's sides that have roots."""
+"""The maximum number of elements in a stack of squares that one call of a refresh processes on a GPU. Stacks
+of small squares save launches on GPUs; CPUs do not gain from them."""
+NEWTON_MATMULS = {2: (4, 5, 5, 5, 5, 5, 2), 1: (3, 4, 4, 4, 4, 4, 4, 2)}
+"""The number of matmuls in each step of Newton's iteration for an inverse root, by the number of the matrix's
+sides that have roots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,12 @@ class KroneckerConfig(OptimizerBase):
     stagger: Annotated[
         bool,
         "Compute each refresh in parts, one in each step of a period, so that no step is much longer than others. Its"
-        " result is used from the period's end on. false: all refreshes in the period's first step.",
+        " result is used from the end of the period on. false: compute all refreshes in the period's first step.",
         CURVE | PLAN,
     ] = True
     tf32: Annotated[
         bool,
-        "On GPUs, multiply in TF32; false: in fp32, several times slower. Decompositions are always in fp32.",
+        "On GPUs, run matmuls in TF32; false: in fp32, several times slower. Decompositions are always in fp32.",
         CURVE | PLAN,
     ] = True
 
@@ -62,8 +62,8 @@ class ShampooConfig(KroneckerConfig):
     ] = "adam"
     roots: Annotated[
         Literal["auto"] | RootMethod,
-        "How inverse roots are computed. eigh: from eigenvalues. newton: only by products, which GPUs are better at."
-        " auto: the faster one by the cost model. Both are accurate to fp32 rounding.",
+        "How inverse roots are computed. eigh: from eigenvalues. newton: using only matmuls, which suits GPUs better."
+        " auto: whichever the cost model predicts to be faster. Both are accurate to fp32 rounding.",
         CURVE | PLAN,
     ] = "auto"
     shampoo_eps: Annotated[
@@ -102,18 +102,18 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
-        products=tuple(_sided(rows, cols, sides, 1)),
+        products=tuple(_side_matmuls(rows, cols, sides, 1)),
         traffic=(50 + GRAFTING_BYTES[a.grafting]) * rows * cols + 24 * squares,
         launches=8 + 15 * len(sides) + GRAFTING_LAUNCHES[a.grafting],
     )
-    counts = NEWTON_PRODUCTS.get(len(sides), ())
+    counts = NEWTON_MATMULS.get(len(sides), ())
 
     def root(side: int, part: int) -> Work:
         if a.roots == "eigh":
             eigh = Work(products=((1, side, side, side),), eigh=(side,), traffic=40 * side * side, launches=20)
             return eigh if part == 0 else Work()
         products = [count for n, count in enumerate(counts) if newton_part(n, len(counts), parts_of(a)) == part]
-        # Between parts both squares are packed and unpacked.
+        # Both squares are packed and unpacked between parts.
         share, stored = len(products) / len(counts), a.spread and len(products) > 0
         return Work(
             products=((sum(products), side, side, side),) if products else (),
@@ -121,7 +121,7 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
             launches=110 * share + 24 * stored,
         )
 
-    return step, _in_parts(a, rows, cols, root)
+    return step, _refresh_parts(a, rows, cols, root)
 
 
 def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
@@ -130,7 +130,7 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
-        products=tuple(_sided(rows, cols, sides, 2)),
+        products=tuple(_side_matmuls(rows, cols, sides, 2)),
         traffic=86 * rows * cols + 12 * squares,
         launches=14 + 7 * len(sides),
     )
@@ -140,18 +140,18 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
         return Work(products=((2, side, side, other),), traffic=8 * rows * cols + 16 * side * side, launches=9)
 
     def orthonormal(side: int, part: int) -> Work:
-        panels = _orthonormal(a, side, part, Work(traffic=28 * side * side, launches=9))
+        panels = _orthonormal_work(a, side, part, Work(traffic=28 * side * side, launches=9))
         return _total([panels, turned(side)]) if part == parts_of(a) - 1 else panels
 
-    return step, _in_parts(a, rows, cols, orthonormal)
+    return step, _refresh_parts(a, rows, cols, orthonormal)
 
 
-def _orthonormal(a: Algorithm, side: int, part: int, begun: Work) -> Work:
-    """Counts the work of a part of a power iteration and QR of one side: a panel of columns, projected twice
-    on the columns before it.
+def _orthonormal_work(a: Algorithm, side: int, part: int, begun: Work) -> Work:
+    """Counts the work of one part of a side's power iteration and QR: a panel of columns is projected twice
+    on the columns before it and orthonormalised.
 
     Args:
-        begun: the work of the first part besides products.
+        begun: The work that only the first part has, besides its matmul.
     """
     low, high = panel(side, part, parts_of(a))
     width = high - low
@@ -164,11 +164,11 @@ def _orthonormal(a: Algorithm, side: int, part: int, begun: Work) -> Work:
     return projected if part else _total([begun, Work(products=((1, side, side, side),)), projected])
 
 
-def _in_parts(a: Algorithm, rows: int, cols: int, of_side: Callable[[int, int], Work]) -> tuple[Work, ...]:
-    """Adds up the parts of both sides' refreshes, for each step of a period.
+def _refresh_parts(a: Algorithm, rows: int, cols: int, of_side: Callable[[int, int], Work]) -> tuple[Work, ...]:
+    """Adds up the refresh work of both sides for each step over which refreshes are spread.
 
     Args:
-        of_side: returns the work of one part, given the length of the side and the number of the part.
+        of_side: A function that returns the work of one part, given the side's length and the part's index.
     """
     sides = factored_sides(a, rows, cols)
     steps = range(parts_of(a)) if sides else ()
@@ -187,7 +187,8 @@ def _total(works: Sequence[Work]) -> Work:
 
 def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Counts SOAP-Muon's work: SOAP's and that of Newton-Schulz, and per element 4 bytes for the norm, 4 + w
-    for the division, w + 4 for the copy back and 8 for scaling, where w is the width of the products' dtype."""
+    for the division, w + 4 for the copy back and 8 for scaling, where w is the width of the matmuls'
+    dtype."""
     step, parts = _soap(a, rows, cols)
     traffic = step.traffic + (20 + 2 * product_bytes(a)) * rows * cols
     return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), parts
@@ -201,23 +202,23 @@ def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, .
     m, n = sorted((rows, cols))
     both = ((1, m, m, n),) if len(sides) == 2 else ()
     step = Work(
-        products=(*_sided(rows, cols, sides, 3), *both),
+        products=(*_side_matmuls(rows, cols, sides, 3), *both),
         traffic=106 * rows * cols + 12 * squares,
         launches=14 + 18 * len(sides),
     )
-    return step, _in_parts(
-        a, rows, cols, lambda side, part: _orthonormal(a, side, part, Work(traffic=24 * side * side, launches=6))
+    return step, _refresh_parts(
+        a, rows, cols, lambda side, part: _orthonormal_work(a, side, part, Work(traffic=24 * side * side, launches=6))
     )
 
 
 def parts_of(a: Algorithm) -> int:
-    """Returns the number of steps over which a refresh is spread; 1: it is computed in one step."""
+    """Returns the number of steps over which a refresh is spread; 1 if it is computed in one step."""
     return a.refresh_period if a.spread else 1
 
 
-def newton_part(number: int, steps: int, parts: int) -> int:
-    """Returns the part of a spread refresh in which a step of Newton's iteration is made."""
-    return number * parts // steps
+def newton_part(step: int, steps: int, parts: int) -> int:
+    """Returns the index of the part of a spread refresh that makes a given step of Newton's iteration."""
+    return step * parts // steps
 
 
 def panel(side: int, part: int, parts: int) -> tuple[int, int]:
@@ -230,8 +231,8 @@ def factored_sides(a: Algorithm, rows: int, cols: int) -> tuple[int, ...]:
     return tuple(side for side in (rows, cols) if side <= a.max_preconditioner_dim)
 
 
-def _sided(rows: int, cols: int, sides: tuple[int, ...], applied: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the products of each preconditioned side: G G' or G' G, and `applied` times the square by G."""
+def _side_matmuls(rows: int, cols: int, sides: tuple[int, ...], applied: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields the matmuls of each preconditioned side: G G' or G' G, and `applied` times its square by G."""
     for side in sides:
         other = rows * cols // side
         yield 1, side, other, side
@@ -239,7 +240,7 @@ def _sided(rows: int, cols: int, sides: tuple[int, ...], applied: int) -> Iterat
 
 
 def packed_elements(side: int) -> int:
-    """Returns the number of elements that are stored for a symmetric (side, side) matrix."""
+    """Returns the number of elements of a packed symmetric (side, side) matrix."""
     return side * (side + 1) // 2
 
 

@@ -6,28 +6,28 @@ from collections.abc import Mapping
 import torch
 
 from . import muon
-from .matrix_optimizer import Workspace, products
+from .matrix_optimizer import Workspace, matmul_precision
 from .muon_facts import count_down, distrust
 from .newton_schulz import newton_schulz
 from .runs import Run
-from .shared_rows import Shape, Sum, Together, Turns, each_turn, gram_by_rows
+from .shared_rows import FragmentGroup, Shape, Sum, Turns, each_turn, gram_by_rows
 
 
 class SharedMuon(muon.Muon):
     """A Muon whose parameters may also be fragments of matrices, which it updates in Gram form.
 
-    `step` updates whole matrices; `together` and `alone` update a fragment. The direction of a fragment needs
-    only the fragment, but its norm and Gram matrix are sums over all fragments. With these sums the result is
-    the corresponding part of the whole matrix's update, up to rounding.
+    `step` updates whole matrices; `update_together` and `update_alone` update a fragment. The direction of a
+    fragment needs only the fragment, but the norm and the Gram matrix are sums over all fragments. With these
+    sums the result is the corresponding part of the whole matrix's update, up to rounding.
 
     State of a fragment: its part of Muon's `momentum_buffer`; `distrusted`, the same for all fragments of a
     matrix.
     """
 
-    def together(self, p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+    def update_together(self, p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
         """Updates a fragment in Gram form, together with the ranks that have the other fragments. Collective.
 
-        On a CPU, an untrusted update is not made. On CUDA, the weight only decays in that step, as for whole
+        On a CPU, an untrusted update is skipped. On CUDA, the weight only decays in that step, as for whole
         matrices, and `settle` switches the next updates to standard form.
 
         Args:
@@ -40,11 +40,11 @@ class SharedMuon(muon.Muon):
             The collectives to wait for before the generator is resumed.
 
         Returns:
-            False, on all ranks alike, if the update was not made and `alone` has to be called.
+            False, on all ranks, if the update was skipped and `update_alone` must be called.
         """
-        return each_turn(self._together(p, whole, ranks), lambda: products("fp32"))
+        return each_turn(self._update_together(p, whole, ranks), lambda: matmul_precision("fp32"))
 
-    def _together(self, p: torch.Tensor, whole: Shape, ranks: Together) -> Turns[bool]:
+    def _update_together(self, p: torch.Tensor, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
         workspace = ranks.workspace or self.workspace
         x, norm, square = self._fragment_direction(p, self.dtype, min(whole), workspace)
         yield (ranks.total(square),)
@@ -75,12 +75,12 @@ class SharedMuon(muon.Muon):
         norm = torch.as_tensor(norm_here, device=p.device)
         return x, norm, norm.double().square().view(1)
 
-    def alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """Updates a fragment in standard form: in the step in which `together` returned False, and in later
-        steps while the matrix is `excluded`. Collective.
+    def update_alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
+        """Updates a fragment in standard form: in the step in which `update_together` returned False, and in
+        later steps while the matrix is `excluded`. Collective.
 
         It is slow, because every iteration sums the Gram matrix over all fragments, but safe. If the matrix
-        is not excluded, `together` has already updated the momentum in this step.
+        is not excluded, `update_together` has already updated the momentum in this step.
 
         Args:
             p: The fragment's weights, and in `p.grad` the gradient, both fp32.
@@ -99,7 +99,7 @@ class SharedMuon(muon.Muon):
                 total(exact)
                 half.copy_(exact)
 
-        with products("fp32"):
+        with matmul_precision("fp32"):
             x, norm, square = self._fragment_direction(
                 p, self._standard, min(whole), self.workspace, again=not excluded
             )

@@ -1,9 +1,9 @@
 """The Gram form of Newton-Schulz (`gram_form`) for a matrix in fragments: the ranks that have the fragments
 share the work on the squares, which are cut by rows.
 
-Every rank sums its rows of all ranks' Gram matrices and computes its rows of each product. The rows are
-gathered where a product needs the whole square on its right, so all ranks get the same numbers. The norm of
-the whole matrix is known beforehand.
+Every rank sums its rows of all ranks' Gram matrices and computes its rows of each matmul. The rows are
+gathered where a matmul needs the whole square as its right operand, so all ranks get the same numbers. The
+norm of the whole matrix is known beforehand.
 
 Each rank's Gram matrix is rounded, without its alpha, before it is sent, and the sum is rounded again.
 Roundings are independent, so where `gram_form` assumes a rounding error of size |R|, it is (|R|^2 + sum_r
@@ -25,11 +25,11 @@ from .gram_form import (
     apply,
     blend,
     centred_gram,
+    largest_rms,
     mean_square,
-    most,
     norm_of_rows,
     starting_norm,
-    undoing,
+    unscaled_steps,
 )
 from .matrix_optimizer import Workspace
 from .muon_facts import segments
@@ -47,35 +47,35 @@ and resumes this one after it has called every `Wait`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Together:
-    """The collectives through which the ranks with fragments of a matrix update it together. Each rank has an
+class FragmentGroup:
+    """The collectives that the ranks with fragments of a matrix use to update it together. Each rank has an
     equal share of the rows of every square. All ranks start the same collectives in the same order, and do
     not touch the tensors until they have waited."""
 
-    place: int
+    index: int
     """The index of this rank among the fragments."""
     count: int
     """The number of fragments."""
     total: Callable[[torch.Tensor], Wait]
     """The function that starts an in-place sum over all fragments."""
     swap: Callable[[torch.Tensor, torch.Tensor], Wait]
-    """The function that starts an all-to-all from every rank's (m, m) into (count, m / count, m): this rank's
-    rows of each rank's square, in the order of fragments. Called with the output and the input, both
-    contiguous."""
+    """The function that starts an all-to-all of every rank's square (m, m), after which this rank has its
+    rows of each square: (count, m / count, m), in the order of fragments. Called with the output and the
+    input, both contiguous."""
     gather: Callable[[torch.Tensor, torch.Tensor], Wait]
     """The function that starts an all-gather of every rank's rows (m / count, m) into (m, m). Called with the
     output and the input, both contiguous; the input may be this rank's rows of the output."""
     workspace: Workspace | None = None
-    """The scratch, which keeps its content between turns; None: the optimizer's."""
+    """The scratch, which keeps its contents between turns; None: the optimizer's."""
 
     def rows(self, side: int) -> slice:
         """Returns the rows of a square (side, side) that this rank computes."""
         height = side // self.count
-        return slice(self.place * height, (self.place + 1) * height)
+        return slice(self.index * height, (self.index + 1) * height)
 
 
 def each_turn[Result](running: Turns[Result], within: Callable[[], AbstractContextManager[object]]) -> Turns[Result]:
-    """Runs each turn of the generator `running` within a new context."""
+    """Runs each turn of the generator `running` inside a new context from `within`."""
     while True:
         with within():
             try:
@@ -87,7 +87,7 @@ def each_turn[Result](running: Turns[Result], within: Callable[[], AbstractConte
 
 
 def gram_by_rows(
-    x: torch.Tensor, steps: Sequence[Step], ranks: Together, workspace: Workspace, *, wide: bool
+    x: torch.Tensor, steps: Sequence[Step], ranks: FragmentGroup, workspace: Workspace, *, wide: bool
 ) -> Turns[tuple[torch.Tensor, torch.Tensor]]:
     """Orthogonalises a matrix of which `x` is a fragment. Collective.
 
@@ -113,8 +113,8 @@ def gram_by_rows(
     error: Number = 0.0
     left = torch.zeros(1, dtype=torch.float64, device=x.device)
     counts = segments(len(steps))
-    for number, count in enumerate(counts):
-        of_segment = undoing(norm, steps)[done : done + count]
+    for segment, count in enumerate(counts):
+        of_segment = unscaled_steps(norm, steps)[done : done + count]
         done += count
         r = workspace.get("ns_gram", (side, side), x.dtype, x.device)
         alpha = alpha_numbers(of_segment[:1], mean_square(x, wide=wide))[0]
@@ -122,7 +122,7 @@ def gram_by_rows(
         sums = torch.cat([_as_tensor(alpha, x), _as_tensor(norm_of_rows(r), x).square()])
         parts = workspace.get("ns_half", (ranks.count, side // ranks.count, side), x.dtype, x.device)
         yield ranks.total(sums), ranks.swap(parts, r)
-        mean = _number(sums[0]) if number else norm * norm / side
+        mean = _number(sums[0]) if segment else norm * norm / side
         numbers = alpha_numbers(of_segment, mean)
         _add_up(r[rows], parts, rows.start, sums[0] - _as_tensor(numbers[0], x))
         yield (ranks.gather(r, r[rows]),)
@@ -132,11 +132,11 @@ def gram_by_rows(
         error = polynomial.error(error, mean, rounded)
         left = _as_tensor(polynomial.left_of(rows), x)
         x, twin = twin, x
-    # A rank that does not trust its result makes the sum infinite, so that all ranks decide alike. Otherwise
-    # they would wait for each other in different collectives.
+    # A rank that does not trust its result makes the sum infinite, so that all ranks make the same decision.
+    # Otherwise they would wait for each other in different collectives.
     left = torch.where(torch.as_tensor(error <= DOUBT, device=x.device).view(1), left, torch.inf)
     yield (ranks.total(left),)
-    return x, (left <= most(steps) ** 2).view(())
+    return x, (left <= largest_rms(steps) ** 2).view(())
 
 
 def _add_up(rows: torch.Tensor, parts: torch.Tensor, first: int, more: torch.Tensor) -> None:
@@ -152,13 +152,13 @@ def _polynomial(
     r: torch.Tensor,
     steps: Sequence[Step],
     numbers: Sequence[Number],
-    ranks: Together,
+    ranks: FragmentGroup,
     workspace: Workspace,
     free: torch.Tensor,
 ) -> Turns[Polynomial]:
     """Computes the same as `gram_form.polynomial`, except that the last step's p has only this rank's rows.
 
-    Yields once for each product, in an order in which most gathers overlap with the next product.
+    Yields once for each matmul, in an order in which most gathers overlap with the next matmul.
 
     Args:
         free: Scratch as large as the fragment, which has at least as many elements as this rank's rows of a square.
@@ -170,10 +170,10 @@ def _polynomial(
     before: Number = 0.0
     p = q
     late: tuple[Wait, ...] = ()
-    for place, (_, _, c) in enumerate(steps):
-        alpha, factor, value, gamma, value_alpha = numbers[5 * place : 5 * place + 5]
-        last = place + 1 == len(steps)
-        p = s if place else q
+    for index, (_, _, c) in enumerate(steps):
+        alpha, factor, value, gamma, value_alpha = numbers[5 * index : 5 * index + 5]
+        last = index + 1 == len(steps)
+        p = s if index else q
         # Not a view of p, because these rows are still read while the gathered p is being received.
         mine = p[rows] if last else own_rows
         _multiply(r[rows], r, torch.mul(r[rows], factor, out=mine), c)
@@ -188,8 +188,8 @@ def _polynomial(
             # The reverse order of `gram_form.polynomial`, because p has already been gathered.
             _multiply(half, p, blend(r[rows], half, value, mine, value_alpha))
             gathered = (ranks.gather(r, r[rows]),)
-            yield () if place else gathered
-        if place:
+            yield () if index else gathered
+        if index:
             if last:
                 before = norm_of_rows(q, gamma)
             _multiply(mine, q, blend(half, q[rows], value, mine, gamma))

@@ -14,11 +14,11 @@ squares of these singular values are below fp32's rounding."""
 
 def _order(powered: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
     """Returns the order of columns (..., side) by estimated eigenvalue, the largest first; columns whose
-    estimate is below rounding keep their order.
+    estimate is below the rounding error keep their order.
 
     Args:
-        powered: the factors times their bases, (..., side, side).
-        bases: the bases, of the same shape.
+        powered: The factors times their bases, (..., side, side).
+        bases: The bases, of the same shape.
     """
     sizes = torch.linalg.vecdot(bases, powered, dim=-2)
     sizes = sizes.where(sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True), 0)
@@ -35,12 +35,12 @@ class SOAP(KroneckerOptimizer):
         W = (1 - lr weight_decay) W - lr D
 
     The first Q_L and Q_R come from an eigendecomposition; a refresh is one power iteration and a QR, with
-    columns in the order of estimated eigenvalues. Both of Adam's moments are kept in the eigenbasis: at a
-    refresh the first is turned to the new one, and the second follows the order of columns, as in the paper.
-    With a refresh in every step the rule is that of emerging-optimizers' SOAP, except where rounding would
-    decide the result: no update is longer than `LONGEST`, the basis is not changed in directions without any
-    gradient, and rounding errors are not divided by rounding errors. So two runs whose gradients differ by
-    rounding stay closer together than they would without these rules.
+    columns in the order of estimated eigenvalues. Both of Adam's moments are kept in the eigenbasis: a
+    refresh rotates the first moment to the new basis and reorders the second like the columns, as in the
+    paper. With a refresh in every step the rule is that of emerging-optimizers' SOAP, except where rounding
+    would decide the result: updates are bounded by `LONGEST`, the basis is not changed in directions without
+    any gradient, and rounding errors are not divided by rounding errors. So two runs whose gradients differ
+    by rounding stay closer together than they would without these rules.
 
     Settings are those of KroneckerOptimizer; `betas` and `eps` are Adam's. State besides that of
     KroneckerOptimizer: `exp_avg` and `exp_avg_sq` (rows, cols), in the eigenbasis; `Q_L` (rows, rows), `Q_R`
@@ -90,8 +90,8 @@ class SOAP(KroneckerOptimizer):
         basis.copy_(new)
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        """Computes a part of a refresh. The first part also puts the columns of the basis in use, and the
-        moments, into the new order."""
+        """Computes a part of a refresh. The first part also reorders the columns of the basis in use, and the
+        moments."""
         state = self.state[p]
         if part == 0:
             basis, following = state[f"Q_{side}"], state[f"next_Q_{side}"]
@@ -106,7 +106,7 @@ class SOAP(KroneckerOptimizer):
             self._turn(p, side, new)
         return new is not None
 
-    def _refreshed(self, p: torch.Tensor) -> None:
+    def _after_refresh(self, p: torch.Tensor) -> None:
         """Bounds the updates after a refresh; without this, they could exceed Adam's.
 
         The first moment is rotated into the new basis, the second is not. Where the second moment is close to
@@ -143,7 +143,7 @@ class SOAP(KroneckerOptimizer):
         state = self.state[p]
         beta1, beta2 = self.betas
         root = torch.div(state["exp_avg_sq"], 1 - beta2**steps, out=self.workspace.like("adam", p)).sqrt_()
-        if self._sides(p):  # so that rounding errors from rotating the gradient are not taken for gradients
+        if self._sides(p):  # so that rounding errors from rotating the gradient do not act as gradients
             root.add_(torch.linalg.vector_norm(root).mul_(torch.finfo(root.dtype).eps))
         root.add_(self.eps)
         return torch.div(state["exp_avg"], root, out=root).div_(1 - beta1**steps)

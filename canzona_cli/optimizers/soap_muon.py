@@ -25,10 +25,10 @@ class SOAPMuon(SOAP):
         O = newton_schulz(A / |A|)                               every singular value becomes about 1
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) O
 
-    Newton-Schulz commutes with the rotations Q_L and Q_R, so its result is the same in SOAP's basis and
-    outside of it. The scale is Muon's, as in the authors' code for nanoGPT, so Muon's learning rates carry
-    over. That code runs 5 steps, then two of a cubic polynomial, and does not use the newest factors; here
-    the iteration is Muon's, with Muon's settings.
+    Newton-Schulz commutes with the rotations Q_L and Q_R, so it does not matter whether it runs in SOAP's
+    basis. The scale is Muon's, as in the authors' code for nanoGPT, so Muon's learning rates carry over. That
+    code runs 5 steps, then two of a cubic polynomial, and does not use the newest factors; here the iteration
+    is Muon's, with Muon's settings.
 
     State: that of SOAP.
     """
@@ -48,7 +48,7 @@ class SOAPMuon(SOAP):
         """Args:
             params, lr, settings: As for SOAP.
             ns_steps, coefficients, scale_mode, scale_factor: As for Muon.
-            iterated_in: The precision of the iteration's products; `precision` is the precision of SOAP's products.
+            iterated_in: The precision of the iteration's matmuls; `precision` is that of SOAP's matmuls.
 
         Raises:
             ValueError: `ns_steps` is below 1, or a setting of SOAP is not valid.

@@ -1,8 +1,8 @@
-"""Computes products whose result is known to be symmetric. Where that is faster, only half of the result is
-computed and then mirrored.
+"""Matmuls whose result is known to be symmetric. Where it is faster, only half of the result is computed and
+then mirrored.
 
-On CPUs the product is computed in strips of rows; on CUDA by the kernel that a measurement at the start of
-the run chose (`engine.kernels`); otherwise as an ordinary product.
+CPUs compute large matmuls in strips of rows. On CUDA a measurement at the start of the run chooses the kernel
+(`engine.kernels`). Everything else is an ordinary matmul.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from importlib import import_module
 
 import torch
 
-from . import cpu_products
+from . import cpu_matmuls
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, float, float], object]
 """A kernel that is called with a, b, out, add, beta, alpha and computes out <- alpha A B + beta add; `add`
@@ -20,14 +20,14 @@ are square, another symmetric matrix that commutes with A."""
 
 STRIPS, LEAST = 5, 2e8
 """The number of strips of rows, and the number of multiply-adds above which strips are faster. Measured in
-bf16 on one core of an AMD EPYC with AVX512-BF16 (no AMX), as a ratio to the time of the full product: X X^T
+bf16 on one core of an AMD EPYC with AVX512-BF16 (no AMX), as a ratio to the time of the full matmul: X X^T
 of 256x1024 1.07, 256x3072 0.84, 384x1536 0.81, 512x1024 0.85, 640x640 0.83, 640x3200 0.72, 1024x1024 0.82,
 1024x3072 0.72, 1280x6400 0.64; A A + b A of 384 1.16, 512 0.99, 640 0.85, 1024 0.88, 1280 0.73. Recursive
 halving, strips of columns and other numbers of strips (2 to 8) do not gain more. Mirroring accounts for about
-0.05. All variants gave the full product's bits."""
+0.05. All variants gave the same bits as the full matmul."""
 AMX_STRIPS, AMX_LEAST = 3, 1.5e9
-"""The same numbers for processors with AMX, which multiply faster than they mirror. Measured on one core of a
-Xeon: 768x2560 0.78. Two and four strips are slower, and nothing gains at 512x2560 and 1024x1024."""
+"""The same numbers for processors with AMX, where mirroring takes a larger share of the time. Measured on one
+core of a Xeon: 768x2560 0.78. Two and four strips are slower, and nothing gains at 512x2560 and 1024x1024."""
 
 Shape = tuple[int, int, torch.dtype]
 """The shape (side, long) of A, and its dtype."""
@@ -36,7 +36,8 @@ _chosen: dict[Shape, Kernel] = {}
 
 
 def use(kernels: Mapping[Shape, Kernel]) -> None:
-    """Uses these kernels, by the shape of A, for all products from now on, instead of an earlier call's kernels."""
+    """Sets the kernels, by the shape of A, for all further symmetric matmuls; replaces those of earlier
+    calls."""
     _chosen.clear()
     _chosen.update(kernels)
 
@@ -74,7 +75,7 @@ def product(
         out: A contiguous tensor of the same shape, overwritten; may share memory with `add` only.
         add: Symmetric, of the same shape. None: nothing is added.
         beta: The factor of `add`; ignored without `add`.
-        alpha: The factor of the product.
+        alpha: The factor of A B.
 
     Returns:
         `out`.
@@ -83,7 +84,7 @@ def product(
     return out
 
 
-def in_strips(side: int, long: int) -> int:
+def strip_count(side: int, long: int) -> int:
     """Returns the number of strips in which a CPU multiplies (side, long) by (long, side) in bf16 or fp16; 1
     if strips are slower."""
     strips, least = (AMX_STRIPS, AMX_LEAST) if _amx() else (STRIPS, LEAST)
@@ -93,7 +94,7 @@ def in_strips(side: int, long: int) -> int:
 def plain(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    """Computes the product in full, with torch's own kernels. It is the only `Kernel` that also takes batches
+    """Computes the full matmul with torch's own kernels. It is the only `Kernel` that also takes batches
     (batch, side, long)."""
     if add is None and alpha == 1:
         torch.matmul(a, b, out=out)
@@ -110,7 +111,7 @@ def _multiply(
         if (chosen := _chosen.get((side, long, a.dtype))) is not None:
             chosen(a, b, out, add, beta, alpha)
             return
-        if a.device.type == "cpu" and a.dtype in cpu_products.NARROW and (strips := in_strips(side, long)) > 1:
+        if a.device.type == "cpu" and a.dtype in cpu_matmuls.NARROW and (strips := strip_count(side, long)) > 1:
             _in_strips(strips, a, b, out, add, beta, alpha)
             return
     plain(a, b, out, add, beta, alpha)
@@ -143,7 +144,8 @@ def _amx() -> bool:
 
 
 def quack() -> Kernel:
-    """Loads QuACK's CuTe kernel (package quack-kernels), which also multiplies two polynomials of one matrix."""
+    """Loads QuACK's CuTe kernel (package quack-kernels), which can also multiply two polynomials of one
+    matrix."""
     return _quack("quack.gemm_interface")
 
 
@@ -164,6 +166,6 @@ def _quack(module: str) -> Kernel:
 
 
 LADDER: Mapping[str, Callable[[], Kernel]] = {"quack": quack, "torch's quack": torchs_quack}
-"""The loaders of other packages' kernels by name, in the order in which they are tried; without any of them
-products use `plain`, which is cuBLAS. A loader raises if its kernel cannot be used here, most often
+"""The loaders of other packages' kernels by name, in the order in which they are tried; if none works,
+matmuls use `plain`, which calls cuBLAS. A loader raises if its kernel cannot be used here, most often
 ImportError."""

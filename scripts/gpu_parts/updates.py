@@ -21,7 +21,7 @@ from canzona_cli.calibrate.compute import Group, Variant, expected, shapes, upda
 from canzona_cli.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.update import algorithm, flops, work
-from canzona_cli.optimizers.matrix_optimizer import products
+from canzona_cli.optimizers.matrix_optimizer import matmul_precision
 from canzona_cli.run.statistics import Quartiles
 from gpu_parts.alone import lone_team
 from gpu_parts.outcome import Outcome, Setup
@@ -150,7 +150,7 @@ def product_tflops(team: Team, side: int, precision: str, budget_s: float) -> fl
     def multiply() -> None:
         torch.mm(a, b, out=out)
 
-    with products("tf32" if precision == "tf32" else "fp32"):
+    with matmul_precision("tf32" if precision == "tf32" else "fp32"):
         return 2 * side**3 / Quartiles.of(team.samples(multiply, budget_s)).median / 1e12
 
 

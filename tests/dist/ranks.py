@@ -20,10 +20,10 @@ import torch
 import torch._dynamo  # which every rank would import anew with its first torch optimizer
 from torch.distributed import distributed_c10d
 
-from canzona_cli.optimizers import cpu_products
+from canzona_cli.optimizers import cpu_matmuls
 from tests.waiting import PATIENCE_S
 
-cpu_products.install()  # as workers do
+cpu_matmuls.install()  # as workers do
 # Each rank's torch would look through all installed packages for backends.
 INSTALLED = importlib.metadata.entry_points()
 

@@ -97,7 +97,7 @@ def _compare(heads: int, groups: int, head_dim: int, dtype: torch.dtype, world: 
     upstream = torch.randn(SEQ, BATCH, heads * head_dim, generator=generator).bfloat16().float()
     exact = _run(_megatrons(heads, groups, head_dim, torch.float64, single), inputs, upstream, torch.float64)
     mine, parts = ([_chunks(x, world.owner) for x in whole] for whole in ((*inputs, upstream), exact))
-    with patch.object(attention, "_on_processor", return_value=False):
+    with patch.object(attention, "_on_cpu", return_value=False):
         kernel = _run(ours_shared, mine[:3], mine[3], dtype)
         with patch.object(attention, "_kernel_knows_groups", return_value=False):
             repeated = _run(ours_shared, mine[:3], mine[3], dtype)

@@ -24,7 +24,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
 from canzona_cli.costs.update import algorithm, seconds
 from canzona_cli.megatron import owner_bucket_group
-from canzona_cli.optimizers import cpu_products
+from canzona_cli.optimizers import cpu_matmuls
 from canzona_cli.report.calibrate import Progress
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import importable
@@ -68,7 +68,7 @@ def test_a_calibrations_profile_predicts_what_it_measured(tmp_path: Path, monkey
     }
     assert found.profile.adamw_ns is not None
     assert found.profile.forward_factor != 1.0
-    assert found.profile.bf16_in_fp32 is cpu_products.slow()
+    assert found.profile.bf16_in_fp32 is cpu_matmuls.is_slow()
     assert found.profile.measured_on["workers"] == 2, "as many as the run has, however few the cores"
     write_profile(tmp_path / "here.yaml", found)
     again = compose_run(["recipe=tiny", f"cluster={tmp_path / 'here.yaml'}"])

@@ -293,7 +293,7 @@ def test_ranks_find_out_how_buckets_are_reduced(small: tuple[RunConfig, Layout],
     assert small[0].cluster.grouped_collectives
     repeats = owner_bucket_group._REPEATS + 1
     for rank in stood:
-        assert rank.found_out.said == owner_bucket_group.judged(1.0, assumed=True)
+        assert rank.found_out.said == owner_bucket_group.describe_contradiction(1.0, assumed=True)
         # Behind all-reduces that keep the device busy, and with one at the end, so that all say the same.
         ahead = 2 * owner_bucket_group._REPEATS * owner_bucket_group._AHEAD
         assert rank.found_out.launches == repeats * 2 * owner_bucket_group.REDUCTIONS + ahead + 1

@@ -14,7 +14,7 @@ import torch
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
-from canzona_cli.optimizers import cpu_products
+from canzona_cli.optimizers import cpu_matmuls
 from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
@@ -141,7 +141,7 @@ def test_steps_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rank() -> tuple[Living, Living]:
         trainee = build(config, layout)
-        cpu_products.uninstall()  # theirs leave some tens of objects in torch, and have a test of their own
+        cpu_matmuls.uninstall()  # theirs leave some tens of objects in torch, and have a test of their own
         fill_gradients(trainee, 0, noise)
         found = []
         for step in range(1, LAST + 1):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from canzona_cli.megatron import owner_bucket_group
-from canzona_cli.megatron.owner_bucket_group import REDUCTIONS, judged, share_together
+from canzona_cli.megatron.owner_bucket_group import REDUCTIONS, describe_contradiction, grouped_time_ratio
 from canzona_cli.megatron.owner_collectives import reduce_each
 from tests.dist.ranks import run_ranks
 
@@ -39,7 +39,7 @@ def _rank() -> list[float]:
         return seconds
 
     slow_here = 1 if group.rank() == 0 else 24
-    return [share_together(group, torch.device("cpu"), clock(channels)) for channels in (24, 2, slow_here)]
+    return [grouped_time_ratio(group, torch.device("cpu"), clock(channels)) for channels in (24, 2, slow_here)]
 
 
 def test_few_channels_are_no_sign_of_reductions_one_by_one_and_the_slowest_rank_decides() -> None:
@@ -47,12 +47,17 @@ def test_few_channels_are_no_sign_of_reductions_one_by_one_and_the_slowest_rank_
         assert many == pytest.approx(1.1 / (REDUCTIONS * 1.1))
         assert few == pytest.approx((REDUCTIONS / 2 + 0.1) / (REDUCTIONS * 1.1))
         assert serial == pytest.approx((REDUCTIONS + 0.1) / (REDUCTIONS * 1.1))
-        assert judged(many, assumed=True) is judged(few, assumed=True) is judged(serial, assumed=False) is None
-        assert None not in (judged(few, assumed=False), judged(serial, assumed=True))
+        assert (
+            describe_contradiction(many, assumed=True)
+            is describe_contradiction(few, assumed=True)
+            is describe_contradiction(serial, assumed=False)
+            is None
+        )
+        assert None not in (describe_contradiction(few, assumed=False), describe_contradiction(serial, assumed=True))
 
 
 def test_what_is_otherwise_than_planned_is_said_with_the_setting() -> None:
-    serial, grouped = judged(0.96, assumed=True), judged(0.4, assumed=False)
+    serial, grouped = describe_contradiction(0.96, assumed=True), describe_contradiction(0.4, assumed=False)
     assert serial is not None
     assert "16 small reductions submitted together take 96% of their time one by one" in serial
     assert "cluster.grouped_collectives=false" in serial

@@ -15,7 +15,7 @@ from canzona_cli.config.schema import Layout, Reduction, RunConfig
 from canzona_cli.megatron.matrix_buffers import PlanMismatch, global_parameters, matrix_parameters
 from canzona_cli.megatron.optimizer import build_adamw
 from canzona_cli.megatron.owner_bucket_group import OwnerBucketGroup, adamw_groups, matrix_groups
-from canzona_cli.megatron.parallel import World, twin
+from canzona_cli.megatron.parallel import World, duplicate_group
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.reduction import GATHERED_AHEAD, handovers
 from canzona_cli.training.assemble import assemble as assemble_trainee
@@ -151,7 +151,7 @@ def _each[T](cases: Sequence[Case], work: Callable[[Case, RunConfig, World, Plan
 def _run(cases: Sequence[Case]) -> list[list[int]]:
     def two_steps(one: Case, config: RunConfig, world: World, plan: Plan) -> int:
         if one.apart:
-            world = replace(world, owners=twin(world.groups.dp_cp, timedelta(seconds=PATIENCE_S)))
+            world = replace(world, owners=duplicate_group(world.groups.dp_cp, timedelta(seconds=PATIENCE_S)))
             assert world.owners is not world.groups.dp_cp
             assert (world.owners.rank(), world.owners.size()) == (world.owner, world.groups.dp_cp.size())
         return _two_steps(config, world, plan, one.roundings)

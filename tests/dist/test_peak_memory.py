@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from canzona_cli.costs.buffers import micro_batch_tokens, transient
 from canzona_cli.megatron import parallel
-from canzona_cli.optimizers import cpu_products
+from canzona_cli.optimizers import cpu_matmuls
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.training.data import BatchStream
 from canzona_cli.training.step import train_step
@@ -54,7 +54,7 @@ def test_a_step_takes_the_memory_that_its_plan_says(size: str, cut: str, precisi
         "train.micro_batch_size=4",
         "train.global_batch_size=8",
         f"train.precision={precision}",
-        f"cluster.bf16_in_fp32={cpu_products.slow()}",
+        f"cluster.bf16_in_fp32={cpu_matmuls.is_slow()}",
     )
     plan = jobs.planned(config, layout)
     assert plan is not None

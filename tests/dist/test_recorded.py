@@ -69,10 +69,10 @@ def _second_step(config: RunConfig, world: World) -> list[Event]:
     recorder = Recorder()
     with recorder.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, "by_blocks", lambda matrix: False)  # the way of a GPU: whole matrices at once
-        patch.setattr(muon, "products_type", lambda dtype, _: dtype)  # what nobody has sent is too large for fp16
+        patch.setattr(muon, "gram_dtype", lambda dtype, _: dtype)  # what nobody has sent is too large for fp16
         trainee = assemble(config, world, planned(config, world.layout))
         # Answers that no other rank has sent are not to be trusted.
-        patch.setattr(muon.Muon, "doubted", lambda self: None)
+        patch.setattr(muon.Muon, "untrusted_count", lambda self: None)
         for group in getattr(getattr(trainee.optimizer, "matrices", None), "groups", ()):
             group._on_host = False  # whether an update was finite is then read by nobody
         samples = batches(trainee)

@@ -13,7 +13,7 @@ from canzona_cli.data.tokenizers import ByteTokenizer
 from canzona_cli.megatron.parallel import World
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import BatchStream
-from canzona_cli.training.step import likeliest, train_step
+from canzona_cli.training.step import greedy_continuation, train_step
 from tests.dist import jobs, whole
 from tests.dist.jobs import SMALL, on_ranks, planned
 from tests.dist.ranks import run_ranks
@@ -91,8 +91,8 @@ def _found(where: str) -> Found:
         batches = BatchStream(samples, world)
         for step in range(STEPS + 1):
             if looks:
-                written.append(likeliest(trainee, PROMPT, tokens=TOKENS, end=-1))
-                ended = ended or likeliest(trainee, PROMPT, tokens=TOKENS, end=written[0][4])
+                written.append(greedy_continuation(trainee, PROMPT, tokens=TOKENS, end=-1))
+                ended = ended or greedy_continuation(trainee, PROMPT, tokens=TOKENS, end=written[0][4])
             if step < STEPS:
                 losses.append(train_step(trainee, batches).loss)
         finish_gathering(trainee)

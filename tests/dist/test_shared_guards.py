@@ -19,7 +19,7 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers import muon, muon_facts, shared_rows
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.optimizers.shared_rows import Shape, Together, Turns, each_turn
+from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns, each_turn
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import engine_of, heard, resolve
 from tests.dist.jobs import build, on_ranks, planned
@@ -57,16 +57,16 @@ def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
     assert isinstance(form, SharedMuon)
     index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
 
-    by_rows = form.together
+    by_rows = form.update_together
 
-    def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+    def together(p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
         running = by_rows(p, whole=whole, ranks=ranks)
         if p is not matrices.masters[index]:
             return running
         return each_turn(running, lambda: patch.object(shared_rows, "DOUBT", -1.0))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(form, "together", together)
+        patched.setattr(form, "update_together", together)
         yield
 
 
@@ -88,15 +88,15 @@ def _counted(matrices: PlannedOptimizer) -> Iterator[list[int]]:
     form, found = sharing.optimizer, list[int]()
     assert isinstance(form, SharedMuon)
     index = next(matrix.index for matrix in sharing.hosted if matrix.name == HIT)
-    by_rows = form.together
+    by_rows = form.update_together
 
-    def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+    def together(p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
         if p is matrices.masters[index]:
             found.append(1)
         return by_rows(p, whole=whole, ranks=ranks)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(form, "together", together)
+        patched.setattr(form, "update_together", together)
         yield found
 
 
@@ -144,9 +144,9 @@ def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
         matrices = engine_of(trainee).matrices
         (form,) = [one.optimizer for one in matrices.sharing]
         assert isinstance(form, SharedMuon)
-        by_rows, order = form.together, list[int]()
+        by_rows, order = form.update_together, list[int]()
 
-        def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+        def together(p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
             place = next(place for place, one in enumerate(matrices.fragments) if one.master is p)
 
             @contextmanager
@@ -157,7 +157,7 @@ def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
             return each_turn(by_rows(p, whole=whole, ranks=ranks), noted)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(form, "together", together)
+            patched.setattr(form, "update_together", together)
             if not in_turns:
                 patched.setattr(shared, "turns", one_by_one)
             for step in range(2):
@@ -185,7 +185,7 @@ def test_what_travels_of_products_in_fp16_is_not_rounded_to_the_messages_bf16() 
 
     def work(dtype: torch.dtype, world: World) -> list[list[float]]:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(muon, "products_type", lambda *_: dtype)
+            patched.setattr(muon, "gram_dtype", lambda *_: dtype)
             trainee = assemble_trainee(made[dtype][0], world, plans[dtype])
             fragments = engine_of(trainee).matrices.fragments
             before = [one.master.detach().clone() for one in fragments]
@@ -282,16 +282,16 @@ def test_when_a_rank_dies_between_two_exchanges_the_others_end_too() -> None:
         (group,) = engine_of(trainee).matrices.sharing
         form = group.optimizer
         assert isinstance(form, SharedMuon)
-        real, begun = form.together, list[torch.Tensor]()
+        real, begun = form.update_together, list[torch.Tensor]()
 
-        def together(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+        def together(p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
             begun.append(p)
             if len(begun) == 3 and trainee.world.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(p, whole=whole, ranks=ranks)
 
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(form, "together", together)
+            patched.setattr(form, "update_together", together)
             optimizer_step(trainee, 0)
 
     with pytest.raises(AssertionError, match=r"rank 0:\n(.*\n)+.*(closed|reset|Broken pipe|peer)"):

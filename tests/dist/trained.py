@@ -21,7 +21,7 @@ from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shampoo import Shampoo
 from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.optimizers.shared_rows import Shape, Together, Turns
+from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns
 from canzona_cli.optimizers.soap import SOAP
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from canzona_cli.training.data import BatchStream
@@ -212,7 +212,7 @@ def _record_fragments(trainee: Trainee) -> _Recorded:
     form, places = held[0].optimizer, Fragments(trainee.config.model, world.layout.tp, world.tp_rank, {})
     assert isinstance(form, SharedMuon)
     matrices: dict[torch.Tensor, Matrix] = {one.master: one.matrix for one in held}
-    together = form.together
+    together = form.update_together
 
     def keep(p: torch.Tensor) -> None:
         matrix, whole = matrices[p], torch.zeros(matrices[p].shape)
@@ -221,11 +221,11 @@ def _record_fragments(trainee: Trainee) -> _Recorded:
         place.copy_(p.grad.view(place.shape))
         recorded[_hugging_face_name(matrix)].append(whole.numpy())
 
-    def recording(p: torch.Tensor, *, whole: Shape, ranks: Together) -> Turns[bool]:
+    def recording(p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
         keep(p)
         return together(p, whole=whole, ranks=ranks)
 
-    form.together = recording  # type: ignore[method-assign]
+    form.update_together = recording  # type: ignore[method-assign]
     return recorded
 
 

@@ -210,7 +210,7 @@ def test_on_cpus_it_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None
     assert choices[1024, 3072] == choices[1024, 1024] == "strips"
     assert {(*shape, torch.bfloat16) for shape in choices} == set(product_shapes(config, torch.device("cpu")))
     assert {c.kernel for c in choose_kernels(_config(), torch.device("cpu")).choices} == {"plain"}
-    monkeypatch.setattr(kernels, "products_type", lambda *_: torch.float16)  # as without instructions for bf16
+    monkeypatch.setattr(kernels, "gram_dtype", lambda *_: torch.float16)  # as without instructions for bf16
     narrow = choose_kernels(_config("cluster.bf16_in_fp32=true"), torch.device("cpu")).choices
     assert {(c.side, c.long, c.dtype) for c in narrow} >= {(256, 768, "fp16"), (256, 256, "fp16"), (256, 256, "bf16")}
 

@@ -54,12 +54,12 @@ def forked_run(
     def rank() -> int:
         number = int(os.environ["RANK"])
         record = RankRecord(files, number)
-        record.running()
+        record.record_start()
         _spoil_batches(number, spoil)
         try:
-            return int(record.ended(train_rank(files, record, number)))
+            return int(record.record_end(train_rank(files, record, number)))
         except Exception as error:
-            return int(record.failed(error))
+            return int(record.record_failure(error))
 
     try:
         codes = run_ranks(layout.world_size, rank)

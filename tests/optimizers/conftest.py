@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from canzona_cli.optimizers import cpu_products, gram_form
+from canzona_cli.optimizers import cpu_matmuls, gram_form
 
 
 @pytest.fixture(autouse=True)
 def _with_units_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_products.install()  # as workers do
-    monkeypatch.setattr(gram_form, "cpu_products", SimpleNamespace(installed=lambda: False))
+    cpu_matmuls.install()  # as workers do
+    monkeypatch.setattr(gram_form, "cpu_matmuls", SimpleNamespace(is_installed=lambda: False))

@@ -8,7 +8,7 @@ import torch
 
 from canzona_cli.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo, SOAPMuon
 from canzona_cli.optimizers.kronecker import KroneckerOptimizer
-from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer, products
+from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer, matmul_precision
 
 from . import reference as reference
 
@@ -121,7 +121,7 @@ def test_precision_is_put_back() -> None:
 
     before = torch.get_float32_matmul_precision(), parts()
     assert any(before[1])
-    with products("tf32"):
+    with matmul_precision("tf32"):
         assert matmul.fp32_precision == "tf32"
         assert not any(parts())
     assert (torch.get_float32_matmul_precision(), parts()) == before
@@ -235,7 +235,7 @@ def test_state_from_before_refreshes_were_spread_is_taken_over(
     [p] = params
     tensors = {key: value for key, value in old.state[p].items() if isinstance(value, torch.Tensor)}
     now = make(params, True)
-    now.state[p] = {**now.converted(p, tensors), "step": 7}
+    now.state[p] = {**now.convert_state(p, tensors), "step": 7}
     assert now.state_shapes(p).keys() == now.state[p].keys()
     key = f"{now.squares}L"
     before = now.state[p][key].clone()
@@ -243,7 +243,7 @@ def test_state_from_before_refreshes_were_spread_is_taken_over(
     torch.testing.assert_close(now.state[p][key], before, rtol=1e-5, atol=1e-6)
     reference.step_through(now, params, grads[9:])
     assert (now.state[p][key] - before).abs().max() > 1e-3
-    assert old.converted(p, now.state[p]).keys() == old.state_shapes(p).keys()
+    assert old.convert_state(p, now.state[p]).keys() == old.state_shapes(p).keys()
 
 
 @preconditioned

@@ -194,7 +194,7 @@ def test_a_gpu_moves_around_the_iteration_what_plans_count(
         return x if into is None else into, torch.ones(x.shape[:-2], dtype=torch.bool)
 
     monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
-    monkeypatch.setattr(muon, "products_type", lambda dtype, _: gram_form.products_type(dtype, torch.device("cuda")))
+    monkeypatch.setattr(muon, "gram_dtype", lambda dtype, _: gram_form.gram_dtype(dtype, torch.device("cuda")))
     monkeypatch.setattr(muon, "newton_schulz", lambda x, *_: x)
     monkeypatch.setattr(muon, "gram_newton_schulz", iterated)
     both = [torch.nn.Parameter(torch.ones(256, 512)) for _ in range(2)]
@@ -265,8 +265,8 @@ def test_bad_results_of_adversarial_matrices_are_found(
     standard's bit by bit (in fp16, as on CUDA, but for what is below its normal numbers). Below 2^-8, bf16's rounding,
     errors are chance; and where the polynomial itself is far from the polar factor, standard is near to it by
     chance."""
-    kind_of = gram_form.products_type
-    monkeypatch.setattr(muon, "products_type", lambda dtype, _: kind_of(dtype, torch.device(device)))
+    kind_of = gram_form.gram_dtype
+    monkeypatch.setattr(muon, "gram_dtype", lambda dtype, _: kind_of(dtype, torch.device(device)))
     sets = [ns for ns in COEFFICIENTS if ns not in STANDARD_ONLY]
     fell = 0
     for seed in range(count):
@@ -333,7 +333,7 @@ def test_where_nobody_waits_a_doubted_update_is_left_out(monkeypatch: pytest.Mon
         doubting.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
         reference.step_through(optimizer, [p, q], grads[:1])
     torch.testing.assert_close(p.detach(), before * (1 - 0.02 * 0.1))
-    doubted = optimizer.doubted()
+    doubted = optimizer.untrusted_count()
     assert doubted is not None
     assert doubted.item() == 2
     assert [id(one) for one in optimizer.settle()] == [id(p), id(q)]
@@ -344,11 +344,11 @@ def test_where_nobody_waits_a_doubted_update_is_left_out(monkeypatch: pytest.Mon
         reference.step_through(optimizer, [p, q], [grads[step]])
         reference.step_through(other, [twin], [grads[step][:1]])
         assert torch.equal(p, twin)
-        assert not optimizer.doubted()
+        assert not optimizer.untrusted_count()
     reference.step_through(optimizer, [p, q], grads[3:])
     reference.step_through(other, [twin], [grads[3][:1]])
     assert not torch.equal(p, twin)
-    doubted = optimizer.doubted()
+    doubted = optimizer.untrusted_count()
     assert doubted is not None
     assert doubted.item() == 0
 

@@ -15,11 +15,11 @@ from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.gram_form import (
     LARGEST_NORM,
     alpha_numbers,
+    gram_dtype,
     gram_newton_schulz,
     polynomial,
-    products_type,
     starting_norm,
-    undoing,
+    unscaled_steps,
 )
 from canzona_cli.optimizers.muon_facts import STANDARD_ONLY, CoefficientSet, segments
 from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
@@ -37,7 +37,7 @@ HALF = torch.float16
 @pytest.fixture
 def _on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives products the type that matrices on CUDA have."""
-    monkeypatch.setattr(muon, "products_type", lambda dtype, _: products_type(dtype, torch.device("cuda")))
+    monkeypatch.setattr(muon, "gram_dtype", lambda dtype, _: gram_dtype(dtype, torch.device("cuda")))
 
 
 @pytest.fixture(params=["processors", "GPUs"])
@@ -66,12 +66,12 @@ def in_half(x: torch.Tensor, steps: Sequence[gram_form.Step]) -> tuple[torch.Ten
 
 def test_gpus_and_processors_without_bf16_have_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert products_type(torch.bfloat16, cuda) is HALF
+    assert gram_dtype(torch.bfloat16, cuda) is HALF
     for narrow, expected in ((False, torch.bfloat16), (True, HALF)):
-        monkeypatch.setattr("canzona_cli.optimizers.gram_form.cpu_products.installed", lambda narrow=narrow: narrow)
-        assert products_type(torch.bfloat16, cpu) is expected
-        assert products_type(torch.float32, cpu) is torch.float32
-    assert products_type(torch.float32, cuda) is torch.float32
+        monkeypatch.setattr("canzona_cli.optimizers.gram_form.cpu_matmuls.is_installed", lambda narrow=narrow: narrow)
+        assert gram_dtype(torch.bfloat16, cpu) is expected
+        assert gram_dtype(torch.float32, cpu) is torch.float32
+    assert gram_dtype(torch.float32, cuda) is torch.float32
     for side in (1, 3, 4, 63, 64, 4095, 4096, 5120, 10**6):
         norm = starting_norm(side, HALF)
         assert norm**2 <= side
@@ -147,7 +147,7 @@ def test_nothing_is_above_a_fifteenth_of_fp16s_range(steps: int) -> None:
     other basis is an element above them. What is made of R is 9 t at most."""
     norm, values = LARGEST_NORM, torch.linspace(0, 1, 65)
     for ns in SETS:
-        some = undoing(norm, coefficients(ns, steps))[: segments(steps)[0]]
+        some = unscaled_steps(norm, coefficients(ns, steps))[: segments(steps)[0]]
         known = alpha_numbers(some, 1.0)
         alpha = known[0]
         assert isinstance(alpha, float)
@@ -172,7 +172,7 @@ def test_scale_is_of_no_account() -> None:
             on_fallback=lambda _, reason: told.append(reason),
         )  # fmt: skip
         optimizer.step()
-        doubted = optimizer.doubted()
+        doubted = optimizer.untrusted_count()
         assert not told
         assert doubted is None or not doubted
         return -p.detach()
@@ -202,7 +202,7 @@ def test_the_last_product_is_added_up_in_fp32_where_it_is_asked_for() -> None:
         assert apart(found, exact(x, steps)) <= apart(rounded, exact(x, steps))
     with FakeTensorMode():
         a, out = torch.empty(4, 6, dtype=HALF, device="cuda"), torch.empty(4, 4, device="cuda")
-        gram_form._product(a, a.mT, out)
+        gram_form._matmul(a, a.mT, out)
         assert torch.mm(a, a.mT, out_dtype=torch.float32).device == out.device
 
 
@@ -251,7 +251,7 @@ def test_what_is_left_out_only_decays_even_if_not_finite(kind: type[Muon], monke
         p.grad = torch.ones(12, 40)
         optimizer.step()
         torch.testing.assert_close(p.detach(), before * (1 - 0.02 * 0.5))
-        doubted = optimizer.doubted()
+        doubted = optimizer.untrusted_count()
         assert doubted is not None
         assert doubted.item() == 1
 
@@ -306,7 +306,7 @@ def test_in_standard_form_nothing_is_fp16(monkeypatch: pytest.MonkeyPatch) -> No
 
     before, held = found("gram")
     with monkeypatch.context() as patched:
-        patched.setattr(muon, "products_type", lambda dtype, _: products_type(dtype, torch.device("cuda")))
+        patched.setattr(muon, "gram_dtype", lambda dtype, _: gram_dtype(dtype, torch.device("cuda")))
         after, holds = found("gram")
     assert holds == held
     for one, other in zip(before, after, strict=True):

@@ -127,7 +127,7 @@ def test_what_is_left_out_is_left_out_of_replays(
         def between(step: int, optimizer: Muon) -> None:
             doubts[0], doubts[1] = step == 3, step == 5
             standards[graph] = sum(optimizer.excluded(p) for p in optimizer.param_groups[0]["params"])
-            doubted = optimizer.doubted()
+            doubted = optimizer.untrusted_count()
             left_out = 0 if doubted is None else int(doubted)
             verdicts[graph].append((left_out, len(optimizer.settle()) if left_out else 0))
             captures[graph] = optimizer.captures

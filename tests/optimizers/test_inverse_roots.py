@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.optimizers import SOAP, Shampoo, kronecker
 from canzona_cli.optimizers.decompositions import Order, by_eigenvalues, by_newton, damping
-from canzona_cli.optimizers.shampoo_facts import NEWTON_PRODUCTS
+from canzona_cli.optimizers.shampoo_facts import NEWTON_MATMULS
 
 from . import reference as reference
 
@@ -72,7 +72,7 @@ def test_the_plan_prices_the_products_that_are_made(order: Order, sides: int) ->
     with FlopCounterMode(display=False) as counted:
         by_newton(torch.eye(SIDE)[None], order, EPS)
     vectors = 10 * 2 * SIDE**2
-    assert counted.get_total_flops() - vectors == sum(NEWTON_PRODUCTS[sides]) * 2 * SIDE**3
+    assert counted.get_total_flops() - vectors == sum(NEWTON_MATMULS[sides]) * 2 * SIDE**3
 
 
 def test_shampoo_by_newton_is_shampoo() -> None:
@@ -132,7 +132,7 @@ def test_equal_sides_may_be_refreshed_in_one_call(name: str, monkeypatch: pytest
         )
 
     alone, _ = reference.run(make, shapes, grads)
-    monkeypatch.setattr(kronecker, "TOGETHER", {"cpu": 2**22})  # as on a GPU
+    monkeypatch.setattr(kronecker, "STACK_LIMITS", {"cpu": 2**22})  # as on a GPU
     calls: list[int] = []
     for kind in (SOAP, Shampoo):
         real = kind._refresh

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from canzona_cli.optimizers import SOAP, KLShampoo, Muon, NorMuon, Shampoo, SOAPMuon, gram_form
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
-from canzona_cli.optimizers.shared_rows import Shape, Together
+from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape
 
 from .operations import Counted
 from .test_shared import alone, muon
@@ -73,7 +73,7 @@ def test_muon_reads_nothing_back(
     optimizer = stepped(lambda params: kind(params, 0.02, form=form, stack=stack, precision=precision))
     assert isinstance(optimizer, Muon)
     assert reads == []
-    doubted = optimizer.doubted()
+    doubted = optimizer.untrusted_count()
     assert (doubted is not None and doubted.is_cuda) is (form == "gram")
 
 
@@ -119,10 +119,10 @@ def test_a_fragment_reads_nothing_back(whole: Shape, precision: Literal["bf16", 
     p = torch.nn.Parameter(torch.empty(half, device="cuda"))
     optimizer = muon(p, precision)
     p.grad = torch.empty_like(p)
-    ranks = Together(place=0, count=2, total=nothing, swap=nothing, gather=nothing)
+    ranks = FragmentGroup(place=0, count=2, total=nothing, swap=nothing, gather=nothing)
     with torch.no_grad():
         for _ in range(STEPS):
-            alone(optimizer.together(p, whole=whole, ranks=ranks))
-        optimizer.alone(p, whole=whole, total=nothing)
+            alone(optimizer.update_together(p, whole=whole, ranks=ranks))
+        optimizer.update_alone(p, whole=whole, total=nothing)
     assert reads == []
     assert all(value.is_cuda for value in optimizer.state[p].values() if torch.is_tensor(value))

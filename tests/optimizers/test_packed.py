@@ -59,7 +59,7 @@ def test_state_of_whole_squares_is_taken_over(make: Callable[..., KroneckerOptim
         old[key] = reference.unpacked(state, key, length)
     copies = [torch.nn.Parameter(p.detach().clone())]
     resumed = make(copies, 0.02, precondition_frequency=2)
-    resumed.state[copies[0]] = {**resumed.converted(copies[0], old), "step": 3}
+    resumed.state[copies[0]] = {**resumed.convert_state(copies[0], old), "step": 3}
     assert {key: tuple(value.shape) for key, value in resumed.state[copies[0]].items() if key != "step"} == {
         key: shape for key, shape in resumed.state_shapes(copies[0]).items() if shape is not None
     }

@@ -9,7 +9,7 @@ import torch
 
 from canzona_cli.optimizers import Muon, NorMuon
 from canzona_cli.optimizers.facts import Form
-from canzona_cli.optimizers.runs import joined, runs
+from canzona_cli.optimizers.runs import runs, view_run
 
 from .operations import Counted
 
@@ -28,10 +28,10 @@ def test_the_experts_of_a_layer_are_one_run() -> None:
     fc1, fc2 = flat[: 4 * 2 * 3 * 5].view(4, 2, 3, 5), flat[4 * 2 * 3 * 5 :].view(4, 5, 3)
     gates, both = [expert[0] for expert in fc1], [part for expert in fc1 for part in expert]
     assert places(gates) == [(0, 4)]
-    assert torch.equal(joined(gates), fc1[:, 0])
-    assert joined(gates).data_ptr() == flat.data_ptr()
-    assert torch.equal(joined(both), fc1.view(8, 3, 5))
-    assert torch.equal(joined(list(fc2)[1:]), fc2[1:])
+    assert torch.equal(view_run(gates), fc1[:, 0])
+    assert view_run(gates).data_ptr() == flat.data_ptr()
+    assert torch.equal(view_run(both), fc1.view(8, 3, 5))
+    assert torch.equal(view_run(list(fc2)[1:]), fc2[1:])
 
 
 def test_a_run_ends_where_the_spacing_does() -> None:

@@ -16,11 +16,11 @@ from canzona_cli.costs.sharing import Exchange, shared_exchanges, shared_works
 from canzona_cli.optimizers import Muon, Workspace, shared_rows
 from canzona_cli.optimizers.facts import known
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
-from canzona_cli.optimizers.matrix_optimizer import products
+from canzona_cli.optimizers.matrix_optimizer import matmul_precision
 from canzona_cli.optimizers.muon_facts import CoefficientSet
 from canzona_cli.optimizers.newton_schulz import coefficients
 from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.optimizers.shared_rows import Shape, Together, Turns, Wait
+from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns, Wait
 
 LR = 0.05
 SHAPES: tuple[Shape, ...] = ((48, 256), (256, 48), (64, 80), (64, 64))
@@ -43,8 +43,10 @@ class Cut:
         return torch.cat([p.detach() for p in self.fragments], dim=self.axis)
 
     def step_alone(self) -> None:
-        def one(rank: int, ranks: Together) -> None:
-            self.optimizers[rank].alone(self.fragments[rank], whole=self.whole, total=lambda part: ranks.total(part)())
+        def one(rank: int, ranks: FragmentGroup) -> None:
+            self.optimizers[rank].update_alone(
+                self.fragments[rank], whole=self.whole, total=lambda part: ranks.total(part)()
+            )
 
         self._at_once(one)
 
@@ -54,11 +56,11 @@ class Cut:
             p.grad = part
         return self._at_once(
             lambda rank, ranks: alone(
-                self.optimizers[rank].together(self.fragments[rank], whole=self.whole, ranks=ranks)
+                self.optimizers[rank].update_together(self.fragments[rank], whole=self.whole, ranks=ranks)
             )
         )
 
-    def _at_once[Done](self, one: Callable[[int, Together], Done]) -> list[Done]:
+    def _at_once[Done](self, one: Callable[[int, FragmentGroup], Done]) -> list[Done]:
         """Runs all fragments at a time, as they wait for one another. Collectives read as late as they may, and
         overwrite as early."""
         count = len(self.fragments)
@@ -82,8 +84,8 @@ class Cut:
                 rows.copy_(own)  # where it lies there
                 return lambda: out.copy_(everyones(rank, rows).flatten(0, 1))
 
-            ranks = Together(
-                place=rank,
+            ranks = FragmentGroup(
+                index=rank,
                 count=count,
                 total=lambda part: lambda: part.copy_(everyones(rank, part).sum(0)),
                 swap=swap,
@@ -93,7 +95,7 @@ class Cut:
                 return one(rank, ranks)
 
         # Each thread puts back what it found, which may be what another one set: have all find the same.
-        with products("fp32"), ThreadPoolExecutor(count) as pool:
+        with matmul_precision("fp32"), ThreadPoolExecutor(count) as pool:
             return list(pool.map(fragment, range(count)))
 
 
@@ -268,8 +270,8 @@ def test_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None
 
         return collective
 
-    ranks = Together(
-        place=0,
+    ranks = FragmentGroup(
+        index=0,
         count=1,
         total=begin("all_reduce", lambda part: None),
         swap=begin("all_to_all", lambda out, square: out.copy_(square.view_as(out))),
@@ -277,7 +279,7 @@ def test_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None
     )
     p = parameter(gaussian(whole, 0))
     p.grad = gaussian(whole, 1)
-    running = muon(p, "fp32", "deepseekv4", steps).together(p, whole=whole, ranks=ranks)
+    running = muon(p, "fp32", "deepseekv4", steps).update_together(p, whole=whole, ranks=ranks)
     waits: Sequence[Wait] | None = ()
     while waits is not None:
         for wait in waits:

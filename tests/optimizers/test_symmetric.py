@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from canzona_cli.optimizers.symmetric import gram, in_strips, product, use
+from canzona_cli.optimizers.symmetric import gram, product, strip_count, use
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 """The unit in the last place of a result in its type."""
@@ -30,7 +30,7 @@ def test_gram_is_exact_to_rounding(shape: tuple[int, ...], dtype: torch.dtype, t
     out = torch.full((*shape[:-1], shape[-2]), float("nan"), dtype=dtype)
     assert gram(x, out) is out
     assert_near(out, exact, x.double().abs() @ x.double().mT.abs(), shape[-1])
-    if in_strips(*shape[-2:]) > 1 and dtype == torch.bfloat16 and x.ndim == 2:
+    if strip_count(*shape[-2:]) > 1 and dtype == torch.bfloat16 and x.ndim == 2:
         assert torch.equal(out, out.mT)
 
 
@@ -54,10 +54,10 @@ def test_product_of_polynomials_is_exact_to_rounding(shape: tuple[int, ...], dty
 @pytest.mark.parametrize("amx", [False, True])
 def test_strips_begin_where_they_were_measured_to_win(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("canzona_cli.optimizers.symmetric._amx", lambda: amx)
-    assert in_strips(1024, 3072) == (3 if amx else 5)
-    assert in_strips(768, 2560) == (3 if amx else 5)
-    assert in_strips(1024, 1024) == (1 if amx else 5)
-    assert in_strips(512, 512) == 1
+    assert strip_count(1024, 3072) == (3 if amx else 5)
+    assert strip_count(768, 2560) == (3 if amx else 5)
+    assert strip_count(1024, 1024) == (1 if amx else 5)
+    assert strip_count(512, 512) == 1
     x = random(1300, 1280, dtype=torch.bfloat16)
     exact, out = x.double() @ x.double().mT, torch.empty(1300, 1300, dtype=torch.bfloat16)
     assert_near(gram(x, out), exact, x.double().abs() @ x.double().mT.abs(), 1280)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from canzona_cli.optimizers import cpu_products
+from canzona_cli.optimizers import cpu_matmuls
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 FLAT: dict[str, Call] = {
@@ -37,13 +37,13 @@ BATCHES: dict[str, Call] = {
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Replaces products as on a processor that has no such instructions, whatever this one has; restores them."""
-    before = bool(cpu_products._library)
-    monkeypatch.setattr(cpu_products, "slow", lambda: True)
-    cpu_products.install()
+    before = bool(cpu_matmuls._library)
+    monkeypatch.setattr(cpu_matmuls, "is_slow", lambda: True)
+    cpu_matmuls.install()
     yield
-    cpu_products.uninstall()
+    cpu_matmuls.uninstall()
     if before:
-        cpu_products.install()
+        cpu_matmuls.install()
 
 
 def factors(dtype: torch.dtype, *batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,7 +54,7 @@ def factors(dtype: torch.dtype, *batch: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("dtype", cpu_products.NARROW, ids=str)
+@pytest.mark.parametrize("dtype", cpu_matmuls.NARROW, ids=str)
 @pytest.mark.parametrize(("call", "batch"), [*((c, ()) for c in FLAT), *((c, (3,)) for c in BATCHES)], ids=str)
 def test_a_product_is_fp32s_rounded_once(call: str, batch: tuple[int, ...], dtype: torch.dtype) -> None:
     product, given = (BATCHES if batch else FLAT)[call], factors(dtype, *batch)
@@ -71,7 +71,7 @@ def test_a_product_is_fp32s_rounded_once(call: str, batch: tuple[int, ...], dtyp
 def test_wider_ones_keep_torchs_bits(call: str, batch: tuple[int, ...]) -> None:
     product = (BATCHES if batch else FLAT)[call]
     found = [product(*factors(dtype, *batch)) for dtype in (torch.float32, torch.float64)]
-    cpu_products.uninstall()
+    cpu_matmuls.uninstall()
     wanted = [product(*factors(dtype, *batch)) for dtype in (torch.float32, torch.float64)]
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
@@ -112,24 +112,24 @@ def test_products_leave_nothing_behind() -> None:
 
 def test_replacing_warns_of_nothing(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     """Older torch warns once in a process of a kernel that is overridden; here, every time."""
-    cpu_products.uninstall()
-    monkeypatch.setattr(cpu_products, "slow", lambda: True)
+    cpu_matmuls.uninstall()
+    monkeypatch.setattr(cpu_matmuls, "is_slow", lambda: True)
     torch.set_warn_always(True)
     try:
-        cpu_products.install()
+        cpu_matmuls.install()
     finally:
         torch.set_warn_always(False)
-        cpu_products.uninstall()
+        cpu_matmuls.uninstall()
     assert not recwarn.list
 
 
 def test_torchs_own_kernels_stay_where_they_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """And come back."""
-    cpu_products.uninstall()
-    monkeypatch.setattr(cpu_products, "slow", lambda: False)
-    cpu_products.install()
-    assert not cpu_products._library
+    cpu_matmuls.uninstall()
+    monkeypatch.setattr(cpu_matmuls, "is_slow", lambda: False)
+    cpu_matmuls.install()
+    assert not cpu_matmuls._library
     monkeypatch.undo()
-    cpu_products.install()
-    assert bool(cpu_products._library) is cpu_products.slow()
-    cpu_products.uninstall()
+    cpu_matmuls.install()
+    assert bool(cpu_matmuls._library) is cpu_matmuls.is_slow()
+    cpu_matmuls.uninstall()

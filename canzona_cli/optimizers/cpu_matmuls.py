@@ -1,9 +1,9 @@
-"""bf16 and fp16 products on processors without instructions for them: computed in fp32 and rounded once.
+"""bf16 and fp16 matmuls on processors without native instructions: computed in fp32 and rounded once.
 
 torch multiplies bf16 through oneDNN where the processor has AVX512 or better, and in plain loops elsewhere.
 With AVX2 only, as on most laptops, these loops reach 1 to 20 GFLOP/s on a core that reaches 92 in fp32. On
-these processors `install` sends bf16 and fp16 products through torch's own fp32 kernels. They accumulate in
-fp32, as oneDNN's do.
+these processors `install` sends bf16 and fp16 matmuls through torch's own fp32 kernels. They accumulate in
+fp32, as oneDNN's kernels do.
 """
 
 import warnings
@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 NARROW = (torch.bfloat16, torch.float16)
-PRODUCTS = tuple(f"{name}{kind}" for name in ("mm", "bmm") for kind in ("", ".out")) + tuple(
+OPERATORS = tuple(f"{name}{kind}" for name in ("mm", "bmm") for kind in ("", ".out")) + tuple(
     f"{name}{kind}" for name in ("addmm", "baddbmm") for kind in ("", "_", ".out")
 )
 """The operators to which `matmul`, `linear`, `einsum` and backward passes dispatch."""
@@ -23,31 +23,31 @@ _library: list[torch.library.Library] = []
 """The library that registers the replacements, while they are installed."""
 
 
-def slow() -> bool:
+def is_slow() -> bool:
     """Returns True if torch multiplies bf16 in plain loops on this processor.
 
-    All ranks of a run must agree, so the processor's instruction set decides, as in torch
-    (`mkldnn_bf16_device_check`), and not a measurement.
+    All ranks of a run must agree, so this depends on the processor's instruction set, as in torch
+    (`mkldnn_bf16_device_check`), and not on a measurement.
     """
     has_mkldnn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_mkldnn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def installed() -> bool:
-    """Returns True if bf16 and fp16 products of this process go through fp32 and so take equally long."""
+def is_installed() -> bool:
+    """Returns True if this process computes bf16 and fp16 matmuls in fp32, so that both take equally long."""
     return bool(_library)
 
 
 def install() -> None:
-    """Replaces torch's CPU kernels for bf16 and fp16 products in this process if they are slow. Further calls
+    """Replaces torch's CPU kernels for bf16 and fp16 matmuls in this process if they are slow. Further calls
     have no effect."""
-    if not slow() or installed():
+    if not is_slow() or is_installed():
         return
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         # torch 2.11 warns that a kernel is overridden, which is the purpose here.
         warnings.filterwarnings("ignore", r"Warning only once for all operators", UserWarning)
-        for name in PRODUCTS:
+        for name in OPERATORS:
             kernel = _in_fp32(torch.library.get_kernel(f"aten::{name}", "CPU"), in_place=name.endswith("_"))
             library.impl(name, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
     _library.append(library)
@@ -60,9 +60,9 @@ def uninstall() -> None:
 
 
 def _in_fp32(kernel: torch._C._SafeKernelFunction, *, in_place: bool) -> Callable[..., torch.Tensor]:
-    """Wraps `kernel` to convert bf16 and fp16 factors to fp32 and to round its result to their dtype."""
+    """Wraps `kernel` to convert bf16 and fp16 operands to fp32, and its result back to their dtype."""
 
-    def product(keys: torch.DispatchKeySet, *args: object, **kwargs: object) -> torch.Tensor:
+    def matmul(keys: torch.DispatchKeySet, *args: object, **kwargs: object) -> torch.Tensor:
         first, out = args[0], kwargs.get("out")
         assert isinstance(first, torch.Tensor)
         if first.dtype not in NARROW:
@@ -75,4 +75,4 @@ def _in_fp32(kernel: torch._C._SafeKernelFunction, *, in_place: bool) -> Callabl
             return out.resize_(result.shape).copy_(result)
         return first.copy_(result) if in_place else result.to(first.dtype)
 
-    return product
+    return matmul
