@@ -62,14 +62,14 @@ class CausalAttention(torch.nn.Module):
         assert packed_seq_params is None
         if self._cp.size() == 1:
             return self._attend(query, key, value)
-        keys, values = self._whole(key, value)
+        keys, values = self._gather_sequence(key, value)
         chunk = len(query) // 2
         ends = ((self._cp.rank() + 1) * chunk, (2 * self._cp.size() - self._cp.rank()) * chunk)
         return torch.cat(
             [self._attend(part, keys[:end], values[:end]) for part, end in zip(query.chunk(2), ends, strict=True)]
         )
 
-    def _whole(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _gather_sequence(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Gathers keys and values of the whole sequence, in the order of positions: `[seq, batch, groups,
         head_dim]` each. Collective over the cp ranks."""
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._cp)
@@ -80,12 +80,12 @@ class CausalAttention(torch.nn.Module):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Computes causal attention: the last query attends to all keys, the query before it to all but the
         last key, and so on."""
-        if _on_processor(query):
+        if _on_cpu(query):
             scale = query.size(-1) ** -0.5 if self._scale is None else self._scale
             return attend(query, key, value, scale).flatten(2)
         if not _kernel_knows_groups(query):
-            times = query.size(2) // key.size(2)
-            key, value = key.repeat_interleave(times, dim=2), value.repeat_interleave(times, dim=2)
+            repeats = query.size(2) // key.size(2)
+            key, value = key.repeat_interleave(repeats, dim=2), value.repeat_interleave(repeats, dim=2)
         context = scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
@@ -104,7 +104,7 @@ def _lower_right(queries: int, keys: int) -> torch.Tensor:
     return causal_lower_right(queries, keys)
 
 
-def _on_processor(query: torch.Tensor) -> bool:
+def _on_cpu(query: torch.Tensor) -> bool:
     return query.device.type == "cpu"
 
 
@@ -119,8 +119,8 @@ _SCORES, _QUERIES = 1 << 21, 128
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Computes causal attention on a CPU by matrix products of blocks of queries with the keys that they
-    attend to.
+    """Computes causal attention on a CPU, multiplying each block of queries only with the keys that it
+    attends to.
 
     The last query attends to all keys, the query before it to all but the last key, and so on. torch's own
     kernel computes in fp32 on CPUs. In bf16, with heads of 32 to 64 at 256 to 2,048 tokens, this function
@@ -129,7 +129,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     Args:
         query: `[queries, batch, heads, head_dim]`.
         key, value: `[keys, batch, groups, head_dim]`, with at least as many keys as queries.
-        scale: the factor of scores before the softmax.
+        scale: The factor of scores before the softmax.
 
     Returns:
         `[queries, batch, heads, head_dim]`.
@@ -140,8 +140,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 
 class _Blocks(torch.autograd.Function):
-    """The autograd function of `attend`. The heads of a group are stacked, so that every product is a batched
-    product of batch * groups matrices."""
+    """The autograd function of `attend`. The heads of a group are stacked, so that every matmul is batched
+    over batch * groups matrices."""
 
     @staticmethod
     def forward(
@@ -149,29 +149,29 @@ class _Blocks(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scale = scale  # type: ignore[attr-defined]
-        keys, values = _stacked(key), _stacked(value)
+        keys, values = _stack_keys(key), _stack_keys(value)
         context = torch.empty_like(query)
         for first, last, end in _blocks(query, key):
-            weights = _weights(_queries(query[first:last], keys), keys[:, :end], last - first, scale)
-            context[first:last] = _unstacked(torch.bmm(weights, values[:, :end]), query[first:last])
+            weights = _weights(_stack_queries(query[first:last], keys), keys[:, :end], last - first, scale)
+            context[first:last] = _unstack_queries(torch.bmm(weights, values[:, :end]), query[first:last])
         return context
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         query, key, value = ctx.saved_tensors  # type: ignore[attr-defined]
         scale: float = ctx.scale  # type: ignore[attr-defined]
-        keys, values = _stacked(key), _stacked(value)
+        keys, values = _stack_keys(key), _stack_keys(value)
         grad_query, grad_keys, grad_values = torch.empty_like(query), torch.zeros_like(keys), torch.zeros_like(values)
         for first, last, end in _blocks(query, key):
-            queries, grads = _queries(query[first:last], keys), _queries(grad[first:last], keys)
+            queries, grads = _stack_queries(query[first:last], keys), _stack_queries(grad[first:last], keys)
             weights = _weights(queries, keys[:, :end], last - first, scale)
             grad_values[:, :end].baddbmm_(weights.mT, grads)
             grad_weights = torch.bmm(grads, values[:, :end].mT)
             grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
             partial = torch.bmm(grad_scores, keys[:, :end]).mul_(scale)
-            grad_query[first:last] = _unstacked(partial, query[first:last])
+            grad_query[first:last] = _unstack_queries(partial, query[first:last])
             grad_keys[:, :end].baddbmm_(grad_scores.mT, queries, alpha=scale)
-        return grad_query, _apart(grad_keys, key), _apart(grad_values, value), None
+        return grad_query, _unstack_keys(grad_keys, key), _unstack_keys(grad_values, value), None
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> list[tuple[int, int, int]]:
@@ -190,22 +190,22 @@ def _weights(queries: torch.Tensor, keys: torch.Tensor, block: int, scale: float
     return torch.softmax(torch.baddbmm(masked, queries, keys.mT, alpha=scale), dim=-1)
 
 
-def _stacked(tensor: torch.Tensor) -> torch.Tensor:
+def _stack_keys(tensor: torch.Tensor) -> torch.Tensor:
     """Reshapes `[keys, batch, groups, head_dim]` to `[batch * groups, keys, head_dim]`."""
     return tensor.permute(1, 2, 0, 3).flatten(0, 1)
 
 
-def _apart(stacked: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Inverts `_stacked`."""
+def _unstack_keys(stacked: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Inverts `_stack_keys`."""
     return stacked.view(*like.shape[1:3], len(like), -1).permute(2, 0, 1, 3)
 
 
-def _queries(tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _stack_queries(tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Reshapes `[block, batch, heads, head_dim]` to `[batch * groups, heads of a group * block, head_dim]`."""
     return tensor.permute(1, 2, 0, 3).reshape(len(keys), -1, tensor.size(-1))
 
 
-def _unstacked(stacked: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Inverts `_queries`."""
+def _unstack_queries(stacked: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Inverts `_stack_queries`."""
     block, batch, heads, _ = like.shape
     return stacked.view(batch, heads, block, -1).permute(2, 0, 1, 3)

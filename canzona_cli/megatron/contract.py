@@ -21,8 +21,8 @@ import yaml
 from canzona_cli.errors import Problem
 
 Check = Callable[[object], str | None]
-"""A check of the object that a name refers to. It returns the difference from what canzona expects; None if
-there is none."""
+"""A check of the object that a name refers to. It returns how the object differs from what canzona expects;
+None if it does not."""
 
 _WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.11 to 2.15"}
 
@@ -110,27 +110,27 @@ class Pinned:
 
 
 def verify() -> list[Problem]:
-    """Returns the properties that the installed packages do not have; empty for the releases that canzona was
-    written for."""
+    """Returns a problem for each property that the installed packages lack; empty for the releases that
+    canzona was written for."""
     return [problem for pin in PINNED for problem in _broken(pin)]
 
 
 def verify_loop() -> list[Problem]:
-    """Returns a problem for each property that canzona expects of Megatron-LM's training and that it lacks.
-    Imports `megatron.training`, which takes seconds."""
+    """Returns a problem for each property that Megatron-LM's training lacks. Imports `megatron.training`,
+    which takes seconds."""
     return [problem for pin in LOOP for problem in _broken(pin)]
 
 
 def _broken(pin: Pinned) -> Iterator[Problem]:
     try:
-        wrong = pin.check(_resolve(pin.name))
+        problem = pin.check(_resolve(pin.name))
     except (ImportError, AttributeError) as error:
-        wrong = f"it is missing ({error})"
+        problem = f"it is missing ({error})"
     except (OSError, TypeError, ValueError, tokenize.TokenError) as error:
-        wrong = f"it cannot be inspected ({error})"
-    if wrong is not None:
+        problem = f"it cannot be inspected ({error})"
+    if problem is not None:
         package = pin.name.partition(".")[0]
-        yield Problem(key=pin.name, reason=f"{pin.relied_on}, but {wrong}", fix=f"install {_WRITTEN_FOR[package]}")
+        yield Problem(key=pin.name, reason=f"{pin.relied_on}, but {problem}", fix=f"install {_WRITTEN_FOR[package]}")
 
 
 def _resolve(name: str) -> object:
@@ -162,12 +162,12 @@ def _tokens(code: Hashable) -> tuple[str, ...]:
     block become INDENT and DEDENT."""
     unwrapped = inspect.unwrap(code) if callable(code) else code
     source = io.StringIO(textwrap.dedent(inspect.getsource(unwrapped)))  # type: ignore[arg-type]
-    left_out = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
+    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
     blocks = (tokenize.INDENT, tokenize.DEDENT)
     return tuple(
         tokenize.tok_name[token.type] if token.type in blocks else token.string
         for token in tokenize.generate_tokens(source.readline)
-        if token.type not in left_out
+        if token.type not in ignored
     )
 
 
@@ -191,4 +191,4 @@ PINNED = tuple(_pinned("contract.yaml"))
 LOOP = tuple(_pinned("loop_contract.yaml"))
 """The properties of Megatron-LM's own training (`megatron.training`), which only `seams` relies on."""
 PROBLEMS = verify()
-"""The problems of the installed packages. Checked once at import, before an agent forks its ranks."""
+"""The problems with the installed packages. Checked once at import, before an agent forks its ranks."""

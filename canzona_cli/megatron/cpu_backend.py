@@ -37,7 +37,7 @@ _STREAM = CpuStream()
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """The replacement of a name that Megatron-core uses and that does not work without CUDA."""
+    """The replacement for a name that Megatron-core uses and that does not work without CUDA."""
 
     owner: ModuleType | type
     name: str
@@ -90,10 +90,10 @@ def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object
     return type_name
 
 
-def _splits_as_numbers(original: Callable[..., object]) -> Callable[..., object]:
-    """Wraps the function that copies token counts to the host. Megatron's returns numpy arrays for a GPU's
-    tensors only; the wrapped function does so for the host's too, because collectives do not accept tensors
-    as sizes."""
+def _counts_as_numpy(original: Callable[..., object]) -> Callable[..., object]:
+    """Wraps the function that copies token counts to the host. Megatron's function converts only GPU tensors
+    to numpy arrays; the wrapper also converts CPU tensors, because collectives do not accept tensors as
+    sizes."""
 
     @functools.wraps(original)
     def moved(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
@@ -137,9 +137,9 @@ def _replacements() -> tuple[Replacement, ...]:
             dispatcher.MoEAlltoAllTokenDispatcher,
             "cuda_dtoh_stream",
             lambda original: _STREAM,
-            "transformer.moe.token_dispatcher, which would make one",
+            "transformer.moe.token_dispatcher, which would create one",
         ),
-        (dispatcher, "maybe_move_tensor_to_cpu", _splits_as_numbers, "transformer.moe.token_dispatcher"),
+        (dispatcher, "maybe_move_tensor_to_cpu", _counts_as_numpy, "transformer.moe.token_dispatcher"),
         (cuda, "manual_seed", _manual_seed, "tensor_parallel.random"),
         (cuda, "get_rng_state", _get_rng_state, "tensor_parallel.random"),
         (mcore_random, "_get_cuda_rng_state", _get_rng_state, "tensor_parallel.random fork"),
@@ -164,7 +164,7 @@ _originals: dict[str, Callable[..., object]] = {}
 
 
 def install() -> Mapping[str, str]:
-    """Replaces every name by its CPU version. Further calls do not replace anything again.
+    """Replaces every name by its CPU version. Further calls have no effect.
 
     Returns:
         The replaced names, each with the Megatron-core code that needs it.

@@ -26,8 +26,8 @@ def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
 
 
 def rms_norm(*, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.RMSNorm:
-    """Makes torch's RMSNorm. Megatron's own wrapper of it refuses sequence parallelism, under which the
-    gradient of a norm's weight is partial, and is summed over TP ranks if the weight is marked."""
+    """Creates torch's RMSNorm, because Megatron's wrapper of it rejects sequence parallelism. There, each TP
+    rank computes a partial gradient of the norm's weight; the mark makes Megatron sum them."""
     norm = torch.nn.RMSNorm(hidden_size, eps=eps)
     norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm

@@ -1,4 +1,4 @@
-"""The experts of a layer without Transformer Engine, and the record of where a step's tokens went.
+"""The experts of a layer without Transformer Engine, and the count of the tokens that each expert gets.
 
 Megatron's own module without Transformer Engine, `SequentialMLP`, names and orders its weights differently
 from Transformer Engine's grouped layers. `GroupedExperts` has their names and order (all experts' fc1, then
@@ -38,7 +38,7 @@ class GroupedExperts(torch.nn.Module):
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Applies each token's expert to it, and weights the result by the router's probability.
+        """Applies to each token its expert, and weights the result by the router's probability.
 
         Args:
             tokens: `[tokens, hidden]`, sorted by expert.
@@ -63,14 +63,14 @@ class GroupedLinear(torch.nn.Module):
         super().__init__()
         # Megatron separates the gradients of experts if copies of experts and of dense weights are on
         # different ranks.
-        apart = (
+        separate = (
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
         )
         for expert in range(experts):
             weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=cut, stride=1)
-            weight.allreduce = not apart  # type: ignore[attr-defined]
+            weight.allreduce = not separate  # type: ignore[attr-defined]
             self.register_parameter(f"weight{expert}", weight)
 
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -78,7 +78,7 @@ class GroupedLinear(torch.nn.Module):
 
         Args:
             tokens: `[tokens, inputs]`, sorted by expert.
-            counts: the number of tokens of each expert.
+            counts: The number of tokens of each expert.
         """
         parts = zip(torch.split(tokens, counts), self.parameters(), strict=True)
         return torch.cat([torch.nn.functional.linear(part, weight) for part, weight in parts])
@@ -120,7 +120,7 @@ class RoutingMeter:
 
 
 def leave_routers_to_adamw(model: torch.nn.Module) -> None:
-    """Marks the routers' weights so that Megatron's own optimizers do not treat them as matrices either."""
+    """Marks the routers' weights so that Megatron's own optimizers leave them to AdamW, as canzona's do."""
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.weight.is_embedding_or_output_parameter = True

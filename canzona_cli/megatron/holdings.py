@@ -1,5 +1,5 @@
-"""The fp32 masters and optimizer state that Megatron's own optimizers hold on this rank, and the part of a
-parameter that each of them belongs to."""
+"""The fp32 masters and optimizer state that Megatron's own optimizers hold on this rank, each with the part
+of a parameter that it belongs to."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ _HOLDERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimiz
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A range of consecutive elements of a parameter's fragment that this rank updates."""
+    """The master and state of a range of consecutive elements of a parameter's fragment, which this rank
+    updates."""
 
     parameter: str
     """The parameter's name in the whole model."""
@@ -40,14 +41,14 @@ class Held:
 
     @property
     def state(self) -> MutableMapping[str, object]:
-        """The optimizer's state of the master. Before the first step it is an empty copy, and changes to it
-        are lost."""
+        """The optimizer's state for the master. Before the first step it is an empty dict, and changes to
+        that dict are lost."""
         state: MutableMapping[str, object] = self.inner.state.get(self.master, {})
         return state
 
     def replace_state(self, tensors: dict[str, torch.Tensor], step: float | None) -> None:
-        """Replaces the state of the master by `tensors`, each with as many elements as the master, after
-        `step` steps.
+        """Replaces the state of the master by `tensors`, each with as many elements as the master, and sets
+        its step count to `step` unless that is None.
 
         torch's AdamW counts steps for each parameter; the fused versions of Transformer Engine and APEX count
         them for a parameter group.
@@ -62,7 +63,7 @@ class Held:
 
     @property
     def step(self) -> float | None:
-        """The number of steps that the master has made; None if its optimizer does not count them."""
+        """The number of steps that have updated the master; None if its optimizer does not count them."""
         steps = self.state.get("step", self.group.get("step"))
         if isinstance(steps, torch.Tensor):
             return float(steps.item())
@@ -70,8 +71,8 @@ class Held:
 
 
 def held(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[Held]:
-    """Returns everything that Megatron's own optimizers inside `optimizer` hold on this rank. canzona's
-    optimizers are skipped."""
+    """Returns the masters and state that Megatron's own optimizers within `optimizer` hold on this rank.
+    canzona's optimizers are skipped."""
     names = {parameter: name for name, parameter in global_parameters(chunks)}
     return [item for leaf in _holders(optimizer) for item in _held_by(leaf, names)]
 

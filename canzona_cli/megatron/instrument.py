@@ -44,8 +44,8 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 
 
 _INTERLEAVED: dict[str, Phase] = {"forward-backward": "pipeline"}
-"""The additional timer of an interleaved schedule, in which Megatron waits for pipeline transfers outside of
-its other timers: the time of all passes that does not belong to another phase counts as `pipeline`."""
+"""The additional timer of an interleaved schedule, which waits for pipeline transfers outside of Megatron's
+other timers: the time of all passes that does not belong to another phase is attributed to `pipeline`."""
 
 
 def attach(
@@ -55,14 +55,14 @@ def attach(
     own optimizers with their TP communication.
 
     Args:
-        optimizer: one of Megatron's own optimizers; None for one that reports its phases to `timer` itself.
+        optimizer: One of Megatron's own optimizers; None for an optimizer that reports its phases to `timer`.
     """
     get_model_config(chunks[0]).timers = MegatronTimers(timer, interleaved=len(chunks) > 1)
     watcher = watcher_for(timer.device)
     if isinstance(watcher, CudaWatcher) and not watcher.waits:
         _log.warning(
-            "%s=1 keeps communication from overlapping with computation; its times in flight are upper bounds, "
-            "measured until the step waited for it",
+            "%s=1 keeps communication from overlapping with computation; the times of communication in flight are "
+            "upper bounds, measured until the step waited for it",
             CONNECTIONS,
         )
     _time_dispatch(timer, world)
@@ -165,8 +165,8 @@ def _within(
 
 
 def _time_dispatch(timer: PhaseTimer, world: World) -> None:
-    """Wraps the collectives by which Megatron's dispatchers send tokens to the ranks of their experts, and
-    gradients back, so that their time counts as `dispatch`. All are synchronous."""
+    """Wraps the collectives that Megatron's dispatchers use to send tokens to the ranks of their experts, and
+    gradients back, so that their time is attributed to `dispatch`. All are synchronous."""
     if world.layout.ep == 1:
         return
     groups = (world.groups.ep, world.groups.tp_ep)
@@ -192,8 +192,9 @@ def _time_dispatch(timer: PhaseTimer, world: World) -> None:
 
 
 def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) -> None:
-    """Marks as waits the methods in which Megatron's dispatchers read the number of tokens of each expert from the
-    device. The host waits for other ranks there, once for each layer and pass, because collectives come before."""
+    """Marks as waits the methods in which Megatron's dispatchers read each expert's token count from the
+    device. There the host waits for the preceding collectives, and so for other ranks, once per layer and
+    pass."""
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     for dispatcher in (layer.token_dispatcher for layer in layers):
         for name in ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"):
@@ -201,8 +202,8 @@ def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) ->
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:
-    """Wraps `torch.distributed.all_gather`, by which Megatron's `duplicated` mode gathers TP fragments within
-    an update, so that its time counts as `exchange`."""
+    """Wraps `torch.distributed.all_gather`, which Megatron's `duplicated` mode uses to gather TP fragments
+    within an update, so that its time is attributed to `exchange`."""
     original: Callable[..., object] = torch.distributed.all_gather
 
     @functools.wraps(original)

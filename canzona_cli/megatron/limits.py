@@ -17,7 +17,7 @@ class Limit:
     """The supported value."""
     reason: str
     fix: str = ""
-    """The fix; empty if it is to leave the setting at the supported value."""
+    """The fix; empty if the fix is to keep the supported value."""
 
 
 def problems(config: object, limits: Iterable[Limit]) -> Iterator[Problem]:
@@ -31,7 +31,7 @@ def problems(config: object, limits: Iterable[Limit]) -> Iterator[Problem]:
 
 _ON_DEVICE: Final = "the engine keeps fp32 masters and optimizer state on the device that updates a matrix"
 UNTRIED: Final = "the engine has not been run with it"
-_OTHER_LAYERS: Final = "the engine knows the matrices of dense decoders only"
+_OTHER_LAYERS: Final = "the engine supports only the matrices of dense decoders"
 _EVEN_STAGES: Final = "the plan gives every model chunk the same number of layers"
 
 OPTIMIZER: Final = (
@@ -44,7 +44,7 @@ OPTIMIZER: Final = (
         name="optimizer_cuda_graph",
         value=False,
         reason="the host reads the gradient norm in every step",
-        fix="leave it out; optimizer.graph captures the updates of matrices",
+        fix="turn it off; canzona's optimizer.graph captures the updates of matrices",
     ),
     Limit(name="log_num_zeros_in_grad", value=False, reason="no rank has the gradients of all matrices to count"),
     Limit(name="reuse_grad_buf_for_mxfp8_param_ag", value=False, reason=UNTRIED),
@@ -59,7 +59,7 @@ OPTIMIZER: Final = (
 BUCKETS: Final = (
     Limit(name="use_distributed_optimizer", value=True, reason="parameters must be views of Megatron's buffers"),
     Limit(name="num_distributed_optimizer_instances", value=1, reason="a plan has one owner for each matrix"),
-    Limit(name="average_in_collective", value=False, reason="gradients are added up on their way to the owners"),
+    Limit(name="average_in_collective", value=False, reason="gradients are summed on their way to the owners"),
     Limit(name="reduce_scatter_with_fp32_accumulation", value=False, reason="gradients are reduced to owners instead"),
     Limit(name="param_name_patterns_for_fp32_local_accumulation", value=(), reason="buckets have one gradient dtype"),
     Limit(name="reuse_grad_buf_for_mxfp8_param_ag", value=False, reason=UNTRIED),
@@ -85,7 +85,7 @@ MODEL: Final = (
         reason="the first matrices of the feed-forward layers are a gate and a projection",
         fix="use a gated activation (--swiglu)",
     ),
-    Limit(name="qk_clip", value=False, reason="it would change weights behind the engine, which keeps their masters"),
+    Limit(name="qk_clip", value=False, reason="it would change weights, but not the masters that the engine keeps"),
     Limit(name="fp8", value=None, reason=UNTRIED),
     Limit(name="fp4", value=None, reason=UNTRIED),
     Limit(name="cuda_graph_impl", value="none", reason=UNTRIED),

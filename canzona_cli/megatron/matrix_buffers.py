@@ -24,7 +24,7 @@ from canzona_cli.planner.buckets import Parameter, stage_parameters
 from canzona_cli.planner.plan import Bucket, Plan, rank_buckets
 
 TAG = "is_managed_by_layer_wise_optimizer"
-"""The parameter attribute by which Megatron assigns parameters to separate buffers."""
+"""The parameter attribute that Megatron uses to assign parameters to separate buffers."""
 
 
 class PlanMismatch(RuntimeError):
@@ -103,7 +103,7 @@ def full_param_layout(
 
     Args:
         model: the chunk, with its matrices already marked by `tag_matrices`.
-        chunk: the number of the chunk on this rank.
+        chunk: the index of the chunk on this rank.
         bucket_size: the bucket size, in elements, that `DistributedDataParallel` will use for the parameters
             that are not matrices; None for a single bucket.
 
@@ -140,7 +140,7 @@ def placements(plan: Plan, stage: int, expert_rank: int = 0) -> tuple[Mapping[st
 
 def stage_buckets(plan: Plan, stage: int, expert_rank: int = 0, chunk: int | None = None) -> tuple[Bucket, ...]:
     """Returns the buckets of a stage's ranks with this expert-parallel rank, or only those of one model
-    chunk, in the order of their numbers. Within each kind (experts, other matrices), this is the order in
+    chunk, in the order of their indices. Within each kind (experts, other matrices), this is the order in
     which gradients become ready."""
     on_rank = sorted(rank_buckets(plan.buckets, stage, expert_rank), key=lambda bucket: bucket.index)
     return tuple(bucket for bucket in on_rank if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
@@ -232,20 +232,20 @@ def _matrix_layout(
     plan: Plan,
     buckets: Sequence[Bucket],
 ) -> PerBufferParamLayout:
-    """Returns the layout of a matrix buffer: the buckets of a model chunk of one kind, one after the other."""
+    """Returns the layout of a matrix buffer: a model chunk's buckets of one kind, one after the other."""
     matrices = {names[param]: param for param in params}
     where: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
     bounds: list[tuple[int, int]] = []
     used: list[int] = []
     offset = 0
-    for number, (bucket, places) in enumerate(zip(buckets, _placements(plan, buckets), strict=True)):
+    for index, (bucket, places) in enumerate(zip(buckets, _placements(plan, buckets), strict=True)):
         for name, (start, end) in places.items():
-            where[matrices[name]] = (offset + start, offset + end, number)
+            where[matrices[name]] = (offset + start, offset + end, index)
         bounds.append((offset, offset + bucket.elements))
         used.append(bucket.elements - bucket.padding)
         offset += bucket.elements
-    # Megatron makes buckets while it walks through the parameters backwards, and each bucket must be complete
-    # before the next one starts.
+    # Megatron forms buckets while it iterates over the parameters in reverse, and each bucket must be
+    # complete before the next one starts.
     backwards = list(reversed(params))
     for last, param in pairwise(backwards):
         if where[param][2] not in (where[last][2], where[last][2] + 1):

@@ -53,7 +53,7 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
     """Returns Megatron's configuration of the model and of its computation.
 
     Args:
-        compiled: True to use the functions that Megatron fuses by torch.compile: SwiGLU and, in bf16
+        compiled: True to use the functions that Megatron fuses with torch.compile: SwiGLU and, in bf16
             training, the cross-entropy, whose fused gradients are always bf16.
     """
     model, layout, train = config.model, world.layout, config.train
@@ -81,7 +81,7 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         apply_rope_fusion=on_gpu and config.cluster.fused_layers,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        # Megatron's own layers, which always include the output layer, need APEX's kernel to fuse it.
+        # Megatron's own layers, which always include the output layer, need APEX's kernel for this fusion.
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         # initialize_weights() below gives every layout the same weights; Megatron's own would depend on tp
         # and pp.
@@ -124,7 +124,7 @@ def _build_chunk(
 ) -> torch.nn.Module:
     model: torch.nn.Module = GPTModel(
         config=mcore,
-        transformer_layer_spec=spec if config.cluster.fused_layers else _with_own_norms(spec, mcore, chunk),
+        transformer_layer_spec=spec if config.cluster.fused_layers else _block_with_rms_norm(spec, mcore, chunk),
         vocab_size=config.model.vocab_size,
         max_sequence_length=config.train.seq_length,
         pre_process=world.is_first_stage and chunk == 0,
@@ -145,15 +145,15 @@ def _build_chunk(
     return Float16Module(mcore, model) if config.train.precision == "bf16" else model
 
 
-def _with_own_norms(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
+def _block_with_rms_norm(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
     """Returns the layers of a model chunk with `dense.rms_norm` after the last one."""
     layers = get_num_layers_to_build(mcore, vp_stage=chunk if mcore.virtual_pipeline_model_parallel_size else None)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=dense.rms_norm)
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
-    """Makes Transformer Engine's layers add to `main_grad` in the matrix product that computes a weight's
-    gradient.
+    """Makes Transformer Engine's layers add a weight's gradient to `main_grad` in the matmul that computes
+    it.
 
     Otherwise every micro-batch writes a gradient in bf16 and then adds it. Megatron's
     `gradient_accumulation_fusion` would also enable this, but then Megatron's output layer, which is not from
@@ -212,7 +212,7 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
             std = shape.init_std / math.sqrt(2 * shape.num_layers) if whole.cut == "cols" else shape.init_std
             fragments = [
                 _draw(key, (rows, whole.cols), std, seed, param.device).chunk(tp, dim=whole.shard_dim)[rank]
-                for key, rows in _drawn(whole)
+                for key, rows in _matrices_to_draw(whole)
             ]
             param.copy_(torch.cat(fragments, dim=0))
 
@@ -225,17 +225,17 @@ def bare(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields the parameters of a model chunk, named with the numbers of layers and experts in the whole model."""
+    """Yields the parameters of a model chunk, named with the indices of layers and experts in the whole
+    model."""
     first_layer = first_expert = 0
     for module in model.modules():
         layers = getattr(module, "layers", None)
         if isinstance(layers, torch.nn.ModuleList) and len(layers) > 0:
-            # Megatron numbers layers from 1 over all stages.
-            number = layers[0].layer_number
-            assert isinstance(number, int)
-            first_layer = number - 1
+            layer_number = layers[0].layer_number  # counted from 1 over all stages
+            assert isinstance(layer_number, int)
+            first_layer = layer_number - 1
         if isinstance(module, MoELayer):
-            # Every layer of a rank has the experts with the same numbers.
+            # Every layer of a rank has the experts with the same indices.
             first_expert = module.local_expert_indices[0]
             break
     for name, param in model.named_parameters():
@@ -249,9 +249,9 @@ def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramet
         yield f"decoder.layers.{int(match[1]) + first_layer}.{part}", param
 
 
-def _drawn(whole: Weight) -> list[tuple[str, int]]:
-    """Returns the name and the rows of each matrix from which a parameter is drawn: its parts separately if
-    tensor parallelism cuts every part, otherwise the parameter as one."""
+def _matrices_to_draw(whole: Weight) -> list[tuple[str, int]]:
+    """Returns the name and the rows of each matrix to draw for a parameter: its parts separately if tensor
+    parallelism cuts every part, otherwise the whole parameter."""
     if whole.cut == "parts" and len(whole.parts) > 1:
         return [(f"{whole.name}:{part.kind}", part.rows) for part in whole.parts]
     return [(whole.name, whole.rows)]
@@ -293,6 +293,8 @@ def use_processor_norms(model: torch.nn.Module) -> None:
 
 
 class _Normalised(torch.autograd.Function):
+    """The autograd function of `ProcessorNorm`."""
+
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = hidden.float()
@@ -309,7 +311,7 @@ class _Normalised(torch.autograd.Function):
         rows = products.view(-1, width)
         along = torch.mv(rows, weight.float()).div_(width).view_as(scale)
         grad_weight = rows.sum(0).to(weight.dtype)
-        # The gradient overwrites the products. Its component along the normalised vector is removed, because
+        # The gradient overwrites `products`. Its component along the normalised vector is removed, because
         # changing the length of the input does not change the result.
         gradient = torch.mul(wide, weight.float(), out=products).addcmul_(unit, along, value=-1).mul_(scale)
         return gradient.to(hidden.dtype), grad_weight, None
@@ -334,5 +336,5 @@ class Trainee(Model):
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     routing: RoutingMeter | None = None
-    """The record of the experts to which tokens go; None for dense models."""
+    """The count of the tokens that each expert gets; None for dense models."""
     schedule: OptimizerParamScheduler

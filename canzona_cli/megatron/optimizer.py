@@ -37,8 +37,8 @@ from canzona_cli.planner.plan import Plan
 def wrap_data_parallel(
     chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, plan: Plan | None = None
 ) -> list[DistributedDataParallel]:
-    """Wraps model chunks in `DistributedDataParallel`, with gradient buffers, bucketed reduction and
-    parameter gathering as the run's strategy needs them.
+    """Wraps model chunks in `DistributedDataParallel`, with the gradient buffers, bucketed reduction and
+    parameter gathering of the run's strategy.
 
     Args:
         chunks: this rank's part of the model.
@@ -80,7 +80,7 @@ def wrap_planned(
 ) -> list[DistributedDataParallel]:
     """Wraps model chunks with the plan's buckets.
 
-    `disable_bucketing` stays off: with it, Megatron would make one group of all buckets of a chunk, and
+    `disable_bucketing` stays off: with it, Megatron would put all buckets of a chunk in one group, and
     AdamW's parameters and matrices could not be communicated separately.
 
     Raises:
@@ -90,8 +90,8 @@ def wrap_planned(
     check_model(chunks, plan, world)
     tag_matrices(chunks, matrix_parameters(chunks, plan, world))
     size = _bucket_size(config, world)
-    layouts = [full_param_layout(c, number, plan, world, ddp_config, size) for number, c in enumerate(chunks)]
-    wrapped = _wrapped(chunks, layouts, ddp_config, world)
+    layouts = [full_param_layout(c, index, plan, world, ddp_config, size) for index, c in enumerate(chunks)]
+    wrapped = _wrap(chunks, layouts, ddp_config, world)
     owner_bucket_group.install(wrapped, plan, world)
     return wrapped
 
@@ -99,7 +99,7 @@ def wrap_planned(
 def _wrap_as_megatron(
     chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, ddp_config: DistributedDataParallelConfig
 ) -> list[DistributedDataParallel]:
-    """Wraps model chunks for Megatron's own optimizers, or without sharding for strategy sc."""
+    """Wraps model chunks for Megatron's own optimizers; for strategy sc, without sharding."""
     layer_wise, layouts = config.execution is Execution.LAYERWISE, [None] * len(chunks)
     if layer_wise:
         tag_params_for_buffer_routing(chunks)
@@ -115,7 +115,7 @@ def _wrap_as_megatron(
             )
             for chunk in chunks
         ]
-    return _wrapped(chunks, layouts, ddp_config, world)
+    return _wrap(chunks, layouts, ddp_config, world)
 
 
 def _bucket_size(config: RunConfig, world: World) -> int | None:
@@ -124,7 +124,7 @@ def _bucket_size(config: RunConfig, world: World) -> int | None:
     return bucket_elements(config, world.layout) if world.pp_rank == 0 else None
 
 
-def _wrapped(
+def _wrap(
     chunks: Sequence[torch.nn.Module],
     layouts: Sequence[FullParamLayout | None],
     ddp_config: DistributedDataParallelConfig,
@@ -195,8 +195,8 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
 
 
 def adamw_part(config: MegatronOptimizerConfig) -> MegatronOptimizerConfig:
-    """Returns a caller's settings of Megatron's Muon as settings of AdamW, sharded by
-    `DistributedOptimizer`."""
+    """Returns the settings for AdamW, sharded by `DistributedOptimizer`, that correspond to a caller's
+    settings for Megatron's Muon."""
     part = copy(config)
     part.optimizer, part.use_distributed_optimizer, part.use_layer_wise_distributed_optimizer = "adam", True, False
     return part
@@ -248,11 +248,11 @@ def build_adamw(
         overrides: the caller's `config_overrides`; None for Megatron's standard ones.
 
     Raises:
-        Unsupported: on all ranks together: an override chooses an optimizer, or applies to matrices.
+        Unsupported: on all ranks, if an override chooses an optimizer or applies to matrices.
     """
     assert megatron_config.optimizer == "adam"
     given = get_standard_config_overrides(megatron_config) if overrides is None else overrides
-    refuse(_chosen_optimizers(given), Unsupported)
+    refuse(_optimizer_overrides(given), Unsupported)
     is_matrix = ParamPredicate(name="canzona_matrix", fn=lambda param: getattr(param, TAG, False))
     models = list(chunks)
     with without_pickles():
@@ -270,8 +270,8 @@ def build_adamw(
         model_chunks=models,
         param_groups=[group for group in groups if group.get("optimizer") != _MATRICES],
         per_model_buffers={
-            number: [buffer for buffer in model.buffers if not getattr(buffer.params[0], TAG, False)]
-            for number, model in enumerate(models)
+            index: [buffer for buffer in model.buffers if not getattr(buffer.params[0], TAG, False)]
+            for index, model in enumerate(models)
         },
         model_parallel_group=ranks["mp_group"],
         data_parallel_group=ranks["intra_dp_cp_group"],
@@ -282,12 +282,13 @@ def build_adamw(
     return optimizer
 
 
-def _chosen_optimizers(overrides: Overrides) -> Iterator[Problem]:
+def _optimizer_overrides(overrides: Overrides) -> Iterator[Problem]:
+    """Yields a problem for each override that chooses an optimizer."""
     for key, override in overrides.items():
         if "optimizer" in override:
             reason = f"an override of {key} chooses it, but canzona updates the matrices, and AdamW everything else"
             yield Problem(
-                key="config_overrides", value=override["optimizer"], reason=reason, fix="leave optimizer out of it"
+                key="config_overrides", value=override["optimizer"], reason=reason, fix="remove optimizer from it"
             )
 
 
@@ -310,7 +311,7 @@ def _overridden_matrices(
 
 
 def _group_settings(config: MegatronOptimizerConfig) -> dict[str, object]:
-    """Returns Megatron's settings of a parameter group without overrides."""
+    """Returns Megatron's settings for a parameter group without overrides."""
     return {
         "default_config": True,
         "wd_mult": 1.0,
@@ -322,8 +323,8 @@ def _group_settings(config: MegatronOptimizerConfig) -> dict[str, object]:
 
 
 def muon_group(config: MegatronOptimizerConfig) -> dict[str, object]:
-    """Returns the settings of the only parameter group of Megatron's Muon for dense models, as its
-    checkpoints have them."""
+    """Returns the settings of the single parameter group that Megatron's Muon has for dense models, as its
+    checkpoints store them."""
     params = [torch.nn.Parameter(torch.empty(1, 1))]
     muon = TensorParallelMuon(params, lr=config.lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
     settings = {key: value for key, value in muon.param_groups[0].items() if key != "params"}
@@ -333,7 +334,7 @@ def muon_group(config: MegatronOptimizerConfig) -> dict[str, object]:
 def megatron_muon(
     params: list[torch.nn.Parameter], settings: MuonConfig, precision: Precision
 ) -> torch.optim.Optimizer:
-    """Makes Megatron's Muon for whole fp32 masters, as strategies sc and layerwise use it."""
+    """Builds Megatron's Muon for whole fp32 masters, as strategies sc and layerwise use it."""
     muon: torch.optim.Optimizer = TensorParallelMuon(
         params,
         lr=settings.lr,

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup, Work
 from canzona_cli.errors import Problem, Unsupported, WorkerCrashed, refuse
 from canzona_cli.megatron.limits import BUCKETS, problems
 from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
-from canzona_cli.megatron.owner_collectives import gathering, reduce_each, reducing
+from canzona_cli.megatron.owner_collectives import gathering_method, reduce_each, reduction_method
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import Waitable
 from canzona_cli.planner.plan import Bucket, Plan, Range
@@ -36,9 +36,9 @@ class InFlight:
 
 
 class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
-    """A bucket group with one bucket of matrices. `start_grad_sync` and `start_param_sync` do what Megatron's
-    do, with other collectives, which the plan chooses (`planned.reduction`, `planned.gathering`; see
-    `owner_collectives`).
+    """A bucket group with one bucket of matrices. `start_grad_sync` and `start_param_sync` replace Megatron's
+    methods; they differ only in the collectives, which the plan chooses (`planned.reduction`,
+    `planned.gathering`; see `owner_collectives`).
     """
 
     grad_reduce_handle: Waitable | None
@@ -70,7 +70,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self.owned: tuple[Range, ...] = tuple(part for part in planned.ranges if part.owner == group.rank())
         """The ranges of the bucket that this rank owns."""
         self._bucket, self._group, self._config, self._names = bucket, group, ddp_config, names
-        self.reducing, self.gathering = reducing(planned, group), gathering(planned, group)
+        self.reducing, self.gathering = reduction_method(planned, group), gathering_method(planned, group)
         self.first = min(index for part in planned.ranges for index in part.matrices)
         """The index in the plan of the bucket's first matrix, which the forward pass needs first and whose
         gradient is ready last."""
@@ -127,14 +127,13 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or early)
 
     def _post_param_sync(self) -> None:
-        """Completes a gathering after it has been waited for, then does what Megatron does at that point."""
+        """Completes a gathering after it has been waited for; then Megatron's method does its part."""
         self.gathering.finish(self._bucket.param_data)
         super()._post_param_sync()
 
     def _require_gradients(self) -> None:
-        """Raises an error that names the parameters without gradients if an overlapped reduction was not
-        started. Megatron starts it when the last gradient is ready, and would only report that it was not
-        started.
+        """Checks that an overlapped reduction was started. Megatron starts it when the bucket's last gradient
+        is ready, and would only report that it was not started; this error names the missing gradients.
 
         Raises:
             WorkerCrashed: backward did not compute gradients for some parameters of the bucket.
@@ -142,8 +141,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         if not self._config.overlap_grad_reduce or self.grad_reduce_finished or self.grad_reduce_handle is not None:
             return
         missing = [param for param in self._bucket.params_list if param not in self.per_param_grad_ready_counts]
-        # If there was no backward pass at all, the buffers were filled in another way, which Megatron allows
-        # in the first step.
+        # If there was no backward pass, the buffers were filled in another way, which Megatron allows in the
+        # first step.
         filled = self.is_first_batch and not any(group.per_param_grad_ready_counts for group in self.all_groups)
         if filled or not missing:
             return
@@ -152,7 +151,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             Problem(
                 key="gradients",
                 value="missing",
-                reason=f"backward produced none for {names}, so the reduction of their bucket never started",
+                reason=f"backward did not compute gradients for {names}, so their bucket's reduction never started",
                 fix="make every trainable parameter take part in every step, or set "
                 "parallel.overlap_grad_reduce=false, which treats missing gradients as zero",
             )
@@ -170,11 +169,10 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World)
     `chunks` were built.
 
     With `overlap_param_gather`, parameters are gathered in `gathering_order`, `GATHERED_AHEAD` bucket groups
-    at a time. Bucket groups that are not in this order are not chained to others; the code that steps AdamW
-    starts them.
+    at a time. The other bucket groups are not chained; the code that steps AdamW starts them.
 
     Raises:
-        PlanMismatch: the chunks have other matrix buckets than the plan.
+        PlanMismatch: The chunks' matrix buckets are not those of the plan.
     """
     planned = stage_buckets(plan, world.pp_rank, world.expert_rank)
     names = {param: name for name, param in global_parameters(chunks)}
@@ -206,20 +204,20 @@ def _replace(
         owners: the ranks among which the buckets' owners are numbered.
         names: the parameters' names in the whole model.
     """
-    places = [
-        (ddp, groups, number)
+    positions = [
+        (ddp, groups, index)
         for ddp, groups in reversed(built)
-        for number, group in enumerate(groups)
+        for index, group in enumerate(groups)
         if _holds_matrices(group)
     ]
-    if len(places) != len(planned):
+    if len(positions) != len(planned):
         kind = "buckets of experts" if planned and planned[0].expert_rank is not None else "buckets"
-        raise PlanMismatch(key=kind, planned=len(planned), actual=len(places))
-    for bucket, (ddp, groups, place) in zip(planned, places, strict=True):
-        [replaced] = groups[place].buckets
-        groups[place] = OwnerBucketGroup(replaced, bucket, ddp.ddp_config, owners, names)
+        raise PlanMismatch(key=kind, planned=len(planned), actual=len(positions))
+    for bucket, (ddp, groups, index) in zip(planned, positions, strict=True):
+        [replaced] = groups[index].buckets
+        groups[index] = OwnerBucketGroup(replaced, bucket, ddp.ddp_config, owners, names)
         for param in replaced.params_list:
-            ddp.param_to_bucket_group[param] = groups[place]
+            ddp.param_to_bucket_group[param] = groups[index]
 
 
 def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
@@ -258,9 +256,9 @@ def gathers_ahead(config: DistributedDataParallelConfig) -> bool:
     return bool(config.overlap_param_gather and not config.align_param_gather)
 
 
-def nothing_to_gather(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Marks all parameters as gathered, after a step that did not change any, so that the next forward pass
-    does not start or wait for a gathering."""
+def mark_gathered(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Marks all parameters as gathered after a step that did not change any of them, so that the next forward
+    pass does not start or wait for a gathering."""
     for group in bucket_groups(chunks):
         group.param_gather_dispatched = True
 
@@ -272,9 +270,9 @@ def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
 REDUCTIONS = 16
 """The number of reductions that are timed, submitted together and one by one."""
 GROUPED = 0.75
-"""The ratio of the time together to the time one by one below which reductions count as grouped. If they run
-one after another, it is 1. In one launch, NCCL gives each small reduction a channel, and even the two
-channels of a single network port run them in half the time."""
+"""The ratio of the time together to the time one by one below which reductions are considered grouped. If
+they run one after another, the ratio is 1. In one launch, NCCL gives each small reduction a channel, and even
+the two channels of a single network port run them in half the time."""
 _AHEAD_BYTES = 64 << 20
 """The bytes of each all-reduce that keeps the device busy until the host has submitted all reductions; 0.2 ms
 over NVLink."""
@@ -284,11 +282,11 @@ _REPEATS = 7
 
 
 def contradiction(chunks: Sequence[DistributedDataParallel], world: World, *, assumed: bool) -> str | None:
-    """Measures whether the reductions of a bucket run as one NCCL group, and compares that with
+    """Measures whether the reductions of a bucket run as one NCCL group, and compares the result with
     `cluster.grouped_collectives`. Collective.
 
-    This depends on torch's backend and cannot be seen from a signature: the same calls are one group in
-    torch's legacy NCCL backend, and separate launches in the backend that torch 2.15 uses by default
+    This depends on torch's backend and has to be measured: the same calls are one group in torch's legacy
+    NCCL backend, and separate launches in the backend that torch 2.15 uses by default
     (`TORCH_DIST_USE_NCCL2`).
 
     Args:
@@ -304,13 +302,13 @@ def contradiction(chunks: Sequence[DistributedDataParallel], world: World, *, as
     several = any(len(bucket.ranges) > 1 for bucket in planned)
     if device.type != "cuda" or group.size() == 1 or not several:
         return None
-    return judged(share_together(group, device, device_seconds), assumed=assumed)
+    return describe_contradiction(grouped_time_ratio(group, device, device_seconds), assumed=assumed)
 
 
-def judged(share: float, *, assumed: bool) -> str | None:
-    """Returns a description of how a `share_together` contradicts `cluster.grouped_collectives`; None if they
-    agree."""
-    if grouped(share) == assumed:
+def describe_contradiction(share: float, *, assumed: bool) -> str | None:
+    """Describes how a measured `grouped_time_ratio` contradicts `cluster.grouped_collectives`; None if it
+    does not."""
+    if is_grouped(share) == assumed:
         return None
     took = f"{REDUCTIONS} small reductions submitted together take {share:.0%} of their time one by one"
     if assumed:
@@ -321,17 +319,19 @@ def judged(share: float, *, assumed: bool) -> str | None:
     return f"reductions of a bucket are grouped here ({took}): plan with cluster.grouped_collectives=true"
 
 
-def grouped(share: float) -> bool:
-    """Returns True if `share`, as measured by `share_together`, shows that reductions submitted together run
-    as one group."""
+def is_grouped(share: float) -> bool:
+    """Returns True if `share`, as measured by `grouped_time_ratio`, shows that reductions submitted together
+    run as one group."""
     return share < GROUPED
 
 
-def share_together(group: ProcessGroup, device: torch.device, seconds: Callable[[Callable[[], None]], float]) -> float:
-    """Measures the ratio of the time of `REDUCTIONS` small reductions to different owners, submitted
-    together, to their time submitted one by one. Returns the largest ratio of all ranks. Collective."""
+def grouped_time_ratio(
+    group: ProcessGroup, device: torch.device, seconds: Callable[[Callable[[], None]], float]
+) -> float:
+    """Measures how long `REDUCTIONS` small reductions to different owners take if they are submitted
+    together, relative to submitting them one by one. Returns the largest ratio of all ranks. Collective."""
     data = torch.zeros(REDUCTIONS, device=device)
-    parts = [(data[place : place + 1], place % group.size()) for place in range(REDUCTIONS)]
+    parts = [(data[index : index + 1], index % group.size()) for index in range(REDUCTIONS)]
     ahead = torch.zeros(_AHEAD_BYTES // data.element_size(), device=device)
 
     def reduce(batches: Sequence[Sequence[tuple[torch.Tensor, int]]]) -> None:

@@ -1,5 +1,5 @@
-"""The collectives that reduce a bucket's gradients to owners and gather its weights from owners: a class for
-each method that a plan may choose.
+"""The collectives that reduce a bucket's gradients to owners and gather its weights from owners, with one
+class for each method that a plan may choose.
 
 `planner.reduction` defines what each method communicates and in which order; the plan chooses the method.
 NCCL runs the collectives of a communicator in the order of their launches, so a collective may use the result
@@ -22,7 +22,7 @@ Collective = Callable[[torch.Tensor, int, ProcessGroup], Work]
 """A function that starts a collective of a tensor, to or from the given rank of a group."""
 
 
-class Way(Protocol):
+class BucketMethod(Protocol):
     """A method of reducing or gathering a bucket, used once in each step."""
 
     held: list[torch.Tensor]
@@ -35,7 +35,7 @@ class Way(Protocol):
         """Does the remaining work after the handles have been waited for. May be called without `start`."""
 
 
-def reducing(bucket: Bucket, group: ProcessGroup) -> Way:
+def reduction_method(bucket: Bucket, group: ProcessGroup) -> BucketMethod:
     """Returns the method that reduces a bucket's gradients. When it has finished, a rank's buffer is valid
     only in the ranges that the rank owns."""
     if bucket.reduction == "ring" and group.size() > 1:
@@ -43,7 +43,7 @@ def reducing(bucket: Bucket, group: ProcessGroup) -> Way:
     return _PerOwner(_ranges(bucket), group, _reduce)
 
 
-def gathering(bucket: Bucket, group: ProcessGroup) -> Way:
+def gathering_method(bucket: Bucket, group: ProcessGroup) -> BucketMethod:
     """Returns the method that gathers a bucket's weights. Afterwards every rank has all ranges."""
     if bucket.gathering == "ring" and group.size() > 1:
         return _RingGathering(bucket, group)
@@ -52,17 +52,16 @@ def gathering(bucket: Bucket, group: ProcessGroup) -> Way:
 
 def reduce_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
     """Starts a reduction of each tensor to its owner, as for a bucket, and returns the handles to wait for."""
-    return _each(parts, group, _reduce)
+    return _start_each(parts, group, _reduce)
 
 
 def broadcast_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
     """Starts a broadcast of each tensor from its owner, as for a bucket, and returns the handles to wait for."""
-    return _each(parts, group, _broadcast)
+    return _start_each(parts, group, _broadcast)
 
 
 class _PerOwner:
-    """The method with one collective for each range. The backend determines the precision in which partial
-    sums are added."""
+    """The method with one collective for each range. The backend determines the precision of partial sums."""
 
     def __init__(self, ranges: Sequence[tuple[slice, int]], group: ProcessGroup, collective: Collective) -> None:
         self.held: list[torch.Tensor] = []
@@ -71,7 +70,7 @@ class _PerOwner:
     def start(self, data: torch.Tensor) -> list[Work]:
         if self._group.size() == 1:
             return []
-        return _each([(data[part], owner) for part, owner in self._ranges], self._group, self._collective)
+        return _start_each([(data[part], owner) for part, owner in self._ranges], self._group, self._collective)
 
     def finish(self, data: torch.Tensor) -> None:
         pass
@@ -138,7 +137,7 @@ class _RingReduction(_Ring):
         self.held = [data.new_empty(sum(handover.from_ranks)) for handover in self._handovers]
         work = torch.distributed.reduce_scatter_tensor(part, data, group=self._group, async_op=True)
         assert work is not None
-        if _queues(self._group, data.device):
+        if _runs_in_order(self._group, data.device):
             return [work, *self._hand_over(data)]
         self._second = lambda: self._hand_over(data)
         return [work]
@@ -172,7 +171,7 @@ class _RingGathering(_Ring):
             share = torch.cat([data[piece] for piece in handover.share]) if handover.share else data.new_empty(0)
             self.held.append(share)
             works.append(_all_to_all(data[handover.part], share, handover.to_owners, handover.from_ranks, self._group))
-            if not _queues(self._group, data.device):
+            if not _runs_in_order(self._group, data.device):
                 works.pop().wait()
         gathered = torch.distributed.all_gather_into_tensor(data, data[self._part], group=self._group, async_op=True)
         assert gathered is not None
@@ -195,11 +194,11 @@ def _ranges(bucket: Bucket) -> list[tuple[slice, int]]:
     return [(slice(part.start, part.end), part.owner) for part in bucket.ranges]
 
 
-def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
+def _start_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
     """Starts a collective for each tensor and owner. NCCL gets them as one batch; whether this becomes one
     launch depends on torch's backend (`owner_bucket_group.contradiction`)."""
     device = parts[0][0].device
-    if not _queues(group, device):
+    if not _runs_in_order(group, device):
         return [collective(data, owner, group) for data, owner in parts]
     with _coalescing_manager(group, device=device, async_ops=True) as launched:
         for data, owner in parts:
@@ -207,7 +206,7 @@ def _each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collec
     return launched.works
 
 
-def _queues(group: ProcessGroup, device: torch.device) -> bool:
+def _runs_in_order(group: ProcessGroup, device: torch.device) -> bool:
     """Returns True if a communicator's collectives run in the order of their launches. That is NCCL, the only
     backend that can coalesce collectives."""
     return group._get_backend(device).supports_coalescing

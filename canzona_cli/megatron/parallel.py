@@ -48,13 +48,13 @@ class World:
 
     @property
     def owner(self) -> int:
-        """The rank in the group over which gradients are reduced (data and context parallel), by which plans
-        number owners."""
+        """The rank in the group that reduces gradients (data and context parallel), which is the owner's
+        index in plans."""
         return int(self.groups.dp_cp.rank())
 
     @property
     def expert_owner(self) -> int:
-        """The rank in the group over which experts' gradients are reduced (`Mesh.expert_owner`)."""
+        """The rank in the group that reduces experts' gradients (`Mesh.expert_owner`)."""
         return int(self.groups.expt_dp.rank())
 
     @property
@@ -79,8 +79,8 @@ class World:
         return self.pp_rank == self.layout.pp - 1
 
     def cut(self, parameter: str, model: ModelConfig) -> tuple[int, int]:
-        """Returns the number of ranks that tensor parallelism cuts a parameter over, and this rank's number
-        among them: (1, 0) for an expert's weight where experts are divided among ranks."""
+        """Returns the number of ranks that tensor parallelism cuts a parameter over, and this rank's index
+        among them: (1, 0) for an expert's weight if experts are divided among ranks."""
         if self.layout.ep > 1 and is_expert(parameter, model):
             return 1, 0
         return self.layout.tp, self.tp_rank
@@ -104,13 +104,13 @@ def initialize(
     Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets.
 
     Args:
-        timeout_minutes: the timeout of every collective.
-        alive: called repeatedly while groups are made, which takes long for many ranks.
-        turn: a name for this rendezvous if several sets of processes meet one after another in one launch,
-            whose store still has the keys of earlier ones.
+        timeout_minutes: The timeout of every collective.
+        alive: Called repeatedly while groups are made, which takes long for many ranks.
+        turn: A name for this rendezvous, needed if several sets of processes of one launch meet one after
+            another, because the launcher's store still has the keys of the earlier sets.
 
     Raises:
-        RuntimeError: the number of ranks is not that of the layout.
+        RuntimeError: The number of ranks is not that of the layout.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != layout.world_size:
@@ -139,12 +139,12 @@ def world_of(
     use, if they need any. Collective.
 
     Args:
-        timeout: the timeout of these groups' collectives; None for torch's default.
+        timeout: The timeout of these groups' collectives; None for torch's default.
     """
     owners, expert_owners = groups.dp_cp, groups.expt_dp
     if adamw_apart(kind_of(device)):
-        owners = twin(groups.dp_cp, timeout)
-        expert_owners = owners if groups.expt_dp is groups.dp_cp else twin(groups.expt_dp, timeout)
+        owners = duplicate_group(groups.dp_cp, timeout)
+        expert_owners = owners if groups.expt_dp is groups.dp_cp else duplicate_group(groups.expt_dp, timeout)
     return World(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
@@ -161,8 +161,9 @@ def kind_of(device: torch.device) -> Device:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
-def twin(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
-    """Makes a second group of the same ranks, in the same order. Collective over the group."""
+def duplicate_group(group: ProcessGroup, timeout: timedelta | None) -> ProcessGroup:
+    """Makes a second group of the same ranks, in the same order, with a separate communicator; returns
+    `group` itself if it has one rank. Collective over the group."""
     if group.size() == 1:
         return group
     ranks = torch.distributed.get_process_group_ranks(group)
@@ -180,7 +181,7 @@ class _Meeting(TypedDict, total=False):
 
 
 def _store(turn: str) -> PrefixStore:
-    """Opens the launcher's store with a key prefix that is not used by a rendezvous of another name."""
+    """Opens the launcher's store with a key prefix that only this rendezvous uses."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     shared = TCPStore(host, port, is_master=False, wait_for_workers=False)
     return PrefixStore(turn, shared)
@@ -194,7 +195,7 @@ def shutdown() -> None:
 
 
 Group = ProcessGroup | object
-"""The value that torch returns for a group; for ranks that are not members, a number."""
+"""The value that torch returns for a new group; on ranks that are not members, it is a placeholder number."""
 AMONG_ALL: Final = frozenset(
     {
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
@@ -219,7 +220,7 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
         timeout: the timeout of each group's collectives.
         alive: called for every group.
     """
-    with _joined_once(layout, timeout, alive):
+    with _share_groups(layout, timeout, alive):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
@@ -234,19 +235,19 @@ def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-_OF_TOKENS: Final = frozenset({"EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"})
+_TOKEN_GROUPS: Final = frozenset({"EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"})
 """The names of Megatron's groups whose ranks send tokens to each other's experts."""
 
 
 @contextmanager
-def _joined_once(layout: Layout, timeout: timedelta, alive: Callable[[], None]) -> Iterator[None]:
-    """Replaces Megatron's `create_group` within the block by a function that makes one group for each set of
-    ranks."""
+def _share_groups(layout: Layout, timeout: timedelta, alive: Callable[[], None]) -> Iterator[None]:
+    """Replaces Megatron's `create_group` inside the block by a function that makes only one group for each
+    set of ranks."""
     rank = torch.distributed.get_rank()
     # Buckets do not use the world's group, because messages among all ranks would queue after them. For the
     # same reason, attention, which waits for keys and values, does not share a group with buckets if dp is 1,
     # nor do experts, which wait for tokens.
-    apart = {"CONTEXT_PARALLEL_GROUP"} | (_OF_TOKENS if layout.ep > 1 else set())
+    apart = {"CONTEXT_PARALLEL_GROUP"} | (_TOKEN_GROUPS if layout.ep > 1 else set())
     groups: dict[tuple[bool, tuple[int, ...]], Group] = {}
     alone = torch.distributed.new_group([rank], timeout=timeout, use_local_synchronization=True)
 
@@ -277,14 +278,14 @@ def gather[T: DataclassInstance](record: T, *, group: dist.ProcessGroup | None =
         group: None for all ranks of the job.
 
     Raises:
-        Damaged: a rank sent something that is not a record of this type.
+        Damaged: A rank sent data that is not a record of this type.
     """
     return [parse(type(record), text) for text in _gather(json.dumps(plain(record), default=str).encode(), group)]
 
 
 @contextmanager
 def without_pickles() -> Iterator[None]:
-    """Makes `all_gather_object` within the block send JSON instead of pickles. Megatron uses it to exchange
+    """Makes `all_gather_object` send JSON instead of pickles inside the block. Megatron uses it to exchange
     the parameter groups of all ranks, which consist of plain values and tuples.
 
     Raises:
@@ -317,5 +318,5 @@ def _gather(content: bytes, group: dist.ProcessGroup | None) -> Iterator[bytes]:
 
 
 def _hashable(value: object) -> object:
-    """Converts lists, which JSON has in place of tuples, to tuples, recursively."""
+    """Converts lists back to tuples, recursively, because JSON turns tuples into lists."""
     return tuple(_hashable(item) for item in value) if isinstance(value, list) else value

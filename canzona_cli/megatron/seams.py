@@ -1,5 +1,6 @@
-"""The two functions of Megatron-LM's training that canzona replaces: the function that wraps a model, and the function
-that builds its optimizer. Both are globals of `megatron.training.training`, looked up at each call."""
+"""The two functions of Megatron-LM's training that canzona replaces: the function that wraps the model, and
+the function that builds the optimizer. Megatron-LM looks up both as globals of `megatron.training.training`
+at each call."""
 
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,7 +32,7 @@ Build = Callable[
 LOOP: Final = (
     Limit(name="save_wgrads_interval", value=None, reason="no rank has the reduced gradients of all matrices"),
     Limit(name="non_persistent_save_interval", value=None, reason=UNTRIED),
-    Limit(name="ckpt_convert_format", value=None, reason="matrices are saved in torch_dist only"),
+    Limit(name="ckpt_convert_format", value=None, reason="matrices can only be saved in the torch_dist format"),
     Limit(name="perform_rl_step", value=False, reason="masters and state of matrices cannot be moved to the host"),
     Limit(name="dump_param_to_param_group_map", value=None, reason="matrices are not in Megatron's parameter groups"),
 )
@@ -39,8 +40,8 @@ LOOP: Final = (
 
 
 def replace_seams(wrap: Wrap, build: Build) -> None:
-    """Makes Megatron-LM's training wrap models with `wrap` and build optimizers with `build`. A later call
-    replaces the two functions again."""
+    """Replaces the two functions of `megatron.training.training`: models are wrapped by `wrap`, optimizers
+    built by `build`."""
 
     def wrap_model_chunks_with_ddp(
         model_chunks: Sequence[torch.nn.Module],
@@ -51,11 +52,11 @@ def replace_seams(wrap: Wrap, build: Build) -> None:
         **_: object,
     ) -> list[DistributedDataParallel]:
         args = training.get_args()
-        wrong = [*_loop_problems(args)]
+        unsupported = [*_loop_problems(args)]
         if DP is not DistributedDataParallel:
-            reason = "buckets with owners need Megatron's DistributedDataParallel"
-            wrong.append(Problem(key="model", value=DP.__name__, reason=reason, fix="leave FSDP out"))
-        refuse(wrong, Unsupported)
+            reason = "canzona assigns ranges of buckets to owners, which needs Megatron's DistributedDataParallel"
+            unsupported.append(Problem(key="model", value=DP.__name__, reason=reason, fix="turn FSDP off"))
+        refuse(unsupported, Unsupported)
         ddp_config.use_distributed_optimizer = True  # as Megatron sets it for its layer-wise optimizer
         args.dist_ckpt_optim_fully_reshardable = True  # the other format ties AdamW's state to the layout
         settings, _ = training.get_megatron_optimizer_config(args)
@@ -80,8 +81,8 @@ def stored_keys() -> Collection[str]:
 
 
 def _loop_problems(args: Namespace) -> Iterator[Problem]:
-    """Yields a problem for each argument with which Megatron-LM's loop needs a feature that the engine does
-    not have."""
+    """Yields a problem for each argument that makes Megatron-LM's loop use a feature that the engine
+    lacks."""
     yield from problems(args, LOOP)
     if not args.use_layer_wise_distributed_optimizer:
         reason = "without it the loop expects every rank to have the complete optimizer"
@@ -89,5 +90,5 @@ def _loop_problems(args: Namespace) -> Iterator[Problem]:
         yield Problem(key="use_distributed_optimizer", value=False, reason=reason, fix=fix)
     loads = args.load is not None and not (args.no_load_optim or args.finetune)
     if args.ckpt_format != "torch_dist" and (args.save is not None or loads):
-        reason = "it cannot store the optimizer state of matrices that hosts update"
+        reason = "this format cannot store the optimizer state of matrices that hosts update"
         yield Problem(key="ckpt_format", value=args.ckpt_format, reason=reason, fix="use --ckpt-format torch_dist")

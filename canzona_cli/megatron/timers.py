@@ -38,15 +38,15 @@ class StepTiming:
 
     @property
     def own_s(self) -> float:
-        """The seconds that this rank needed for data, forward and backward without waiting for others. The
-        work is the same on every rank of a pipeline stage. On GPUs, waits within a tensor-parallel group are
-        included, because the host does not see them."""
+        """The seconds that this rank needed for data, forward and backward, excluding waits for other ranks.
+        The work is the same on every rank of a pipeline stage. On GPUs, waits within a tensor-parallel group
+        are included, because the host does not see them."""
         return sum(self.phases.get(phase, 0.0) for phase in EVEN_PHASES) - self.waited_s
 
 
 EVEN_PHASES: tuple[Phase, ...] = ("data", "forward", "backward")
-"""The phases in which every rank of a pipeline stage has the same work; a plan may distribute the work of the
-others unevenly."""
+"""The phases in which every rank of a pipeline stage has the same work; a plan may distribute the work of
+other phases unevenly."""
 
 KEPT_STEPS = 2
 """The number of most recent steps whose timestamps are kept, unless `keep` chooses other steps."""
@@ -158,7 +158,7 @@ class PhaseTimer:
         self._keep, self._kept = (first, last), deque()
 
     def begin_step(self) -> None:
-        """Starts a step. Until `end_step`, time counts for the innermost phase, or for `other`."""
+        """Starts a step. Until `end_step`, time is attributed to the innermost phase, or to `other`."""
         self._begun += 1
         self._step = _Step(number=self._begun, marks=[(self._clock.now(), self.current)])
 
@@ -214,8 +214,8 @@ class PhaseTimer:
             self.pop()
 
     def waited(self, seconds: float) -> None:
-        """Records that the host has just waited `seconds` for other ranks; counted in data, forward and
-        backward only."""
+        """Records that the host has just waited `seconds` for other ranks; ignored outside of data, forward
+        and backward."""
         if self._step is not None and self.current in EVEN_PHASES:
             self._step.waited_s += seconds
 
@@ -232,8 +232,8 @@ class PhaseTimer:
                 self.on_wait(False)
 
     def fetch(self, values: torch.Tensor) -> Callable[[], list[float]]:
-        """Starts to copy `values` (flat) to the host. This is the only way in which canzona's part
-        of a step reads from its device; Megatron reads how many tokens each expert gets (`instrument`).
+        """Starts to copy `values` (flat) to the host. During a step, canzona reads from the device only
+        through this method; Megatron also reads how many tokens each expert gets (`instrument`).
 
         Returns:
             A function that waits for the copy and returns the values. It does not wait for later work of the
@@ -313,13 +313,13 @@ class PhaseTimer:
                 spans.append((TOTAL_OF[phase], start, stop))
         for name, start, end in spans:
             intervals[name].append((self._clock.elapsed(origin, start), self._clock.elapsed(origin, end)))
-        phases |= {name: _covered(covered) for name, covered in intervals.items()}
+        phases |= {name: _union_length(covered) for name, covered in intervals.items()}
         step_s = self._clock.elapsed(origin, step.end)
         self._timings.append(StepTiming(step_s=step_s, phases=phases, waited_s=step.waited_s))
 
 
-def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Returns the length of the union of intervals, so that transfers at the same time count once."""
+def _union_length(intervals: list[tuple[float, float]]) -> float:
+    """Returns the length of the union of intervals, so that simultaneous transfers are counted once."""
     length, reach = 0.0, float("-inf")
     for start, end in sorted(intervals):
         length += max(0.0, end - max(start, reach))
@@ -328,7 +328,7 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The environment variable that sets over how many hardware queues the streams of a process are distributed."""
+"""The environment variable that sets the number of hardware queues for the streams of a process."""
 
 
 class Waitable(Protocol):
@@ -363,7 +363,7 @@ class HostWatcher:
                 return
 
     def waited(self, span: Span) -> None:
-        """Ends the span now, if it has not ended, because the training thread has just waited for the
+        """Ends the span now if it has not ended yet; the training thread has just waited for the
         collective."""
         if span.end is None:
             span.end = time.perf_counter()

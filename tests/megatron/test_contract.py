@@ -56,7 +56,8 @@ def test_a_problem_says_what_is_relied_on_what_was_found_and_what_to_install(mon
     problem = verify()[-1]
     assert problem.key.endswith("_ParamAndGradBucketGroup.finish_param_sync")
     assert (
-        problem.reason == "starting the next group can be left out, but it has no parameter skip_next_bucket_dispatch"
+        problem.reason
+        == "it can be told not to start the next group, but it has no parameter skip_next_bucket_dispatch"
     )
     assert problem.fix == "install megatron-core 0.19.2"
 
