@@ -75,7 +75,7 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 @lru_cache(maxsize=64)
 def norms(model: ModelConfig) -> tuple[Norm, ...]:
-    """Lists the norms of a layer; the norms of queries and keys have one weight per head dimension."""
+    """Lists the norms of a layer; all heads share the weights of the norms of queries and keys."""
     of_heads = QK_NORMS if model.qk_norm else ()
     return (
         Norm(
@@ -98,8 +98,8 @@ def norms(model: ModelConfig) -> tuple[Norm, ...]:
 def modules(model: ModelConfig) -> tuple[Work, ...]:
     """Lists the modules of a layer with their memory traffic.
 
-    A norm passes over the residual stream twice, a residual addition three times. SwiGLU passes over the
-    MLP's width three times, an activation without a gate twice.
+    A norm reads or writes the residual stream twice, a residual addition three times. SwiGLU reads or writes
+    `ffn_hidden_size` elements per token three times, an activation without a gate twice.
     """
     proj, qkv, fc1, fc2 = weights(model)
     return (
@@ -137,12 +137,12 @@ def activations(model: ModelConfig, fused: bool) -> Activations:
 
 
 def forward_flops(model: ModelConfig, seq_length: int) -> float:
-    """Counts the matrix-multiply FLOPs of one token's forward pass.
+    """Counts the matmul FLOPs of one token's forward pass.
 
-    There are two per weight in the layers and in the output layer, tied or not; the embedding is a look-up.
-    In each layer q k^T and the weighted sum over v add 2 * 2 * seq_length * heads * head_dim, halved because
-    a causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are left
-    out.
+    Each weight in the layers and in the output layer, tied or not, takes two; the embedding is a look-up. In
+    each layer q k^T and the weighted sum over v add 2 * 2 * seq_length * heads * head_dim, halved because a
+    causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are not
+    counted.
     """
     matrices = model.num_layers * sum(weight.elements for weight in weights(model))
     output_layer = model.vocab_size * model.hidden_size

@@ -16,8 +16,8 @@ FAMILIES = (QWEN3, LLAMA, QWEN3_MOE)
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Returns the family of a model, which its settings determine: a model with experts is a Qwen3-MoE, a
-    dense model without QK-norm is a Llama."""
+    """Returns the family of a model, judging by its settings: a model with experts is a Qwen3-MoE, a dense
+    model without QK-norm is a Llama."""
     if model.num_experts:
         return QWEN3_MOE
     return QWEN3 if model.qk_norm else LLAMA
@@ -51,7 +51,7 @@ class ParameterCount:
 
     @property
     def non_embedding(self) -> int:
-        """The parameters without embedding and output layer, as model cards count them."""
+        """The parameters excluding embedding and output layer, as model cards count them."""
         return self.layer_matrices + self.norms + self.routers
 
     @property
@@ -96,9 +96,9 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     """Returns the model FLOPs of one token's forward and backward pass, the numerator of model FLOP
     utilisation.
 
-    They are three times the forward's, because the backward computes the gradients of inputs and of weights.
-    Recomputation of activations does not count. The convention is PaLM's (arXiv 2204.02311, appendix B) with
-    the causal half of attention and with the output layer, as in Megatron-LM's
-    `num_floating_point_operations`; of experts, only those count that a token goes to.
+    They are three times the forward pass's FLOPs, because the backward pass computes the gradients of inputs
+    and of weights. Recomputation of activations is not included. The convention is PaLM's (arXiv 2204.02311,
+    appendix B) with the causal half of attention and with the output layer, as in Megatron-LM's
+    `num_floating_point_operations`; only the experts that a token goes to are included.
     """
     return 3.0 * family_of(model).forward_flops(model, seq_length)

@@ -49,7 +49,7 @@ class Weight:
     copies: Copies = "data"
     """The group whose ranks hold copies of each fragment."""
     expert: int | None = None
-    """The number of the expert in its layer; None for weights outside experts."""
+    """The index of the expert in its layer; None for weights outside experts."""
 
     @property
     def inside(self) -> str:
@@ -132,16 +132,16 @@ class Work:
     weight: Weight
     """The weight that a token is multiplied by."""
     stream: int
-    """The number of times that memory traffic passes over the residual stream."""
+    """The number of times that the residual stream is read or written."""
     elements: int = 0
-    """The further elements per token that are read or written, over all TP ranks."""
+    """The other elements per token that are read or written, over all TP ranks."""
     attention: Attention | None = None
     experts: int = 1
-    """The number of experts that each have a weight like `weight`; 1 without experts."""
+    """The number of experts, each with a weight like `weight`; 1 without experts."""
     experts_per_token: int = 1
     copied: int = 0
-    """The elements per token that are read or written to copy it to its experts, or to add their results;
-    tensor parallelism divides them only if experts are divided among ranks."""
+    """The elements per token that are read or written to copy the token for its experts, or to add up their
+    results; tensor parallelism divides them only if experts are divided among ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Activations:
     largest: int
     """The most elements of gradients that are alive at once in the backward pass, over all TP ranks."""
     copied: int = 0
-    """The elements of a token's copies for its experts and of their results; divided as `Work.copied`."""
+    """The elements of a token's copies for its experts and of their results; divided like `Work.copied`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class Foreign:
     config: str
     """The name of the configuration class."""
     defaults: Callable[[Mapping[str, object]], Mapping[str, object]]
-    """Returns the values of keys that a `config.json` may leave out, given the keys that it has."""
+    """Returns the values of keys that a `config.json` may omit, given the keys that it has."""
     must_be: Mapping[str, tuple[object, ...]]
     """The accepted values of keys that the family fixes; the first is the family's value."""
     fixed: Mapping[str, object]
@@ -178,14 +178,14 @@ class Foreign:
     output: str = "lm_head.weight"
     final_norm: str = "model.norm.weight"
     layer: Mapping[str, str]
-    """The names within a layer by unit, in the order of the model; `*` stands for the number of an expert."""
+    """The names within a layer by unit, in the order of the model; `*` stands for the index of an expert."""
     widths: Mapping[str, str] = field(default_factory=dict)
-    """The integer settings whose keys in `config.json` only this family has."""
+    """The keys in `config.json` that only this family uses, by the integer setting that each stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The facts about a family of models: its weights, its cost, and its names in Megatron and Hugging Face."""
+    """A description of a family of models: weights, costs, and names in Megatron and Hugging Face."""
 
     name: str
     title: str
@@ -202,7 +202,7 @@ class Family:
     activations: Callable[[ModelConfig, bool], Activations]
     """The activations of a layer; the flag is True if elementwise work is fused."""
     forward_flops: Callable[[ModelConfig, int], float]
-    """The matrix-multiply FLOPs of one token's forward pass, averaged over a sequence of the given length."""
+    """The matmul FLOPs of one token's forward pass, averaged over a sequence of the given length."""
     foreign: Foreign
     published: Mapping[str, tuple[str, str | None]]
     """The published parameter counts by recipe, as the model cards round them: the total, and the count

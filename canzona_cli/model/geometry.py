@@ -75,8 +75,8 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
 
     Args:
         name: Megatron's name in the model.
-        shape: the shape of the fragment, used for vectors only. Every rank has a copy of a vector, which
-            counts as one row.
+        shape: The shape of the fragment, used for vectors only. Every rank has a copy of a vector, which is
+            treated as one row.
     """
     layer, part = _layer_of(name)
     weight = weight_of(name, model)
@@ -182,7 +182,7 @@ def _blocks(weight: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
     stored, row = weight.stored(tp), 0
     for repeat in range(stored.repeats):
         for part in stored.parts:
-            # The number of repeats on earlier ranks; `repeat` counts the repeats on this rank.
+            # The number of repeats on earlier ranks; `repeat` is the index of a repeat on this rank.
             before = 0 if stored.cut == "cols" else rank * stored.repeats
             yield Block(
                 unit=weight.name if part.kind == "other" else f"{layer}{weight.inside}{part.kind}",
@@ -196,7 +196,7 @@ def _blocks(weight: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
 
 
 def _all_of(unit: str, shape: Sequence[int]) -> Block:
-    """Returns a block that is an entire unit; a vector counts as one row."""
+    """Returns a block that is an entire unit; a vector is treated as one row."""
     rows, cols = (1, *shape) if len(shape) == 1 else shape
     return Block(unit=unit, unit_row=0, unit_col=0, row=0, rows=rows, cols=cols)
 
@@ -232,7 +232,7 @@ def in_parameter(matrix: Matrix, model: ModelConfig, tp: int) -> View:
     first, last = _parts_of(matrix, weight)
     if weight.cut == "parts":  # all parts have the same number of rows
         return View((len(weight.parts), -1, matrix.cols), (slice(first, last),))
-    offsets = [sum(part.rows for part in weight.parts[:number]) for number in range(len(weight.parts) + 1)]
+    offsets = [sum(part.rows for part in weight.parts[:index]) for index in range(len(weight.parts) + 1)]
     rows = (-1, offsets[-1], matrix.cols)
     head = head_of(matrix)
     if head is None:
@@ -282,7 +282,7 @@ def head_of(matrix: Matrix) -> int | None:
 
 
 def _weight_with(matrix: Matrix, model: ModelConfig) -> Weight | None:
-    """Returns a parameter that holds matrices of this kind, which for experts is any expert's; None for
+    """Returns a parameter that holds matrices of this kind, for experts the parameter of any expert; None for
     user-defined kinds."""
     return _holders(model).get(matrix.kind)
 
@@ -296,5 +296,5 @@ def _parts_of(matrix: Matrix, weight: Weight) -> tuple[int, int]:
     """Returns the range of the parameter's parts that a matrix consists of, as (first, last + 1)."""
     if matrix.kind == weight.kind:
         return 0, len(weight.parts)
-    [number] = [number for number, part in enumerate(weight.parts) if part.kind == matrix.kind]
-    return number, number + 1
+    [index] = [index for index, part in enumerate(weight.parts) if part.kind == matrix.kind]
+    return index, index + 1

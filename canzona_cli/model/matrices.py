@@ -53,7 +53,7 @@ class Matrix:
     parameter: str
     """The Megatron parameter that holds the matrix: decoder.layers.3.mlp.linear_fc1.weight."""
     unit: CountOrZero
-    """The number of the matrix's unit. Matrices of a unit must have the same owner: q, k and v, for example,
+    """The index of the matrix's unit. Matrices of a unit must have the same owner: q, k and v, for example,
     are interleaved in one range of the buffer."""
     home: CountOrZero | None = None
     """The only TP rank that stores the matrix, for per-head matrices; None for other matrices."""
@@ -76,8 +76,8 @@ class Matrix:
 
     @property
     def cut_long(self) -> bool:
-        """True if tensor parallelism divides the long side, so that fragments have the full short side. Any
-        side of a square counts as long."""
+        """True if tensor parallelism divides the long side, so that fragments have the full short side.
+        Either side of a square is a long side."""
         return self.shard_dim is not None and self.shape[self.shard_dim] >= self.shape[1 - self.shard_dim]
 
     def holders(self, tp: int) -> range:
@@ -98,7 +98,8 @@ class Matrix:
 
     def fragment_elements(self, tp: int) -> int:
         """Returns the number of elements on one TP rank; with a home, the average over TP ranks, each of
-        which stores the same number of heads. An expert's matrix with an `expert_rank` counts whole."""
+        which stores the same number of heads. An expert's matrix with an `expert_rank` is on one rank
+        whole."""
         return self.elements if self.shard_dim is None and self.home is None else self.elements // tp
 
 
@@ -117,14 +118,14 @@ class LayerMatrix:
     """The Megatron parameter that holds the matrix, without the prefix of the layer:
     mlp.linear_fc1.weight."""
     unit: int
-    """The number of the unit within the layer; matrices of a unit must have the same owner."""
+    """The index of the unit within the layer; matrices of a unit must have the same owner."""
     slices: int = 0
-    """The number of heads of this kind in the parameter, which TP must divide evenly; 0 unless the matrix is
-    that of one head."""
+    """The number of heads of this kind in the parameter, which TP must divide evenly; 0 unless the matrix
+    belongs to one head."""
     slice: int = 0
     """The index of the matrix's head, below `slices`."""
     expert: int | None = None
-    """The number of the expert in the layer; None for matrices outside experts."""
+    """The index of the expert in the layer; None for matrices outside experts."""
 
     @property
     def elements(self) -> int:
@@ -144,13 +145,13 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
     makes them.
 
     Args:
-        splitting: the way in which a parameter is divided into matrices.
+        splitting: The way a parameter is divided into matrices.
             fused: each parameter is one matrix.
-            qkv: q, k and v are matrices, fc1 is one, as in Megatron's Muon.
-            split: q, k, v, gate and up are matrices. q, k and v share a unit, because a TP rank's fragment of
-            qkv is interleaved by query group; gate and up are two units, because its fragment of fc1,
-            `[gate_r; up_r]`, is two ranges.
-            per_head: as split, and every head of q, k and v is a matrix, stored on one TP rank
+            qkv: q, k and v are separate matrices, fc1 is one matrix, as in Megatron's Muon.
+            split: q, k, v, gate and up are separate matrices. q, k and v share a unit, because a TP rank's
+            fragment of qkv is interleaved by query group; gate and up are two units, because its fragment of
+            fc1, `[gate_r; up_r]`, is two ranges.
+            per_head: like split, but every head of q, k and v is a matrix, stored on one TP rank
                 (`Matrix.home`).
 
     Raises:
@@ -162,10 +163,10 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
 
 @lru_cache(maxsize=16)
 def _matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[Matrix, ...]:
-    return number((LayerBlock(layers=model.num_layers, matrices=layer_matrices(model, splitting)),), layout)
+    return number_matrices((LayerBlock(layers=model.num_layers, matrices=layer_matrices(model, splitting)),), layout)
 
 
-def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
+def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
     """Numbers the matrices of consecutive blocks, and gives each its pipeline stage, model chunk, unit and
     home.
 
@@ -183,7 +184,7 @@ def number(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
     refuse(problems)
     matrices: list[Matrix] = []
     layer = unit = 0
-    places = _places(layers, layout)
+    places = _stages_and_chunks(layers, layout)
     for block in blocks:
         units = 1 + max(matrix.unit for matrix in block.matrices)
         experts = 1 + max((matrix.expert for matrix in block.matrices if matrix.expert is not None), default=0)
@@ -219,7 +220,7 @@ def _whole(matrix: LayerMatrix, layout: Layout) -> bool:
     return layout.ep > 1 and matrix.expert is not None
 
 
-def _places(layers: int, layout: Layout) -> Mapping[int, tuple[int, int]]:
+def _stages_and_chunks(layers: int, layout: Layout) -> Mapping[int, tuple[int, int]]:
     """Returns the stage and the model chunk of each layer."""
     return {
         layer: (stage, chunk)
@@ -295,7 +296,7 @@ def layer_on_rank(
 
 
 def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
-    """Yields (number, name) of the rows, columns or heads that tensor parallelism must divide evenly."""
+    """Yields (count, name) of the rows, columns or heads that tensor parallelism must divide evenly."""
     for matrix in matrices:
         if matrix.slices:
             yield matrix.slices, f"heads of {matrix.kind}"
@@ -330,17 +331,17 @@ class Routing:
 
 
 def routing(config: RunConfig) -> Routing:
-    """Routes a run's parameters to its optimizer and AdamW; `tests/dist/test_initial_weights.py` compares the
-    result with Megatron's model.
+    """Assigns a run's parameters to its optimizer or to AdamW; `tests/dist/test_initial_weights.py` compares
+    the result with Megatron's model.
 
     Raises:
         ConfigError: the matrix optimizer would have no matrix to update.
     """
     model, layers = config.model, config.model.num_layers
-    alone = config.execution is Execution.ADAMW
+    adamw_only = config.execution is Execution.ADAMW
     vocabulary = model.vocab_size * model.hidden_size
     family = family_of(model)
-    weights = [(weight.name, weight.elements) for weight in family.weights(model)] if alone else []
+    weights = [(weight.name, weight.elements) for weight in family.weights(model)] if adamw_only else []
     replicated = [(parameter.name, parameter.elements) for parameter in family.replicated(model)]
     rest = (
         Routed(pattern=EMBEDDING, count=1, elements=vocabulary),
@@ -348,7 +349,7 @@ def routing(config: RunConfig) -> Routing:
         Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
         *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),
     )
-    return Routing(optimizer=config.optimizer.name, matrices=() if alone else _routed(config), adamw=rest)
+    return Routing(optimizer=config.optimizer.name, matrices=() if adamw_only else _routed(config), adamw=rest)
 
 
 def _routed(config: RunConfig) -> tuple[Routed, ...]:
@@ -364,7 +365,7 @@ def _routed(config: RunConfig) -> tuple[Routed, ...]:
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$")
-"""The number of a head or of an expert in a name."""
+"""The index of a head or of an expert in a name."""
 
 
 def _patterns(layer: str, layers: int, named: Iterable[tuple[str, int]]) -> tuple[Routed, ...]:

@@ -46,9 +46,9 @@ def _routers(model: ModelConfig) -> tuple[Router, ...]:
 def _modules(model: ModelConfig) -> tuple[Work, ...]:
     """Lists the modules of a layer with their memory traffic.
 
-    SwiGLU passes over an expert's width three times. A copy of a token for each of its experts is read and
-    written; adding up the experts' results takes the same traffic. The router's product is left out, because
-    it has less than 1% of the FLOPs of the experts' products.
+    SwiGLU reads or writes an expert's `ffn_hidden_size` elements per token three times. A copy of a token for
+    each of its experts is read and written; adding up the experts' results takes the same traffic. The
+    router's matmul is not included, because it has less than 1% of the FLOPs of the experts' matmuls.
     """
     qkv, proj, fc1, fc2 = QWEN3.modules(model)
     first, *_, last = _weights(model)[2:]
@@ -65,8 +65,8 @@ def _modules(model: ModelConfig) -> tuple[Work, ...]:
 
 @lru_cache(maxsize=64)
 def _activations(model: ModelConfig, fused: bool) -> Activations:
-    """Counts the activations of a layer as in the dense family, with the feed-forward network's once for each
-    of a token's experts, and with the token's copies and results, 2 h for each expert."""
+    """Counts the activations of a layer as in the dense family, but those of the feed-forward network once
+    for each of a token's experts, and adds the token's copies and results, 2 h for each expert."""
     dense, chosen = QWEN3.activations(model, fused), model.experts_per_token
     network = (3 if fused else 5) * model.ffn_hidden_size
     return replace(
@@ -78,8 +78,8 @@ def _activations(model: ModelConfig, fused: bool) -> Activations:
 
 
 def _forward_flops(model: ModelConfig, seq_length: int) -> float:
-    """Counts the matrix-multiply FLOPs of one token's forward pass as in the dense family, with the experts
-    that the token goes to; the router's product is left out, as in Megatron-LM."""
+    """Counts the matmul FLOPs of one token's forward pass as in the dense family, with the experts that the
+    token goes to; the router's matmul is not included, as in Megatron-LM."""
     *_, fc1, fc2 = QWEN3.weights(model)
     network = fc1.elements + fc2.elements
     experts = 2.0 * model.num_layers * (model.experts_per_token - 1) * network

@@ -30,7 +30,7 @@ from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, rea
 from canzona_cli.config.schema import Layout, ModelConfig
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.model.family import Kind
-from canzona_cli.model.matrices import LayerBlock, LayerMatrix, Matrix, number
+from canzona_cli.model.matrices import LayerBlock, LayerMatrix, Matrix, number_matrices
 
 _SHARDS: Mapping[str, Literal[0, 1] | None] = {"rows": 0, "cols": 1, "none": None}
 _TOP = ("name", "hidden_size", "embedding", "output", "heads", "kv_heads", "head_dim", "layers", "other", "matrices")
@@ -88,7 +88,7 @@ class ModelShapes:
         Raises:
             ConfigError: as `canzona_cli.model.matrices.matrices`.
         """
-        return number(self.blocks, layout)
+        return number_matrices(self.blocks, layout)
 
     def stand_in(self, base: ModelConfig) -> ModelConfig:
         """Returns a dense model with the same number of layers and nearly the same number of elements.
@@ -144,7 +144,7 @@ def load_shapes(path: Path) -> ModelShapes:
 
 
 class _Reader:
-    """A reader of values that collects every problem, and returns a harmless value in place of a wrong one."""
+    """A reader of values that collects every problem, and replaces an invalid value by a harmless one."""
 
     def __init__(self, where: str) -> None:
         self.problems: list[Problem] = []
@@ -164,8 +164,8 @@ class _Reader:
         if not isinstance(parts, list) or not parts:
             self._report("blocks", parts, "is not a list of blocks of layers")
             parts = []
-        for place, part in enumerate(parts):
-            prefix = "" if part is tree else f"blocks.{place}."
+        for index, part in enumerate(parts):
+            prefix = "" if part is tree else f"blocks.{index}."
             if not isinstance(part, Mapping):
                 self._report(prefix.rstrip("."), part, "is not a block of layers with its matrices")
                 continue
@@ -200,8 +200,8 @@ class _Reader:
             return
         units: dict[str, int] = {}
         names: set[str] = set()
-        for place, entry in enumerate(entries):
-            at = f"{prefix}matrices.{place}."
+        for index, entry in enumerate(entries):
+            at = f"{prefix}matrices.{index}."
             if not isinstance(entry, Mapping):
                 self._report(at.rstrip("."), entry, "is not a matrix: {name: ..., rows: ..., cols: ..., shard: ...}")
                 continue
@@ -216,15 +216,15 @@ class _Reader:
             rows, cols = self._number(entry, "rows", at, least=1), self._number(entry, "cols", at, least=1)
             copies = self._number(entry, "count", at, least=1, most=_MOST, default=1)
             for copy in range(copies):
-                number = f".{copy}" if copies > 1 else ""
-                unit = self._text(entry, "unit", at, default=f"{name}:own") + number
+                suffix = f".{copy}" if copies > 1 else ""
+                unit = self._text(entry, "unit", at, default=f"{name}:own") + suffix
                 yield LayerMatrix(
-                    name=name + number,
+                    name=name + suffix,
                     kind=_kind(name),
                     rows=rows,
                     cols=cols,
                     shard_dim=_SHARDS.get(shard),
-                    parameter=self._text(entry, "parameter", at, default=f"{name}.weight") + number,
+                    parameter=self._text(entry, "parameter", at, default=f"{name}.weight") + suffix,
                     unit=units.setdefault(unit, len(units)),
                 )
 

@@ -40,7 +40,7 @@ class Cost:
         return None if self.strategy == "adamw" else self.result.update_balance
 
     def as_json(self) -> dict[str, object]:
-        """Returns the cost's entry of `--json`."""
+        """Returns the cost's entry in the output of `--json`."""
         return {
             "iteration_s": self.result.iteration_s,
             "optimizer_s": self.result.optimizer_s,
@@ -65,16 +65,16 @@ class BesideMegatron:
     """Megatron's Muon with the run's settings; layer-wise Muon if the run has AdamW."""
     canzona: Cost
     command: tuple[str, ...]
-    """The overrides that give the run in canzona's own loop."""
+    """The overrides that configure the same run in canzona's own loop."""
 
     @property
     def overlaps(self) -> tuple[str, ...]:
         """The file's arguments for overlap that have an effect in this layout and that canzona's own loop lacks."""
-        acting = {
+        effective = {
             "--tp-comm-overlap": self.run.tp_overlap and self.layout.tp > 1,
             "--overlap-moe-expert-parallel-comm": self.run.dispatch_overlap and self.layout.ep > 1,
         }
-        return tuple(name for name, acts in acting.items() if acts)
+        return tuple(name for name, has_effect in effective.items() if has_effect)
 
     def overhead(self, cost: Cost) -> float | None:
         """Returns how much longer an optimizer's iteration is than AdamW's (0.05 for 5%); None unless both

@@ -103,13 +103,13 @@ class Study:
         return self.strategies[strategy].result
 
     def optimizer_speedup(self, over: str) -> float | None:
-        """Returns the optimizer time of strategy `over` divided by the planned strategy's; None unless both
-        strategies fit into memory in this layout."""
+        """Returns the optimizer time of strategy `over` divided by that of the planned strategy; None unless
+        both fit into memory in this layout."""
         return self._ratio(over, self.strategy, lambda result: result.optimizer_s)
 
     def iteration_speedup(self, over: str) -> float | None:
-        """Returns the iteration time of strategy `over` divided by the planned strategy's; None unless both
-        strategies fit into memory."""
+        """Returns the iteration time of strategy `over` divided by that of the planned strategy; None unless
+        both fit into memory in this layout."""
         return self._ratio(over, self.strategy, lambda result: result.iteration_s)
 
     def overhead(self, of: str) -> float | None:
@@ -130,7 +130,7 @@ class Study:
 
     @cached_property
     def updates(self) -> Updates:
-        """The updates of the slowest owner with their exchanges, and the least that they take."""
+        """The time of the slowest owner's updates with their exchanges, and its lower bound."""
         return updates(self.config, self.layout, self.plan)
 
     @cached_property
@@ -141,7 +141,7 @@ class Study:
         return refreshes(self.config, by_rank(self.plan.matrices, self.plan.assignment.cells))
 
     def figures(self, strategy: str) -> dict[str, object]:
-        """Returns a strategy's entry of `--json`."""
+        """Returns a strategy's entry in the output of `--json`."""
         compared = self.strategies[strategy]
         return {
             "iteration_s": compared.result.iteration_s,
@@ -295,7 +295,7 @@ def _compared(
 
 def _layerwise_loads(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> list[float]:
     """Returns the update seconds of each cell of a stage under layerwise: every TP rank of an owner repeats
-    all its updates, except for experts that are divided among ranks."""
+    all of the owner's updates, except those of experts that are divided among ranks."""
     assignment, _ = layerwise(plan.matrices, layout, bucket_elements(config, layout))
     placed = (
         (cell, cost, matrix.expert_rank is None)
@@ -335,7 +335,7 @@ def assumptions() -> tuple[str, ...]:
         "and 90% of an inter-node link; each hop adds the profile's latency.",
         "Every rank has a separate device, or an even share of the machine's cores if the profile gives their number. "
         "Forward and backward run at the speed of the slowest GPU that cluster.speed_spread predicts for this number "
-        "of GPUs; updates run at one speed on all GPUs. Jitter and data loading are left out. Kernel launches on "
+        "of GPUs; updates run at one speed on all GPUs. Jitter and data loading are ignored. Kernel launches on "
         "the host cost what a calibration measured in forward and backward, and cluster.pass_us for each pass through "
         "a model chunk.",
         "Data-parallel collectives take cluster.collective_units of a GPU from the forward and backward they overlap "
@@ -349,7 +349,7 @@ def assumptions() -> tuple[str, ...]:
         "time of a 512 KiB chunk per channel on each rank, and overlaps with the previous chain if its owner is the "
         "same rank or a later one. An all-to-all takes as long as its busiest sender or receiver.",
         "Tensor-parallel collectives of forward and backward are not overlapped. With cluster.tp_overlap, each is cut "
-        "into TP pieces, and all but one overlap with its matrix product, as far as the product is long enough.",
+        "into TP pieces, and all but one overlap with its matmul, as far as the matmul is long enough.",
         "Tokens are spread evenly over experts. parallel.dispatcher sends them to experts on other ranks, which "
         "overlaps with nothing unless cluster.dispatch_overlap is set. The GPU waits for an expert layer's small "
         "kernels, which the host launches one by one.",
@@ -366,10 +366,10 @@ def assumptions() -> tuple[str, ...]:
         "time, the first of them after the last update, while gradients are set to zero for the next step.",
         "Matrices are split the same way in every strategy. layerwise and sc repeat updates on every "
         "tensor-parallel rank after a blocking gather in fp32. Megatron's strategies orthogonalise in standard form "
-        "with full products; strategies with a plan follow optimizer.form and cluster.symmetric_factor. Use "
+        "with full matmuls; strategies with a plan follow optimizer.form and cluster.symmetric_factor. Use "
         "optimizer.form=standard to compare the same arithmetic.",
         "Two micro-groups are in flight; gradients are sent in engine.exchange_dtype, weights in the model's dtype. "
-        "Shared matrices stay where they are: only square products are sent, in the model's dtype.",
+        "Fragments of shared matrices are not sent, only parts of small square matrices, in the model's dtype.",
         "With Shampoo and SOAP, an update takes the slowest rank's time in a step, averaged over a refresh period.",
         "Gradients are clipped in every step.",
         "Memory includes the scratch buffers that optimizers keep. Buffers of communicators are part of the profile's "

@@ -1,4 +1,5 @@
-"""An estimate of a step's seconds without a plan or a simulation, by which a search orders layouts."""
+"""An estimate of a step's seconds without a plan or a simulation, which the layout search uses to rank
+layouts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -78,8 +79,9 @@ def _exposed_with_experts(
     travel_s, units = _travel_s(config, layout), units_taken(config, layout)
 
     def added_s(seconds: float, latency_s: float, pass_s: float, buckets: float, stages: int) -> float:
-        """Returns the seconds that traffic of `seconds` adds to a step if it slows one micro-batch down on `stages`
-        stages in turn. Gathering overlaps with the first micro-batch's passes, reduction with the last one's."""
+        """Returns the seconds that `seconds` of traffic add to a step if they slow one micro-batch down on
+        `stages` stages in turn. Gathering overlaps with the first micro-batch's passes, reduction with the
+        last one's."""
         seconds += (buckets - 1) * latency_s
         overlapped = min(1.0, seconds / layout.vpp / pass_s)
         passes = max(min(turns, seconds / pass_s), stages * layout.vpp * overlapped)

@@ -26,8 +26,8 @@ _PHASES = ("data", "forward", "backward", "pipeline", "dispatch", "grad_reduce",
 
 
 _Message = tuple[Direction, int, int]
-"""(direction, number of the sending model chunk, micro-batch); model chunks are numbered from the first layer
-of the model to the last."""
+"""A (direction, index of the sending model chunk, micro-batch); indices follow the order of the model's
+layers."""
 
 
 class _Pass(NamedTuple):
@@ -57,8 +57,8 @@ class StageWork:
     early: Sequence[int] = ()
     """The chunks whose gathering the previous step has started, in this order."""
     chain: Sequence[int] | None = None
-    """The order of gatherings: once the forward has waited for a chunk, the gathering of the chunk `ahead`
-    places later starts. None stands for all chunks in reverse order."""
+    """The order of gatherings: once the forward has waited for a chunk, the gathering of the chunk that comes
+    `ahead` positions later starts. None stands for all chunks in reverse order."""
     aligned: bool = False
     """True if all gatherings of a model chunk start together (Megatron-LM's `align_param_gather`): the first two model
     chunks before the first pass, each later one when the first stage starts the model chunk before it."""
@@ -99,8 +99,8 @@ class IterationTimeline:
         """The last task of each chunk's reduction, by stage."""
         for stage, work in enumerate(stages):
             self._compute_task(stage, "other", work.begin_s)
-            for number in work.early:
-                self._gather(stage, number, ())
+            for index in work.early:
+                self._gather(stage, index, ())
             if work.aligned:
                 for model_chunk in (0, 1):
                     self._gather_chunk(stage, model_chunk)
@@ -181,9 +181,9 @@ class IterationTimeline:
         while any(count < len(steps) for count, steps in zip(done, schedules, strict=True)):
             for stage, (steps, of_stage) in enumerate(zip(schedules, receives, strict=True)):
                 while done[stage] < len(steps) and self._arrived(stage, steps[done[stage]]):
-                    number = done[stage]
-                    self._pass(stage, steps[number], of_stage.get((number, False), ()))
-                    self._post_receives(stage, of_stage.get((number, True), ()))
+                    index = done[stage]
+                    self._pass(stage, steps[index], of_stage.get((index, False), ()))
+                    self._post_receives(stage, of_stage.get((index, True), ()))
                     done[stage] += 1
         for stage, send in enumerate(self._unawaited):
             if send is not None:
@@ -204,7 +204,7 @@ class IterationTimeline:
                     self._timeline.also_after(self._sent[message], self._last[stage])
 
     def _source(self, stage: int, step: _Pass) -> int | None:
-        """Returns the number, over the model, of the model chunk whose output a pass needs; None at the ends
+        """Returns the index in the whole model of the model chunk whose output a pass needs; None at the ends
         of the model."""
         part = step.chunk * self._layout.pp + stage + (-1 if step.direction == "forward" else 1)
         return part if 0 <= part < self._layout.pp * self._layout.vpp else None
@@ -267,29 +267,29 @@ class IterationTimeline:
         chain = range(len(chunks))[::-1] if work.chain is None else work.chain
         follows = {} if work.aligned else dict(zip(chain, chain[self._ahead :], strict=False))
         needed: dict[int, list[int]] = {}
-        for number, chunk in enumerate(chunks):
-            needed.setdefault(chunk.module, []).insert(0, number)
+        for index, chunk in enumerate(chunks):
+            needed.setdefault(chunk.module, []).insert(0, index)
         for place in time.places[model_chunk]:
             awaited = [self._last[stage]]
-            for number in needed.get(place, ()) if self._overlap_gather else ():
-                self._gather(stage, number, awaited)
-                awaited.append(self._gathered[stage][number])
-                if number in follows:
-                    self._gather(stage, follows[number], awaited)
+            for index in needed.get(place, ()) if self._overlap_gather else ():
+                self._gather(stage, index, awaited)
+                awaited.append(self._gathered[stage][index])
+                if index in follows:
+                    self._gather(stage, follows[index], awaited)
             self._module(stage, "forward", time.modules[place], awaited[1:])
 
     def _gather_chunk(self, stage: int, model_chunk: int) -> None:
         """Starts gathering all buckets of a model chunk, in the order of the buffers."""
         places = self._stages[stage].time.places[model_chunk]
-        for number, chunk in enumerate(self._stages[stage].chunks):
+        for index, chunk in enumerate(self._stages[stage].chunks):
             if chunk.module in places:
-                self._gather(stage, number, [self._last[stage]])
+                self._gather(stage, index, [self._last[stage]])
 
-    def _gather(self, stage: int, number: int, after: Sequence[int]) -> None:
+    def _gather(self, stage: int, index: int, after: Sequence[int]) -> None:
         """Starts gathering a chunk, unless its gathering has already started."""
-        if number not in self._gathered[stage]:
-            chunk = self._stages[stage].chunks[number]
-            self._gathered[stage][number] = self._transfer(chunk, stage, "param_gather", after)
+        if index not in self._gathered[stage]:
+            chunk = self._stages[stage].chunks[index]
+            self._gathered[stage][index] = self._transfer(chunk, stage, "param_gather", after)
 
     def _last_backward(self, stage: int, model_chunk: int) -> None:
         """Adds the last backward pass module by module; a bucket's reduction starts after the module that
@@ -350,11 +350,11 @@ class IterationTimeline:
 
     def _reduced(self, stage: int, ran: Sequence[Ran]) -> float:
         """Returns the end of the stage's last reduction, or of its backward if that is later."""
-        return max([self._computed[stage], *(ran[number].end for number in self._reducing[stage])])
+        return max([self._computed[stage], *(ran[index].end for index in self._reducing[stage])])
 
     def _transfers(self, stage: int) -> Iterator[tuple[str, float, float]]:
         """Yields (phase, start, end) of the stage's data-parallel transfers. A transfer starts no earlier
-        than the one before ends, so that time in which several streams transfer counts once."""
+        than the previous one ends, so that time in which several streams transfer is counted once."""
         transfers = [entry for stream in STREAMS for entry in self._streams.get((stream, stage), ())]
         reached = 0.0
         for phase, ran, _ in sorted(transfers, key=lambda entry: entry[1].start):
@@ -373,20 +373,20 @@ class IterationTimeline:
 def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
     """Lists the passes for whose input the rank posts a receive, by the earlier pass after which it posts it.
 
-    Keys are (number of the earlier pass, True if the receive also follows the send of that pass). A receive
+    Keys are (index of the earlier pass, True if the receive also follows the send of that pass). A receive
     is posted one pass early. A single call in Megatron sends to a neighbour and receives from the same
     neighbour. With several model chunks (`together`), the call receives from the other neighbour, together
     with the send of the previous pass in the same direction.
     """
     passes: dict[tuple[int, bool], list[_Pass]] = {}
     last: dict[Direction, int] = {}
-    for number, step in enumerate(steps):
+    for index, step in enumerate(steps):
         if together:
-            earlier = (last[step.direction], False) if step.direction in last else (number - 1, True)
+            earlier = (last[step.direction], False) if step.direction in last else (index - 1, True)
         else:
-            earlier = (number - 1, number == 0 or steps[number - 1].direction == step.direction)
+            earlier = (index - 1, index == 0 or steps[index - 1].direction == step.direction)
         passes.setdefault(earlier, []).append(step)
-        last[step.direction] = number
+        last[step.direction] = index
     return passes
 
 
@@ -406,13 +406,11 @@ def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
     # Stage n starts a gathering n passes earlier in its schedule than stage 0, so that all stages start it at
     # about the same time.
     gathers = [chunk + 1 if 0 < chunk < vpp - 1 and micro == 0 else None for chunk, micro in turns[stage:]]
-    forwards = [
-        _Pass("forward", chunk, micro, gathers=number) for (chunk, micro), number in zip_longest(turns, gathers)
-    ]
+    forwards = [_Pass("forward", chunk, micro, gathers=index) for (chunk, micro), index in zip_longest(turns, gathers)]
     ahead = warmup_forwards(layout, stage)
     backwards = [
-        _Pass("backward", vpp - 1 - chunk, micro, waits=vpp == 1 or number >= len(turns) - ahead)
-        for number, (chunk, micro) in enumerate(turns)
+        _Pass("backward", vpp - 1 - chunk, micro, waits=vpp == 1 or index >= len(turns) - ahead)
+        for index, (chunk, micro) in enumerate(turns)
     ]
     pairs = zip(forwards[ahead:], backwards, strict=False)
     return [*forwards[:ahead], *chain.from_iterable(pairs), *backwards[len(forwards) - ahead :]]

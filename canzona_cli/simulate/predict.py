@@ -98,36 +98,36 @@ def layerwise(
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
     """Returns the owners and buckets of `LayerWiseDistributedOptimizer` in megatron-core 0.19.
 
-    Whole parameters are packed into padded shards of equal numbers of elements (`lay_out`); experts that are
-    divided among ranks have separate buffers. The host of all other matrices is 0 and has no meaning: every
-    TP rank of an owner updates all its matrices.
+    Whole parameters are packed into padded shards of equal numbers of elements (`lay_out`). Experts that are
+    divided among ranks have separate buffers, and their cells are those of the ranks that store them. All
+    other matrices get host 0, a placeholder: every TP rank of the owner updates all of the owner's matrices.
 
     Args:
-        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
+        bucket_elements: The size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
     cells = [Cell(owner=0, host=0)] * len(matrices)
     buckets: list[Bucket] = []
-    numbers = Counter[int]()
+    bucket_counts = Counter[int]()
     for pool in pools(matrices):
-        everything, shards = pool_parameters(matrices, pool, layout.tp), layout.reducers(pool.expert_rank)
+        everything, shard_count = pool_parameters(matrices, pool, layout.tp), layout.reducers(pool.expert_rank)
         for chunk in reversed(range(layout.vpp)):
             parameters = [parameter for parameter in everything if parameter.chunk == chunk]
             sizes = [parameter.elements for parameter in parameters]
-            for bucket in lay_out(sizes, shards, bucket_elements if pool.stage == 0 else None):
-                shares = [[parameters[number] for number in shard] for shard in bucket.shards]
-                for owner, of_owner in enumerate(shares):
+            for bucket in lay_out(sizes, shard_count, bucket_elements if pool.stage == 0 else None):
+                shares = [[parameters[index] for index in shard] for shard in bucket.shards]
+                for owner, parameters_of_owner in enumerate(shares):
                     cell = pool.cell(owner, layout)
-                    for matrix in (matrix for parameter in of_owner for matrix in parameter.matrices):
-                        cells[matrix] = cell
-                buckets.append(even_bucket(shares, pool, numbers[pool.stage]))
-                numbers[pool.stage] += 1
+                    for index in (index for parameter in parameters_of_owner for index in parameter.matrices):
+                        cells[index] = cell
+                buckets.append(even_bucket(shares, pool, bucket_counts[pool.stage]))
+                bucket_counts[pool.stage] += 1
     return Assignment(cells=tuple(cells)), tuple(buckets)
 
 
 def with_cores(config: RunConfig) -> RunConfig:
-    """Returns `config` with this machine's number of cores if it has a CPU profile without one.
+    """Returns `config` with this machine's number of cores if its CPU profile does not have one.
 
-    Only predictions use the result; no plan and no layout depends on the cores of this machine.
+    Only predictions use the result; plans and layouts do not depend on the cores of this machine.
     """
     cluster = config.cluster
     if cluster.device != "cpu" or cluster.cores is not None:
@@ -144,7 +144,7 @@ class Outlook:
     mfu: float
     """The model FLOP utilisation: model FLOPs over the profile's bf16 peak, as runs measure it."""
     training_s: float
-    """The seconds of all steps, without start-up, saves and validation."""
+    """The seconds of all steps, excluding start-up, saves and validation."""
     gpu_hours: float
     """The hours of `training_s`, added up over all ranks."""
     checkpoint_bytes: int
@@ -192,7 +192,7 @@ class Spent:
     """The parts of the slowest rank's iteration, in seconds."""
 
     compute_s: float
-    """The forward and backward passes, without `recompute_s` and `tensor_s`."""
+    """The forward and backward passes, excluding `recompute_s` and `tensor_s`."""
     recompute_s: float
     """The forward passes that are repeated for the backward."""
     tensor_s: float
@@ -210,7 +210,7 @@ class Spent:
 
     @property
     def limits(self) -> list[tuple[str, float]]:
-        """The (label, seconds) of every part but compute, the longest first."""
+        """The (label, seconds) of every part except compute, the longest first."""
         named = [(LABELS[field.name], getattr(self, field.name)) for field in fields(self)[1:]]
         return sorted(named, key=lambda limit: -limit[1])
 

@@ -5,7 +5,7 @@ gathering of the previous step's new parameters overlaps with the forward, the r
 last backward. Then come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up to the
 updates, one rank stands for each pipeline stage, because collectives keep the stage's ranks in step; updates
 are simulated for every rank whose work differs. On a machine whose ranks share cores (`ClusterConfig.cores`),
-all concurrent work shares the cores. `compare.assumptions` lists what the simulation leaves out.
+all concurrent work shares the cores. `compare.assumptions` lists the simulation's assumptions.
 """
 
 import math
@@ -96,7 +96,7 @@ class _Step:
     early_s: Sequence[float]
     """The seconds, by stage, of gathering that overlaps with the updates."""
     agree_s: float
-    """The seconds in which all ranks agree at the end of the step."""
+    """The seconds that the ranks' agreement takes at the end of the step."""
 
     @cached_property
     def updated(self) -> list[float]:
@@ -119,42 +119,42 @@ class _Step:
     def phases(self) -> list[dict[str, float]]:
         """The seconds of each phase, by cell."""
         before = [self.iteration.phases(stage) for stage in range(len(self.gather_s))]
-        return [self._phases(number, before[cell.team.stage]) for number, cell in enumerate(self.cells)]
+        return [self._phases(index, before[cell.team.stage]) for index, cell in enumerate(self.cells)]
 
-    def _phases(self, number: int, before: Mapping[str, float]) -> dict[str, float]:
-        cell, phases = self.cells[number], dict(before)
-        # Without overlap the stage gathers once its slowest rank is done; waiting for that rank counts as
-        # gathering.
-        gathered = self.done[cell.team.stage] - self.updated[number] if self.gather_s[cell.team.stage] else 0.0
+    def _phases(self, index: int, before: Mapping[str, float]) -> dict[str, float]:
+        cell, phases = self.cells[index], dict(before)
+        # Without overlap the stage gathers once its slowest rank is done; waiting for that rank is attributed
+        # to gathering.
+        gathered = self.done[cell.team.stage] - self.updated[index] if self.gather_s[cell.team.stage] else 0.0
         packed_s = cell.update.packed_s
-        phases["norm_clip"] = self.clipped[number] - self.iteration.reduced_s[cell.team.stage] - packed_s
+        phases["norm_clip"] = self.clipped[index] - self.iteration.reduced_s[cell.team.stage] - packed_s
         phases["exchange"] = cell.update.exchange_s + packed_s
         phases["exchange_total"] = cell.update.exchange_total_s
         phases["matrix_update"] = cell.update.matrix_update_s
         phases["adamw_update"] = cell.adamw_s
         phases["param_gather"] += gathered
         phases["param_gather_total"] += gathered + self.early_s[cell.team.stage]
-        phases["other"] += self.end - self.updated[number] - gathered
+        phases["other"] += self.end - self.updated[index] - gathered
         return phases
 
     @property
     def slowest(self) -> int:
-        """The number of the cell that is done last."""
+        """The index of the cell that is done last."""
         return self._latest(
             [end + self.gather_s[c.team.stage] for end, c in zip(self.updated, self.cells, strict=True)]
         )
 
     @property
     def first(self) -> int:
-        """The number of the cell whose updates are done first."""
-        return min(range(len(self.cells)), key=lambda number: (self.updated[number], number))
+        """The index of the cell whose updates are done first."""
+        return min(range(len(self.cells)), key=lambda index: (self.updated[index], index))
 
     def optimizer_s(self) -> float:
         """Returns the seconds for which the iteration waits for the optimizer.
 
         A wait for another stage's backward is not included, although runs measure it in norm_clip, or in
-        grad_reduce for a tied embedding. The cell whose gathering ends last decides, because another stage
-        may gather longer than the stage that updates last.
+        grad_reduce for a tied embedding. The time is that of the cell whose gathering ends last, because
+        another stage may gather longer than the stage that updates last.
         """
         ends = [end + phases["param_gather"] for end, phases in zip(self.updated, self.phases, strict=True)]
         last = self._latest(ends)
@@ -162,9 +162,9 @@ class _Step:
 
     @staticmethod
     def _latest(ends: Sequence[float]) -> int:
-        """Returns the number of the cell that ends last; of cells that are equal up to rounding, the first."""
+        """Returns the index of the cell that ends last; of cells that are equal up to rounding, the first."""
         latest = (1 - ROUNDING) * max(ends)
-        return next(number for number, end in enumerate(ends) if end >= latest)
+        return next(index for index, end in enumerate(ends) if end >= latest)
 
 
 class _Simulation:
@@ -193,14 +193,15 @@ class _Simulation:
             mean_phases=MappingProxyType(mean),
             slowest_rank=self._rank(cells[slowest]),
             update_balance=_balance(cells),
-            make_events=lambda: tuple(event for number in numbers for event in self._events(step, number)),
+            make_events=lambda: tuple(event for index in numbers for event in self._events(step, index)),
         )
 
     def _step(self) -> _Step:
-        """Simulates the update phase, then the iteration up to reduced gradients, and puts norm and clipping
-        between them.
+        """Simulates the update phase, then the iteration up to reduced gradients, and places norm and
+        clipping between the two.
 
-        The updates are simulated first, because they decide how much of the gathering is left for the forward.
+        The updates are simulated first, because they determine how much of the gathering is left for the
+        forward.
         """
         config, layout, planned = self._config, self._layout, self._execution is Execution.PLANNED
         gathers = not self._execution.everywhere
@@ -212,7 +213,7 @@ class _Simulation:
         if planned and overlap_gather:
             orders = [self._order(stage, of_chunk) for stage, of_chunk in enumerate(chunks)]
             overlapped = [
-                [of_chunk[number].gather for number in order.overlapped]
+                [of_chunk[index].gather for index in order.overlapped]
                 for of_chunk, order in zip(chunks, orders, strict=True)
             ]
             cells, windows = self._updates.run(overlapped)
@@ -298,8 +299,8 @@ class _Simulation:
         names = _ordered(phases[0][1])
         return {name: math.fsum(ranks * phases_of[name] for ranks, phases_of in phases) / total for name in names}
 
-    def _events(self, step: _Step, number: int) -> list[SimulatedEvent]:
-        cell, iteration, clipped = step.cells[number], step.iteration, step.clipped[number]
+    def _events(self, step: _Step, index: int) -> list[SimulatedEvent]:
+        cell, iteration, clipped = step.cells[index], step.iteration, step.clipped[index]
         rank, stage = self._rank(cell), cell.team.stage
         segments: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         reduced = iteration.reduced_s[stage]
@@ -343,15 +344,16 @@ def _gathered_early(chunks: Sequence[Chunk], overlapped: Sequence[int], window: 
     """Takes up to `window` seconds off the gathering of the `overlapped` chunks, in this order.
 
     Returns:
-        All chunks, whose gathering takes the seconds that are left for the forward; and the seconds taken off.
+        All chunks, each with the seconds of gathering that are left for the forward; and the seconds taken
+        off.
     """
     left, spent = list(chunks), 0.0
-    for number in overlapped:
-        seconds = chunks[number].gather.seconds
+    for index in overlapped:
+        seconds = chunks[index].gather.seconds
         done = min(seconds, window - spent)
         spent += done
-        rest = Transfer(link=chunks[number].gather.link, link_s=seconds - done)
-        left[number] = replace(chunks[number], gather=rest)
+        rest = Transfer(link=chunks[index].gather.link, link_s=seconds - done)
+        left[index] = replace(chunks[index], gather=rest)
     return left, spent
 
 

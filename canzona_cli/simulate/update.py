@@ -2,13 +2,14 @@
 
 Hosted updates (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
 
-Duplicated updates (layerwise, sc): every TP rank updates the whole matrix, after an all-gather for which it
-waits. Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for other
-optimizers, does all work on the whole matrix.
+Duplicated updates (layerwise, sc): every TP rank updates the whole matrix, after it has waited for an
+all-gather. Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for
+other optimizers, does all work on the whole matrix.
 
-`UpdateModel` expresses hosted and duplicated updates as calls of a `Pipeline`, of which there are two: `Alone` adds
-up the times of ranks that have a device each, and `Crowded` adds tasks to a timeline, for ranks that share a
-machine's cores with all other ranks. `update_phase` runs one of the two for all ranks of a strategy.
+`UpdateModel` expresses hosted and duplicated updates as calls of a `Pipeline`, which has two implementations:
+`Alone` adds up the times of ranks that each have a device, and `Crowded` adds tasks to a timeline, for ranks
+that share a machine's cores with all other ranks. `update_phase` runs one of the two for all ranks of a
+strategy.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,8 +27,8 @@ from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, P
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
-"""(stream, phase, start, end) in seconds; zero is `RankUpdate.begun_s`, so that packing before the norm has
-negative times."""
+"""A (stream, phase, start, end) in seconds from `RankUpdate.begun_s`, so packing before the norm has negative
+times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +53,12 @@ class RankUpdate:
 
     matrix_update_s: float
     exchange_s: float
-    """The exposed seconds: waits for exchanges, packing and unpacking, without `packed_s`."""
+    """The exposed seconds: waits for exchanges, packing and unpacking, excluding `packed_s`."""
     exchange_total_s: float
     """The seconds of all exchanges, including overlapped ones, packing and unpacking."""
     segments: tuple[Segment, ...]
     packed_s: float = 0.0
-    """The seconds of packing before the gradient norm, which are part of `exchange_total_s` only."""
+    """The seconds of packing before the gradient norm, which only `exchange_total_s` includes."""
     begun_s: float = 0.0
     """The seconds from reduced gradients to the beginning of the matrix updates, after norm, clipping and AdamW."""
 
@@ -137,7 +138,7 @@ class UpdateModel:
 
 
 class Alone(Clock):
-    """A TP group whose ranks have a device each."""
+    """A TP group whose ranks each have a device."""
 
     def __init__(self, tp: int, norm_s: float = 0.0) -> None:
         super().__init__(tp, norm_s)
@@ -191,7 +192,7 @@ class Crowded:
         self.begin, self._norm_s, self._adamw_s = list(after), norm_s, adamw_s
         """The task, by host, after which the matrix updates begin; once `norm` has been called, AdamW's update."""
         self._first, self._last = list(after), list(after)
-        self._waits: list[list[int]] = [[number] for number in after]
+        self._waits: list[list[int]] = [[task] for task in after]
         self._work: list[list[int]] = [[] for _ in range(hosts)]
         """The tasks of each host that pack or update."""
         self._transfers: list[int] = []
@@ -204,16 +205,16 @@ class Crowded:
         self._waits[host].append(moment)
 
     def exchange(self, transfer: Transfer) -> int:
-        number = self._timeline.add(
+        index = self._timeline.add(
             "exchange",
             (self._name, "exchange"),
             seconds=transfer.seconds,
             cores=transfer.cores * self._copies,
-            after=[place for waits in self._waits for place in waits] + self._last,
+            after=[task for waits in self._waits for task in waits] + self._last,
         )
         if transfer.seconds > 0:
-            self._transfers.append(number)
-        return number
+            self._transfers.append(index)
+        return index
 
     def norm(self) -> None:
         packed = list(self._last)
@@ -223,7 +224,7 @@ class Crowded:
             self.begin[host] = self._task(host, "adamw_update", self._adamw_s)
 
     def end(self, host: int) -> int:
-        """Adds a task after all work of a host; returns its number."""
+        """Adds a task after all work of a host; returns the task's index."""
         return self._task(host, "other", 0.0)
 
     def results(self, ran: Sequence[Ran]) -> tuple[RankUpdate, ...]:
@@ -241,15 +242,15 @@ class Crowded:
         return tuple(results)
 
     def _task(self, host: int, phase: str, seconds: float) -> int:
-        number = self._timeline.add(
+        index = self._timeline.add(
             phase,
             (self._name, host),
             seconds=seconds,
             cores=float(self._copies * self._alike) if seconds > 0 else 0.0,
             after=self._waits[host],
         )
-        self._waits[host], self._last[host] = [], number
-        return number
+        self._waits[host], self._last[host] = [], index
+        return index
 
 
 def _result(segments: Sequence[Segment], transfers: Sequence[Segment], begun: float, end: float) -> RankUpdate:

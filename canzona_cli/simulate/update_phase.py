@@ -26,22 +26,21 @@ class Team:
     hosts: int
     """The number of hosts, the ranks whose work differs: tp with a plan, 1 otherwise."""
     host: int = 0
-    """The number of the first host. It is 0 with a plan; without one, TP ranks with different experts are
-    teams of their own."""
+    """The index of the first host. It is 0 with a plan; without a plan, TP ranks with different experts are
+    separate teams."""
     ranks: int
     """The number of ranks that one host stands for, including ranks of later owners with the same work."""
     elements: int
     """The number of reduced gradient elements on each rank."""
     clipped: int
-    """The number of gradient elements that are clipped in a separate pass. Gradients sent to a host in fp32
-    are scaled when the host assembles them, and do not count."""
+    """The number of gradient elements that are clipped in a separate pass. It excludes gradients sent to a
+    host in fp32, which are scaled when the host assembles them."""
     groups: tuple[MicroGroup, ...] = ()
     """The micro-groups of strategies with hosts, in order; empty for other strategies."""
     members: tuple[int, ...] = ()
     """The indices of the matrices that every rank updates; empty for strategies with hosts."""
     first: tuple[float, ...] = ()
-    """The seconds for which each host updates its experts before anything else, if experts are divided among
-    ranks."""
+    """The seconds that each host first spends on updating its experts, if experts are divided among ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +90,17 @@ class UpdatePhase:
 
     def _teams(self, stage: int) -> list[Team]:
         tp, owners, weights = self._layout.tp, self._layout.owners, stage_weights(self._config, self._layout, stage)
-        of_stage = [matrix for matrix in self._workload.matrices if matrix.stage == stage]
+        stage_matrices = [matrix for matrix in self._workload.matrices if matrix.stage == stage]
         if not self._execution.has_owners:
             everywhere, stored = self._execution.everywhere, weights.matrices + weights.others
             share = stored if everywhere else weights.share(self._layout, matrices=True)
-            stored_here = (matrix.index for matrix in of_stage if matrix.expert_rank in (None, 0))
+            stored_here = (matrix.index for matrix in stage_matrices if matrix.expert_rank in (None, 0))
             members = tuple(stored_here) if everywhere else ()
             ranks = owners * tp
             return [Team(stage=stage, owner=0, hosts=1, ranks=ranks, elements=share, clipped=share, members=members)]
-        return list(self._teams_of_owners(stage, of_stage, math.ceil(weights.others / owners)))
+        return list(self._teams_of_owners(stage, stage_matrices, math.ceil(weights.others / owners)))
 
-    def _teams_of_owners(self, stage: int, of_stage: Sequence[Matrix], others: int) -> Iterator[Team]:
+    def _teams_of_owners(self, stage: int, stage_matrices: Sequence[Matrix], others: int) -> Iterator[Team]:
         """Yields the teams of a stage whose matrices have owners.
 
         Args:
@@ -111,7 +110,7 @@ class UpdatePhase:
         tp, owners, cells = self._layout.tp, self._layout.owners, self._workload.assignment.cells
         owned: list[list[Matrix]] = [[] for _ in range(owners)]
         experts: list[list[list[Matrix]]] = [[[] for _ in range(tp)] for _ in range(owners)]
-        for matrix in of_stage:
+        for matrix in stage_matrices:
             cell = cells[matrix.index]
             (owned[cell.owner] if matrix.expert_rank is None else experts[cell.owner][cell.host]).append(matrix)
         groups: list[list[MicroGroup]] = [[] for _ in range(owners)]
@@ -157,7 +156,7 @@ class UpdatePhase:
 
     @cached_property
     def _experts_first(self) -> Mapping[tuple[int, int], tuple[float, ...]]:
-        """The seconds for which the hosts of each (stage, owner) update their experts."""
+        """The seconds that each host of a (stage, owner) spends on updating its experts."""
         assert self._hosts is not None
         return expert_seconds(self._workload.matrices, self._workload.costs, self._hosts, self._model.pipeline)
 
@@ -169,8 +168,8 @@ class UpdatePhase:
         return sent and not shared and exchange_bytes(self._config)[1] == FP32
 
     def _merge_alike(self, teams: Iterable[Team]) -> list[Team]:
-        """Merges teams of a stage that have the same work into the first of them, which then stands for the
-        ranks of all."""
+        """Merges teams of a stage that have the same work into the first of them, which then stands for all
+        of their ranks."""
         alike: dict[Hashable, list[Team]] = {}
         for team in teams:
             work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
@@ -187,7 +186,7 @@ class UpdatePhase:
         return cost, matrix.elements, matrix.shard_dim, matrix.home, host, share
 
     def _alone(self, team: Team) -> list[CellUpdate]:
-        """Returns the cells of a team whose ranks have a device each."""
+        """Returns the cells of a team whose ranks each have a device."""
         adamw = self._adamw_s(team.stage)
         if self._hosts is not None:
             norm_s = self._norm_clip.seconds(team.elements, team.clipped) + adamw
@@ -205,11 +204,11 @@ class UpdatePhase:
         """Runs the updates of all ranks on the cores that they share.
 
         Returns:
-            All cells; and by stage, the part of the gathering that ends before the last update, in seconds
-            that it would take alone.
+            All cells; and by stage, the part of the gathering that ends before the last update, in the
+            seconds that it would take on idle cores.
         """
         timeline = Timeline(self._cores, self._config.cluster.crowding)
-        groups = [(team, *self._add_team(timeline, number, team)) for number, team in enumerate(teams)]
+        groups = [(team, *self._add_team(timeline, index, team)) for index, team in enumerate(teams)]
         gathers = []
         for stage, others in enumerate(gathered or ()):
             adamw_tasks = [task for team, _, adamw in groups for task in adamw if team.stage == stage]
@@ -236,19 +235,19 @@ class UpdatePhase:
             windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
         return cells, windows
 
-    def _add_team(self, timeline: Timeline, number: int, team: Team) -> tuple[Crowded, list[int]]:
+    def _add_team(self, timeline: Timeline, index: int, team: Team) -> tuple[Crowded, list[int]]:
         """Adds a team's updates to the timeline; returns its group of ranks, and the tasks of AdamW's update."""
-        adamw_s, begin = self._adamw_s(team.stage), [timeline.add("other", (number, h)) for h in range(team.hosts)]
+        adamw_s, begin = self._adamw_s(team.stage), [timeline.add("other", (index, h)) for h in range(team.hosts)]
         if self._hosts is not None:
             norm_s = self._norm_clip.seconds(team.elements, team.clipped)
-            group = Crowded(timeline, number, team.hosts, begin, norm_s=norm_s, adamw_s=adamw_s)
+            group = Crowded(timeline, index, team.hosts, begin, norm_s=norm_s, adamw_s=adamw_s)
             self._model.run_hosted(team.groups, self._hosts, group, team.first)
             return group, group.begin
-        alike = min(self._layout.tp, team.ranks)  # a rank with experts of its own is a team by itself
-        group = Crowded(timeline, number, 1, begin, copies=team.ranks // alike, alike=alike)
+        alike = min(self._layout.tp, team.ranks)  # 1 where TP ranks have different experts
+        group = Crowded(timeline, index, 1, begin, copies=team.ranks // alike, alike=alike)
         self._model.run_duplicated(team.members, group)
         group.end(0)
-        return group, [timeline.add("adamw_update", (number, 0), seconds=adamw_s, cores=float(team.ranks))]
+        return group, [timeline.add("adamw_update", (index, 0), seconds=adamw_s, cores=float(team.ranks))]
 
     def _adamw_s(self, stage: int) -> float:
         """Returns the seconds of AdamW's update on one rank."""
