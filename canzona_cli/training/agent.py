@@ -91,11 +91,11 @@ def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.environ.clear()
         os.environ.update(env)
-        sys.stdout, sys.stderr = (TextIOWrapper(FileIO(number, "w"), write_through=True) for number in (1, 2))
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        Path("/proc/self/comm").write_text(f"rank {env['RANK']}")  # what `top` shows
+        sys.stdout, sys.stderr = (TextIOWrapper(FileIO(descriptor, "w"), write_through=True) for descriptor in (1, 2))
+        for signum in signal.valid_signals():
+            if callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        Path("/proc/self/comm").write_text(f"rank {env['RANK']}")  # the name that `top` shows
         gc.enable()  # Popen disables it while it forks
         sys.argv = [*args]
         runpy.run_module(args[0], run_name="__main__", alter_sys=True)

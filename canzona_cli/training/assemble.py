@@ -18,7 +18,7 @@ from canzona_cli.megatron.experts import RoutingMeter
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.optimizers import cpu_products
+from canzona_cli.optimizers import cpu_matmuls
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
 
@@ -27,8 +27,8 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
     """Seeds this process and joins the other ranks in a process group.
 
     Args:
-        alive: called repeatedly while the rank waits for the others.
-        turn: see `parallel.initialize`.
+        alive: Called repeatedly while the rank waits for the others.
+        turn: See `parallel.initialize`.
     """
     torch.manual_seed(config.train.seed)
     random.seed(config.train.seed)
@@ -40,7 +40,7 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
         timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
     device, seed = config.cluster.device, config.train.seed
     if device == "cpu":
-        cpu_products.install()
+        cpu_matmuls.install()
     return parallel.initialize(layout, device, seed=seed, timeout_minutes=timeout_s / 60, alive=alive, turn=turn)
 
 
@@ -48,12 +48,12 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
     """Builds model, optimizer, schedule and timer on this rank. Collective.
 
     Args:
-        plan: the plan that strategies canzona, paper and asc execute; None for the others.
+        plan: The plan that strategies canzona, paper and asc execute; None for other strategies.
         timed: True to time the phases of the breakdown in each step.
 
     Raises:
-        EnvironmentProblem: megatron-core is not as canzona expects.
-        PlanRefused: on all ranks together: the plan is for another model, layout or world, or differs between
+        EnvironmentProblem: The installed megatron-core lacks a property that canzona relies on.
+        PlanRefused: On all ranks together: the plan is for another model, layout or world, or differs between
             ranks.
     """
     refuse(contract.PROBLEMS, EnvironmentProblem)
@@ -68,7 +68,7 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
     else:
         updater = optimizer.build_optimizer(wrapped, config, world)
     if timed:
-        # Canzona's optimizers report their phases to the timer themselves.
+        # canzona's optimizers report their phases to the timer themselves.
         instrument.attach(wrapped, None if isinstance(updater, CanzonaOptimizer) else updater, timer, world)
     schedule = optimizer.build_schedule(updater, config)
     return Trainee(

@@ -27,8 +27,8 @@ context-parallel ranks."""
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFacts:
-    """The attributes that `GPTDataset` requires of its tokenizer. It reads token ids, never text, so these
-    suffice."""
+    """The attributes that `GPTDataset` requires of its tokenizer. They suffice, because it reads token ids,
+    never text."""
 
     vocab_size: int
     eod: int | None
@@ -110,7 +110,7 @@ def _build(
     Several sets are interleaved in proportion to their shares.
 
     Args:
-        split: where the part starts and ends, as fractions of each set's sequences, such as (0.0, 0.9).
+        split: The start and end of the part, as fractions of each set's sequences, such as (0.0, 0.9).
     """
     weights = [part.share for part in sets]
     settings = GPTDatasetConfig(
@@ -131,7 +131,8 @@ def _build(
         # The attention layers apply the causal mask themselves; a mask per sample would be seq_length^2
         # bytes.
         create_attention_mask=False,
-        # A blend takes at most one sample more of a set than its share, and has one more sample for each set.
+        # A blend takes at most one sample more from a set than its share, and has an extra sample for each
+        # set.
         mid_level_dataset_surplus=max(0.005, (len(sets) + 1 / min(weights)) / samples),
     )
     # Megatron has three splits, and train or validation is built here. The split is part of the index files'
@@ -179,8 +180,8 @@ class BatchStream(Iterator[Batch]):
                 batch_sampler=indices,
                 num_workers=2 if on_gpu else 0,
                 pin_memory=on_gpu,
-                # Without a generator, a loader draws a seed for its workers from torch's global one. Then
-                # torch's random state would depend on how often a run was validated and resumed.
+                # Without a generator, a loader draws a seed for its workers from torch's global generator.
+                # Then torch's random state would depend on how often a run was validated and resumed.
                 generator=torch.Generator(),
             )
         )
@@ -202,7 +203,7 @@ class BatchStream(Iterator[Batch]):
 def _indices(
     *, first_sample: int, total: int, global_batch_size: int, micro_batch_size: int, dp: int, dp_rank: int
 ) -> list[list[int]]:
-    """Lists the sample numbers of each micro-batch of one data-parallel rank, in order."""
+    """Lists the sample indices of each micro-batch of one data-parallel rank, in order."""
     per_step = global_batch_size // (micro_batch_size * dp)
     micro_batches = []
     for batch_start in range(first_sample, total - global_batch_size + 1, global_batch_size):
@@ -216,7 +217,7 @@ class Counted(Iterator[Batch]):
     """An iterator that passes batches on unchanged, and counts the tokens and bytes of text in them.
 
     Args:
-        lengths: bytes of each token, `[vocab_size]`; None if unknown, and then no bytes are counted.
+        lengths: The bytes of each token, `[vocab_size]`; None if unknown, in which case no bytes are counted.
     """
 
     def __init__(self, batches: Iterator[Batch], world: World, lengths: npt.NDArray[np.float64] | None) -> None:
@@ -233,7 +234,8 @@ class Counted(Iterator[Batch]):
         return batch
 
     def totals(self) -> tuple[float, float]:
-        """Returns the numbers of tokens and bytes in the batches of all ranks so far. Collective."""
+        """Returns the number of tokens and the number of bytes in the batches of all ranks so far.
+        Collective."""
         totals = self._totals.clone()
         torch.distributed.all_reduce(totals)
         # Tensor-parallel ranks and pipeline stages receive the same batches, so each was counted tp * pp

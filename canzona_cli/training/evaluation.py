@@ -1,7 +1,7 @@
 """Runs one rank of an evaluation: `python -m canzona_cli.training.evaluation DIR`, started by torchrun.
 
-Model and batches are built as for a run, and the loss is computed by the code that validates a run. There is
-no optimizer.
+Model and batches are built as for a run, but without an optimizer, and the loss is computed by the code that
+validates runs.
 """
 
 import sys

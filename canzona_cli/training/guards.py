@@ -14,10 +14,10 @@ WINDOW = 64
 ENOUGH = 24
 """The number of losses needed before one can be a spike, because the loss of the first steps varies widely."""
 LEAST_RISE = 0.05
-"""The least rise of a spike over the mean, as a share of the mean. With large batches the loss hardly varies,
-and even many standard deviations are a negligible rise."""
+"""The smallest rise above the mean that is a spike, as a fraction of the mean. With large batches the loss
+hardly varies, so even a rise of many standard deviations may be negligible."""
 NEW_LEVEL = 32
-"""The number of high losses in a row after which they are the new normal level."""
+"""The number of consecutive high losses after which they become the new normal level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Spike:
     def words(self) -> str:
         return (
             f"the loss jumped to {self.loss:.4f} at step {self.step}: the recent mean is {self.mean:.4f}, "
-            f"and a loss above {self.limit:.4f} counts as a spike"
+            f"and a loss above {self.limit:.4f} is a spike"
         )
 
 
@@ -59,7 +59,7 @@ class SpikeGuard:
 
     The losses of a spike do not enter the statistics, so a long spike does not hide itself. A loss that stays
     high is reported once, and becomes the new level after 32 steps. While the loss falls, the recent mean is
-    higher and the deviation larger, so the normal descent is never a spike. The recent losses are saved with
+    above it and the deviation is large, so normal descent is never a spike. The recent losses are saved with
     every checkpoint. The loss is the same on every rank, and so is the guard's result.
     """
 
@@ -67,18 +67,17 @@ class SpikeGuard:
         self._watches, self._sigmas = settings.loss_spike != "ignore", settings.loss_spike_sigmas
         self._recent: deque[float] = deque(memory.usual, maxlen=WINDOW)
         self._high = list(memory.high)
-        """The losses of the spike that has not ended."""
+        """The losses of the current spike; empty if there is none."""
 
-    def remembered(self, memory: LossMemory) -> LossMemory:
-        """Returns a copy of the memory with the guard's current losses."""
+    def with_recent(self, memory: LossMemory) -> LossMemory:
+        """Returns a copy of `memory` with this guard's recent losses."""
         return replace(memory, usual=tuple(self._recent), high=tuple(self._high))
 
     def notice(self, step: int, loss: float) -> Spike | None:
-        """Returns the spike that starts at this step; None if none does.
+        """Returns the spike that starts at this step, if any. Must not be called for skipped steps.
 
         Args:
-            loss: the loss of this step over the global batch, nats per token. Do not call it for skipped
-                steps.
+            loss: The loss of this step over the global batch, nats per token.
         """
         if not self._watches or not math.isfinite(loss):
             return None
@@ -94,10 +93,8 @@ class SpikeGuard:
         return Spike(step=step, loss=loss, mean=mean, limit=limit) if len(self._high) == 1 else None
 
     def _statistics(self) -> tuple[float, float]:
-        """Returns the mean of the recent losses and the loss above which there is a spike.
-
-        With fewer than `ENOUGH` losses, they are NaN and infinity.
-        """
+        """Returns the mean of the recent losses and the loss above which there is a spike; with fewer than
+        `ENOUGH` losses, NaN and infinity."""
         count = len(self._recent)
         if count < ENOUGH:
             return math.nan, math.inf
@@ -109,16 +106,16 @@ class SpikeGuard:
 Rule = Literal["far", "validation"]
 
 SLACK: Final = 0.1
-"""The share by which a loss must be above the limit before excess accumulates."""
+"""The fraction by which a loss must exceed the limit before excess accumulates."""
 ENOUGH_EXCESS: Final = 16.0
 """The accumulated excess that is a divergence, in multiples of the limit. A loss of twice the limit reaches
-it in 18 steps, one of 1.3 times the limit in 80."""
+it in 18 steps, a loss of 1.3 times the limit in 80."""
 LEAST_STEPS: Final = 4
 """The fewest steps in which the excess can reach `ENOUGH_EXCESS`, however high the losses are."""
 SMOOTHING: Final = 1 / 16
 EARLY: Final = 32
-"""The step before which a validation loss must be twice as high to count, because the first steps are
-unstable without a warm-up."""
+"""The step before which a validation loss must be above twice the limit to be a divergence, because the first
+steps are unstable without a warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +132,7 @@ class Divergence:
         """Returns the error that reports the divergence as the end of the run.
 
         Args:
-            last: the run's last step, if it trained to the end in spite of the divergence; None if it stops
+            last: The run's last step, if it trained to the end in spite of the divergence; None if it stops
                 now.
         """
         reason, fix = self.words, "a lower optimizer.lr or a longer schedule.warmup_steps"
@@ -161,19 +158,19 @@ class DivergenceGuard:
 
     @property
     def since(self) -> int | None:
-        """The first step since which the loss is too high; None if it is not too high."""
+        """The step since which the loss has been too high; None if it is not too high."""
         return self.memory.since if self.memory.excess > 0 else None
 
-    def goes_on(self, divergence: Divergence) -> bool:
-        """Returns True if the divergence persists, as of the last step or validation."""
+    def persists(self, divergence: Divergence) -> bool:
+        """Returns True if the divergence persists at the last step or validation."""
         return self.memory.excess >= ENOUGH_EXCESS if divergence.rule == "far" else self.memory.worse > 0
 
     def notice(self, step: int, loss: float | None) -> Divergence | None:
         """Updates the memory after a step; returns a divergence if it must be reported now, else None.
 
         Args:
-            loss: the finite loss over the global batch, nats per token. None for a step that was skipped
-                because its gradients were not finite; it counts like a loss of twice the limit.
+            loss: The finite loss over the global batch, nats per token. None for a step that was skipped
+                because its gradients were not finite, which is treated like a loss of twice the limit.
         """
         memory, first, smooth, best = self.memory, self.memory.first, self.memory.smooth, self.memory.best
         if first is None or smooth is None or best is None:
@@ -198,11 +195,11 @@ class DivergenceGuard:
             return Divergence(rule="far", step=step, since=since, words=words)
         return None
 
-    def validated(self, step: int, loss: float, *, final: bool) -> Divergence | None:
+    def notice_validation(self, step: int, loss: float, *, final: bool) -> Divergence | None:
         """Updates the memory after a validation; returns a divergence if it must be reported now, else None.
 
-        One bad validation suffices if its loss is not finite or it is the final one; otherwise two in a row
-        do.
+        A divergence takes two bad validations in a row, or one if its loss is not finite or if it is the
+        final one.
 
         Args:
             step: the step after which the model was validated; 0 before the first.
@@ -231,7 +228,8 @@ class DivergenceGuard:
         return Divergence(rule="validation", step=step, since=since, words=words)
 
     def _first_time(self, rule: Rule, is_true: bool, *, over: bool) -> bool:
-        """Returns True if the rule holds and has not been reported yet; `over` forgets an earlier report."""
+        """Returns True if the rule holds and has not been reported yet; if `over`, forgets an earlier
+        report."""
         if over:
             self._reported.discard(rule)
         if not is_true or rule in self._reported:

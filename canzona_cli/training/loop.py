@@ -52,8 +52,8 @@ class Start:
     validate: bool = True
     """True if the model is validated before the first step."""
     validation: ValidationLoss | None = None
-    """The validation that an earlier launch made after the same step, but only after it had saved the
-    checkpoint."""
+    """The validation that an earlier launch made after this step; the checkpoint, which was saved before it,
+    does not contain it."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Training:
             self._validate()
         elif self.start.validation is not None:
             before = self.start.validation.loss
-            self._divergence.validated(self.progress.step, math.nan if before is None else before, final=False)
+            self._divergence.notice_validation(self.progress.step, math.nan if before is None else before, final=False)
             self._remember()  # not reported: the launch that made the validation has done that
         batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)
         if config.run.trace_steps is not None:
@@ -124,7 +124,7 @@ class Training:
                     return self._stop()
                 self._save_and_validate(step, wanted=result.save, finished=finished)
                 collect_after(step)
-        if self.saver is not None:  # without a save at the end, an earlier save may still be being written
+        if self.saver is not None:  # if the run does not save at its end, an earlier save may still be in progress
             self.record.heart.stage("save")
             self.saver.settle()
         return "done"
@@ -135,7 +135,7 @@ class Training:
         Raises:
             Diverged: on every rank together.
         """
-        if self._ongoing is not None and self._divergence.goes_on(self._ongoing):
+        if self._ongoing is not None and self._divergence.persists(self._ongoing):
             raise self._ongoing.error(last=self.progress.step)
 
     def _step(self, step: int, batches: BatchStream) -> tuple[StepResult, float]:
@@ -153,17 +153,17 @@ class Training:
                 grad_norm=math.nan,
                 lr=float(trainee.optimizer.param_groups[0]["lr"]),
             )
-            progress = advanced(trainee, self.progress, refused)
+            progress = advance_progress(trainee, self.progress, refused)
             self.journal.step(step_metrics(trainee, progress, refused, time.perf_counter() - started))
             error.since = self._divergence.since or step
             raise
         elapsed = time.perf_counter() - started
         ends = result.stop or result.save or step == trainee.config.train.steps
         if ends and isinstance(trainee.optimizer, CanzonaOptimizer):
-            # Fallbacks are normally counted in the next step. There may be none in this launch, and a
-            # checkpoint must include those of its own step.
+            # Fallbacks are normally counted in the next step. This launch may not have a next step, and a
+            # checkpoint must include the fallbacks of its own step.
             result = replace(result, fallbacks=result.fallbacks + trainee.optimizer.settle())
-        self.progress = advanced(trainee, self.progress, result)
+        self.progress = advance_progress(trainee, self.progress, result)
         self.record.step, self.record.loss = step, result.loss
         return result, elapsed
 
@@ -199,13 +199,13 @@ class Training:
         """Reports a divergence; returns True if the run must stop, with train.divergence=stop."""
         facts = {"step": divergence.step, "since": divergence.since, "rule": divergence.rule}
         self.journal.incident("divergence", detail=divergence.words, level="warning", **facts)
-        if self._ongoing is None or not self._divergence.goes_on(self._ongoing):
+        if self._ongoing is None or not self._divergence.persists(self._ongoing):
             self._ongoing = divergence
         return self.trainee.config.train.divergence == "stop"
 
     def _remember(self) -> None:
         """Stores the guards' memory for the next checkpoint."""
-        self.progress = replace(self.progress, losses=self._spikes.remembered(self._divergence.memory))
+        self.progress = replace(self.progress, losses=self._spikes.with_recent(self._divergence.memory))
 
     def _save_and_validate(self, step: int, *, wanted: bool, finished: bool) -> None:
         """Saves, validates and samples as due after a step; after the last step, waits until the save is
@@ -248,14 +248,14 @@ class Training:
             losses[part.name] = validate(self.trainee, batches, global_batches=settings.eval_batches)
         loss = sum(part.share * losses[part.name] for part in self.datasets.validation)
         self.journal.validation(step, loss, losses if len(losses) > 1 else {})
-        verdict = self._divergence.validated(step, loss, final=step == settings.steps)
+        verdict = self._divergence.notice_validation(step, loss, final=step == settings.steps)
         self._remember()
         if verdict is not None and self._stops_for(verdict):
             raise verdict.error()
         self.journal.stage("train", f"step {step}")
 
 
-def advanced(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
+def advance_progress(trainee: Trainee, progress: Progress, result: StepResult) -> Progress:
     """Returns the progress of the run after a step with this result."""
     batch = trainee.world.layout.global_batch_size
     return replace(
@@ -269,7 +269,7 @@ def advanced(trainee: Trainee, progress: Progress, result: StepResult) -> Progre
 
 
 def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elapsed: float) -> StepMetrics:
-    """Makes the metrics line of the step that led to `progress` and took `elapsed` seconds."""
+    """Returns the metrics line of the step that led to `progress` and took `elapsed` seconds."""
     tokens = trainee.world.layout.global_batch_size * trainee.config.train.seq_length
     return StepMetrics(
         step=progress.step,

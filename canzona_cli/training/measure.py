@@ -1,4 +1,5 @@
-"""Measures steps: the breakdown of a run, profiles of single steps, ranks that are slower than their peers."""
+"""Measures steps: the breakdown of a run, profiles of single steps, and ranks that are slower than their
+peers."""
 
 import logging
 import resource
@@ -22,15 +23,15 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 from canzona_cli.training.records import Journal
 
 WARM_UP_STEPS = 2
-"""The number of first steps that are not measured, because they include lazy initialisation: allocations,
-kernels, Megatron's first reduction, which is not overlapped."""
+"""The number of initial steps that are not measured, because they include lazy initialisation: allocations,
+kernels, and Megatron's first reduction, which is not overlapped."""
 
 _UPDATES = ("matrix_update", "adamw_update")
 """The phases whose load balance over ranks is part of the breakdown."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OwnMeans:
+class _RankMeans:
     """One rank's mean times over the measured steps, in seconds, and its peak memory."""
 
     step_s: float
@@ -42,30 +43,30 @@ class _OwnMeans:
 def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -> MeasuredBreakdown | None:
     """Gathers every rank's mean phase times, and returns the run's breakdown on rank 0. Collective.
 
-    Each rank averages over its measured steps; min, mean and max are then taken over ranks. Steps that were
-    profiled are left out, unless there are no others.
+    Each rank averages over its measured steps; min, mean and max are then taken over ranks. Profiled steps
+    are excluded, unless there are no other steps.
 
     Returns:
         The breakdown; None on other ranks, or if no step was measured.
     """
     skipped = min(WARM_UP_STEPS, max(0, len(steps) - 1))
     first, last = config.run.profile_steps or (0, -1)
-    plain = [step for number, step in enumerate(steps, 1) if number > skipped and not first <= number <= last]
+    plain = [step for index, step in enumerate(steps, 1) if index > skipped and not first <= index <= last]
     measured = plain or steps[skipped:]
-    means = _OwnMeans(
+    means = _RankMeans(
         step_s=sum(s.step_s for s in measured) / max(1, len(measured)),
         phases=mean_phases([step.phases for step in measured]),
         peak_memory=_peak_memory(world),
     )
-    everyone = gather(means)
+    rank_means = gather(means)
     if world.rank != 0 or not measured:
         return None
-    step = _phase_time([rank.step_s for rank in everyone])
-    phases = by_phase([rank.phases for rank in everyone])
+    step = _phase_time([rank.step_s for rank in rank_means])
+    phases = by_phase([rank.phases for rank in rank_means])
     tokens_per_s = world.layout.global_batch_size * config.train.seq_length / step.mean_s
     per_gpu = tokens_per_s / world.world_size
     tflops = per_gpu * flops_per_token(config.model, config.train.seq_length) / 1e12
-    memory = [rank.peak_memory for rank in everyone]
+    memory = [rank.peak_memory for rank in rank_means]
     return MeasuredBreakdown(
         strategy=strategy_of(config),
         optimizer=config.optimizer.name,
@@ -76,7 +77,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
         steps_profiled=len(steps) - skipped - len(measured),
         step=step,
         phases={name: _phase_time(times, step.mean_s, in_step=name in IN_STEP) for name, times in phases.items()},
-        ranks=tuple(RankTimes(rank=rank, phases=means.phases) for rank, means in enumerate(everyone)),
+        ranks=tuple(RankTimes(rank=rank, phases=means.phases) for rank, means in enumerate(rank_means)),
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_gpu=per_gpu,
         model_tflops_per_gpu=tflops,
@@ -106,7 +107,8 @@ def _peak_memory(world: World) -> float:
 
 
 ALL_RANKS = 8
-"""The largest number of ranks that are all profiled. With more ranks only rank 0 is, as traces are large."""
+"""The largest number of ranks that are all profiled. With more ranks only rank 0 is, because traces are
+large."""
 
 
 class StepProfiler:
@@ -124,7 +126,7 @@ class StepProfiler:
         self._running: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        """Starts the profiler if this is the first step to profile. Collective then.
+        """Starts the profiler if this is the first step to profile; the call is then collective.
 
         All ranks wait for each other, because starting takes long and must not be timed as part of the step.
         """
@@ -141,9 +143,7 @@ class StepProfiler:
 
     def after(self, step: int, *, final: bool) -> None:
         """Stops the profiler and writes the trace after the last step to profile, or after the run's last
-        step.
-
-        All ranks wait for each other then, as in `before`.
+        step. In that case all ranks wait for each other, as in `before`.
 
         Args:
             final: True if the run ends after this step.
@@ -177,13 +177,13 @@ class StragglerWatch:
     """A detector of ranks that are slower than their peers and hold up the job.
 
     Every rank must have one and call it after every step; rank 0 reports. Steps take the same time on all
-    ranks, so step times do not show which rank is slow. A rank's own time does: data, forward and backward
-    without waits for other ranks (`StepTiming.own_s`). The ranks of a pipeline stage do the same work.
+    ranks, so step times do not show which rank is slow. A rank's own time does: data, forward and backward,
+    excluding waits for other ranks (`StepTiming.own_s`). The ranks of a pipeline stage do the same work.
 
-    A rank is a straggler if its median ratio to the median of its peers, over `WINDOW` steps, is above
-    `LIMITS`, and if its own time exceeds theirs by more than `COST` of the step time. On four healthy gloo
-    ranks that shared two cores with other jobs, at most a fifth of a rank's steps were 1.5 times slower than
-    its peers'.
+    A rank is a straggler if the ratio of its own time to the median of its peers, as a median over `WINDOW`
+    steps, is above `LIMITS`, and if its own time exceeds theirs by more than `COST` of the step time. On four
+    healthy gloo ranks that shared two cores with other jobs, at most a fifth of a rank's steps took 1.5 times
+    as long as its peers' steps.
     """
 
     def __init__(self, world: World, timer: PhaseTimer, journal: Journal) -> None:
@@ -202,7 +202,7 @@ class StragglerWatch:
     def after_step(self, step: int) -> None:
         """Adds the newest step whose times are known, and compares the ranks once in `WINDOW` steps.
 
-        The comparison needs a small all-gather. Its result is only read one step later, so nobody waits for
+        The comparison needs a small all-gather. Its result is read only one step later, so no rank waits for
         it.
         """
         if self._sent is not None:
@@ -222,9 +222,9 @@ class StragglerWatch:
     def _send(self) -> Callable[[], list[float]]:
         message = torch.tensor([*self._own, self._world.pp_rank], dtype=torch.float64)
         mine = message.to(self._world.device, non_blocking=True)
-        everyone = mine.new_empty(self._world.world_size * len(mine))
-        torch.distributed.all_gather_into_tensor(everyone, mine)
-        return self._timer.fetch(everyone)
+        gathered = mine.new_empty(self._world.world_size * len(mine))
+        torch.distributed.all_gather_into_tensor(gathered, mine)
+        return self._timer.fetch(gathered)
 
     def _judge(self, step: int, step_s: float, received: list[float]) -> None:
         rows = [received[start : start + WINDOW + 1] for start in range(0, len(received), WINDOW + 1)]
@@ -243,10 +243,10 @@ def stragglers(
     """Returns the stragglers of one window, each with its median ratio to the median of its peers.
 
     Args:
-        own: [rank][step] each rank's own time, in seconds.
-        stages: each rank's pipeline stage. A rank that is alone in its stage is never a straggler.
-        step_s: the mean step time of the window, in seconds.
-        limit: the ratio above which a rank is slow.
+        own: Each rank's own time in each step, in seconds, as `own[rank][step]`.
+        stages: Each rank's pipeline stage. A rank that is alone in its stage is never a straggler.
+        step_s: The mean step time of the window, in seconds.
+        limit: The ratio above which a rank is slow.
     """
     slow: dict[int, float] = {}
     for rank, times in enumerate(own):

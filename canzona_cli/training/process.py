@@ -26,8 +26,8 @@ from canzona_cli.training.records import Journal, RankRecord
 if TYPE_CHECKING:  # a rank must report that it has started before it imports Megatron, which is slow
     from canzona_cli.megatron.timers import PhaseTimer
 
-_ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""The signals that ask a rank to save and stop: batch systems send them before they kill."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that ask a rank to save and stop; batch systems send them before they kill a job."""
 IMPORTED_BY_ALL: Final = (
     "canzona_cli.megatron.quick_import",  # must come before anything that imports Megatron
     "canzona_cli.training.assemble",
@@ -55,7 +55,7 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     record = RankRecord(files, rank)
     record.preempted = preempted
     try:
-        record.running()
+        record.record_start()
     except EnvironmentProblem as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(error.exit_code)
@@ -66,13 +66,13 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
 
         ending = work(files, record, rank)
     except BaseException as error:
-        code = record.failed(error)
+        code = record.record_failure(error)
         logging.getLogger(__name__).exception("rank %d failed", rank)
         # Without destructors or a collective shutdown, which would hang: peers may be waiting in a collective
         # that will never complete.
         sys.stderr.flush()
         os._exit(int(code))
-    code = record.ended(ending)
+    code = record.record_end(ending)
     sys.stdout.flush()
     sys.stderr.flush()
     # Everything is on disk and every process group is closed; tearing down torch would only take seconds
@@ -85,22 +85,23 @@ def listen_for_stops() -> threading.Event:
 
     Call it in the main thread, before any other thread is started. On Linux a separate thread waits for the
     signals, so that they are noticed even while the training thread is inside a collective. That thread also
-    sees who sent a signal: torchrun sends SIGTERM to the remaining ranks after one has failed. Then the
-    process terminates, because a save is no longer possible.
+    sees who sent a signal: torchrun sends SIGTERM to the remaining ranks after one of them has failed. In
+    that case the process terminates, because a save is no longer possible.
     """
     preempted = threading.Event()
     if sys.platform != "linux":  # no sigwaitinfo, so the sender of a signal is unknown
-        for number in _ASKING:
-            signal.signal(number, lambda *_: preempted.set())
+        for signum in _STOP_SIGNALS:
+            signal.signal(signum, lambda *_: preempted.set())
         return preempted
-    # Blocked in this thread and those it will start; the thread below receives the signals one by one.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
-    for number in _ASKING:
-        signal.signal(number, signal.SIG_DFL)
+    # Blocked in this thread and in the threads it will start; the thread below receives the signals one by
+    # one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    for signum in _STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
 
     def wait() -> None:
         while True:
-            received = signal.sigwaitinfo(_ASKING)
+            received = signal.sigwaitinfo(_STOP_SIGNALS)
             if received.si_signo == signal.SIGTERM and received.si_pid == os.getppid():
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -113,10 +114,10 @@ def listen_for_stops() -> threading.Event:
 class Pulse:
     """The heartbeat of training: it reports every change of phase, and every wait for other ranks.
 
-    All waits of the host for a collective, in canzona, Megatron or torch, end in `Work.wait`, which is
-    replaced by a function that reports the wait. With NCCL the device waits instead. Then the host waits
-    where it first reads from the device, at the gradient norm. Canzona reads through `PhaseTimer.fetch`,
-    which reports the wait; the reads of Megatron's own optimizers are reported by `instrument.attach`.
+    Every wait of the host for a collective, in canzona, Megatron or torch, calls `Work.wait`, which is
+    replaced by a function that reports the wait. With NCCL the device waits instead, and the host waits where
+    it first reads from the device, at the gradient norm. canzona reads through `PhaseTimer.fetch`, which
+    reports the wait; `instrument.attach` makes Megatron's own optimizers report theirs.
     """
 
     def __init__(self, heart: Heart) -> None:
@@ -139,7 +140,7 @@ class Pulse:
         Work.wait = watched  # type: ignore[method-assign, assignment]
 
     def follow(self, timer: "PhaseTimer") -> None:
-        """Reports the timer's phases and waits as heartbeats from now on, and adds the time waited to the
+        """Reports the timer's phases and waits as heartbeats from now on, and adds the time of waits to the
         timer."""
         self._timer = timer
         timer.on_change = self._heart.phase
@@ -149,7 +150,7 @@ class Pulse:
 def hush() -> None:
     """Silences warnings of torch and Megatron about optional packages and deprecations.
 
-    The reader of a log cannot act on them, and they would distract from a rank's error.
+    Users cannot act on them, and they would distract from a rank's error in the log.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     for name in ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension"):

@@ -44,8 +44,8 @@ _NOT_A_RUN = (
 
 
 class RankRecord:
-    """The file ranks/rank-NNNNN.json: how far this rank got, and how it ended. Written at its start and its
-    end."""
+    """The file ranks/rank-NNNNN.json, which records how far this rank got and how it ended. It is written
+    when the rank starts and when it ends."""
 
     def __init__(self, files: RunFiles, rank: int) -> None:
         self._path = files.rank(rank)
@@ -60,7 +60,7 @@ class RankRecord:
         self.lost: Mapping[str, int] = {}
         """The number of lines that could not be written, by the name of their file."""
 
-    def running(self) -> None:
+    def record_start(self) -> None:
         """Records that this rank has started.
 
         Raises:
@@ -73,7 +73,7 @@ class RankRecord:
             fix = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else _NOT_A_RUN
             raise EnvironmentProblem(Problem(key="run.dir", reason=reason, fix=fix)) from None
 
-    def ended(self, ending: Ending) -> ExitCode:
+    def record_end(self, ending: Ending) -> ExitCode:
         """Records how this rank ended.
 
         Returns:
@@ -83,17 +83,15 @@ class RankRecord:
         codes = {"done": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "preempted": ExitCode.PREEMPTED}
         return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]
 
-    def failed(self, error: BaseException) -> ExitCode:
-        """Records which error ended this rank; returns the exit code of the process."""
+    def record_failure(self, error: BaseException) -> ExitCode:
+        """Records the error that ended this rank; returns the exit code of the process."""
         code = error.exit_code if isinstance(error, CanzonaError) else ExitCode.CRASH
-        self._try_write("diverged" if isinstance(error, Diverged) else "failed", code, _described(error))
+        self._try_write("diverged" if isinstance(error, Diverged) else "failed", code, _describe(error))
         return code
 
     def _try_write(self, status: RunStatus, exit_code: ExitCode, error: RankError | None) -> bool:
-        """Ends the heartbeat and writes how this rank ended; returns False if the file cannot be written.
-
-        On a full disk the file is overwritten in place.
-        """
+        """Stops the heartbeat and writes how this rank ended; returns False if the file cannot be written. On
+        a full disk the file is overwritten in place."""
         self.heart.end()
         try:
             self._write(status, exit_code, error)
@@ -119,8 +117,8 @@ class RankRecord:
         write(self._path, plain(result))
 
 
-def _described(error: BaseException) -> RankError:
-    """Returns the record of an error, with the user's secrets removed."""
+def _describe(error: BaseException) -> RankError:
+    """Returns the record of an error, with the user's secrets redacted."""
     name, message = type(error).__name__, redacted(str(error))
     if not isinstance(error, CanzonaError):
         return RankError(type=name, message=message, traceback=redacted("".join(traceback.format_exception(error))))
@@ -159,7 +157,7 @@ class Journal:
         self._append(self._files.events, incident.line())
 
     def checkpoint(self, event: CheckpointEvent) -> None:
-        """Records a checkpoint that is on the disk."""
+        """Records a checkpoint that has been written to disk."""
         self._append(self._files.events, plain(replace(event, time=time.time())))
 
     def step(self, metrics: StepMetrics) -> None:
@@ -170,7 +168,7 @@ class Journal:
         self._append(self._files.validation, plain(record))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Records the text with which the model continues the prompt."""
+        """Records the model's continuation of the prompt."""
         detail = f"at step {step:,} the model writes: {prompt}{text}"
         self.incident("sample", detail=detail, level="info", step=step, prompt=prompt, text=text)
 

@@ -18,9 +18,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600
-"""The rendezvous timeout of several agents, in seconds: they may be started by hand, one after the other."""
+"""The rendezvous timeout for several agents, in seconds; they may be started by hand, one after the other."""
 _SINGLE_TIMEOUT_S = 60
-"""The rendezvous timeout of a single agent, in seconds."""
+"""The rendezvous timeout for a single agent, in seconds."""
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):

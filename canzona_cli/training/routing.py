@@ -10,7 +10,7 @@ from canzona_cli.training.records import Journal
 WINDOW: Final = 100
 """The number of steps without a token after which an expert is reported."""
 _NAMED: Final = 8
-"""The most experts that a report names."""
+"""The maximum number of experts that a report names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +18,10 @@ class Routing:
     """The tokens and losses of all layers in one step, the same on every rank."""
 
     balancing_loss: float
-    """The mean over layers and micro-batches, before its weight; 1 if tokens are spread evenly, and 0 if the
+    """The mean over layers and micro-batches, without its weight; 1 if tokens are spread evenly, and 0 if the
     model has no balancing loss."""
     tokens: tuple[tuple[float, ...], ...]
-    """The number of tokens of each expert, by layer; a token counts once for each of its experts."""
+    """The number of tokens of each expert, by layer; a token is counted for each of its experts."""
 
     @classmethod
     def of(cls, sums: Sequence[float], model: ModelConfig, layout: Layout) -> "Routing":
@@ -40,7 +40,7 @@ class Routing:
 
     @property
     def load(self) -> float:
-        """The tokens of the busiest expert over the mean of all experts, in the most uneven layer."""
+        """The tokens of the busiest expert divided by the mean over experts, in the most uneven layer."""
         return max(max(layer) * len(layer) / sum(layer) for layer in self.tokens)
 
 

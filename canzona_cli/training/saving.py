@@ -42,12 +42,12 @@ class _Save:
     """The error that stopped the save. Rank 0 may have the error of any rank; other ranks have only their own
     unexpected errors."""
     reported: bool = False
-    """True once an event has reported that the next save is due and waits for this save."""
+    """True once an event has reported that the next save waits for this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """The reason why a rank could not save, as sent to the other ranks; None if it could."""
+    """The reason why a rank could not save, as sent to the other ranks; None if it saved."""
 
     reason: str | None
 
@@ -56,10 +56,10 @@ class Saver:
     """The writer of one run's checkpoints. All ranks must call the collective methods in the same order.
 
     Args:
-        texts: the text of the run's files to store in each checkpoint, by file name.
-        last: the name of the newest checkpoint so far, for messages; None if there is none.
-        alive: called repeatedly while training waits for a save that makes progress.
-        clock: returns a time in seconds; rank 0's clock decides when a save is due.
+        texts: The contents of the run's files to store in each checkpoint, by file name.
+        last: The name of the newest checkpoint so far, for messages; None if there is none.
+        alive: Called repeatedly while training waits for a save that makes progress.
+        clock: Returns a time in seconds; rank 0's clock determines when a save is due.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Saver:
 
         While the previous save is still being written, a save that is due by time is postponed, and an event
         reports it: a slow disk then costs checkpoints, not training time. A save that is due by steps is
-        never postponed, because `keep_every` relies on checkpoints of these steps; neither is one after the
+        never postponed, because `keep_every` relies on checkpoints of these steps, nor is the save after the
         last step. Training waits for the previous save instead.
         """
         settings = self._trainee.config.checkpoint
@@ -116,7 +116,7 @@ class Saver:
             self.settle()
 
     def save_now(self, progress: Progress) -> str:
-        """Saves a run that ends here, and waits until the checkpoint is complete. Collective.
+        """Saves a run that is about to end, and waits until the checkpoint is complete. Collective.
 
         Returns:
             The checkpoint's name.
@@ -140,7 +140,7 @@ class Saver:
         failed = _Failure(
             reason=None if failure is None else f"{failure.problems[0].reason}; {self._last_checkpoint()}"
         )
-        agreed = gather(failed)[0].reason  # rank 0 completes checkpoints, so its result counts
+        agreed = gather(failed)[0].reason  # rank 0 completes checkpoints, so its result decides
         if agreed is not None:
             raise SaveFailed(
                 Problem(
@@ -192,10 +192,10 @@ class Saver:
 
     def _write(self, save: _Save, shard: Shard, header: Header, *, stall_s: float) -> None:
         """Writes this rank's share, in the save's thread; rank 0 then completes the checkpoint and removes
-        old ones.
+        old checkpoints.
 
         Args:
-            stall_s: the seconds for which the save stopped training, for the event.
+            stall_s: The seconds for which the save stopped training, for the event.
         """
         begun, world = self._clock(), self._trainee.world
         folder = partial_path(self._files.checkpoints, save.step)
@@ -239,7 +239,7 @@ class Saver:
             self._journal.incident("retention", detail=detail, level="warning")
 
     def settle(self) -> SaveFailed | None:
-        """Waits until this rank has written its share of the last save; on rank 0, until the checkpoint is
+        """Waits until this rank has written its share of the last save, and rank 0 until the checkpoint is
         complete.
 
         Returns:

@@ -35,7 +35,7 @@ class Agreed:
     save: bool = False
     """True if a checkpoint is due after this step."""
     routing: Routing | None = None
-    """The tokens of each expert; None for a dense model."""
+    """The token counts of the experts; None for a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class StepResult(Agreed):
     """True if the gradients were not finite and no weight changed (`train.non_finite=skip`)."""
     fallbacks: int = 0
     """The number of matrices, on all ranks, whose update in the previous step failed and was replaced by the
-    optimizer's fallback. `CanzonaOptimizer.settle` returns the number of the last step."""
+    optimizer's fallback. `CanzonaOptimizer.settle` returns this number for the last step."""
     captures: int = 0
     """The number of CUDA graphs of updates that were captured before this step, on all ranks."""
     bad_ranks: tuple[int, ...] = ()
@@ -65,16 +65,15 @@ def train_step(
 ) -> StepResult:
     """Makes one step: forward and backward over all micro-batches, update, schedule.
 
-    The host waits for the device only once, for the gradient norm, and with experts in each layer, for the
-    number of tokens of each expert. The all-reduce of the loss and requests has started by then, so reading
-    its result costs nothing, and the host can launch the next step while the device still executes this
-    step's update.
+    The host waits for the device once, for the gradient norm; in models with experts, also in each layer for
+    the experts' token counts. The all-reduce of the loss and requests has started by then, so reading its
+    result costs nothing, and the host can launch the next step while the device still executes this step's
+    update.
 
     Args:
-        stop_requested: returns True if this rank has a stop request. Called after the backward pass, so that
-            a request that comes earlier stops the run after this step. If it is True on any rank, all ranks
-            stop.
-        save_due: returns True if a checkpoint is due after this step. Called at the same time; if it is True
+        stop_requested: Returns True if this rank has a stop request. Called after the backward pass, so that
+            an earlier request stops the run after this step. If it is True on any rank, all ranks stop.
+        save_due: Returns True if a checkpoint is due after this step. Called at the same time; if it is True
             on any rank, all ranks save.
 
     Raises:
@@ -91,12 +90,12 @@ def train_step(
     try:
         with timer.phase("norm_clip"):
             agreed = _agree(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
-            # Inner optimizers and the gathering of parameters open phases of their own inside this one, which
-            # then measures only norm, clipping and copies.
+            # Inner optimizers and the gathering of parameters have separate phases inside this one, which
+            # therefore measures only norm, clipping and copies.
             updated, grad_norm, _ = optimizer.step()
     except NonFiniteGradients as error:
         # The error is raised on every rank, so the ranks can still use a collective to find its origin.
-        where = bad_losses(_bad_ranks(trainee, losses)) or "the loss is finite, so it arose in the backward pass"
+        where = bad_losses(_bad_ranks(trainee, losses)) or "the loss is finite, so the cause is in the backward pass"
         problems = (replace(problem, reason=f"{problem.reason}; {where}") for problem in error.problems)
         raise NonFiniteGradients(*problems, loss=agreed().loss) from None
     trainee.schedule.step(increment=1)
@@ -117,13 +116,13 @@ def train_step(
 def validate(model: Model, batches: Iterator[Batch], *, global_batches: int) -> float:
     """Returns the mean loss over `global_batches` global batches, in nats per token, on every rank.
     Collective."""
-    with evaluating(model):
+    with evaluation_mode(model):
         losses = [loss for _ in range(global_batches) for loss in _forward_backward(model, batches, forward_only=True)]
     return _agree(model, losses)().loss
 
 
 @contextmanager
-def evaluating(model: Model) -> Iterator[None]:
+def evaluation_mode(model: Model) -> Iterator[None]:
     """Puts the model into evaluation mode inside the block, and into training mode after it."""
     for chunk in model.chunks:
         chunk.eval()
@@ -212,7 +211,7 @@ def _agree(
 
 
 def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:
-    """Returns the ranks that have a loss which is not finite. Collective."""
+    """Returns the ranks with a loss that is not finite. Collective."""
     world = trainee.world
     bad = torch.zeros(world.world_size, device=world.device)
     if world.is_last_stage:
@@ -225,17 +224,17 @@ def bad_losses(ranks: Sequence[int]) -> str:
     """Returns a clause that names the ranks whose losses are not finite; empty if there are no such ranks."""
     if not ranks:
         return ""
-    numbers = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    return f"the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {numbers}"
+    named = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return f"the loss is not finite on rank{'s' if len(ranks) > 1 else ''} {named}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """A writer of sample texts: it continues one prompt greedily with the model in training, on any layout.
 
-    Every token takes a forward pass over the complete sequence, without a cache, with the schedule of a
-    validation. Nothing is random, and no state of training changes. All ranks make the same passes and
-    collectives in the same order, and agree on each token before the next.
+    Every token takes a forward pass over the complete sequence, without a cache, in the same schedule as a
+    validation. Sampling is deterministic and does not change the state of training. All ranks make the same
+    passes and collectives in the same order, and agree on each token before the next.
     """
 
     tokenizer: Tokenizer
@@ -248,11 +247,11 @@ class Sampler:
         """Returns the model's continuation of the prompt, the same on every rank. Collective."""
         start: list[int] = self.tokenizer.encode_batch([self.prompt.encode()])[0].tolist()
         end = self.tokenizer.eod
-        return self.tokenizer.decode(likeliest(model, start or [end], tokens=self.tokens, end=end))
+        return self.tokenizer.decode(greedy_continuation(model, start or [end], tokens=self.tokens, end=end))
 
 
 def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
-    """Returns the sampler that a run's settings ask for; None if they ask for none."""
+    """Returns the sampler for a run's settings; None if the run does not write samples."""
     train = config.train
     if train.sample_every == 0:
         return None
@@ -260,16 +259,14 @@ def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
 
 
 @torch.no_grad()
-def likeliest(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> list[int]:
-    """Returns the greedy continuation of the prompt: each token is the likeliest after all before it.
-    Collective.
-
-    Of equally likely tokens the lowest id is chosen.
+def greedy_continuation(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> list[int]:
+    """Returns the greedy continuation of the prompt: each token is the most likely one after all before it.
+    Of equally likely tokens the lowest id is chosen. Collective.
 
     Args:
-        prompt: at least one token, and fewer than `train.seq_length`.
-        tokens: the largest number of tokens to return. The sequence also ends at `train.seq_length`.
-        end: the token at which the text ends; it is not returned.
+        prompt: At least one token, and fewer than `train.seq_length`.
+        tokens: The largest number of tokens to return. The sequence also ends at `train.seq_length`.
+        end: The token at which the text ends; it is not returned.
     """
     layout, longest = model.world.layout, model.config.train.seq_length
     length = min(longest, len(prompt) + tokens)
@@ -278,9 +275,9 @@ def likeliest(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> 
     sequence = torch.zeros(1, padded, dtype=torch.int64, device=model.world.device)
     sequence[0, : len(prompt)] = torch.tensor(prompt)
     written: list[int] = []
-    with evaluating(model):
+    with evaluation_mode(model):
         for position in range(len(prompt) - 1, length - 1):
-            token = _next(model, sequence, position)
+            token = _next_token(model, sequence, position)
             if token == end:
                 break
             written.append(token)
@@ -288,8 +285,8 @@ def likeliest(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> 
     return written
 
 
-def _next(model: Model, sequence: torch.Tensor, position: int) -> int:
-    """Returns the likeliest token after `position`, the same on every rank. Collective.
+def _next_token(model: Model, sequence: torch.Tensor, position: int) -> int:
+    """Returns the most likely token after `position`, the same on every rank. Collective.
 
     Attention is causal, so the tokens that the sequence has after `position` do not matter.
 
@@ -321,7 +318,7 @@ def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Runs a forward pass; returns a list with the logits, `[1, seq / cp, vocab / tp]`, on the last stage, an
     empty list elsewhere.
 
-    If the schedule needs several micro-batches, all are the same batch, and the first one's logits are
+    If the schedule needs several micro-batches, the batch is repeated, and the first one's logits are
     returned.
     """
     layout = model.world.layout

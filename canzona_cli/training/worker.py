@@ -52,7 +52,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     def trying(shape: str) -> None:
         record.heart.progress()
-        journal.incident("kernels", detail=f"trying kernels for symmetric products of {shape}", level="info")
+        journal.incident("kernels", detail=f"trying kernels for symmetric matmuls of {shape}", level="info")
 
     journal.kernels(choose_kernels(config, world.device, begin=trying))
 
@@ -78,7 +78,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         training = Training(trainee, datasets, files, journal, record, start=start, saver=saver, sampler=sampler)
         ending = training.run()
     except (Diverged, WorkerCrashed):
-        # These errors are raised on all ranks together, so a save of an earlier step can still be completed.
+        # All ranks raise these errors together, so a save of an earlier step can still be completed.
         saver.settle()
         raise
     journal.stage("finish")

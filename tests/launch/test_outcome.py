@@ -62,7 +62,7 @@ def rank(
 
 def both_fail(files: RunFiles, error: Exception) -> None:
     for number in range(2):
-        RankRecord(files, number).failed(error)
+        RankRecord(files, number).record_failure(error)
 
 
 def report(files: RunFiles, codes: dict[int, int]) -> None:
@@ -203,7 +203,7 @@ def test_ranks_that_were_saved_when_they_were_stopped_say_as_what(
     for number in range(2):
         record = RankRecord(files, number)
         record.checkpoint = "step-00000027"
-        record.ended(status)
+        record.record_end(status)
     outcome = verdict(files, agent=0, stopping=stopping)
     assert (outcome.status, outcome.exit_code) == (status, code)
     assert "saved as step-00000027" in outcome.message

@@ -120,17 +120,17 @@ def test_a_run_that_recovers_is_no_longer_lost() -> None:
     """With train.divergence=warn it may: by its losses, or by a validation."""
     watching = guard()
     *_, lost = found([*descent(600), *[9.0] * 30], watching)
-    assert watching.goes_on(lost)
+    assert watching.persists(lost)
     assert f"continued to its last step, {700}" in lost.error(last=700).problems[0].reason
     found(descent(700)[600:], watching, first=631)
-    assert not watching.goes_on(lost)
+    assert not watching.persists(lost)
 
     watching = guard()
-    said = [watching.validated(step, loss, final=False) for step, loss in ((0, 5.7), (50, 9.0), (100, 9.0))]
+    said = [watching.notice_validation(step, loss, final=False) for step, loss in ((0, 5.7), (50, 9.0), (100, 9.0))]
     assert said[-1] is not None
-    assert watching.goes_on(said[-1])
-    watching.validated(150, 4.0, final=False)
-    assert not watching.goes_on(said[-1])
+    assert watching.persists(said[-1])
+    watching.notice_validation(150, 4.0, final=False)
+    assert not watching.persists(said[-1])
 
 
 def test_a_rise_that_may_still_mend_itself_is_not_lost() -> None:
@@ -155,7 +155,7 @@ def test_a_resumed_run_is_judged_as_the_unbroken_one(cut: int) -> None:
         sudden = [all_along.notice(step, loss) for step, loss in enumerate(losses)]
         first = found(losses[:cut], before)
         begun = [early.notice(step, loss) for step, loss in enumerate(losses[:cut])]
-        memory = through_a_manifest(early.remembered(before.memory))
+        memory = through_a_manifest(early.with_recent(before.memory))
         late = SpikeGuard(CONFIG.train, memory)
         after = guard(memory)
         rest = found(losses[cut:], after, first=cut + 1)
@@ -165,7 +165,7 @@ def test_a_resumed_run_is_judged_as_the_unbroken_one(cut: int) -> None:
         assert all(one.step <= cut + 2 for one in rest if one.rule in rules)
         ended = [late.notice(step, loss) for step, loss in enumerate(losses[cut:], start=min(cut, len(losses)))]
         assert [*begun, *ended] == sudden
-        assert late.remembered(after.memory) == all_along.remembered(whole.memory)
+        assert late.with_recent(after.memory) == all_along.with_recent(whole.memory)
 
 
 def through_a_manifest(memory: LossMemory) -> LossMemory:
@@ -179,11 +179,14 @@ def through_a_manifest(memory: LossMemory) -> LossMemory:
 def test_a_validation_worse_than_before_training_counts_twice_or_at_the_end() -> None:
     for final, said in ((False, [None, None, "validation"]), (True, [None, "validation"])):
         watching = guard()
-        watching.validated(0, 5.6, final=False)
+        watching.notice_validation(0, 5.6, final=False)
         found([5.9] * 200, watching)
-        verdicts = [watching.validated(100, 5.61, final=False), watching.validated(200, 6.3, final=final)]
+        verdicts = [
+            watching.notice_validation(100, 5.61, final=False),
+            watching.notice_validation(200, 6.3, final=final),
+        ]
         if not final:
-            verdicts.append(watching.validated(300, 6.4, final=False))
+            verdicts.append(watching.notice_validation(300, 6.4, final=False))
         assert [None if one is None else one.rule for one in verdicts] == said
         last = verdicts[-1]
         assert last is not None
@@ -192,34 +195,34 @@ def test_a_validation_worse_than_before_training_counts_twice_or_at_the_end() ->
 
 def test_the_first_steps_may_go_astray_in_a_validation_too() -> None:
     watching = guard()
-    watching.validated(0, 5.6, final=False)
-    assert [watching.validated(step, 8.0, final=step == 4) for step in (1, 2, 3, 4)] == [None] * 4
-    watching.validated(5, 30.0, final=False)
-    assert watching.validated(6, 30.0, final=False) is not None
+    watching.notice_validation(0, 5.6, final=False)
+    assert [watching.notice_validation(step, 8.0, final=step == 4) for step in (1, 2, 3, 4)] == [None] * 4
+    watching.notice_validation(5, 30.0, final=False)
+    assert watching.notice_validation(6, 30.0, final=False) is not None
 
 
 def test_a_validation_that_is_no_number_is_the_end() -> None:
     watching = guard()
-    watching.validated(0, 5.6, final=False)
-    assert watching.validated(50, math.nan, final=False) is not None
-    assert watching.validated(100, math.inf, final=False) is None, "said once"
+    watching.notice_validation(0, 5.6, final=False)
+    assert watching.notice_validation(50, math.nan, final=False) is not None
+    assert watching.notice_validation(100, math.inf, final=False) is None, "said once"
 
 
 def test_what_is_learnt_by_heart_is_not_lost() -> None:
     watching = guard()
-    watching.validated(0, 5.6, final=False)
+    watching.notice_validation(0, 5.6, final=False)
     found(descent(2000, to=0.1), watching)
-    said = [watching.validated(step, 7.0, final=step == 2000) for step in (1000, 1500, 2000)]
+    said = [watching.notice_validation(step, 7.0, final=step == 2000) for step in (1000, 1500, 2000)]
     assert said == [None] * 3
 
 
 def test_going_on_from_trained_weights_may_lose_some_of_it() -> None:
     """A high rate costs some of what was learnt before it gains more."""
     watching = guard()
-    watching.validated(0, 2.3, final=False)
+    watching.notice_validation(0, 2.3, final=False)
     said = found([2.3 + 0.5 * math.sin(step / 100) for step in range(300)], watching)
     assert said == []
-    assert [watching.validated(step, 2.8, final=False) for step in (100, 200, 300)] == [None] * 3
+    assert [watching.notice_validation(step, 2.8, final=False) for step in (100, 200, 300)] == [None] * 3
 
 
 # -------------------------------------------------------------------------------------------- sudden rises

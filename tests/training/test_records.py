@@ -53,7 +53,7 @@ def _metrics(step: int, *, loss: float = 2.5) -> StepMetrics:
 
 def test_a_record_follows_the_life_of_its_rank(files: RunFiles) -> None:
     record = RankRecord(files, 3)
-    record.running()
+    record.record_start()
     written = _read(files.rank(3))
     assert written.pop("time")
     assert written == {
@@ -61,14 +61,14 @@ def test_a_record_follows_the_life_of_its_rank(files: RunFiles) -> None:
         "checkpoint": None, "lost": {}, "error": None,
     }  # fmt: skip
     record.step, record.loss = 12, 3.25
-    record.ended("done")
+    record.record_end("done")
     written = _read(files.rank(3))
     assert (written["status"], written["exit_code"], written["step"], written["loss"]) == ("done", 0, 12, 3.25)
-    record.ended("interrupted")
+    record.record_end("interrupted")
     written = _read(files.rank(3))
     assert (written["status"], written["exit_code"]) == ("interrupted", 130)
     record.checkpoint = "step-00000012"
-    record.ended("preempted")
+    record.record_end("preempted")
     written = _read(files.rank(3))
     assert (written["status"], written["exit_code"], written["checkpoint"]) == ("preempted", 75, "step-00000012")
 
@@ -90,7 +90,7 @@ def test_a_failure_says_what_it_was_and_with_which_code_the_worker_ends(
     record = RankRecord(files, 0)
     with pytest.raises(type(error)) as raised:
         raise error
-    assert record.failed(raised.value) == code
+    assert record.record_failure(raised.value) == code
     written = _read(files.rank(0))
     status = "diverged" if isinstance(error, NonFiniteLoss) else "failed"
     assert (written["status"], written["exit_code"]) == (status, int(code))
@@ -105,21 +105,21 @@ def test_a_failure_says_what_it_was_and_with_which_code_the_worker_ends(
 def test_a_record_with_a_loss_that_is_no_number_is_still_json(files: RunFiles) -> None:
     record = RankRecord(files, 0)
     record.step, record.loss = 4, math.nan
-    record.failed(NonFiniteLoss(4, math.nan))
+    record.record_failure(NonFiniteLoss(4, math.nan))
     assert _read(files.rank(0))["loss"] is None
 
 
 def test_a_reader_never_sees_half_a_record(files: RunFiles) -> None:
     """The launcher polls these files while workers replace them."""
     record = RankRecord(files, 0)
-    record.running()
+    record.record_start()
     seen = set()
     finished = threading.Event()
 
     def rewrite() -> None:
         for step in range(100):
             record.step = step
-            record.running()
+            record.record_start()
         finished.set()
 
     writer = threading.Thread(target=rewrite)
@@ -229,23 +229,23 @@ def test_a_ranks_end_is_written_over_its_beginning_on_a_full_disk(
     files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = RankRecord(files, 0)
-    record.running()
+    record.record_start()
     monkeypatch.setattr("canzona_cli.run.files.write_json_atomic", _full)
     monkeypatch.setattr("canzona_cli.training.records.write_json_atomic", _full)
     record.step, record.lost = 12, {"metrics.jsonl": 3}
-    assert record.ended("preempted") == ExitCode.OK, "the file tells it"
+    assert record.record_end("preempted") == ExitCode.OK, "the file tells it"
     written = _read(files.rank(0))
     assert (written["status"], written["exit_code"], written["step"]) == ("preempted", 75, 12)
     assert written["lost"] == {"metrics.jsonl": 3}
-    record.failed(ValueError("x" * 100))
+    record.record_failure(ValueError("x" * 100))
     assert _read(files.rank(0))["status"] == "failed"
-    record.ended("done")
+    record.record_end("done")
     assert _read(files.rank(0))["status"] == "done", "shorter than what was there"
 
     files.rank(0).unlink()
-    assert record.ended("preempted") == ExitCode.PREEMPTED, "nothing else can tell it"
+    assert record.record_end("preempted") == ExitCode.PREEMPTED, "nothing else can tell it"
     with pytest.raises(EnvironmentProblem, match="rank 0 cannot write"):
-        record.running()
+        record.record_start()
 
 
 def _full(path: Path, value: object) -> None:
@@ -262,7 +262,7 @@ def test_what_a_rank_says_of_its_failure_holds_no_secret(files: RunFiles, monkey
         try:
             raise error
         except (ValueError, ConfigError) as raised:
-            record.failed(raised)
+            record.record_failure(raised)
         text = files.rank(0).read_text(encoding="utf-8")
         assert "qwertyuiop" not in text
         assert "hunter2" not in text
