@@ -145,9 +145,9 @@ def _import_from_megatron(
     from canzona_cli.run.files import RunFiles
     from canzona_cli.run.words import count
     from canzona_cli.torch_dist.folder import TorchDistFolder
-    from canzona_cli.torch_dist.importing import import_torch_dist, planned_import
+    from canzona_cli.torch_dist.importing import import_torch_dist, plan_import
 
-    source = planned_import(TorchDistFolder(folder, key="DIR"), overrides, recipes_dirs)
+    source = plan_import(TorchDistFolder(folder, key="DIR"), overrides, recipes_dirs)
     warn_about(source.composed)
     for note in source.notes:
         progress(f"note: {note}")

@@ -22,7 +22,7 @@ from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plai
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem, refuse
-from canzona_cli.huggingface.foreign import FILE, Stacked, read_model, tensor_names, unstacked
+from canzona_cli.huggingface.foreign import FILE, Stacked, read_model, split_stack, tensor_names
 from canzona_cli.model.families import family_of, family_problems, parameter_count
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.corpus import read_corpus
@@ -46,7 +46,8 @@ DTYPES: Final[Mapping[Dtype, tuple[str, str]]] = {
 }
 """The data types of weights that can be read and written, with their names in safetensors and in torch."""
 _MOST: Final = 20
-"""The largest number of problems that are listed, because in a folder of another model all tensors are wrong."""
+"""The maximum number of problems that are listed; in a folder of another model every tensor would be a
+problem."""
 _IMPORTED_KEYS: Final = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 """The keys of an imported `config.json` that a recipe does not have, and that an export writes again."""
 
@@ -59,7 +60,7 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     stacked: Stacked | None = None
-    """The place in a stack of all experts' tensors; None if the tensor is not in a stack."""
+    """The tensor's place in a stack of all experts' tensors; None if it is not in a stack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
             reason = f"is also in {tensors[name].file.name}"
             problems.append(Problem(key=name, value=file.name, reason=reason, fix="download the folder again"))
         for name, (dtype, shape) in table.items():
-            stacks = dict(unstacked(name, shape))
+            stacks = dict(split_stack(name, shape))
             tensors |= {
                 each: Stored(file=file, dtype=dtype, shape=(place.rows, shape[-1]), stacked=place)
                 for each, place in stacks.items()
@@ -180,7 +181,7 @@ def read_object(path: Path) -> Mapping[str, object]:
 
 
 def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
-    """Lists a folder's files of weights in the order of their names; appends to `problems` if it cannot."""
+    """Lists a folder's files of weights, sorted by name; appends the reason to `problems` if it cannot."""
     try:
         files = read_object(path / INDEX).get("weight_map")
     except Absent:
@@ -250,11 +251,11 @@ class Beside:
 def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
     """Collects the files that an export of a run writes beside the weights.
 
-    The files come from the folder from which the run's first weights were imported. If this folder has no
-    tokenizer, they are made for the tokenizer of the text that the run was trained on.
+    The files are copies of those in the folder that the run's first weights were imported from. If this
+    folder has no tokenizer, they are written for the tokenizer of the text that the run was trained on.
 
     Args:
-        tokenizer: a folder with another tokenizer to use; None for the run's tokenizer.
+        tokenizer: A folder with another tokenizer to use; None for the run's tokenizer.
 
     Raises:
         ConfigError: the folder `tokenizer` has no tokenizer.json, or the run's corpus.json is damaged.
@@ -275,7 +276,7 @@ def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
         generation = {GENERATION: _generation(settings.get("eos_token_id"))}
         files = Beside(texts=generation, tokenizer=str(copies[TOKENIZER].parent))
     else:  # without tokenizer.json, the folder's other files would not match the text's tokenizer
-        files, copies = _of_the_text(run), {}
+        files, copies = _for_corpus_tokenizer(run), {}
     return replace(
         files,
         copies=tuple(copies.values()),
@@ -289,8 +290,8 @@ def _beside_weights(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in (folder / name for name in BESIDE) if path.is_file()}
 
 
-def _of_the_text(run: RunFiles) -> Beside:
-    """Makes the files from the tokenizer of the text that the run was trained on, if the tokenizer is known."""
+def _for_corpus_tokenizer(run: RunFiles) -> Beside:
+    """Returns files for the tokenizer of the text that the run was trained on, if the tokenizer is known."""
     try:
         corpus = read_corpus(run)
     except FileNotFoundError:

@@ -32,11 +32,13 @@ _NUMBERS: Final = {"rope_base": "rope_theta", "norm_eps": "rms_norm_eps", "init_
 """The other numeric settings of a model, with their keys in `config.json`."""
 _TIED: Final = "tie_word_embeddings"
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants of rope type `llama3` in every published Llama; Megatron-core knows no others."""
+"""The constants of rope type `llama3` in every published Llama; Megatron-core does not support other
+values."""
 
 
 def read_model(tree: Mapping[str, object]) -> dict[str, object]:
-    """Returns the settings of a recipe's model section, except its name, from the content of a `config.json`.
+    """Returns the settings of a recipe's model section, except its name, from the contents of a
+    `config.json`.
 
     Raises:
         ConfigError: canzona does not support the model; lists every key that prevents it.
@@ -72,7 +74,7 @@ def _family(model_type: object) -> Family:
     """Returns the family with a `model_type`.
 
     Raises:
-        ConfigError: canzona does not have the family.
+        ConfigError: canzona does not support the family.
     """
     for family in FAMILIES:
         if family.foreign.model_type == model_type:
@@ -82,7 +84,7 @@ def _family(model_type: object) -> Family:
 
 
 def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[str, object]:
-    """Returns the content of a model's `config.json`, with the keys that the published files of its family
+    """Returns the contents of a model's `config.json`, with the keys that the published files of its family
     have.
 
     Args:
@@ -164,7 +166,7 @@ def _rope_type(rope: Mapping[str, object]) -> object:
 
 def _problem(key: str, value: object, reason: str) -> Problem:
     titles = " or ".join(family.title for family in FAMILIES)
-    limits = "without shared experts, biases, sliding windows and rope scaling but llama3's"
+    limits = "without shared experts, biases, sliding windows or rope scaling other than llama3's"
     return Problem(key=key, value=value, reason=reason, fix=f"only a {titles} {limits} can be imported ({FILE})")
 
 
@@ -183,7 +185,7 @@ class Stacked:
 _STACK: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
 
 
-def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacked]]:
+def split_stack(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacked]]:
     """Yields the published names of the tensors in a stack of experts, each with its place; yields nothing
     for other tensors.
 
@@ -196,16 +198,16 @@ def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacked]
     parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
     rows = shape[1] // len(parts)
     for expert in range(shape[0]):
-        for number, part in enumerate(parts):
-            place = Stacked(name=name, expert=expert, row=number * rows, rows=rows)
+        for index, part in enumerate(parts):
+            place = Stacked(name=name, expert=expert, row=index * rows, rows=rows)
             yield f"{match[1]}.{expert}.{part}_proj.weight", place
 
 
-def _numbered(unit: str, name: str, experts: int) -> Iterator[tuple[str, str]]:
-    """Yields a unit and its name; if they have a `*`, one pair for each expert, with its number in place of
-    the `*`."""
-    for number in range(experts if "*" in unit else 1):
-        yield unit.replace("*", f"{number}"), name.replace("*", f"{number}")
+def _expand_experts(unit: str, name: str, experts: int) -> Iterator[tuple[str, str]]:
+    """Yields a unit and its name; if they contain a `*`, yields one pair for each expert, with its index in
+    place of the `*`."""
+    for expert in range(experts if "*" in unit else 1):
+        yield unit.replace("*", f"{expert}"), name.replace("*", f"{expert}")
 
 
 @lru_cache(maxsize=4)
@@ -220,7 +222,7 @@ def tensor_names(model: ModelConfig) -> Mapping[str, str]:
         names |= {
             f"layers.{layer}.{unit}": f"model.layers.{layer}.{name}.weight"
             for pattern, foreign_pattern in foreign.layer.items()
-            for unit, name in _numbered(pattern, foreign_pattern, model.num_experts)
+            for unit, name in _expand_experts(pattern, foreign_pattern, model.num_experts)
         }
     names[FINAL_NORM.removeprefix("decoder.")] = foreign.final_norm
     if not model.tied_embeddings:

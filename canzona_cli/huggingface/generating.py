@@ -19,13 +19,13 @@ from canzona_cli.model.families import family_of
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing:
-    """The settings for the choice of the next token."""
+    """The settings for choosing the next token."""
 
     max_new_tokens: int
     temperature: float
-    """The sampling temperature; 0 always takes the most likely token."""
+    """The sampling temperature; 0 means always the most likely token."""
     top_p: float
-    """The total probability of the most likely tokens, from which the next token is sampled."""
+    """The next token is sampled from the most likely tokens that together have this probability."""
     seed: int
 
 
@@ -47,12 +47,12 @@ class Writer:
     """A model with its tokenizer, which continues texts.
 
     Args:
-        reader: the reader of a checkpoint that has been verified.
-        beside: the files of the run, with the tokenizer.
-        dtype: the data type of the computation; weights are rounded to it as in training.
-        device: the device of the computation; None for a GPU if there is one, otherwise the CPU.
-        seq_length: the longest sequence of the model, in tokens.
-        on_bytes: called with the number of bytes of each weight that has been read.
+        reader: The reader of a verified checkpoint.
+        beside: The files of the run, with the tokenizer.
+        dtype: The data type of the computation; weights are rounded to it as in training.
+        device: The device of the computation; None for a GPU if there is one, otherwise the CPU.
+        seq_length: The longest sequence of the model, in tokens.
+        on_bytes: Called with the number of bytes of each weight that has been read.
 
     Raises:
         ConfigError: the run's tokenizer is unknown.
@@ -91,17 +91,17 @@ class Writer:
         """Continues the prompt. An empty prompt starts a new document.
 
         Args:
-            aloud: prints the text to standard output while it is generated.
+            aloud: True to print the text to standard output while it is generated.
 
         Raises:
-            ConfigError: the prompt has a token that the model does not have, or it is empty and the tokenizer
-                has no end-of-document token to start from.
+            ConfigError: The prompt contains a token that the model does not have, or the prompt is empty and
+                the tokenizer has no end-of-document token to start from.
         """
         ids: list[int] = self._tokenizer.encode(prompt, add_special_tokens=False) or self._end[:1]
         vocabulary = self._model.config.vocab_size
         if not ids or not 0 <= min(ids) <= max(ids) < vocabulary:
             reason = (
-                f"has a token beyond the model's {vocabulary:,}"
+                f"has a token beyond the model's vocabulary of {vocabulary:,}"
                 if ids
                 else "is empty, and the tokenizer has no end-of-document token"
             )
@@ -152,7 +152,7 @@ def _device(requested: Device | None) -> torch.device:
     """Returns the requested device; for None, a GPU if there is one.
 
     Raises:
-        EnvironmentProblem: a GPU is requested, and there is none.
+        EnvironmentProblem: A GPU is requested, but there is none.
     """
     has_gpu = torch.cuda.is_available()
     if requested == "cuda" and not has_gpu:

@@ -51,18 +51,17 @@ def import_weights(
     `huggingface` folder.
 
     Args:
-        config: the configuration of the run, whose model has been compared with the folder
+        config: The configuration of the run, whose model has been compared with the folder
             (`HuggingFaceFolder.check`).
-        on_bytes: called with the number of bytes of each part that has been read, as fp32.
+        on_bytes: Called with the number of bytes of each part that has been read, as fp32.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        ConfigError: weights are not finite, cannot be read, or a tied output layer differs from the
-            embedding.
-        SaveFailed: the checkpoint cannot be written.
-        OSError: a file beside the weights cannot be copied.
+        ConfigError: Weights are not finite or cannot be read, or a tied output layer differs from the
+        embedding. SaveFailed: the checkpoint cannot be written. OSError: a file beside the weights cannot be
+        copied.
     """
     _check_tied(source, config)
     files.huggingface.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -100,7 +99,8 @@ def _masters(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iter
 
 def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
     try:
-        # Opened for each read, because the pages read of a mapped file count as memory of this process.
+        # Opened for each read, because the pages that are read from a mapped file become memory of this
+        # process.
         with safe_open(stored.file, framework="pt") as file:
             if (place := stored.stacked) is not None:
                 stack = file.get_slice(place.name)
@@ -136,7 +136,7 @@ def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
 
 
 SHARD_BYTES: Final = 5_000_000_000
-"""The largest file of an export, in bytes. Only a file with a single tensor may be larger."""
+"""The maximum size of a file of an export, in bytes. Only a file with a single tensor may be larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,21 +160,22 @@ def export_weights(
     shard_bytes: int = SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Exported:
-    """Writes a folder that `AutoModelForCausalLM.from_pretrained` reads. It appears only when it is complete.
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` reads. The folder appears only when it is
+    complete.
 
     Args:
-        reader: the reader of a checkpoint that has been verified.
-        out: the folder to write; it must not exist, or be empty.
-        dtype: the type of the weights; fp32 writes the masters unchanged.
-        seq_length: the length of the sequences that the model was trained on, in tokens.
-        beside: further files to write.
-        shard_bytes: the largest file, in bytes.
-        on_bytes: called with the number of bytes of each part that is about to be written.
+        reader: The reader of a verified checkpoint.
+        out: The folder to write; it must be empty or not exist.
+        dtype: The type of the weights; fp32 writes the masters unchanged.
+        seq_length: The length of the sequences that the model was trained on, in tokens.
+        beside: Other files to write.
+        shard_bytes: The maximum size of a file, in bytes.
+        on_bytes: Called with the number of bytes of each part that is about to be written.
 
     Raises:
         ConfigError: `out` is not empty, or a weight is too large for fp16.
-        CheckpointInvalid: the checkpoint lacks a weight, or a weight is not finite.
-        EnvironmentProblem: the folder cannot be written.
+        CheckpointInvalid: The checkpoint lacks a weight, or a weight is not finite.
+        EnvironmentProblem: The folder cannot be written.
     """
     model, (code, name_of_type) = reader.model, DTYPES[dtype]
     kind: torch.dtype = getattr(torch, name_of_type)
@@ -184,9 +185,9 @@ def export_weights(
     sizes = {name: tensor_bytes(code, unit_shape(unit, model)) for unit, name in tensor_names(model).items()}
     units = {name: unit for unit, name in tensor_names(model).items()}
     shards = _shards(sizes, shard_bytes)
-    files = {name: _file(number, len(shards)) for number, names in enumerate(shards) for name in names}
+    files = {name: _file(index, len(shards)) for index, names in enumerate(shards) for name in names}
     with staged(out, key="OUT") as folder:
-        for number, names in enumerate(shards):
+        for index, names in enumerate(shards):
             tensors = {
                 name: Buffer(
                     dtype=code,
@@ -195,7 +196,7 @@ def export_weights(
                 )
                 for name in names
             }
-            write_shard(folder / _file(number, len(shards)), tensors, metadata={"format": "pt"})
+            write_shard(folder / _file(index, len(shards)), tensors, metadata={"format": "pt"})
         if len(shards) > 1:
             total = {"total_size": sum(sizes.values())}
             write_json_atomic(folder / INDEX, {"metadata": total, "weight_map": files})
@@ -220,8 +221,8 @@ def _shards(sizes: Mapping[str, int], most: int) -> Sequence[Sequence[str]]:
     return shards
 
 
-def _file(number: int, count: int) -> str:
-    return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+def _file(index: int, count: int) -> str:
+    return WEIGHTS if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
@@ -234,7 +235,7 @@ def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[i
     for rows in row_ranges(unit_shape(unit, reader.model)):
         data = reader.master(unit, rows).to(kind)
         if kind is torch.float16 and not bool(data.isfinite().all()):
-            reason = "has weights beyond 65,504, the largest number of fp16"
+            reason = "has weights beyond 65,504, the largest fp16 number"
             raise ConfigError(Problem(key="--dtype", value="fp16", reason=f"{unit} {reason}", fix="--dtype bf16"))
         on_bytes(data.nbytes)
         yield raw_bytes(data)

@@ -1,1 +1,1 @@
-"""The engine for other training loops: Megatron-LM's `pretrain`, or any loop on Megatron-core."""
+"""canzona's engine for other training loops: Megatron-LM's `pretrain`, or any loop on Megatron-core."""

@@ -1,4 +1,4 @@
-"""The engine for other training loops on Megatron-core than canzona's."""
+"""canzona's engine for other training loops on Megatron-core."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -27,20 +27,21 @@ _LOG = logging.getLogger(__name__)
 
 
 class Engine:
-    """Canzona's engine for a training loop on Megatron-core: call `wrap` in place of
+    """canzona's engine for a training loop on Megatron-core: call `wrap` in place of
     `DistributedDataParallel(...)`, and `optimizer` in place of `get_megatron_optimizer(...)`.
 
     The engine is experimental: it supports dense decoders (`GPTModel` with gated feed-forward layers) and
-    raises `Unsupported` for all others, with the reason and the fix. It has only been run on CPUs, with gloo.
+    raises `Unsupported` for all other models, with the reason and the fix. It has only been run on CPUs, with
+    gloo.
 
     Args:
         optimizer_config: Megatron's configuration, with `optimizer="muon"`. Its settings for Muon, AdamW,
             clipping and schedules apply.
-        settings: settings as on canzona's command line: `cluster` (the profile to plan for, required on
+        settings: Settings as on canzona's command line: `cluster` (the profile to plan for, required on
             GPUs), the groups `engine` and `optimizer`, `train.non_finite`, and the sizes that the loop trains
             with, `train.micro_batch_size` and `train.seq_length`. For example `Engine(config,
             "cluster=h100-80g", "engine.mode=hosted")`.
-        groups: the loop's process groups; None for the groups of `megatron.core.parallel_state`.
+        groups: The loop's process groups; None for the groups of `megatron.core.parallel_state`.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Engine:
         config, layout = run_config(caller, self._settings)
         world = world_of(groups, layout, device)
         agree_on_problem(next(_parameter_problems(caller.models), None), Unsupported)
-        fix = "train a model whose matrices the engine knows; a plan is made for all layers of a dense decoder"
+        fix = "train a dense decoder whose matrices the engine supports; the plan covers all of its layers"
         plan = agree_on_plan(make_plan(config, layout), chunks, world, fix=fix)
         self._built = config, world, plan
         return wrap_planned(chunks, config, world, plan, ddp_config)

@@ -1,4 +1,4 @@
-"""The engine for Megatron-LM's `pretrain`."""
+"""canzona's engine for Megatron-LM's `pretrain`."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def use_in_megatron_lm(*settings: str) -> None:
     experimental, like `Engine`.
 
     Args:
-        settings: settings of `Engine`, for example "cluster=h100-80g".
+        settings: Settings for `Engine`, for example "cluster=h100-80g".
 
     Raises:
         EnvironmentProblem: `megatron.training` is not installed, or is not the version that canzona expects.
@@ -56,7 +56,7 @@ def use_in_megatron_lm(*settings: str) -> None:
         engine, planned_for = engines[chunks[0]]
         if replace(config, timers=None) != replace(planned_for, timers=None):
             reason = "it has changed since the model was wrapped and its updates were planned"
-            raise Unsupported(Problem(key="OptimizerConfig", reason=reason, fix="set it by Megatron-LM's arguments"))
+            raise Unsupported(Problem(key="OptimizerConfig", reason=reason, fix="set it with Megatron-LM's arguments"))
         planned_for.timers = config.timers
         optimizer = engine.optimizer(chunks, overrides)
         optimizer.stored = stored_keys

@@ -1,4 +1,4 @@
-"""Turns the objects of a training loop on Megatron-core into the configuration that canzona plans from."""
+"""Converts the objects of a training loop on Megatron-core to the configuration that canzona plans from."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,8 @@ _RECIPE: Final = "qwen3-tiny"
 _FREE: Final = ("cluster", "engine", "optimizer", "train.non_finite", "train.seq_length", "train.micro_batch_size")
 """The settings, and groups of settings, that a caller may set; the loop determines all others."""
 _FEWEST_IDS: Final = 512
-"""The smallest vocabulary for which the recipe is accepted: its tokenizer, which is not used, has fewer ids."""
+"""The smallest vocabulary with which the recipe is valid. The recipe's tokenizer, which is not used, has
+fewer ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +49,14 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
     """Returns the run and the layout that a training loop's objects describe.
 
     Args:
-        settings: further settings as on the command line (`engine.mode=hosted`, `cluster=h100-80g`).
+        settings: Other settings as on the command line (`engine.mode=hosted`, `cluster=h100-80g`).
 
     Raises:
-        Unsupported: the engine does not support something in the objects; lists everything.
-        ConfigError: a setting is not valid, or belongs to the loop.
+        Unsupported: The engine does not support something in the objects; lists every problem.
+        ConfigError: A setting is not valid, or the loop determines it.
     """
     refuse([*_unsupported(caller)], Unsupported)
-    loop = dict([*_model(caller), *_layout(caller), *_optimizer(caller, settings), *_numbers(caller)])
+    loop = dict([*_model(caller), *_layout(caller), *_optimizer(caller, settings), *_training(caller)])
     chosen = [*_chosen(settings, loop, caller.device)]
     chosen_keys = set(map(key_of, chosen))
     fixed = [f"{key}={written(value)}" for key, value in loop.items() if key not in chosen_keys]
@@ -85,19 +86,19 @@ def _unsupported(caller: Caller) -> Iterator[Problem]:
         yield Problem(
             key="muon_fp32_matmul_prec",
             value=optimizer.muon_fp32_matmul_prec,
-            reason="with bf16 weights the products of Newton-Schulz are bf16",
+            reason="with bf16 weights the matmuls of Newton-Schulz are in bf16",
             fix="leave it at medium",
         )
     if not all(isinstance(chunk, GPTModel) for chunk in caller.models):
         kinds = ", ".join(sorted({type(chunk).__name__ for chunk in caller.models}))
-        yield Problem(key="model", value=kinds, reason="the engine knows the matrices of GPTModel only")
+        yield Problem(key="model", value=kinds, reason="the engine supports only the matrices of GPTModel")
         return
     yield from problems(model, MODEL)
     if caller.groups.tp.size() > 1 and optimizer.muon_tp_mode == "blockwise":
         yield Problem(
             key="muon_tp_mode",
             value="blockwise",
-            reason="each tensor-parallel rank orthogonalises its fragment alone, but canzona orthogonalises matrices",
+            reason="each tensor-parallel rank orthogonalises its fragment, but canzona orthogonalises whole matrices",
             fix="use duplicated, which computes the same as canzona",
         )
     chunks = caller.groups.pp.size() * len(caller.models)
@@ -163,8 +164,8 @@ def _optimizer(caller: Caller, settings: Sequence[str]) -> Iterator[tuple[str, V
         yield "optimizer.scale_factor", config.muon_extra_scale_factor
 
 
-def _numbers(caller: Caller) -> Iterator[tuple[str, Value]]:
-    """Yields the settings of precision, recomputation, batch and splitting."""
+def _training(caller: Caller) -> Iterator[tuple[str, Value]]:
+    """Yields the settings for precision, recomputation, batch and splitting."""
     precision = "bf16" if caller.optimizer.bf16 else "fp32"
     yield "train.precision", precision
     # fp32 weights always have fp32 gradients.
@@ -179,11 +180,11 @@ def _numbers(caller: Caller) -> Iterator[tuple[str, Value]]:
 
 
 def _chosen(settings: Sequence[str], given: Mapping[str, Value], device: str) -> Iterator[str]:
-    """Yields the caller's settings, a global batch that fits their micro-batch, and on CPUs a cluster if they
-    name none.
+    """Yields the caller's settings, a global batch that matches their micro-batch, and on CPUs `cluster=cpu`
+    if they do not name a cluster.
 
     Raises:
-        ConfigError: the loop determines one of the settings, or none of them names the cluster on GPUs.
+        ConfigError: The loop determines one of the settings, or none of them names the cluster on GPUs.
     """
     micro = 1
     for setting in settings:
@@ -208,9 +209,9 @@ def _chosen(settings: Sequence[str], given: Mapping[str, Value], device: str) ->
 
 def _engine_problems(config: RunConfig, device: str) -> Iterator[Problem]:
     if config.cluster.device != device:
-        reason = f"it is a profile of {config.cluster.device} ranks, and this rank computes on {device}"
+        reason = f"it is a profile for {config.cluster.device} ranks, but this rank computes on {device}"
         yield Problem(key="cluster", value=config.cluster.name, reason=reason, fix="name another profile")
     adamw, strategy = config.optimizer.name == "adamw", config.engine.strategy
     if adamw or strategy not in PLANNED:
         key, value = ("optimizer", "adamw") if adamw else ("engine.strategy", strategy)
-        yield Problem(key=key, value=value, reason="Megatron does this without canzona", fix="leave the engine out")
+        yield Problem(key=key, value=value, reason="Megatron does this without canzona", fix="do not use the engine")

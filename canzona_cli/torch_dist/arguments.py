@@ -32,7 +32,7 @@ _FIXED: Final[Mapping[str, object]] = {
     "no_save_rng": True,
     "dist_ckpt_optim_fully_reshardable": True,
 }
-"""The arguments that are equal for all models of canzona, without the arguments of which canzona supports
+"""The arguments that are the same for all of canzona's models, excluding those for which canzona supports
 only one value."""
 
 
@@ -97,7 +97,7 @@ def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object,
     """Returns the parameter groups of Megatron's distributed AdamW, or of its layer-wise Muon together with AdamW.
 
     Args:
-        step: the number of steps that AdamW has made.
+        step: The number of steps that AdamW has made.
     """
     optimizer = config.optimizer
     usual = {
@@ -120,7 +120,7 @@ def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object,
         "step": step,
         **({"optimizer": "adam"} if kind == "muon" else {}),
     }
-    # Norms are not decayed.
+    # Weight decay does not apply to norms.
     groups: dict[object, object] = {
         "optimizer": {"param_groups": [adamw, {**adamw, "wd_mult": 0.0}]},
         "param_state_sharding_type": SHARDING,

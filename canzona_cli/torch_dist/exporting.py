@@ -37,7 +37,8 @@ from canzona_cli.torch_dist.names import Kind, Parameter, parameters, state_key
 _FILE: Final = "__0_0.distcp"
 _OBJECTS: Final = ("self_attention.core_attention", "self_attention.linear_qkv", "self_attention.linear_proj")
 _EXTRA: Final = (*_OBJECTS, "mlp.linear_fc1", "mlp.linear_fc2")
-"""The modules of a layer for which Megatron keeps an object beside the weights; here all are empty."""
+"""The modules of a layer for which Megatron stores an object beside the weights; an export writes them
+empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +104,17 @@ def export_torch_dist(
     manifest: Manifest,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> ExportedToMegatron:
-    """Writes a folder for Megatron-LM's `--load`. It appears only when it is complete.
+    """Writes a folder for Megatron-LM's `--load`. The folder appears only when it is complete.
 
     Args:
-        reader: the reader of a checkpoint that has been verified.
-        out: the folder to write; it must not exist, or be empty.
-        config: the run that saved the checkpoint.
+        reader: The reader of a verified checkpoint.
+        out: The folder to write; it must be empty or not exist.
+        config: The run that saved the checkpoint.
 
     Raises:
         ConfigError: `out` is not empty, or the model has experts.
-        CheckpointInvalid: the checkpoint lacks something, or has values that are not finite.
-        EnvironmentProblem: the folder cannot be written.
+        CheckpointInvalid: The checkpoint lacks a tensor, or has values that are not finite.
+        EnvironmentProblem: The folder cannot be written.
     """
     if config.model.num_experts:
         reason = "only dense decoders can be exported to this format"
@@ -140,7 +141,8 @@ def export_torch_dist(
 
 
 def _kind(manifest: Manifest) -> Kind | None:
-    """Returns the optimizer whose state the checkpoint has, if Megatron has this optimizer; otherwise None."""
+    """Returns the optimizer whose state is in the checkpoint; None if there is no state or Megatron does not
+    have the optimizer."""
     known: dict[str, Kind] = {name: name for name in ELEMENTWISE}
     return known.get(manifest.optimizer) if manifest.progress.step else None
 
@@ -179,7 +181,7 @@ def _empty_objects(config: RunConfig) -> list[str]:
 
 
 def _common(config: RunConfig, manifest: Manifest, kind: Kind | None, step: float) -> Mapping[str, object]:
-    """Returns the content of `common.pt`, which all ranks read."""
+    """Returns the contents of `common.pt`, which all ranks read."""
     arguments = arguments_of(config, manifest.progress, has_state=kind is not None)
     common: dict[str, object] = {
         "args": Namespace(**arguments),

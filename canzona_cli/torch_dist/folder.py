@@ -25,7 +25,7 @@ FORMAT: Final = "metadata.json"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 INDEX, COMMON, COMMON_KEY = ".metadata", "common.pt", "common_state/shard_0_1"
 DTYPES: Final = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
-"""The data types of tensors that are read, by their names in torch's pickles."""
+"""The data types of stored tensors that are supported, by their names in torch's pickles."""
 _AGAIN: Final = "copy the folder again, or name another one"
 _DCP: Final = "torch.distributed.checkpoint"
 _RECORDS: Final = frozenset(
@@ -41,7 +41,7 @@ _RECORDS: Final = frozenset(
 )
 """The classes that `.metadata` may name."""
 _ARGUMENTS: Final = ("argparse.Namespace", "signal.Signals", "megatron.")
-"""The prefixes of the names of classes that arguments may have; Megatron's classes are enumerations."""
+"""The prefixes of the class names that the arguments may contain; Megatron's classes are enumerations."""
 
 
 class _Record:
@@ -65,7 +65,7 @@ class _Names(pickle.Unpickler):
             return OrderedDict
         if full in _RECORDS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return type(name, (_Record,), {})
-        raise pickle.UnpicklingError(f"{full} is not one of the classes of an index")
+        raise pickle.UnpicklingError(f"{full} is not a class that an index may contain")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class TorchDistFolder:
         try:
             settings = parse_json(read_plain(self.path / FORMAT))
             if not isinstance(settings, dict) or settings.get("sharded_backend") != "torch_dist":
-                self._refuse(FORMAT, "is not of a checkpoint in the format torch_dist")
+                self._refuse(FORMAT, "does not belong to a checkpoint in the format torch_dist")
             content = read_plain(self.path / INDEX)
         except Unreadable as error:
             self._refuse("", f"a file of the checkpoint {error}")
@@ -135,7 +135,8 @@ class TorchDistFolder:
         """Reads a tensor as fp32, put together from its chunks.
 
         Args:
-            at: an index on the first axis, to read only this part, without the axis; None for the whole tensor.
+            at: An index on the first axis, to read only this slice, without the axis; None for the whole
+            tensor.
 
         Raises:
             CheckpointInvalid: a chunk is missing, overlaps another one, or cannot be read.
@@ -213,20 +214,20 @@ def _plain(content: io.BytesIO, admitted: tuple[str, ...] = ()) -> object:
     """Returns the tensors and the plain data that `torch.save` wrote, with records for objects of other classes.
 
     Args:
-        admitted: the prefixes of the names of admitted classes.
+        admitted: The prefixes of the names of allowed classes.
 
     Raises:
-        Exception: the content names other classes, or is damaged; the type depends on the damage.
+        Exception: The data names other classes, or is damaged; the type depends on the damage.
     """
     names = get_unsafe_globals_in_checkpoint(content)
     for name in names:
         if not name.startswith(admitted):
-            raise pickle.UnpicklingError(f"{name} is not one of the classes that belong there")
+            raise pickle.UnpicklingError(f"{name} is not a class that is allowed here")
     content.seek(0)
     try:
         with safe_globals([(type(name, (_Record,), {}), name) for name in names]):
             return torch.load(content, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # its message recommends to load the file without these restrictions
+    except pickle.UnpicklingError:  # its message recommends loading the file without these restrictions
         raise ValueError("is damaged") from None
 
 
@@ -251,10 +252,10 @@ def _iteration(path: Path, key: str) -> Path:
 
 
 def _index(metadata: object) -> tuple[dict[str, _Tensor], dict[str, _Place]]:
-    """Checks the content of `.metadata`; returns its tensors, and the places of its objects.
+    """Checks the contents of `.metadata`; returns its tensors, and the places of its objects.
 
     Raises:
-        Exception: the content is not an index; the type depends on the damage.
+        Exception: The contents are not an index; the type depends on the damage.
     """
     table, storage = vars(metadata)["state_dict_metadata"], vars(metadata)["storage_data"]
     places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}

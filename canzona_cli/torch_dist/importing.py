@@ -30,7 +30,7 @@ from canzona_cli.model.geometry import unit_shape
 from canzona_cli.optimizers.facts import MOMENTS
 from canzona_cli.run.files import RunFiles, write_text_atomic
 from canzona_cli.torch_dist.folder import TorchDistFolder
-from canzona_cli.torch_dist.names import Kind, Parameter, kind_of_state, parameters, wrong_tensors
+from canzona_cli.torch_dist.names import Kind, Parameter, kind_of_state, parameters, tensor_problems
 
 _OF_THE_JOB: Final = (
     *("use_checkpoint_args", "perform_rl_step", "yaml_cfg", "fp16", "fp8", "fp4", "use_megatron_fsdp", "decoupled_lr"),
@@ -43,15 +43,17 @@ _OF_THE_JOB: Final = (
     *("num_virtual_stages_per_pipeline_rank", "recompute_granularity", "recompute_method"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-"""The arguments of Megatron's job, which have no effect on the weights and the state in a checkpoint."""
+"""The arguments of Megatron's job that have no effect on the weights and the state in a checkpoint."""
 _NO_DROPOUT: Final = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 _OURS: Final = ("gpus", "parallel.", "cluster.", "train.micro_batch_size")
-"""The settings that an import leaves open, because they are chosen when the run is trained."""
+"""The settings that an import does not determine, because they are chosen when the run is trained."""
 _OPTIMIZERS: Final = ("adam", "muon", "dist_muon")
 """The optimizers of Megatron whose state can be imported."""
 _FACTS: Final = ("model.", "train.seq_length")
+"""The settings, and groups of settings, that must equal the checkpoint's arguments, except `_FREE`."""
 _FREE: Final = ("model.name", "model.init_std")
 _MOST: Final = 20
+"""The maximum number of problems with tensors that are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class Import:
     step: float
     """The number of steps that AdamW has made."""
     notes: tuple[str, ...]
-    """The notes for the user on state and features that are left out."""
+    """The notes for the user on state and features that are not imported."""
 
     @property
     def config(self) -> RunConfig:
@@ -83,14 +85,15 @@ class Import:
         return parameter.state_fields(self.kind) if self.kind else ()
 
 
-def planned_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Import:
+def plan_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Import:
     """Composes the run of an import from the checkpoint's arguments and the overrides; checks that the
-    checkpoint has its model.
+    checkpoint contains the run's model.
 
     Raises:
-        ConfigError: canzona does not support the model, or the recipe has another model; lists every difference.
+        ConfigError: canzona does not support the model, or the recipe has another model; lists every
+            difference.
     """
-    run, notes = _translated(folder)
+    run, notes = _translate(folder)
     settings = {key: value for key, value in run.overrides.items() if not key.startswith(_OURS)}
     theirs = compose_run([f"{key}={value}" for key, value in settings.items()]).config
     kind = kind_of_state(folder.keys, theirs.model) if folder.arguments.get("optimizer") in _OPTIMIZERS else None
@@ -102,11 +105,11 @@ def planned_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_di
         settings = {key: value for key, value in settings.items() if not key.startswith("optimizer")}
     derived = [f"{key}={value}" for key, value in settings.items() if key not in asked]
     composed = compose_run([*derived, *overrides], recipes_dirs=recipes_dirs)
-    refuse([*_other_facts(folder, composed.config, theirs), *_other_tensors(folder, theirs)])
+    refuse([*_setting_problems(folder, composed.config, theirs), *_tensor_problems(folder, theirs)])
     return _with_state(folder, composed, kind, notes)
 
 
-def _translated(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
+def _translate(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
     """Translates the arguments of the run that saved the checkpoint; also returns a note on features of the
     run that canzona does not have.
 
@@ -116,19 +119,19 @@ def _translated(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
     given = {name: value for name, value in folder.arguments.items() if name not in _OF_THE_JOB}
     dropped = [name for name, value in _NO_DROPOUT.items() if given.get(name, value) != value]
     if given.get("optimizer") not in _OPTIMIZERS:
-        given["optimizer"] = "muon"  # the run will start from the weights alone
+        given["optimizer"] = "muon"  # the run will start from the weights only
     arguments = saved_arguments({**given, **_NO_DROPOUT, "world_size": 1, "micro_batch_size": 1}, folder.asked)
     run = translated(arguments, {})
-    unlike = [*run.plans_only]
+    unsupported = [*run.plans_only]
     if run.overrides["model.num_experts"] != "0":
-        unlike.append("experts: only dense decoders can be imported from this format")
+        unsupported.append("experts: only dense decoders can be imported from this format")
     fix = "import a dense decoder like Qwen3 or Llama"
-    refuse(Problem(key="DIR", value=folder.path, reason=reason, fix=fix) for reason in unlike)
+    refuse(Problem(key="DIR", value=folder.path, reason=reason, fix=fix) for reason in unsupported)
     other = [*(f"{name} {given[name]}" for name in dropped), *run.left_out]
     return run, (f"Megatron trained with features that canzona does not have: {', '.join(other)}",) if other else ()
 
 
-def _other_facts(folder: TorchDistFolder, ours: RunConfig, theirs: RunConfig) -> Iterator[Problem]:
+def _setting_problems(folder: TorchDistFolder, ours: RunConfig, theirs: RunConfig) -> Iterator[Problem]:
     """Yields a problem for each setting of the run that differs from the checkpoint's arguments."""
     facts = (key for key in all_settings() if key.startswith(_FACTS) and key not in _FREE)
     for key in facts:
@@ -138,14 +141,14 @@ def _other_facts(folder: TorchDistFolder, ours: RunConfig, theirs: RunConfig) ->
             yield Problem(key=key, value=value, reason=reason, fix=f"{key}={written(stored)}")
 
 
-def _other_tensors(folder: TorchDistFolder, theirs: RunConfig) -> list[Problem]:
+def _tensor_problems(folder: TorchDistFolder, theirs: RunConfig) -> list[Problem]:
     fix = "the checkpoint's arguments belong to another model, or the model is not a dense decoder"
-    wrong = wrong_tensors(folder.keys, theirs.model).items()
-    return shortened([Problem(key=key, reason=reason, fix=fix) for key, reason in wrong], _MOST, key="tensors")
+    problems = tensor_problems(folder.keys, theirs.model).items()
+    return shortened([Problem(key=key, reason=reason, fix=fix) for key, reason in problems], _MOST, key="tensors")
 
 
 def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, notes: tuple[str, ...]) -> Import:
-    """Returns an import with optimizer state if the run can use the state, else without."""
+    """Returns an import with optimizer state if the run can use it, otherwise without."""
     step, optimizer = stored_step(folder.common.get("optimizer")), composed.config.optimizer.name
     samples, iteration = folder.arguments.get("consumed_train_samples"), folder.common.get("iteration")
     nothing = Progress(step=0, samples=0, tokens=0)
@@ -159,12 +162,13 @@ def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, 
         tokens = samples * composed.config.train.seq_length
         progress = Progress(step=iteration, samples=samples, tokens=tokens)
         return Import(folder=folder, composed=composed, kind=kind, progress=progress, step=step, notes=notes)
-    note = f"weights alone, as step 0: {why}"
+    note = f"weights only, as step 0: {why}"
     return Import(folder=folder, composed=composed, kind=None, progress=nothing, step=0.0, notes=(*notes, note))
 
 
 def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None) -> Path:
-    """Writes the checkpoint into a run directory, with a part of one layer in memory at a time; returns its folder.
+    """Writes the checkpoint into a run directory, with only a part of one layer in memory at a time; returns
+    the checkpoint's folder.
 
     The run's `config.yaml` is written as well, for `canzona resume`.
 
@@ -175,8 +179,8 @@ def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[in
     keys, tensors, scalars = source.folder.keys, defaultdict[int | None, dict[str, Buffer]](dict), dict[str, Scalar]()
     for parameter in parameters(source.config.model):
         fields = source.fields(parameter)
-        by_field = {field: parameter.stored(keys, field) for field in (MASTER, *fields)}
-        by_field[MASTER] = by_field[MASTER] or parameter.stored(keys)
+        by_field = {field: parameter.stored_key(keys, field) for field in (MASTER, *fields)}
+        by_field[MASTER] = by_field[MASTER] or parameter.stored_key(keys)
         named = {field: key for field, key in by_field.items() if key is not None}
         units = dict.fromkeys(block.unit for block in parameter.blocks)
         for field, key in named.items():
@@ -215,6 +219,7 @@ class _Stored:
         yield raw_bytes(data)
 
     def _units(self) -> dict[str, torch.Tensor]:
+        """Reads the tensor and cuts it into units, by name."""
         whole = self._folder.read(self._key, self._parameter.place(self._key))
         if not all(bound.isfinite() for bound in torch.aminmax(whole)):
             problem = Problem(

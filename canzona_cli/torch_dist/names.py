@@ -1,7 +1,7 @@
 """The names of a model's parameters and of their optimizer state in Megatron's checkpoints.
 
 The parameters of all layers with the same name are one tensor, whose first axis is the layer; or each layer
-has a tensor with the layer's number in its name. Parameters are fused as on a single tensor-parallel rank.
+has a tensor with the layer's index in its name. Parameters are fused as on a single tensor-parallel rank.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -44,12 +44,12 @@ class Parameter:
 
     @property
     def numbered_key(self) -> str:
-        """The key of the tensor if its name has the layer's number."""
+        """The key of the tensor if its name contains the layer's index."""
         return self.inside if self.layer is None else f"{_LAYERS}{self.layer}.{self.inside}"
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """The places of the parameter's rows in the units; a vector is one row."""
+        """The blocks of units that the parameter's rows consist of; a vector is treated as one row."""
         return fragment_blocks(self.name, self.shape, self.model, tp=1, rank=0)
 
     def whole_shape(self, key: str) -> tuple[int, ...]:
@@ -57,15 +57,15 @@ class Parameter:
         return (self.model.num_layers, *self.shape) if self.place(key) is not None else self.shape
 
     def place(self, key: str) -> int | None:
-        """Returns the parameter's index on the first axis of the tensor with this key; None if the tensor has
-        only this parameter."""
+        """Returns the parameter's index on the first axis of the tensor with this key; None if the tensor
+        contains only this parameter."""
         return None if self.layer is None or key.endswith(self.numbered_key) else self.layer
 
     def state_fields(self, kind: Kind) -> tuple[str, ...]:
         """Returns the names of the tensors that an optimizer keeps for the parameter besides the master."""
         return (MOMENTUM,) if kind == "muon" and self.matrix else MOMENTS
 
-    def stored(self, keys: Collection[str], field: str = "") -> str | None:
+    def stored_key(self, keys: Collection[str], field: str = "") -> str | None:
         """Returns the key of the parameter, or of a field of its state, in a checkpoint; None if there is none.
 
         Args:
@@ -79,7 +79,8 @@ class Parameter:
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Yields the model's parameters, in the order of the model; a tied output layer is the embedding."""
+    """Yields the model's parameters, in the order of the model; a tied output layer is not listed
+    separately."""
 
     def outside(name: str) -> Parameter:
         shape = unit_shape(name.removeprefix("decoder."), model)
@@ -102,35 +103,36 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def kind_of_state(keys: Collection[str], model: ModelConfig) -> Kind | None:
-    """Returns the optimizer whose state a checkpoint has for all parameters; None if there is no such optimizer."""
+    """Returns the optimizer for which a checkpoint has the state of all parameters; None if there is no such
+    optimizer."""
     if any(key.startswith(OURS) for key in keys):  # an optimizer of the engine, in Megatron's loop
         return None
     kinds: tuple[Kind, ...] = ("muon", "adamw")
     for kind in kinds:
-        if all(each.stored(keys, field) for each in parameters(model) for field in each.state_fields(kind)):
+        if all(each.stored_key(keys, field) for each in parameters(model) for field in each.state_fields(kind)):
             return kind
     return None
 
 
-def wrong_tensors(keys: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Mapping[str, str]:
-    """Returns the keys of tensors that are missing, are unexpected, or have another shape than in the model,
+def tensor_problems(keys: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Mapping[str, str]:
+    """Returns the keys of tensors that are missing or unexpected, or have another shape than in the model,
     each with the reason."""
-    wrong: dict[str, str] = {}
+    problems: dict[str, str] = {}
     known: set[str] = set()
     for each in parameters(model):
         for field in ("", MASTER, MOMENTUM, *MOMENTS):
-            key = each.stored(keys, field)
+            key = each.stored_key(keys, field)
             if key is None:
                 if not field:
-                    wrong[each.numbered_key] = "the checkpoint has no such tensor"
+                    problems[each.numbered_key] = "the checkpoint has no such tensor"
                 continue
             known.add(key)
             shape = each.whole_shape(key)
             if keys[key] != shape:
-                wrong[key] = f"has shape {list(keys[key])}; the model's tensor has shape {list(shape)}"
+                problems[key] = f"has shape {list(keys[key])}; the model's tensor has shape {list(shape)}"
     title = family_of(model).title
     others = (key for key in sorted(keys.keys() - known) if "optimizer." not in key)
-    return wrong | dict.fromkeys(others, f"canzona's {title} has no such tensor")
+    return problems | dict.fromkeys(others, f"canzona's {title} has no such tensor")
 
 
 def state_key(parameter: Parameter, field: str, kind: Kind) -> str:

@@ -23,7 +23,7 @@ from canzona_cli.errors import CheckpointInvalid
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import RunFiles
 from canzona_cli.torch_dist.folder import TorchDistFolder
-from canzona_cli.torch_dist.importing import import_torch_dist, planned_import
+from canzona_cli.torch_dist.importing import import_torch_dist, plan_import
 from canzona_cli.torch_dist.names import Kind, parameters
 from tests.commands.support import canzona
 from tests.test_untrusted_files import Trap
@@ -96,7 +96,7 @@ def test_masters_and_state_come_back_bit_for_bit(kind: Kind, settings: tuple[str
 def test_the_state_of_another_optimizer_stays_behind_and_that_is_said(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", "muon", *QWEN3, optimizer="normuon")
     assert "only weights were exported" in done("export", run, tmp_path / "out", "--to", "megatron")
-    assert "weights alone, as step 0" in done("import", tmp_path / "out", "--out", tmp_path / "again")
+    assert "weights only, as step 0" in done("import", tmp_path / "out", "--out", tmp_path / "again")
     masters = {name: tensor for name, tensor in state(run).items() if name.endswith(MASTER)}
     assert masters.keys() == state(tmp_path / "again").keys()
 
@@ -228,6 +228,6 @@ def test_an_import_reads_every_tensor_once(exported: Path, tmp_path: Path, monke
         return read(folder, key, at)
 
     monkeypatch.setattr(TorchDistFolder, "read", counted)
-    import_torch_dist(planned_import(TorchDistFolder(exported, key="DIR"), ()), RunFiles(tmp_path))
+    import_torch_dist(plan_import(TorchDistFolder(exported, key="DIR"), ()), RunFiles(tmp_path))
     assert any("linear_qkv" in key for key, _ in reads)
     assert len(reads) == len(set(reads))
