@@ -40,7 +40,7 @@ class Generated:
     ended: bool
     """True if the model has ended the document."""
     too_long: bool
-    """True if prompt and text together are longer than the sequences on which the model was trained."""
+    """True if prompt and text together are longer than the sequences that the model was trained on."""
 
 
 class Writer:

@@ -112,7 +112,7 @@ def _unsupported(caller: Caller) -> Iterator[Problem]:
     ranks = caller.groups.tp.size() * caller.groups.pp.size() * caller.groups.dp_cp.size()
     if ranks != torch.distributed.get_world_size():
         reason = f"the groups have {ranks} ranks, but the job has {torch.distributed.get_world_size()}"
-        yield Problem(key="groups", reason=reason, fix="use the engine in jobs in which all ranks train the model")
+        yield Problem(key="groups", reason=reason, fix="use the engine in jobs whose ranks all train the model")
 
 
 def _model(caller: Caller) -> Iterator[tuple[str, Value]]:

@@ -225,7 +225,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> Optimizer
 
 
 _MATRICES = "canzona"
-"""The optimizer name under which Megatron groups the parameters that AdamW does not update."""
+"""The optimizer name that makes Megatron group the parameters that AdamW does not update."""
 Overrides = Mapping[ParamKey, ParamGroupOverride]
 """Settings of parameter groups that differ from the optimizer's, by the parameters that they apply to."""
 

@@ -34,7 +34,7 @@ class StepTiming:
     step_s: float
     phases: dict[str, float]
     waited_s: float = 0.0
-    """The seconds within data, forward and backward in which the host waited for other ranks."""
+    """The seconds that the host waited for other ranks within data, forward and backward."""
 
     @property
     def own_s(self) -> float:

@@ -16,7 +16,7 @@ NARROW = (torch.bfloat16, torch.float16)
 OPERATORS = tuple(f"{name}{kind}" for name in ("mm", "bmm") for kind in ("", ".out")) + tuple(
     f"{name}{kind}" for name in ("addmm", "baddbmm") for kind in ("", "_", ".out")
 )
-"""The operators to which `matmul`, `linear`, `einsum` and backward passes dispatch."""
+"""The operators that `matmul`, `linear`, `einsum` and backward passes dispatch to."""
 
 
 _library: list[torch.library.Library] = []

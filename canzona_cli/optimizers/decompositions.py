@@ -185,8 +185,8 @@ programming (as Amsel et al. 2025, arXiv:2505.16932, do for the matrix sign) so 
 most 1, and as close to 1 as possible for all m between the smallest value left by the earlier steps and 1.
 Eigenvalues of at least 1e-7 end within 0.035 of 1. The last step is the Taylor polynomial."""
 _LARGEST_DISTANCE = 0.05
-"""The largest root mean square distance of the eigenvalues from 1 before the last step with which the
-iteration counts as converged."""
+"""The limit on the root mean square distance of the eigenvalues from 1 before the last step; beyond it, the
+iteration has not converged."""
 
 
 def damping(side: int, eps: float) -> float:

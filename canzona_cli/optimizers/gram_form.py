@@ -136,7 +136,7 @@ def gram_newton_schulz(
 
 def largest_rms(steps: Sequence[Step]) -> float:
     """Returns the largest root mean square of singular values that a trusted result may have: the largest
-    value to which the polynomial maps any number in [0, 1], plus a third of `DOUBT`.
+    value of the polynomial on [0, 1], plus a third of `DOUBT`.
 
     The error estimate assumes many singular values. If there are few, a single one may leave the polynomials'
     range: for a Gaussian 3 x 3 matrix one singular value became 1.7 where the estimated error was 0.06.

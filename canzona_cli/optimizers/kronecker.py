@@ -1,5 +1,5 @@
 """The base class of Shampoo, SOAP and KL-Shampoo: moving averages of G G^T and G^T G (the Kronecker factors),
-and the schedule on which the roots or eigenbases computed from them are refreshed."""
+and the schedule for refreshing the roots or eigenbases that are computed from them."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

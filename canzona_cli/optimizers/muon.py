@@ -403,7 +403,7 @@ class Muon(MatrixOptimizer):
         several.
 
         Missing state starts at zero. State that is not evenly spaced in memory, for example because a
-        checkpoint was loaded, is first copied to memory in which it is.
+        checkpoint was loaded, is first copied to memory where it is evenly spaced.
         """
         states: list[torch.Tensor | None] = [self.state[p].get(key) for p in run.matrices]
         present = [state for state in states if state is not None]
@@ -428,7 +428,7 @@ def _parts(x: torch.Tensor, stack_runs: Sequence[Run]) -> Iterator[torch.Tensor]
 
 
 def scale(rows: int, cols: int, mode: ScaleMode) -> float:
-    """Returns the factor by which the semi-orthogonal update of a (rows, cols) matrix is multiplied.
+    """Returns the factor of the semi-orthogonal update of a (rows, cols) matrix.
 
     - spectral: sqrt(max(rows, cols)), which gives updates the same RMS for every shape (Liu et al. 2025,
       arXiv:2502.16982).

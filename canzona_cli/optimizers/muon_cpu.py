@@ -9,7 +9,7 @@ from .matrix_optimizer import Workspace
 from .muon_facts import BLOCK, Blend
 
 SAFE_NORMS = 2.0**-40, 2.0**60
-"""The range of norms in which the squares of all elements that matter, and their sum, are normal fp32
+"""The range of norms that keeps the squares of all elements that matter, and their sum, normal fp32
 numbers."""
 SAFE_FACTORS = 2.0**-100, 2.0**100
 """The range of norms whose inverse is safely a normal fp32 number."""

@@ -36,7 +36,7 @@ class Blend:
     weight: float
     """The share of the gradient in the new momentum."""
     norm: float
-    """The Frobenius norm to which the direction is scaled; a direction of zeros stays zero."""
+    """The Frobenius norm of the scaled direction; a direction of zeros stays zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +234,7 @@ def distrust(state: State) -> None:
 
 
 def steps_left(state: State) -> int:
-    """Returns the number of updates for which a matrix stays in standard form."""
+    """Returns the number of updates that a matrix still makes in standard form."""
     left = state.get(DISTRUSTED, 0)
     assert isinstance(left, int)
     return STANDARD_STEPS if left is True else left

@@ -72,7 +72,7 @@ class Run:
 
     @classmethod
     def each(cls, matrices: Sequence[torch.Tensor]) -> Iterator[Self]:
-        """Yields the runs of matrices of one shape, all of which have a gradient."""
+        """Yields the runs of matrices that have one shape and all have gradients."""
         gradients = [p.grad for p in matrices if p.grad is not None]
         for part in runs(matrices, gradients):
             members = matrices[part]

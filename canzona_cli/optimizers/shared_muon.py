@@ -76,7 +76,7 @@ class SharedMuon(muon.Muon):
         return x, norm, norm.double().square().view(1)
 
     def update_alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
-        """Updates a fragment in standard form: in the step in which `update_together` returned False, and in
+        """Updates a fragment in standard form: in the same step if `update_together` returned False, and in
         later steps while the matrix is `excluded`. Collective.
 
         It is slow, because every iteration sums the Gram matrix over all fragments, but safe. If the matrix

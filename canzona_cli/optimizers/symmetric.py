@@ -85,8 +85,8 @@ def product(
 
 
 def strip_count(side: int, long: int) -> int:
-    """Returns the number of strips in which a CPU multiplies (side, long) by (long, side) in bf16 or fp16; 1
-    if strips are slower."""
+    """Returns the number of strips that a CPU uses to multiply (side, long) by (long, side) in bf16 or fp16;
+    1 if strips are slower."""
     strips, least = (AMX_STRIPS, AMX_LEAST) if _amx() else (STRIPS, LEAST)
     return strips if float(side) * side * long >= least else 1
 

@@ -148,8 +148,8 @@ class IterationTimeline:
         return seconds
 
     def _dispatch(self, stage: int, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Moves the seconds in which tokens travel to experts from forward and backward to dispatch; returns
-        these three phases, or an empty dict if no tokens travel."""
+        """Moves the seconds of sending tokens to experts from forward and backward to dispatch; returns these
+        three phases, or an empty dict if no tokens are sent."""
         dispatches = [module.moves for module in self._stages[stage].time.modules if module.dispatched]
         if not dispatches:
             return {}

@@ -150,7 +150,7 @@ class _Step:
         return min(range(len(self.cells)), key=lambda index: (self.updated[index], index))
 
     def optimizer_s(self) -> float:
-        """Returns the seconds for which the iteration waits for the optimizer.
+        """Returns the seconds that the iteration waits for the optimizer.
 
         A wait for another stage's backward is not included, although runs measure it in norm_clip, or in
         grad_reduce for a tied embedding. The time is that of the cell whose gathering ends last, because
@@ -177,7 +177,7 @@ class _Simulation:
         machines = Groups.of(layout, cluster).world.machines
         self._cores = None if cluster.cores is None else float(cluster.cores * machines)
         self._crowd = 1.0 if self._cores is None else crowded(layout.world_size / self._cores, cluster.crowding)
-        """The factor by which sharing cores slows down work that all ranks do at the same time."""
+        """The slowdown, from sharing cores, of work that all ranks do at the same time."""
         self._updates = UpdatePhase(config, layout, workload, cores=self._cores)
 
     def result(self) -> StrategyResult:

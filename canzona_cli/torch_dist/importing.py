@@ -58,7 +58,7 @@ _MOST: Final = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """A checkpoint that has been compared with the run into which it is imported."""
+    """A checkpoint to import, after it has been compared with the run that it is imported into."""
 
     folder: TorchDistFolder
     composed: Composed

@@ -27,9 +27,9 @@ from typing import IO, NoReturn
 from canzona_cli.training.process import hush
 
 SLOW_IMPORTS = "SLOW_IMPORTS"
-"""The name of the constant in which a worker's module lists the modules that its ranks import after they have
-reported that they started. The agent imports these modules before it forks, so importing them must not
-start threads or computations."""
+"""The name of a constant in a worker's module. It lists the modules that the ranks import after they have
+reported their start. The agent imports these modules before it forks, so importing them must not start
+threads or computations."""
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ ENOUGH_EXCESS: Final = 16.0
 """The accumulated excess that is a divergence, in multiples of the limit. A loss of twice the limit reaches
 it in 18 steps, a loss of 1.3 times the limit in 80."""
 LEAST_STEPS: Final = 4
-"""The fewest steps in which the excess can reach `ENOUGH_EXCESS`, however high the losses are."""
+"""The minimum number of steps until the excess reaches `ENOUGH_EXCESS`, however high the losses are."""
 SMOOTHING: Final = 1 / 16
 EARLY: Final = 32
 """The step before which a validation loss must be above twice the limit to be a divergence, because the first

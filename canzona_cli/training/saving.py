@@ -195,7 +195,7 @@ class Saver:
         old checkpoints.
 
         Args:
-            stall_s: The seconds for which the save stopped training, for the event.
+            stall_s: The seconds that the save stopped training, for the event.
         """
         begun, world = self._clock(), self._trainee.world
         folder = partial_path(self._files.checkpoints, save.step)
