@@ -204,7 +204,7 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
 def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
     """Composes a run from `overrides`; settings that they do not set come from the folder's model and tokenizer.
 
-    If `overrides` do not name a recipe, the built-in recipe with the nearest number of parameters is used.
+    If `overrides` do not name a recipe, the built-in recipe with the closest number of parameters is used.
 
     Raises:
         ConfigError: see `compose_run`.

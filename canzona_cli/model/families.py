@@ -24,7 +24,7 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def family_problems(old: ModelConfig, new: ModelConfig, source: str) -> tuple[Problem, ...]:
-    """Returns a problem if `old`, whose weights are in `source`, is of another family than `new`."""
+    """Returns a problem if `old`, whose weights are in `source`, belongs to a different family than `new`."""
     theirs, ours = family_of(old).title, family_of(new).title
     if theirs == ours:
         return ()

@@ -153,7 +153,7 @@ class Activations:
     cut: int
     """The elements that tensor parallelism divides, over all TP ranks."""
     largest: int
-    """The most elements of gradients that are alive at once in the backward pass, over all TP ranks."""
+    """The maximum number of gradient elements alive at once in the backward pass, over all TP ranks."""
     copied: int = 0
     """The elements of a token's copies for its experts and of their results; divided like `Work.copied`."""
 

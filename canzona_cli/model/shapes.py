@@ -36,13 +36,13 @@ _SHARDS: Mapping[str, Literal[0, 1] | None] = {"rows": 0, "cols": 1, "none": Non
 _TOP = ("name", "hidden_size", "embedding", "output", "heads", "kv_heads", "head_dim", "layers", "other", "matrices")
 _MATRIX = ("name", "rows", "cols", "shard", "unit", "parameter", "count")
 _LONGEST = 1 << 24
-"""The most rows or columns of a matrix."""
+"""The maximum number of rows, and of columns, of a matrix."""
 _LARGEST = 10**12
-"""The most elements of the embedding, of the output layer, or of `other`."""
+"""The maximum number of elements of the embedding, of the output layer, and of `other`."""
 _MOST = 2048
-"""The most layers in a block, and the largest `count`."""
+"""The maximum number of layers in a block, and the maximum `count`."""
 _MOST_MATRICES = 500_000
-"""The most matrices in a model; a plan of this size takes a minute."""
+"""The maximum number of matrices in a model; a plan of this size takes a minute."""
 _HEAD_DIM = 128
 """The width of a head in a model that does not give one."""
 

@@ -53,7 +53,7 @@ def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
 
     A column that consists of rounding errors, once its projection on the earlier columns is subtracted, does
     not have a defined direction. It is replaced by the same column of `previous`, made orthogonal to all
-    others. The host waits for the device once.
+    other columns. The host waits for the device once.
 
     Args:
         matrix, previous: (..., side, side).

@@ -10,7 +10,7 @@ from .kronecker import LONGEST, KroneckerOptimizer, Side, unpack
 from .matrix_optimizer import matmul_precision
 
 NO_FACTOR = 0.2
-"""The root mean square of updates of a matrix without factors: about that of AdamW's updates
+"""The root mean square of the update of a matrix without factors: about that of AdamW's updates
 (arXiv:2502.16982)."""
 
 

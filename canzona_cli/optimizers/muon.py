@@ -196,7 +196,7 @@ class Muon(MatrixOptimizer):
         return group["momentum"], decay, self.workspace.nbytes, places
 
     def _batch_size(self, of_shape: Sequence[torch.Tensor]) -> int:
-        """Returns the largest number of these matrices, all of one shape, to update in one batch."""
+        """Returns the maximum number of these matrices, all of one shape, to update in one batch."""
         if isinstance(self.stack, bool):
             return len(of_shape) if self.stack else 1
         rows, cols = of_shape[0].shape

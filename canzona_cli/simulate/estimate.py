@@ -107,8 +107,8 @@ def _limits(config: RunConfig, layout: Layout) -> tuple[int, ...]:
 
 
 def _travel_s(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds for which one pass of a micro-batch through a model chunk of the first stage, and its
-    transfer to the next stage, use the link of data-parallel traffic: the mean over the stage's chunks."""
+    """Returns how long one pass of a micro-batch through a model chunk of the first stage, and its transfer
+    to the next stage, use the link of data-parallel traffic, in seconds: the mean over the stage's chunks."""
     link, transfers = Groups.of(layout, config.cluster).experts.link, [(1.0, hop(config, layout))]
     if layout.ep > 1:
         layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp

@@ -89,7 +89,7 @@ class _Step:
     iteration: IterationTimeline
     cells: Sequence[CellUpdate]
     clipped: Sequence[float]
-    """The time at which a cell's gradients are clipped, by cell."""
+    """The time, by cell, when its gradients have been clipped."""
     gather_s: Sequence[float]
     """The seconds, by stage, of gathering that starts once the stage's slowest rank has updated; 0 if
     gathering overlaps with the next forward."""
@@ -100,7 +100,7 @@ class _Step:
 
     @cached_property
     def updated(self) -> list[float]:
-        """The time at which a cell's last matrix is updated, by cell."""
+        """The time, by cell, when its last matrix has been updated."""
         return [end + cell.seconds for end, cell in zip(self.clipped, self.cells, strict=True)]
 
     @cached_property

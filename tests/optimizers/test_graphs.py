@@ -90,8 +90,8 @@ def test_replays_are_the_steps_themselves(
 def test_in_gram_form_a_new_decay_is_captured_and_a_rate_is_not(
     on_cuda: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, but_where: torch.Tensor) -> None:
-        p.copy_(torch.where(but_where == 1, p, p - rate * (x + decay * p)))
+    def descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, skip: torch.Tensor) -> None:
+        p.copy_(torch.where(skip == 1, p, p - rate * (x + decay * p)))
 
     # CUDA's kernel takes the rate from the device, which torch reads back on a processor, and so do we numbers.
     monkeypatch.setattr("canzona_cli.optimizers.gram_form._number", lambda of_each: of_each[..., None, None])

@@ -119,7 +119,7 @@ def test_a_fragment_reads_nothing_back(whole: Shape, precision: Literal["bf16", 
     p = torch.nn.Parameter(torch.empty(half, device="cuda"))
     optimizer = muon(p, precision)
     p.grad = torch.empty_like(p)
-    ranks = FragmentGroup(place=0, count=2, total=nothing, swap=nothing, gather=nothing)
+    ranks = FragmentGroup(index=0, count=2, total=nothing, swap=nothing, gather=nothing)
     with torch.no_grad():
         for _ in range(STEPS):
             alone(optimizer.update_together(p, whole=whole, ranks=ranks))

@@ -216,7 +216,7 @@ def test_a_result_that_is_too_large_is_not_trusted(monkeypatch: pytest.MonkeyPat
     """Its singular values are near 1, their root mean square too: no estimated error shows one that is far above."""
     start, gradient = gaussian((48, 256), 0), gaussian((48, 256), 1)
     for limit, trusted in ((1.1, True), (0.9, False)):
-        monkeypatch.setattr(shared_rows, "most", lambda steps, limit=limit: limit)
+        monkeypatch.setattr(shared_rows, "largest_rms", lambda steps, limit=limit: limit)
         split = cut(start, 4, "fp32")
         assert split.step(gradient) == [trusted] * 4
         assert torch.equal(split.gathered(), start) != trusted

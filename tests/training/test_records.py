@@ -272,13 +272,13 @@ def test_what_a_rank_says_of_its_failure_holds_no_secret(files: RunFiles, monkey
 def test_room_is_advised_only_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = RankRecord(RunFiles(tmp_path / "not a run"), 0)
     with pytest.raises(EnvironmentProblem) as caught:
-        nowhere.running()
+        nowhere.record_start()
     assert "canzona train" in caught.value.problems[0].fix
     assert "space" not in caught.value.problems[0].fix
     full = RankRecord(RunFiles(tmp_path), 0)
     monkeypatch.setattr(RankRecord, "_write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(EnvironmentProblem, match="free some space"):
-        full.running()
+        full.record_start()
 
 
 def test_a_sample_is_shown_in_one_line(files: RunFiles) -> None:
