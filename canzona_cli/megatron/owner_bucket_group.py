@@ -270,9 +270,9 @@ def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
 REDUCTIONS = 16
 """The number of reductions that are timed, submitted together and one by one."""
 GROUPED = 0.75
-"""The ratio of the time together to the time one by one below which reductions are considered grouped. If
-they run one after another, the ratio is 1. In one launch, NCCL gives each small reduction a channel, and even
-the two channels of a single network port run them in half the time."""
+"""Reductions are considered grouped if they take less than this fraction of their time one by one when they
+are submitted together. If they run one after another, the fraction is 1. In one launch, NCCL gives each small
+reduction a channel, and even the two channels of a single network port run them in half the time."""
 _AHEAD_BYTES = 64 << 20
 """The bytes of each all-reduce that keeps the device busy until the host has submitted all reductions; 0.2 ms
 over NVLink."""

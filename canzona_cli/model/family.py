@@ -206,7 +206,7 @@ class Family:
     foreign: Foreign
     published: Mapping[str, tuple[str, str | None]]
     """The published parameter counts by recipe, as the model cards round them: the total, and the count
-    without embeddings if it is published."""
+    excluding embeddings if it is published."""
 
     def replicated(self, model: ModelConfig) -> tuple[Norm | Router, ...]:
         """Returns the parameters of a layer that every TP rank holds whole; AdamW updates them."""

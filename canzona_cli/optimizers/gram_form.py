@@ -347,7 +347,7 @@ def norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:
 
 
 def _every(side: int) -> int:
-    """Returns the distance between two sampled rows of a square."""
+    """Returns the distance between consecutive sampled rows of a square."""
     return -(-side // SAMPLES)
 
 

@@ -46,7 +46,7 @@ VERSION = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One strategy on the same model, layout and batch."""
+    """The result of one strategy, for the same model, layout and batch as the others."""
 
     result: StrategyResult
     memory_bytes: int

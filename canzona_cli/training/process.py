@@ -43,7 +43,7 @@ started."""
 
 def run_rank(run_dir: Path, work: Work) -> NoReturn:
     """Does this rank's work, records how it ended in the rank's result file, and exits the process."""
-    os.umask(os.umask(0o077) | 0o002)  # no file of a run, logs and traces included, may be writable by everybody
+    os.umask(os.umask(0o077) | 0o002)  # no file of a run, including logs and traces, may be world-writable
     guard()
     logging.basicConfig(level=logging.WARNING)
     logging.root.handlers[0].setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
