@@ -57,18 +57,18 @@ class HeldFragment:
         """Always None: the optimizers of shared matrices do not count steps."""
 
     def replace_state(self, tensors: Mapping[str, torch.Tensor], step: float | None) -> None:
-        """Puts `tensors`, each with as many elements as the master, into the fragment's state; other entries
-        stay. `step` is ignored."""
+        """Stores `tensors`, each with as many elements as the master, in the fragment's state; other entries
+        are kept. `step` is ignored."""
         state = self.optimizer.state[self.master]
         state.update({key: value.view(self.master.shape) for key, value in tensors.items()})
 
     def replace_marks(self, marks: Mapping[str, bool | int | float | str | None]) -> None:
-        """Puts `marks`, values that are not tensors, into the fragment's state; other entries stay."""
+        """Stores `marks`, values that are not tensors, in the fragment's state; other entries are kept."""
         self.optimizer.state[self.master].update(marks)
 
 
-def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tensor:
-    """Returns the number of updates that the last step left out because they could not be trusted: (1,), on
+def skipped_updates(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tensor:
+    """Returns the number of updates that the last step skipped because they could not be trusted: (1,), on
     the device. The host does not wait."""
     count = torch.zeros(1, device=device)
     for group in groups:
@@ -78,7 +78,7 @@ def left_out(groups: Sequence[MatrixGroup], device: torch.device) -> torch.Tenso
 
 
 def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
-    """Switches matrices whose last update was left out to the standard form for their next updates, and logs
+    """Switches matrices whose last update was skipped to the standard form for their next updates, and logs
     them. The host waits for the device."""
     for group in groups:
         if not isinstance(group.optimizer, Muon):
@@ -86,7 +86,7 @@ def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Paramet
         skipped = {id(master) for master in group.optimizer.settle()}
         for matrix in group.hosted:
             if id(masters[matrix.index]) in skipped:
-                _log.warning("%s: the last update was left out because %s", matrix.name, LOST)
+                _log.warning("%s: the last update was skipped because %s", matrix.name, LOST)
 
 
 class Fallbacks:
@@ -114,7 +114,7 @@ class Fallbacks:
 
 @dataclass(frozen=True, kw_only=True)
 class AllOptimizers:
-    """The optimizers of all groups presented as one, for code that reads a Megatron optimizer's `optimizer`."""
+    """All groups' optimizers as a single one, for code that reads a Megatron optimizer's `optimizer`."""
 
     param_groups: list[dict[str, object]]
     state: Mapping[torch.Tensor, Mapping[str, object]]
@@ -151,8 +151,8 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Returns the gradients that this rank contributes to the global gradient norm. Over all ranks of
-        `CanzonaOptimizer`'s `stats_group`, every element counts once."""
+        """Returns the gradients that this rank contributes to the global gradient norm. The ranks of
+        `CanzonaOptimizer`'s `stats_group` together contribute every element once."""
 
     def begin(self) -> None:
         """Starts the part of the next update that needs reduced gradients but not their norm. No state changes."""
@@ -191,12 +191,12 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
     @property
     def workspace_bytes(self) -> int:
-        """The bytes of the optimizers' scratch; a workspace that several optimizers share counts once."""
+        """The bytes of the optimizers' scratch; a workspace that several optimizers share is counted once."""
         scratch = (getattr(group.optimizer, "workspace", None) for group in (*self.groups, *self.sharing))
         return sum(space.nbytes for space in {each for each in scratch if isinstance(each, Workspace)})
 
     def set_gradient_scale(self, scale: float) -> None:
-        """Sets the clipping coefficient by which the next step multiplies gradients."""
+        """Sets the clipping coefficient that the next step multiplies gradients by."""
         self._scale = scale
 
     @torch.no_grad()

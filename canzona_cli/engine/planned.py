@@ -1,4 +1,4 @@
-"""The part of an optimizer step that updates matrices by a plan: this rank's experts, a pipeline over
+"""The part of an optimizer step that updates matrices as planned: this rank's experts, a pipeline over
 micro-groups, shared matrices, and the gathering of weights from their owners."""
 
 import logging
@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters
-from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, left_out, settle
+from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, settle, skipped_updates
 from canzona_cli.engine.shared import Sharing
 from canzona_cli.megatron.owner_bucket_group import gathering_order, gathers_ahead, matrix_groups
 from canzona_cli.model.geometry import Block
@@ -63,7 +63,7 @@ class PlannedOptimizer(MasterOptimizer):
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
         """Returns the gradients that this rank contributes to the global gradient norm: the ranges that it
-        owns, so that every element of the stage's matrices counts on one rank."""
+        owns, so that exactly one rank contributes each element of the stage's matrices."""
         return self._slices
 
     @torch.no_grad()
@@ -124,14 +124,14 @@ class PlannedOptimizer(MasterOptimizer):
     # --- failed updates ---
 
     def fallbacks(self) -> torch.Tensor:
-        """Returns the number of failed updates of the matrices that this rank hosts: (1,), on the device.
-        Shared matrices count on one TP rank."""
+        """Returns the number of failed updates of the matrices that this rank hosts: (1,), on the device. One
+        TP rank counts those of shared matrices."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
         if self._sharing is not None:
             count += self._sharing.fallbacks()
         for hosting in (self._experts, self._hosting):
             count += torch.isfinite(hosting.finite).logical_not().sum()
-        return count + left_out(self.groups, self._device)
+        return count + skipped_updates(self.groups, self._device)
 
     @torch.no_grad()
     def repair(self) -> None:
@@ -192,7 +192,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     def placed(self) -> Iterator[tuple[torch.optim.Optimizer, Matrix, torch.nn.Parameter, tuple[Block, ...]]]:
         """Yields everything that this rank updates: optimizer, matrix, master (the whole matrix or a
-        fragment), and the places of the master's rows in the parameter as a single TP rank would store it."""
+        fragment), and the positions of the master's rows in the parameter as a single TP rank would store
+        it."""
         for group in (*self.groups, *self.sharing):
             for matrix in group.hosted:
                 assert group.optimizer is not None

@@ -5,7 +5,7 @@ Megatron itself supports this for Muon only (`muon_tp_mode=duplicated`); this mo
 other optimizer. Gradients are all-reduced over the data-parallel ranks. Then, one matrix after another, the
 tensor-parallel ranks gather its fragments, each of them updates the whole matrix, and each keeps its own
 fragment of the new weight. Nothing overlaps, and every rank has the masters and state of all matrices. The
-result is equal to that of strategy canzona, including the steps at which matrices are refreshed.
+result is equal to that of strategy canzona, and matrices are refreshed in the same steps.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from canzona_cli.engine.hosted import lies_whole
-from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, left_out, settle
+from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, settle, skipped_updates
 from canzona_cli.engine.wire import Wiring
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrices import Matrix
@@ -94,7 +94,7 @@ class RedundantUpdate:
         """Gathers the gradient, multiplies it by `scale` (clipping), updates the master, and writes this
         rank's fragment of the new weight."""
         matrix, gathering, master = self._matrix, self._gathering, self._master
-        # If nothing is gathered, the time for copies counts as part of the update.
+        # If nothing is gathered, the time for copies is attributed to the update.
         with self._wiring.timer.phase("exchange" if gathering.travels(matrix) else "matrix_update"):
             if not self._in_place:
                 gathering.gather(matrix, self._fragment, self._gradient)
@@ -120,8 +120,8 @@ class RedundantOptimizer(MasterOptimizer):
     shows such a failure.
 
     Args:
-        matrices: the matrices of which this rank stores a fragment or the whole, in the same order on every
-            rank, because each is gathered collectively.
+        matrices: the matrices that this rank stores, whole or as fragments, in the same order on every rank,
+            because each is gathered collectively.
         wiring: the wiring of this rank, with the masters of all these matrices.
         fallbacks: counts the fallbacks of this rank's optimizers.
     """
@@ -153,8 +153,8 @@ class RedundantOptimizer(MasterOptimizer):
         return self._dense if matrix.expert_rank is None else self._experts
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Returns the gradient fragments that this rank counts; every element counts on one rank of the stats
-        group."""
+        """Returns the gradient fragments that this rank contributes to the norm; one rank of the stats group
+        contributes each element."""
         return [
             self._gathering(matrix).wiring.fragments.gradient(matrix)
             for matrix in self._matrices
@@ -179,10 +179,10 @@ class RedundantOptimizer(MasterOptimizer):
 
     def fallbacks(self) -> torch.Tensor:
         groups = [group for group in self.groups if counts_update(group.hosted[0], self._world)]
-        return left_out(groups, self._device) + self._fallbacks.take()
+        return skipped_updates(groups, self._device) + self._fallbacks.take()
 
     def repair(self) -> None:
-        """Switches matrices whose update was left out to the standard form. Weights are not restored."""
+        """Switches matrices whose update was skipped to the standard form. Weights are not restored."""
         settle(self.groups, self.masters)
 
     @torch.no_grad()
@@ -202,8 +202,8 @@ class RedundantOptimizer(MasterOptimizer):
 def counts_dense(world: World) -> bool:
     """Returns True if this rank adds its copies of dense tensors to sums over the stats group. All
     data-parallel ranks have such copies. The group is usually one model replica, in which every rank adds
-    them. If experts are divided among ranks, the group is all ranks, because a replica does not have all
-    experts; then only one replica adds them."""
+    them. If experts are divided among ranks, the group contains all ranks, because a replica does not have
+    all experts; in that case only one replica adds them."""
     return world.layout.ep == 1 or world.owner == 0
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from canzona_cli.engine.masters import left_out, settle
+from canzona_cli.engine.masters import settle, skipped_updates
 from canzona_cli.engine.wire import Copy, Wiring, Write, joined_writes, write_finite
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.matrix_optimizer import Workspace
@@ -52,8 +52,8 @@ class SharedMatrix:
 
     @property
     def excluded(self) -> bool:
-        """True if `alone` updates the matrix in this step, because an earlier update was not trusted; the
-        same on all ranks."""
+        """True if `alone` updates the matrix in this step because an earlier update was not trusted; the same
+        on all ranks."""
         return self._optimizer.excluded(self.master)
 
     def together(self, scale: float, ranks: FragmentGroup) -> Turns[None]:
@@ -213,9 +213,9 @@ class Sharing:
             write_finite(writes, sums, on_host=on_host)
 
     def fallbacks(self) -> torch.Tensor:
-        """Returns the number of updates of the last step that were left out or not finite: (1,), on the
-        device. All TP ranks have the same number, so only TP rank 0 returns it; the others return 0."""
-        count = left_out((self,), self._wiring.device) + self._sums.isfinite().logical_not().sum()
+        """Returns the number of updates of the last step that were skipped or not finite: (1,), on the
+        device. All TP ranks have the same number, so only TP rank 0 returns it; the other ranks return 0."""
+        count = skipped_updates((self,), self._wiring.device) + self._sums.isfinite().logical_not().sum()
         return count if self._wiring.rank == 0 else torch.zeros_like(count)
 
     @torch.no_grad()
