@@ -1,5 +1,5 @@
-"""Chooses the kernel of products with symmetric results when a run starts, by measurements on the run's own
-shapes.
+"""Chooses the kernels for matmuls with symmetric results when a run starts, from measurements on the run's
+own shapes.
 
 Before it is timed, every kernel is compared with cuBLAS in exactly the calls that updates make. A kernel is
 not used if a rank cannot use it, if it is wrong on any rank, or if it gains too little. All ranks use the
@@ -9,7 +9,7 @@ Shapes that are multiplied in batches use cuBLAS, so nothing is compiled for the
 kernel has to pay off: QuACK compiles for dtypes and strides, not for shapes, and caches the result on the
 node's disk, where one rank compiles and the others wait for its files. emerging-optimizers' Triton kernel is
 not tried: it compiles 24 tilings for every shape, factor and stride (1.5 to 2.5 minutes for a 0.6B model,
-which does not gain by it), and supports bf16 only.
+which it does not speed up), and supports bf16 only.
 """
 
 import statistics
@@ -30,24 +30,24 @@ from canzona_cli.optimizers.symmetric import Kernel, Shape
 from canzona_cli.run.records import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
 Call = Literal["wide", "tall", "square"]
-"""The operand A of a product: X with contiguous rows (wide) or contiguous columns (tall), or a polynomial of
-a symmetric matrix (square)."""
+"""The operand A of a matmul: X with contiguous rows (wide) or contiguous columns (tall), or a polynomial of a
+symmetric matrix (square)."""
 Seconds = Callable[[Callable[[], None]], float]
 """A function that measures the seconds that an operation takes."""
 
 LEAST_SIDE = 512
-"""The smallest side for which kernels are tried. A smaller product does not fill a GPU even if its whole
-result is computed, so computing half of it saves nothing."""
+"""The smallest side for which kernels are tried. A smaller matmul does not fill a GPU even if its whole
+result is computed, so computing half of it does not save time."""
 GAIN = 0.97
-"""The largest ratio to cuBLAS's time at which a kernel is used; a smaller gain is within the spread of a few
+"""The largest ratio to cuBLAS's time at which a kernel is used; a smaller gain is within the noise of a few
 samples."""
 _REPEATS = 9
 _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozenset[Call]]:
-    """Returns the shapes of the run's unbatched products with symmetric results, smallest first, and the
-    calls made with each shape. A shape includes the dtype that its form uses on `device`.
+def matmul_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozenset[Call]]:
+    """Returns the shapes of the run's unbatched matmuls with symmetric results, smallest first, and the calls
+    made with each shape. A shape includes the dtype that its form uses on `device`.
 
     Empty if the optimizer does not orthogonalise, is not canzona's, or does not run in bf16.
     """
@@ -55,7 +55,7 @@ def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, froze
     orthogonal = RULES[update.name].orthogonal and not update.custom
     if not orthogonal or update.precision != "bf16" or not config.execution.ours:
         return {}
-    products: dict[Shape, frozenset[Call]] = {}
+    shapes: dict[Shape, frozenset[Call]] = {}
     for rows, cols in matrix_shapes(config):
         if stack_of(update, rows, cols, config.cluster) > 1:
             continue
@@ -64,8 +64,8 @@ def product_shapes(config: RunConfig, device: torch.device) -> dict[Shape, froze
         side, long = sorted((rows, cols))
         calls: tuple[tuple[int, Call], ...] = ((long, "tall" if rows > cols else "wide"), (side, "square"))
         for width, call in calls:
-            products[side, width, dtype] = products.get((side, width, dtype), frozenset()) | {call}
-    return dict(sorted(products.items(), key=lambda item: _size(item[0])))
+            shapes[side, width, dtype] = shapes.get((side, width, dtype), frozenset()) | {call}
+    return dict(sorted(shapes.items(), key=lambda item: _size(item[0])))
 
 
 def _size(shape: Shape) -> tuple[float, int, int, str]:
@@ -81,16 +81,16 @@ def choose_kernels(
     seconds: Seconds = device_seconds,
     begin: Callable[[str], None] = lambda shape: None,
 ) -> Kernels:
-    """Chooses the kernel of each product, installs the kernels for all further updates, and returns the
+    """Chooses the kernel for each shape, installs the kernels for all further updates, and returns the
     choices, the same on every rank. Also tests whether updates can be replayed as CUDA graphs. Collective on
-    CUDA; on a CPU it only reports which products are computed in strips.
+    CUDA; on a CPU it only reports which matmuls are computed in strips.
 
     Args:
-        ladder: the loaders of kernels by name.
-        seconds: measures the time of an operation.
-        begin: called with a description of each shape before kernels are tried on it.
+        ladder: The loaders of kernels by name.
+        seconds: Measures the time of an operation.
+        begin: Called with a description of each shape before kernels are tried on it.
     """
-    shapes = product_shapes(config, device)
+    shapes = matmul_shapes(config, device)
     if device.type != "cuda":
         return Kernels(choices=tuple(_on_cpu(shape) for shape in shapes))
     loaded, refused = _load(ladder)
@@ -112,7 +112,7 @@ def _on_cpu(shape: Shape) -> KernelChoice:
 
 
 def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel], list[KernelTrial]]:
-    """Returns the kernels that can be imported, and a refused trial for each of the others."""
+    """Returns the kernels that can be imported, and for each other kernel a trial with the reason."""
     loaded: dict[str, Kernel] = {}
     refused = []
     for name, load in ladder.items():
@@ -131,7 +131,7 @@ def _try_kernels(
     refused: Sequence[KernelTrial],
     seconds: Seconds,
 ) -> KernelChoice:
-    """Tries every kernel on one shape, on this rank alone; the result does not choose a kernel yet."""
+    """Tries every kernel on one shape, on this rank only. `_merge` chooses among the kernels afterwards."""
     side, long, dtype = shape
     trials = list(refused)
     if side >= LEAST_SIDE:
@@ -142,8 +142,8 @@ def _try_kernels(
 
 
 def _merge(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
-    """Merges all ranks' trials of one shape and chooses its kernel. The slowest rank's time counts, and a
-    kernel that any rank refuses is refused."""
+    """Merges all ranks' trials of one shape and chooses its kernel. Each kernel is judged by its time on the
+    slowest rank; a kernel that any rank refuses is refused."""
     trials = {}
     for name in dict.fromkeys(trial.kernel for choice in of_each_rank for trial in choice.trials):
         of_ranks = [trial for choice in of_each_rank for trial in choice.trials if trial.kernel == name]
@@ -164,12 +164,12 @@ def _merge(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
 
 
 class _Case:
-    """A product on which kernels are tried, with cuBLAS's result.
+    """A matmul on which kernels are tried, with cuBLAS's result.
 
     Args:
-        a, b: the factors, (side, long) and (long, side).
-        add, beta, alpha: as for a `Kernel`.
-        in_place: True if `add` is the memory into which the result is written.
+        a, b: The operands, (side, long) and (long, side).
+        add, beta, alpha: As for a `Kernel`.
+        in_place: True if the result overwrites `add`.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class _Case:
     def wrong(self, kernel: Kernel) -> bool:
         """Returns True if an element differs from cuBLAS's result by more than two roundings to its dtype
         plus the difference that another order of summation makes. Elements that the kernel does not write
-        stay NaN, or keep the value of `add`, and so are wrong."""
+        stay NaN, or keep the value of `add`, and so are detected as wrong."""
         self._out.copy_(self._before)
         self.run(kernel)
         exact = self._exact.float()
@@ -204,9 +204,9 @@ class _Case:
 
 
 def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterable[_Case]:
-    """Yields the products of this shape that Newton-Schulz computes, on operands whose rows have a norm of about
-    1. The Gram form, which uses fp16, adds every product to the matrix that it overwrites. The standard form
-    computes X X^T and A A + A."""
+    """Yields the matmuls of this shape that Newton-Schulz computes, on operands whose rows have a norm of
+    about 1. The Gram form, which uses fp16, adds every result to the matrix that it overwrites. The standard
+    form computes X X^T and A A + A."""
     side, long, dtype = shape
     in_place = dtype is torch.float16
     square = torch.randn(side, side, device=device).mul_(side**-0.5)

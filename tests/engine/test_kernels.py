@@ -18,7 +18,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.update import algorithm, form_of
 from canzona_cli.engine import kernels
-from canzona_cli.engine.kernels import Call, choose_kernels, product_shapes
+from canzona_cli.engine.kernels import Call, choose_kernels, matmul_shapes
 from canzona_cli.optimizers import Muon, gram_form, graphs, muon, muon_cuda, symmetric
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.symmetric import Kernel, plain
@@ -94,7 +94,7 @@ def _rank() -> dict[str, list[KernelChoice]]:
     }
     found["in use"] = _climb({"a": lambda: quick}, calls, config)
     calls.clear()
-    side, long, dtype = list(product_shapes(config, DEVICE))[-1]
+    side, long, dtype = list(matmul_shapes(config, DEVICE))[-1]
     x = torch.randn(side, long).to(dtype)
     symmetric.gram(x, torch.empty(side, side, dtype=dtype))
     assert calls == ["quick"]
@@ -163,8 +163,8 @@ def test_a_compiler_that_fails_on_this_gpu_costs_no_run() -> None:
 
 @pytest.mark.parametrize("optimizer", ["soap", "adamw"])
 def test_what_has_no_symmetric_products_has_no_choices(optimizer: str) -> None:
-    assert product_shapes(_config(f"optimizer={optimizer}"), DEVICE) == {}
-    assert product_shapes(_config("train.precision=fp32"), DEVICE) == {}
+    assert matmul_shapes(_config(f"optimizer={optimizer}"), DEVICE) == {}
+    assert matmul_shapes(_config("train.precision=fp32"), DEVICE) == {}
     assert choose_kernels(_config(f"optimizer={optimizer}"), torch.device("cpu")).choices == ()
 
 
@@ -173,7 +173,7 @@ def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatc
     config = _config("model=qwen3-8b", "cluster=h100-80g", "optimizer.stack=false")
     forms = {form_of(algorithm(config), *shape, config.cluster) for shape in matrix_shapes(config)}
     assert forms == {"standard", "gram"}, "the test is of nothing"
-    found = product_shapes(config, DEVICE)
+    found = matmul_shapes(config, DEVICE)
     for rows, cols in matrix_shapes(config):
         gram = form_of(algorithm(config), rows, cols, config.cluster) == "gram"
         side, dtype = min(rows, cols), torch.float16 if gram else torch.bfloat16
@@ -208,7 +208,7 @@ def test_on_cpus_it_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("canzona_cli.optimizers.symmetric._amx", lambda: False)
     choices = {(c.side, c.long): c.kernel for c in choose_kernels(config, torch.device("cpu")).choices}
     assert choices[1024, 3072] == choices[1024, 1024] == "strips"
-    assert {(*shape, torch.bfloat16) for shape in choices} == set(product_shapes(config, torch.device("cpu")))
+    assert {(*shape, torch.bfloat16) for shape in choices} == set(matmul_shapes(config, torch.device("cpu")))
     assert {c.kernel for c in choose_kernels(_config(), torch.device("cpu")).choices} == {"plain"}
     monkeypatch.setattr(kernels, "gram_dtype", lambda *_: torch.float16)  # as without instructions for bf16
     narrow = choose_kernels(_config("cluster.bf16_in_fp32=true"), torch.device("cpu")).choices
@@ -276,7 +276,7 @@ def test_what_is_tried_is_what_updates_do(shape: tuple[int, int], form: Form, mo
     monkeypatch.setattr(muon_cuda, "_descend", lambda *given, **named: None)
     monkeypatch.setattr(gram_form, "_number", lambda of_each: of_each[..., None, None])
     seen: set[Hashable] = set()
-    products = product_shapes(config, DEVICE)
+    products = matmul_shapes(config, DEVICE)
     symmetric.use({product: partial(_compiled, seen) for product in products})
     try:
         p = torch.nn.Parameter(torch.randn(shape))
@@ -316,7 +316,7 @@ def test_few_kernels_are_compiled_for_a_start(size: str, most: int) -> None:
     """Stacks are cuBLAS's: 0.6B has nothing else."""
     config = compose_run([f"recipe=qwen3-{size}", "optimizer=muon", "cluster=h100-80g"]).config
     compiled: set[Hashable] = set()
-    for product, calls in product_shapes(config, DEVICE).items():
+    for product, calls in matmul_shapes(config, DEVICE).items():
         for case in kernels._cases(product, calls, torch.device("meta")):
             case.run(partial(_compiled, compiled))
     assert len(compiled) <= most <= 24
