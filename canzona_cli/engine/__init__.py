@@ -23,12 +23,12 @@ The path of one matrix, `u0`, through a step:
       4. return      along row 1: fragments of the new weight, in the model's dtype
       5. gather      down each column, from row 1 to the parameters of every owner
 
-Steps 1 and 5 are in `megatron/owner_bucket_group`; 2 and 4 in `hosted` and `wire`, by the routes of
+Steps 1 and 5 are in `megatron/owner_bucket_group`; 2 and 4 in `hosted` and `wire`, along the routes of
 `planner/exchange`; 3 in `optimizers`.
 
 A shared matrix does not have a host: its fragments stay on the ranks of its owner's row. After the
 micro-groups, every rank of the row updates its fragment, and squares of the matrix's short side are gathered
-between products (`shared`).
+between matmuls (`shared`).
 
 Experts that are divided among ranks (`parallel.ep`; see the picture in `model/README.md`) take steps 1, 3 and
 5 only: their gradients are reduced over the cells that have the same experts, and the plan chooses one of
