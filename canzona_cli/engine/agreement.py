@@ -29,7 +29,7 @@ def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
     Collective.
 
     Args:
-        fix: the fix to show if the plan does not fit.
+        fix: The fix to show if the plan does not fit.
 
     Raises:
         PlanRefused: on all ranks together, with the first problem of each rank that has one, or with the
@@ -59,8 +59,8 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
     is given.
 
     Args:
-        source: the path of a user's class, whose file may be missing on some nodes; None for an optimizer of
-            canzona, which is not checked.
+        source: The path of a user's class, whose file may be missing on some nodes; None for one of canzona's
+            optimizers, which are not checked.
 
     Raises:
         OptimizerRefused: on all ranks together, with the problem of each rank on which `make` failed.

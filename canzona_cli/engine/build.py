@@ -74,7 +74,7 @@ def build_engine(
 
     Raises:
         Unsupported: see `build_adamw`.
-        OptimizerRefused: on all ranks together, if a user's own class cannot update 2-D parameters by
+        OptimizerRefused: On all ranks together, if a user's own class cannot update 2-D parameters with
             `step()` alone.
     """
     shared = plan.assignment.shares if plan is not None else {}
@@ -118,7 +118,7 @@ def build_engine(
         updater,
         chunks,
         # With a plan, every gradient element is reduced to one rank. Without a plan, data-parallel ranks have
-        # equal gradients, which count once.
+        # equal gradients, which are counted once.
         stats_group=world.groups.mp if plan is None and world.layout.ep == 1 else world.groups.intra_dist_opt,
         counts_adamw=plan is not None or counts_dense(world),
         timer=timer,
@@ -239,7 +239,7 @@ def _limited_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> l
 def _hosting(
     config: RunConfig, batches: Sequence[Sequence[Matrix]], hosts: Mapping[int, int], wiring: Wiring
 ) -> Hosting:
-    """Makes the groups of hosted matrices and fills their masters.
+    """Creates the groups of hosted matrices and fills their masters.
 
     Args:
         batches: the matrices that any TP rank hosts, group by group in the order of their updates.
@@ -285,8 +285,8 @@ def _hosting(
 
 
 def _sharing(groups: Sequence[Sequence[Matrix]], shares: Mapping[int, Share], wiring: Wiring) -> Sharing | None:
-    """Makes the optimizer of this rank's fragments of shared matrices, with masters copied from the model's
-    weights. None if the owner does not have shared matrices."""
+    """Creates the optimizer of this rank's fragments of shared matrices, and copies the model's weights to
+    their masters. Returns None if the owner does not have shared matrices."""
     matrices = [matrix for group in groups for matrix in group if matrix.index in shares]
     if not matrices:
         return None
@@ -297,13 +297,13 @@ def _sharing(groups: Sequence[Sequence[Matrix]], shares: Mapping[int, Share], wi
 
 
 def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) -> MakeOptimizer:
-    """Returns a function that makes the optimizer of some of this rank's matrices.
+    """Returns a function that creates the optimizer of some of this rank's matrices.
 
     Args:
-        on_fallback: called when an optimizer uses a fallback.
+        on_fallback: Called when an optimizer uses a fallback.
 
     Raises:
-        UnusableOptimizer: a user's own class cannot update 2-D parameters by `step()` alone.
+        UnusableOptimizer: A user's own class cannot update 2-D parameters with `step()` alone.
     """
     chosen = config.optimizer
     if isinstance(chosen, CustomConfig):
@@ -321,7 +321,7 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
 
 
 def _class_of(chosen: OptimizerBase) -> Kind:
-    """Imports and returns the optimizer's class, whose name is one of the optimizer's facts."""
+    """Imports and returns the optimizer's class, which `Facts.update` names."""
     update = known()[chosen.name].update
     assert update is not None, f"{chosen.name} does not update matrices"
     module, _, name = update.partition(":")
@@ -330,7 +330,7 @@ def _class_of(chosen: OptimizerBase) -> Kind:
 
 
 def _specific_settings(chosen: OptimizerBase) -> dict[str, object]:
-    """Returns the settings that are specific to this optimizer; its class has arguments of the same names."""
+    """Returns the settings that the optimizer's class takes as arguments of the same names."""
     names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
     return {name: getattr(chosen, name) for name in names}
 
