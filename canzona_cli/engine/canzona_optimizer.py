@@ -53,11 +53,11 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
     read together with it.
 
     Args:
-        adamw: Megatron's AdamW for all other parameters.
-        matrices: the optimizer of the matrices: by the plan (`PlannedOptimizer`), or all matrices of a stage
-            on every rank (`RedundantOptimizer`).
-        stats_group: the ranks over which every gradient element counts once: all ranks, or, if data-parallel
-            ranks have equal gradients, the ranks of one model replica.
+        adamw: Megatron's AdamW for all other parameters. matrices: the optimizer of the matrices, which
+        follows a plan (`PlannedOptimizer`) or updates all matrices
+            of a stage on every rank (`RedundantOptimizer`).
+        stats_group: the ranks that together count every gradient element once: all ranks, or, if
+            data-parallel ranks have equal gradients, the ranks of one model replica.
         counts_adamw: False if this rank's gradients of AdamW's parameters are copies of gradients that other
             ranks of `stats_group` count.
         non_finite: "stop" to raise an error if the norm is not finite, "skip" to skip the step.
@@ -165,8 +165,8 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         `captures`. Collective; the host waits for the device."""
         counted = self._adamw.get_grads_for_grad_norm() if self._counts_adamw else []
         squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
-        # If several ranks have equal copies of a gradient, one rank's copy counts. The others are added with
-        # factor 0: a copy that is not finite then makes the norm not finite.
+        # If several ranks have equal copies of a gradient, only one rank's copy enters the norm. The other
+        # copies are added with factor 0, so that a copy that is not finite makes the norm not finite.
         seen = {gradient.data_ptr() for gradient in counted}
         copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
         squares += 0.0 * self._squares([gradient for gradient in copies if gradient.data_ptr() not in seen])
@@ -212,10 +212,10 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         return self._sharded.to_save(model_sharded_state_dict, metadata or {})
 
     def load_state_dict(self, state_dict: Mapping[object, object]) -> None:  # type: ignore[override]
-        """Takes over the state that was read into the last result of `sharded_state_dict`.
+        """Adopts the state that was read into the last result of `sharded_state_dict`.
 
         Raises:
-            Unsupported: `state_dict` is anything else, such as a full state dict.
+            Unsupported: `state_dict` is not that result, but for example a full state dict.
         """
         if self._sharded is not None and self._sharded.loaded(state_dict):
             self._reads_weights, self._sharded = not self._sharded.has_masters, None

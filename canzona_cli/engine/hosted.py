@@ -58,7 +58,7 @@ class HostedGroup:
         self.hosted = hosted
         self._wiring, self._gradients, self._weights = wiring, gradients, weights
         self._spans: dict[AllToAll, Span] = {}
-        # With one TP rank nothing is sent, and the time for copies counts as part of the update.
+        # With one TP rank nothing is sent, and the time for copies is attributed to the update.
         self._moving: Phase = "exchange" if wiring.tp_group is not None else "matrix_update"
         self._on_host = wiring.device.type == "cpu"
         self._masters = [wiring.masters[m.index] for m in hosted]
@@ -91,9 +91,9 @@ class HostedGroup:
         self._bind_arriving_weights()
 
     def _bind_gradients(self, scratch: torch.Tensor) -> None:
-        """Chooses the place at which each hosted matrix's gradient is assembled, and prepares the copies. A
-        gradient that is not already whole in Megatron's buffer is assembled in `scratch`, next to gradients
-        of equal matrices."""
+        """Chooses where each hosted matrix's gradient is assembled, and prepares the copies. A gradient that
+        is not already whole in Megatron's buffer is assembled in `scratch`, next to gradients of equal
+        matrices."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         grads: dict[int, torch.Tensor] = {}
         in_place: list[torch.Tensor] = []
@@ -133,7 +133,7 @@ class HostedGroup:
                 yield view_run(masters[run]), view_run(flags[run])
 
     def _bind_arriving_weights(self) -> None:
-        """Prepares the writes of fragments of matrices that other ranks host, each with the place of the
+        """Prepares the writes of fragments of matrices that other ranks host, each with the index of the
         matrix's flag."""
         fragments, weights = self._wiring.fragments, self._weights
         arriving = weights.route.receive_flags
