@@ -1,6 +1,6 @@
 """The methods of Megatron's optimizers that the engine's optimizers do not have.
 
-Megatron's versions would silently leave the matrices out, so these methods raise an error instead.
+Megatron's versions would silently ignore the matrices, so these methods raise an error instead.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def refuse_masters(state_dict: object) -> None:
     """Raises Unsupported if the caller wants masters to be copied from a loaded state instead of the weights."""
     if state_dict is not None:
         reason = "masters of matrices are copied from the weights"
-        fix = "call it without state_dict (Megatron-LM: leave out --load-main-params-from-ckpt)"
+        fix = "call it without state_dict (Megatron-LM: remove --load-main-params-from-ckpt)"
         raise Unsupported(Problem(key="reload_model_params", value="state_dict", reason=reason, fix=fix))
 
 
@@ -35,8 +35,8 @@ class Refusals:
     matrices."""
 
     offload_to_cpu = _refused("offload_to_cpu", _ON_DEVICE, "free other memory, or build the engine again")
-    restore_from_cpu = _refused("restore_from_cpu", _ON_DEVICE, "leave it out")
-    count_zeros = _refused("count_zeros", "no rank has the gradients of all matrices", "leave it out")
+    restore_from_cpu = _refused("restore_from_cpu", _ON_DEVICE, "remove the call")
+    count_zeros = _refused("count_zeros", "no rank has the gradients of all matrices", "remove the call")
     clip_grad_norm = _refused("clip_grad_norm", _IN_STEP, "call step()")
     get_grads_for_grad_norm = _refused("get_grads_for_grad_norm", _IN_STEP, "call get_grad_norm()")
     has_grad_norm_group = _refused("has_grad_norm_group", _IN_STEP, "call step()")

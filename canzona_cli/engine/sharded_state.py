@@ -71,7 +71,7 @@ class _Updated:
     master: torch.nn.Parameter
     optimizer: MatrixOptimizer
     blocks: tuple[Block, ...]
-    """The places of the master's rows in the whole parameter."""
+    """The positions of the master's rows in the whole parameter."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...] | None]:
@@ -94,7 +94,7 @@ class _Updated:
         return {key: value for key, value in state.items() if isinstance(value, bool | int | float | str)}
 
     def take(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Count]) -> None:
-        """Replaces the optimizer's state by a checkpoint's. If the counts that the optimizer needs are
+        """Replaces the optimizer's state by that of a checkpoint. If the counts that the optimizer needs are
         missing, the checkpoint was saved before the matrix's first step, and nothing changes."""
         if all(shape is not None or key in counts for key, shape in self.shapes.items()):
             state = {key: tensor for key, tensor in tensors.items() if key != MUONS_MASTER}
@@ -179,7 +179,7 @@ class ShardedState:
             if isinstance(optimizer, MatrixOptimizer)
         ]
         self._targets: dict[str, dict[str, torch.Tensor]] = {}
-        """The tensors into which each matrix's state is loaded, by matrix name."""
+        """The tensors that each matrix's state is loaded into, by matrix name."""
         self.has_masters = True
         """False if the checkpoint to load was saved by fp32 training, where weights may be the only masters."""
 
@@ -204,7 +204,7 @@ class ShardedState:
         return {0: {"optimizer": muon, _ENTRIES: counts}, 1: adamw}
 
     def to_load(self, model: StateDict) -> dict[object, object]:
-        """Returns the entries into which a checkpoint is read before `loaded` is called. The masters and state
+        """Returns the entries that a checkpoint is read into before `loaded` is called. The masters and state
         of matrices are read directly into this rank's tensors.
 
         Args:
@@ -238,8 +238,8 @@ class ShardedState:
 
     @torch.no_grad()
     def loaded(self, state: StateDict) -> bool:
-        """Takes over the state that `dist_checkpointing.load` read into the entries of `to_load`. Returns
-        False for any other state.
+        """Adopts the state that `dist_checkpointing.load` read into the entries of `to_load`. Returns False
+        for any other state.
 
         Raises:
             Unsupported: the number of AdamW's steps is missing.
@@ -257,7 +257,7 @@ class ShardedState:
             each.take(tensors, counts.get(each.matrix.name, {}))
         step = stored_step({key: value for key, value in state.items() if key != _ENTRIES})
         if step is None:
-            reason = "it does not say how many steps AdamW has made"
+            reason = "it does not contain the number of AdamW's steps"
             raise Unsupported(Problem(key="load", value="step", reason=reason, fix=_WEIGHTS_ALONE))
         for item in held(self._adamw, self._chunks):
             fields = entries["adamw"][item.parameter].items()
@@ -274,8 +274,8 @@ class ShardedState:
         return {named[number][0]: entry for number, entry in entries.items()}
 
     def _names(self, weight: str, fields: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-        """Returns the name of each field of a parameter's state in the checkpoint; without the master if the
-        checkpoint has no masters.
+        """Returns the name of each field of a parameter's state in the checkpoint; the master is not included
+        if the checkpoint has no masters.
 
         Args:
             weight: the key of the parameter.

@@ -20,7 +20,7 @@ def stored_step(common: object) -> float | None:
     """Returns the largest step count of any parameter group or parameter; None if there is no count.
 
     Args:
-        common: the part of a checkpoint that all ranks read, or its optimizers alone.
+        common: The part of a checkpoint that all ranks read, or only its optimizers.
     """
     return max(_steps(common), default=None)
 

@@ -33,7 +33,8 @@ class Fragments:
         return Fragments(self._model, 1, 0, self._parameters)
 
     def gradient(self, matrix: Matrix) -> torch.Tensor:
-        """Returns a view of this rank's fragment of the reduced gradient; valid on the matrix's owner only."""
+        """Returns a view of this rank's fragment of the reduced gradient; valid only on the matrix's
+        owner."""
         main_grad: object = getattr(self._parameters[matrix.parameter], "main_grad", None)
         assert isinstance(main_grad, torch.Tensor)
         return self.in_parameter(matrix, main_grad)
@@ -70,13 +71,14 @@ class Aside:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # High priority, because these short copies compete with products that fill the device, and other
-        # ranks wait for the messages.
+        # High priority, because these short copies compete with matmuls that fill the device, and other ranks
+        # wait for the messages.
         self._stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Runs the block on this stream, after everything that was enqueued on the current stream so far."""
+        """Runs the block on this stream, after all work that has been enqueued on the current stream so
+        far."""
         if self._stream is None:
             yield
             return
@@ -85,7 +87,7 @@ class Aside:
             yield
 
     def join(self) -> None:
-        """Makes the current stream wait for everything that was enqueued on this stream."""
+        """Makes the current stream wait for all work that has been enqueued on this stream."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -128,7 +130,7 @@ class AllToAll:
     there are no buffers.
 
     Args:
-        number: the number of the micro-group; even and odd micro-groups use different buffers.
+        number: the index of the micro-group; even and odd micro-groups use different buffers.
         group: the TP ranks; None if there is only one.
     """
 
@@ -229,7 +231,7 @@ class Writes:
     """The writes of fragments of one shape that are evenly spaced. All tensors are (count, *shape)."""
 
     flags: slice
-    """The places of the fragments' flags."""
+    """The indices of the fragments' flags."""
     target: torch.Tensor
     source: torch.Tensor
     rounded: torch.Tensor
@@ -248,7 +250,7 @@ def joined_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
     """Joins writes whose fragments and flags are both evenly spaced.
 
     Args:
-        writes: (place of the flag, write) pairs.
+        writes: (index of the flag, write) pairs.
     """
     merged: list[Writes] = []
     for alike in by_key(writes, lambda write: (write[1].target.shape, write[1].target.dtype, write[1].source.dtype)):
@@ -277,7 +279,7 @@ def by_key[T](items: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list
 
 
 def write_finite(writes: Sequence[Writes], flags: torch.Tensor, *, on_host: bool) -> None:
-    """Makes the writes whose flag is finite; the targets of the other writes stay unchanged.
+    """Performs the writes whose flag is finite; the targets of the other writes stay unchanged.
 
     Args:
         flags: (flags,), a number for each fragment.
