@@ -20,7 +20,7 @@ from canzona_cli.costs.update import GRAM_MIN_SIDE, RULES, algorithm, duration, 
 from canzona_cli.fields import Seconds
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm, Work
-from canzona_cli.optimizers.muon_facts import product_bytes, segments
+from canzona_cli.optimizers.muon_facts import matmul_bytes, segments
 
 _FLAG_BYTES = 16
 """The maximum size in bytes of an all-reduce of norms and flags."""
@@ -95,7 +95,7 @@ def share_of(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig
     """Returns the cost of the shared update of a (rows, cols) matrix."""
     m, n = sorted((rows, cols))
     scale = gram_scale(a, rows, cols, cluster)
-    works = shared_works(a.ns_steps, m, n, tp, width=product_bytes(a))
+    works = shared_works(a.ns_steps, m, n, tp, width=matmul_bytes(a))
     return Share(fragment=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in works))
 
 
@@ -119,7 +119,7 @@ def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Wor
         works.append(Work(traffic=(tp + 1) * width * m * m / tp, launches=5))
         number = 4 * k - 3
         product = Work(
-            products=((1, m // tp, m, m),),
+            matmuls=((1, m // tp, m, m),),
             traffic=width * (17 * k - 14) / number * m * m / tp,
             launches=(11 * k + 7 * min(k, 2) + 15) / number,
         )
@@ -207,7 +207,7 @@ def _fragment_work(m: int, n: int, tp: int, *, width: int) -> _FragmentWork:
     return _FragmentWork(
         before=Work(traffic=(32 + width) * fragment, launches=_FRAGMENT_KERNELS[0]),
         gram=Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m),
-        applied=Work(products=((1, m, m, n // tp),), traffic=4 * width * fragment),
+        applied=Work(matmuls=((1, m, m, n // tp),), traffic=4 * width * fragment),
         after=Work(traffic=(24 + 2 * width) * fragment, launches=_FRAGMENT_KERNELS[2]),
     )
 
@@ -215,7 +215,7 @@ def _fragment_work(m: int, n: int, tp: int, *, width: int) -> _FragmentWork:
 def _both(a: Work, b: Work) -> Work:
     """Adds the work of two parts."""
     return Work(
-        products=a.products + b.products,
+        matmuls=a.matmuls + b.matmuls,
         symmetric=a.symmetric + b.symmetric,
         traffic=a.traffic + b.traffic,
         launches=a.launches + b.launches,

@@ -29,7 +29,7 @@ from canzona_cli.config.schema import (
 )
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm, Form, Rule, Work, known
-from canzona_cli.optimizers.muon_facts import MUON_AROUND, product_bytes
+from canzona_cli.optimizers.muon_facts import MUON_AROUND, matmul_bytes
 from canzona_cli.run.phases import Phase
 
 Implementation = Literal["canzona", "megatron"]
@@ -154,7 +154,7 @@ def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
 def _fitting(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
     """Returns the number of matrices whose iterates and squares fit in `STACK_BYTES`."""
     m, n = sorted((rows, cols))
-    return STACK_BYTES[cluster.device] // (2 * product_bytes(a) * (m * n + m * m))
+    return STACK_BYTES[cluster.device] // (2 * matmul_bytes(a) * (m * n + m * m))
 
 
 def label(a: Algorithm) -> str:
@@ -391,7 +391,7 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) 
     eigh = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32 / 100
     halved = cluster.symmetric_factor if unit == "bf16" and together == 1 else 1.0
     return (
-        sum(count * matmul(m, k, n) for count, m, k, n in work.products)
+        sum(count * matmul(m, k, n) for count, m, k, n in work.matmuls)
         + sum(count * halved * matmul(m, k, m) for count, m, k in work.symmetric)
         + work.qr_flops / qr
         + sum(9.0 * n**3 / eigh for n in work.eigh)

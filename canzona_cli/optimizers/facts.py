@@ -105,7 +105,7 @@ class Algorithm:
 class Work:
     """The work of one update."""
 
-    products: tuple[tuple[int, int, int, int], ...] = ()
+    matmuls: tuple[tuple[int, int, int, int], ...] = ()
     """The dense matmuls, as (count, m, k, n): `count` matmuls of (m, k) by (k, n)."""
     symmetric: tuple[tuple[int, int, int], ...] = ()
     """The matmuls with a symmetric result, as (count, m, k): `count` matmuls of (m, k) by (k, m). A kernel
@@ -129,17 +129,17 @@ class Work:
     def flops(self) -> float:
         """The total FLOPs. A QR with explicit Q takes 4 m n^2 - 4/3 n^3, an eigh with vectors 9 n^3 (Golub &
         Van Loan, 4th ed., 5.2 and 8.3)."""
-        return self.elementwise + self.product_flops + self.qr_flops + sum(9.0 * n**3 for n in self.eigh)
+        return self.elementwise + self.matmul_flops + self.qr_flops + sum(9.0 * n**3 for n in self.eigh)
 
     @property
     def qr_flops(self) -> float:
         return sum(4.0 * m * n**2 - 4 / 3 * n**3 for m, n in self.qr)
 
     @property
-    def product_flops(self) -> float:
+    def matmul_flops(self) -> float:
         """The FLOPs of all matmuls, if none exploits the symmetry of its result."""
-        iteration = self.iteration.product_flops if self.iteration else 0.0
-        return iteration + sum(2.0 * count * m * k * n for count, m, k, n in self.products) + self._symmetric_flops
+        iteration = self.iteration.matmul_flops if self.iteration else 0.0
+        return iteration + sum(2.0 * count * m * k * n for count, m, k, n in self.matmuls) + self._symmetric_flops
 
     @property
     def symmetric_flops(self) -> float:

@@ -112,7 +112,7 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     + w. In Gram form the last matmul writes fp32, so decay and weight take one pass of 12. In a stack decay
     and weight remain two passes, and zeroing untrusted updates takes 2 w.
     """
-    iteration, w = iteration_work(a, rows, cols), product_bytes(a)
+    iteration, w = iteration_work(a, rows, cols), matmul_bytes(a)
     traffic = iteration.traffic + (40 + 2 * w + _move_bytes(a)) * rows * cols
     launches = iteration.launches + MUON_AROUND + (2 if _in_one_pass(a) else 0)
     return replace(iteration, traffic=traffic, launches=launches), ()
@@ -121,7 +121,7 @@ def _muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
 def _move_bytes(a: Algorithm) -> int:
     """Returns the bytes per element of Muon's passes for weight decay, weight and, in a stack, untrusted
     updates."""
-    w = product_bytes(a)
+    w = matmul_bytes(a)
     return 12 if _in_one_pass(a) else 16 + (3 if a.form == "gram" else 1) * w
 
 
@@ -136,14 +136,14 @@ def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
     for their scaling, or 4 and 8 if the iteration's result is fp32. Decay and weight then take 20 bytes, or
     12 in one pass."""
     muon, none = _muon(a, rows, cols)
-    w = product_bytes(a)
+    w = matmul_bytes(a)
     zeroing = 2 * w if a.form == "gram" and a.stack is True else 0
     scaled = 12 if _in_one_pass(a) else 2 * w + 4
     traffic = muon.traffic + (scaled + (12 if a.form == "gram" else 20) + zeroing - _move_bytes(a)) * rows * cols
     return replace(muon, traffic=traffic, launches=muon.launches + 8), none
 
 
-def product_bytes(a: Algorithm) -> int:
+def matmul_bytes(a: Algorithm) -> int:
     """Returns the bytes per element of the matrices that Newton-Schulz multiplies."""
     return 2 if a.precision == "bf16" else 4
 
@@ -153,11 +153,11 @@ def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
     matrices it adds to."""
     assert a.form != "auto"
     m, n = sorted((rows, cols))
-    steps, width = a.ns_steps, product_bytes(a)
+    steps, width = a.ns_steps, matmul_bytes(a)
     if a.form == "gram":
         return _gram(steps, m, n, width)
     return Work(
-        products=((steps, m, m, n),),
+        matmuls=((steps, m, m, n),),
         symmetric=((steps, m, n), (steps, m, m)),
         traffic=2 * width * steps * (m * n + m * m),
         launches=5 * steps,
@@ -185,7 +185,7 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
     rows = min(m, SAMPLES)
     probe = width * rows * ((3 * len(parts) + 4 * several) * m + len(parts) * n)
     return Work(
-        products=((len(parts), m, m, n),),
+        matmuls=((len(parts), m, m, n),),
         symmetric=((len(parts), m, n), (squares, m, m)),
         traffic=width * passes * m * m + probe,
         launches=sum(13 * k + 10 for k in parts) + 10 * several - 4,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from canzona_cli.fields import CURVE, OPTIMIZER, PLAN, Count, Epsilon, Example, Share, Side
 
 from .facts import Algorithm, Facts, OptimizerBase, RootMethod, Rule, Work
-from .muon_facts import NewtonSchulzConfig, iteration_work, product_bytes
+from .muon_facts import NewtonSchulzConfig, iteration_work, matmul_bytes
 
 GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
 """The bytes of memory traffic per element of Shampoo's grafting: 4 for the norm of Shampoo's update and 8 for
@@ -102,7 +102,7 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
-        products=tuple(_side_matmuls(rows, cols, sides, 1)),
+        matmuls=tuple(_side_matmuls(rows, cols, sides, 1)),
         traffic=(50 + GRAFTING_BYTES[a.grafting]) * rows * cols + 24 * squares,
         launches=8 + 15 * len(sides) + GRAFTING_LAUNCHES[a.grafting],
     )
@@ -110,13 +110,13 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
 
     def root(side: int, part: int) -> Work:
         if a.roots == "eigh":
-            eigh = Work(products=((1, side, side, side),), eigh=(side,), traffic=40 * side * side, launches=20)
+            eigh = Work(matmuls=((1, side, side, side),), eigh=(side,), traffic=40 * side * side, launches=20)
             return eigh if part == 0 else Work()
-        products = [count for n, count in enumerate(counts) if newton_part(n, len(counts), parts_of(a)) == part]
+        matmul_counts = [count for n, count in enumerate(counts) if newton_part(n, len(counts), parts_of(a)) == part]
         # Both squares are packed and unpacked between parts.
-        share, stored = len(products) / len(counts), a.spread and len(products) > 0
+        share, stored = len(matmul_counts) / len(counts), a.spread and len(matmul_counts) > 0
         return Work(
-            products=((sum(products), side, side, side),) if products else (),
+            matmuls=((sum(matmul_counts), side, side, side),) if matmul_counts else (),
             traffic=(100 * share + 48 * stored) * side * side,
             launches=110 * share + 24 * stored,
         )
@@ -130,14 +130,14 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
-        products=tuple(_side_matmuls(rows, cols, sides, 2)),
+        matmuls=tuple(_side_matmuls(rows, cols, sides, 2)),
         traffic=86 * rows * cols + 12 * squares,
         launches=14 + 7 * len(sides),
     )
 
     def turned(side: int) -> Work:
         other = rows * cols // side
-        return Work(products=((2, side, side, other),), traffic=8 * rows * cols + 16 * side * side, launches=9)
+        return Work(matmuls=((2, side, side, other),), traffic=8 * rows * cols + 16 * side * side, launches=9)
 
     def orthonormal(side: int, part: int) -> Work:
         panels = _orthonormal_work(a, side, part, Work(traffic=28 * side * side, launches=9))
@@ -156,12 +156,12 @@ def _orthonormal_work(a: Algorithm, side: int, part: int, begun: Work) -> Work:
     low, high = panel(side, part, parts_of(a))
     width = high - low
     projected = Work(
-        products=((2, low, side, width), (2, side, low, width)) if low and width else (),
+        matmuls=((2, low, side, width), (2, side, low, width)) if low and width else (),
         qr=((side, width),) if width else (),
         traffic=40 * side * width if low else 0,
         launches=12 if low else 0,
     )
-    return projected if part else _total([begun, Work(products=((1, side, side, side),)), projected])
+    return projected if part else _total([begun, Work(matmuls=((1, side, side, side),)), projected])
 
 
 def _refresh_parts(a: Algorithm, rows: int, cols: int, of_side: Callable[[int, int], Work]) -> tuple[Work, ...]:
@@ -177,7 +177,7 @@ def _refresh_parts(a: Algorithm, rows: int, cols: int, of_side: Callable[[int, i
 
 def _total(works: Sequence[Work]) -> Work:
     return Work(
-        products=tuple(product for work in works for product in work.products),
+        matmuls=tuple(matmul for work in works for matmul in work.matmuls),
         qr=tuple(shape for work in works for shape in work.qr),
         eigh=tuple(side for work in works for side in work.eigh),
         traffic=sum(work.traffic for work in works),
@@ -190,7 +190,7 @@ def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ..
     for the division, w + 4 for the copy back and 8 for scaling, where w is the width of the matmuls'
     dtype."""
     step, parts = _soap(a, rows, cols)
-    traffic = step.traffic + (20 + 2 * product_bytes(a)) * rows * cols
+    traffic = step.traffic + (20 + 2 * matmul_bytes(a)) * rows * cols
     return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), parts
 
 
@@ -202,7 +202,7 @@ def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, .
     m, n = sorted((rows, cols))
     both = ((1, m, m, n),) if len(sides) == 2 else ()
     step = Work(
-        products=(*_side_matmuls(rows, cols, sides, 3), *both),
+        matmuls=(*_side_matmuls(rows, cols, sides, 3), *both),
         traffic=106 * rows * cols + 12 * squares,
         launches=14 + 18 * len(sides),
     )

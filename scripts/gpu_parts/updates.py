@@ -134,7 +134,7 @@ def launches(work: Callable[[], None], device: torch.device) -> int:
 def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple[int, str]:
     """Returns the side and the precision of the square product with the mean volume of an update's products."""
     how = algorithm(variant.config)
-    parts = work(how, rows, cols)[0].products
+    parts = work(how, rows, cols)[0].matmuls
     volume = sum(n * m * k * p for n, m, k, p in parts) / sum(n for n, *_ in parts)
     precision = how.precision if how.name == "muon" else "tf32" if how.tf32 and device.type == "cuda" else "fp32"
     return max(64, 64 * round(volume ** (1 / 3) / 64)), precision

@@ -175,7 +175,7 @@ def test_parts_of_a_refresh_are_priced_as_they_are_run(name: UpdateName) -> None
     step, parts = work(how, *shape)
     for number, part in enumerate(parts):
         vectors = sum(10 * 2 * side**2 for side in shape) if name == "shampoo" and number == 0 else 0
-        assert counted(update) - vectors == pytest.approx(step.flops + part.product_flops), number
+        assert counted(update) - vectors == pytest.approx(step.flops + part.matmul_flops), number
 
 
 @pytest.mark.parametrize("name", ["soap", "kl-shampoo", "shampoo", "soap-muon"])
