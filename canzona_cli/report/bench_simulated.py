@@ -13,6 +13,7 @@ from canzona_cli.bench.simulated import YARDSTICKS, SimulatedCell, Simulation
 from canzona_cli.cluster.search import Tried
 from canzona_cli.report.bench_sweep import HEADS, TITLES
 from canzona_cli.report.curves import Curve, Curves, SideBySide
+from canzona_cli.report.header import rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, wrapped
 from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.phases import STRATEGIES
@@ -33,7 +34,7 @@ class SimulationView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         simulation = self.simulation
-        unit = "GPUs" if simulation.device == "cuda" else "CPU ranks"
+        unit = f"{rank_word(simulation.device)}s"
         trust = "(calibrated)" if simulation.calibrated else "(hand-written, not calibrated)"
         low, high = min(simulation.gpus), max(simulation.gpus)
         span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -103,7 +104,7 @@ class SimulatedSweepView(Page):
         first = next(iter(self.simulations.values()))
         yield headed("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {clean(first.profile)}")
         yield wrapped(TITLES[self.kind], "dim")
-        unit = "GPUs" if first.device == "cuda" else "CPU ranks"
+        unit = f"{rank_word(first.device)}s"
         for place, cell in enumerate(first.cells):
             cells = [simulation.cells[place] for simulation in self.simulations.values()]
             groups, layouts = self._groups(cells), _layouts(cells)
