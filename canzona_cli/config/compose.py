@@ -23,7 +23,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import content_problems, unasked_problems
 from canzona_cli.config.settings import nested, with_own_values
 from canzona_cli.config.tree import composed, with_values
-from canzona_cli.config.typed import build, problems_alone, stand_in
+from canzona_cli.config.typed import build, stand_in, type_problems
 from canzona_cli.config.unused import config_warnings, unused_problems
 from canzona_cli.errors import ConfigError, Problem, refuse
 
@@ -104,7 +104,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     options, paths = find_options(parsed.groups, dirs, problems)
     if "recipe" not in {*options, *paths}:
         # Without a recipe, only the problems of single overrides can be reported.
-        raise ConfigError(*problems, *problems_alone(nested(parsed.values), parsed.texts))
+        raise ConfigError(*problems, *type_problems(nested(parsed.values), parsed.texts))
     try:
         base, files = composed(options, paths, dirs)
         tree = with_values(base, parsed.values, problems)

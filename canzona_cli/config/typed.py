@@ -58,7 +58,7 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
     return _together(problems, where) or RunConfig(**parts)  # type: ignore[arg-type]
 
 
-def problems_alone(tree: dict[str, object], texts: Mapping[str, str]) -> list[Problem]:
+def type_problems(tree: dict[str, object], texts: Mapping[str, str]) -> list[Problem]:
     """Returns the problems with the types of the command line's values, which need no recipe.
 
     Args:
