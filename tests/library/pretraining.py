@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import megatron.core.tokenizers.text  # noqa: F401 # with transformers, which every rank would import anew
 import numpy as np
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.training import arguments, initialize, training
+from megatron.training import argument_utils, arguments, initialize, training
 from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from canzona_cli import use_in_megatron_lm
 from canzona_cli.megatron import cpu_backend
 from canzona_cli.megatron.matrix_buffers import global_parameters
+from tests.commands.support import ready_to_fork
 from tests.dist.ranks import run_ranks
 
 STEPS, LENGTH, VOCABULARY = 8, 64, 128
@@ -82,6 +84,7 @@ def pretrain(
         canzona: the settings of canzona's engine; None for Megatron's own optimizer.
         samples: makes the training samples; None for `MockTokens`.
     """
+    ready_to_fork()
     return run_ranks(ranks, partial(run, flags, canzona, samples or MockTokens))
 
 
@@ -236,6 +239,7 @@ def stand_ins() -> Iterator[None]:
         (initialize, "_compile_dependencies", zero),  # a make in the wheel, which has the library and no Makefile
         (initialize.inprocess_restart, "maybe_force_nccl_backend_init", zero),
         (arguments, "get_device_arch_version", lambda: 10),
+        (argument_utils.ArgumentGroupFactory, "_get_field_docstrings", lambda *_: {}),  # by parsing Megatron's sources
         *((DistributedOptimizer, name, value) for name, value in vars(TorchsAdamW).items() if callable(value)),
     )
     for owner, name, value in replaced:
