@@ -11,7 +11,7 @@ from typing import Any
 import gpu_check
 import pytest
 import torch
-from gpu_check import PARTS, Part, check, examine
+from gpu_check import PARTS, Part, check, examine, part_called
 from gpu_parts import one_gpu, two_gpus
 from gpu_parts.alone import lone_team
 from gpu_parts.losses import apart
@@ -27,6 +27,7 @@ from canzona_cli.optimizers.facts import Algorithm
 from tests.sizes import model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+ALONE = ("graphs", "hot", "ladder")
 ALGORITHMS = {
     "muon/standard/5": Algorithm(name="muon"),
     "muon/standard/5/stacked": Algorithm(name="muon", stack=True),
@@ -63,10 +64,10 @@ def setup(tmp_path: Path) -> Setup:
 @pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_parts_pass_on_cpu_ranks(tmp_path: Path) -> None:
-    """All but the updates and the overlap, which are tested below, and parts that differ by a few overrides from
-    `train` and `cp2`."""
+    """All but those tested below, and parts that differ by a few overrides from `train` and `cp2`."""
     out = tmp_path / "checked.json"
-    parts = [name for name in PARTS if name not in ("updates", "overlap", "te", "experts", "tp2", "dp2", "pp2")]
+    elsewhere = (*ALONE, "updates", "overlap")
+    parts = [name for name in PARTS if name not in (*elsewhere, "te", "experts", "tp2", "dp2", "pp2")]
     asked = [name for name in parts if name not in ("demo", "train")]  # the others need them
     done = _run("--device", "cpu", "--only", *asked, "--minutes", "28", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,13 +76,22 @@ def test_parts_pass_on_cpu_ranks(tmp_path: Path) -> None:
     for name in parts:
         assert any(line.startswith(f"{name} ") for line in done.stdout.splitlines())
     numbers = {name: part["numbers"] for name, part in checked.items()}
-    assert {choice["kernel"] for choice in numbers["ladder"]["qwen3-tiny"]["choices"]} == {"plain"}
     assert set(numbers["chains"]) == {"one owner", "ascending", "descending", "reduce_scatter"}
     compared = {row["what"].strip(): row for part in checked.values() for row in part["comparisons"]}
-    assert {"step of qwen3-tiny", "matrix_update", "fp32_tflops", "product"} <= set(compared)
-    for form in ("gram", "standard"):
-        for way in ("eager", "replayed"):
-            assert compared[f"Muon of 256 x 512, {form}, {way}"]["measured"] > 0
+    assert {"step of qwen3-tiny", "matrix_update", "fp32_tflops"} <= set(compared)
+
+
+@pytest.mark.sweep
+def test_parts_that_start_no_run_pass_on_a_cpu(setup: Setup) -> None:
+    """In this process, which has imported torch."""
+    outcomes = {name: part_called(name, 60.0)(setup) for name in ALONE}
+    assert {name: outcome.status for name, outcome in outcomes.items()} == dict.fromkeys(ALONE, "pass")
+    (choices,) = (tiny["choices"] for tiny in outcomes["ladder"].numbers.values())  # type: ignore[index]
+    assert {choice["kernel"] for choice in choices} == {"plain"}
+    measured = {row.what: row.measured for row in outcomes["hot"].comparisons}
+    updates = {f"Muon of 256 x 512, {form}, {way}" for form in ("gram", "standard") for way in ("eager", "replayed")}
+    assert measured.keys() == {"product", *updates}
+    assert min(measured.values()) > 0
 
 
 @pytest.mark.sweep
