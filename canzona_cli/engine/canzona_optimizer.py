@@ -53,9 +53,9 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
     read together with it.
 
     Args:
-        adamw: Megatron's AdamW for all other parameters. matrices: the optimizer of the matrices, which
-        follows a plan (`PlannedOptimizer`) or updates all matrices
-            of a stage on every rank (`RedundantOptimizer`).
+        adamw: Megatron's AdamW for all other parameters.
+        matrices: the optimizer of the matrices, which follows a plan (`PlannedOptimizer`) or updates all
+            matrices of a stage on every rank (`RedundantOptimizer`).
         stats_group: the ranks that together count every gradient element once: all ranks, or, if
             data-parallel ranks have equal gradients, the ranks of one model replica.
         counts_adamw: False if this rank's gradients of AdamW's parameters are copies of gradients that other

@@ -60,8 +60,9 @@ def import_weights(
 
     Raises:
         ConfigError: Weights are not finite or cannot be read, or a tied output layer differs from the
-        embedding. SaveFailed: the checkpoint cannot be written. OSError: a file beside the weights cannot be
-        copied.
+            embedding.
+        SaveFailed: The checkpoint cannot be written.
+        OSError: A file beside the weights cannot be copied.
     """
     _check_tied(source, config)
     files.huggingface.mkdir(mode=0o755, parents=True, exist_ok=True)

@@ -149,8 +149,8 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
             fused: each parameter is one matrix.
             qkv: q, k and v are separate matrices, fc1 is one matrix, as in Megatron's Muon.
             split: q, k, v, gate and up are separate matrices. q, k and v share a unit, because a TP rank's
-            fragment of qkv is interleaved by query group; gate and up are two units, because its fragment of
-            fc1, `[gate_r; up_r]`, is two ranges.
+                fragment of qkv is interleaved by query group; gate and up are two units, because its
+                fragment of fc1, `[gate_r; up_r]`, is two ranges.
             per_head: like split, but every head of q, k and v is a matrix, stored on one TP rank
                 (`Matrix.home`).
 
@@ -215,8 +215,8 @@ def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matri
 
 
 def _whole(matrix: LayerMatrix, layout: Layout) -> bool:
-    """Returns True if every rank that stores the matrix stores all of it, because expert parallelism divides
-    the experts among ranks and tensor parallelism does not cut them."""
+    """Returns True for a matrix that tensor parallelism does not cut, because expert parallelism divides
+    the experts among ranks."""
     return layout.ep > 1 and matrix.expert is not None
 
 

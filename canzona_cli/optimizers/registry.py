@@ -51,7 +51,8 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
 
     Args:
         make: Creates the optimizer as the run will, for the given parameters and with a learning rate above
-        0. device: The run's device for matrix updates; an optimizer written for GPUs may not work on a CPU.
+            0.
+        device: The run's device for matrix updates; an optimizer written for GPUs may not work on a CPU.
 
     Raises:
         UnusableOptimizer: The optimizer cannot be constructed, needs more than `step()`, changes a

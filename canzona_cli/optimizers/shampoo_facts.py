@@ -36,7 +36,7 @@ class KroneckerConfig(OptimizerBase):
     max_preconditioner_dim: Annotated[
         Side,
         "A side longer than this is not preconditioned. In models with experts the default is the experts' width, and"
-        " at least 1024, because every expert has factors of its own.",
+        " at least 1024, because every expert has separate factors.",
         CURVE | PLAN,
     ] = 8192
     stagger: Annotated[

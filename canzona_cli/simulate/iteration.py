@@ -127,7 +127,7 @@ class IterationTimeline:
             (max(end, later_s) if work.shares_embedding else end) + work.tail_s
             for end, work in zip(reduced, stages, strict=True)
         ]
-        """The time, by stage, when its gradients have been reduced."""
+        """The time at which each stage's gradients have been reduced."""
 
     def phases(self, stage: int) -> dict[str, float]:
         """Returns the seconds of each phase on the stage's rank up to reduced gradients.

@@ -89,23 +89,23 @@ class _Step:
     iteration: IterationTimeline
     cells: Sequence[CellUpdate]
     clipped: Sequence[float]
-    """The time, by cell, when its gradients have been clipped."""
+    """The time at which each cell's gradients have been clipped."""
     gather_s: Sequence[float]
-    """The seconds, by stage, of gathering that starts once the stage's slowest rank has updated; 0 if
-    gathering overlaps with the next forward."""
+    """Each stage's seconds of gathering that starts once the stage's slowest rank has updated; 0 if gathering
+    overlaps with the next forward."""
     early_s: Sequence[float]
-    """The seconds, by stage, of gathering that overlaps with the updates."""
+    """Each stage's seconds of gathering that overlaps with the updates."""
     agree_s: float
     """The seconds that the ranks' agreement takes at the end of the step."""
 
     @cached_property
     def updated(self) -> list[float]:
-        """The time, by cell, when its last matrix has been updated."""
+        """The time at which each cell's last matrix has been updated."""
         return [end + cell.seconds for end, cell in zip(self.clipped, self.cells, strict=True)]
 
     @cached_property
     def done(self) -> list[float]:
-        """The time, by stage, at which the slowest rank has finished its updates and the gathering that follows."""
+        """The time at which each stage's slowest rank has finished its updates and the gathering that follows."""
         last = [0.0] * len(self.gather_s)
         for cell, end in zip(self.cells, self.updated, strict=True):
             last[cell.team.stage] = max(last[cell.team.stage], end)
