@@ -59,7 +59,7 @@ class LazyCommands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with _better_options(ctx):
+            with _explain_usage_errors(ctx):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             typer.echo("Interrupted", err=True)
@@ -67,7 +67,7 @@ class LazyCommands(TyperGroup):
 
 
 @contextmanager
-def _better_options(ctx: Any) -> Iterator[None]:
+def _explain_usage_errors(ctx: Any) -> Iterator[None]:
     """Turns a usage error into a ConfigError that suggests what to write instead.
 
     A common cause is a setting typed as an option.
@@ -77,7 +77,7 @@ def _better_options(ctx: Any) -> Iterator[None]:
     except Exception as error:
         asks_for_help = type(error).__name__ == "NoArgsIsHelpError"
         if asks_for_help or not hasattr(error, "format_message"):
-            raise  # not an error of usage; Typer does not export their classes
+            raise  # not a usage error; Typer does not export the classes of usage errors
         from canzona_cli.commands.instead import Command, bad_usage, other_options
         from canzona_cli.errors import BadUsage, Problem
 
@@ -140,7 +140,7 @@ def canzona(
 def main() -> None:
     """Runs the command line and exits with one of `canzona_cli.errors.ExitCode`."""
     from canzona_cli.config.completion import COMPLETE_VARIABLE, bash_words, prepare_completion_options
-    from canzona_cli.run.streams import guard, unheard
+    from canzona_cli.run.streams import guard, lost_output_error
 
     if {"--install-completion", "--show-completion"} & set(sys.argv):
         prepare_completion_options(sys.argv)
@@ -155,7 +155,7 @@ def main() -> None:
         with bash_words():
             app(prog_name="canzona", complete_var=COMPLETE_VARIABLE)
     except SystemExit as end:
-        if end.code or (lost := unheard()) is None:
+        if end.code or (lost := lost_output_error()) is None:
             raise
         from canzona_cli.report.errors import show_failure
 

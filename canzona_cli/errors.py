@@ -128,7 +128,7 @@ class EnvironmentProblem(CanzonaError):
     headline = "Cannot run here"
 
 
-def unwritable(key: str, value: object, error: OSError, *, fix: str, what: str = "") -> EnvironmentProblem:
+def write_error(key: str, value: object, error: OSError, *, fix: str, what: str = "") -> EnvironmentProblem:
     """Returns the error for a path, given by the user as `key`, that cannot be written.
 
     Args:
@@ -139,7 +139,7 @@ def unwritable(key: str, value: object, error: OSError, *, fix: str, what: str =
 
 
 _FIXES: Final = {
-    errno.ENAMETOOLONG: "choose a shorter path: at most 255 bytes a name and 4,095 bytes in all",
+    errno.ENAMETOOLONG: "choose a shorter path: at most 255 bytes per name and 4,095 bytes in total",
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space, or ask for a larger quota",
     errno.EFBIG: "raise the limit on the size of files: ulimit -f unlimited",
@@ -155,7 +155,7 @@ _FIXES: Final = {
 }
 
 
-def of_the_machine(error: BaseException) -> EnvironmentProblem | None:
+def machine_error(error: BaseException) -> EnvironmentProblem | None:
     """Converts an OSError with a known fix, or one caused by a deleted working directory, to an error for the
     user; returns None for any other exception."""
     if not isinstance(error, OSError):
@@ -208,7 +208,7 @@ class Diverged(CanzonaError):
     """Training failed, because losses or gradients are no longer usable.
 
     Args:
-        since: the first step of the divergence, if known; checkpoints of earlier steps are sound.
+        since: the first step of the divergence, if known; checkpoints of earlier steps are good.
     """
 
     exit_code = ExitCode.CRASH

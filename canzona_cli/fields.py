@@ -119,4 +119,4 @@ Side = Annotated[int, Range(at_least=1, at_most=1 << 24)]
 """Rows or columns of a weight."""
 Ranks = Annotated[int, Range(at_least=1, at_most=1 << 17)]
 Precision = Literal["bf16", "fp32"]
-"""The data type of weights and of products in forward, backward and update."""
+"""The data type of weights, and of matmuls in forward, backward and update."""

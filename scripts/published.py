@@ -25,7 +25,7 @@ from canzona_cli.bench.published import (
     PredictedSeries,
     Published,
     compare,
-    fitted,
+    fitted_series,
     load_published,
     mean_absolute_error,
     orders,
@@ -63,7 +63,7 @@ def main() -> int:
     arguments = parser.parse_args()
     published = load_published(arguments.rows)
     compared = list(compare(published))
-    counted = fitted(compared)
+    counted = fitted_series(compared)
     left_out = {} if arguments.quick else errors_left_out(published, counted)
     figures = figures_of(counted, left_out)
     print("\n".join(tables(published, compared, left_out, figures)))
@@ -179,13 +179,13 @@ def tables(
             f"| {layout.error:+.1%} | {without} | {drift} | {memory} |"
         )
     yield ""
-    rows = sum(len(layout.rows) for layout in fitted(compared))
+    rows = sum(len(layout.rows) for layout in fitted_series(compared))
     shown = (
         f"{name} {value:{'+' if name == 'mean' else ''}.1%}" + (f" (goal {GOALS[name]:.0%})" if name in GOALS else "")
         for name, value in figures.items()
     )
-    yield f"{rows} steps in {len(fitted(compared))} series. {', '.join(shown)}"
-    if with_experts := fitted(compared, experts=True):
+    yield f"{rows} steps in {len(fitted_series(compared))} series. {', '.join(shown)}"
+    if with_experts := fitted_series(compared, experts=True):
         worst = max(abs(layout.error) for layout in with_experts)
         yield (
             f"Models with experts, the only ones to which the costs of experts are fitted: {len(with_experts)} series. "

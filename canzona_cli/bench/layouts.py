@@ -14,7 +14,7 @@ from pathlib import Path
 
 from canzona_cli.bench.lineup import Entrant, entrant
 from canzona_cli.bench.results import Measured, Predicted, TurnsResult
-from canzona_cli.bench.session import Say, busy, corpus_of, create, in_folder, machine_now, sit, unready
+from canzona_cli.bench.session import Say, bench_problems, busy_notes, corpus_of, create, machine_now, sit, with_folder
 from canzona_cli.bench.sitting import BenchFiles, Turns, last_steps, read_samples
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.profiles import profile_warnings
@@ -31,8 +31,8 @@ from canzona_cli.run.statistics import Quartiles
 from canzona_cli.run.words import clean, duration, layout_code, plural
 from canzona_cli.simulate.predict import with_cores
 
-APART = 0.10
-"""The relative difference of two measured times above which predictions should have the same order."""
+ORDER_MARGIN = 0.10
+"""The relative difference between two measured times above which predictions should have the same order."""
 LEAST_SHARE = 0.01
 """The share of a step below which a phase's error is only noise."""
 
@@ -128,7 +128,7 @@ class Accuracy:
     step: Errors
     phases: Mapping[str, Errors]
     pairs: int
-    """The number of pairs of layouts whose measured times differ by more than `APART`."""
+    """The number of pairs of layouts whose measured times differ by more than `ORDER_MARGIN`."""
     in_order: int
     """The number of these pairs that were predicted in the measured order."""
 
@@ -141,7 +141,7 @@ class TuneResult(TurnsResult):
     fitted_on: str
     """The layouts to whose steps the profile was fitted; empty if it was not fitted."""
     steps: int
-    """The number of measured steps of each turn, without the warm-up."""
+    """The number of measured steps in each turn; warm-up steps are not included."""
     warm_up_steps: int
     legal: int
     """The number of layouts that are possible and fit into memory."""
@@ -152,7 +152,7 @@ class TuneResult(TurnsResult):
     layouts: Mapping[str, LayoutBench]
     """The measured layouts by `layout_name`, in the order of predicted time; at least one."""
     failed: Mapping[str, str]
-    """The reasons of failed layouts, by name. Failed layouts are not in `layouts`."""
+    """The reasons why layouts failed, by name. Failed layouts are not in `layouts`."""
 
     @cached_property
     def best(self) -> str:
@@ -186,7 +186,7 @@ class TuneResult(TurnsResult):
         in_order = [
             slower.predicted_per_sequence_s > faster.predicted_per_sequence_s
             for faster, slower in pairs
-            if slower.per_sequence_s / faster.per_sequence_s - 1 > APART
+            if slower.per_sequence_s / faster.per_sequence_s - 1 > ORDER_MARGIN
         ]
         return Accuracy(
             step=Errors.of([(layout, layout.error, 1.0) for layout in unseen]),
@@ -197,7 +197,8 @@ class TuneResult(TurnsResult):
 
 
 def content_of(result: TuneResult, recipe: str | None) -> dict[str, object]:
-    """Returns the content of `--json` and of tune.json. The key `result` has the raw data behind all figures.
+    """Returns the output of `--json`, which is also written to tune.json. The key `result` has the raw data
+    behind all figures.
 
     Args:
         recipe: the file of the tuned recipe; None if none was written.
@@ -251,10 +252,10 @@ WARM_UP_STEPS = 2
 """The number of steps at the start of a process that are not measured: these steps allocate buffers and
 optimizer state, and no parameter gathering overlaps with their forward passes."""
 SETTLING_STEPS = 4
-"""The maximum number of additional warm-up steps. A turn has them while updates in Muon's Gram form are
-redone in standard form. The momentum of few gradients is close to low rank, which makes the Gram form
-unreliable: with qwen3-mini and a batch of two sequences, 36 of 84 updates took twice as long in the first
-three steps, and ten in the fourth."""
+"""The maximum number of additional warm-up steps. A turn adds them while updates in Muon's Gram form are
+redone in standard form. After only a few gradients the momentum is close to low rank, which makes the Gram
+form unreliable: with qwen3-mini and a batch of two sequences, 36 of 84 updates took twice as long in the
+first three steps, and ten in the fourth."""
 _START_S = {"cpu": 4.0, "cuda": 40.0}
 """The approximate seconds from the start of a turn to its first step, by device."""
 
@@ -306,22 +307,23 @@ def prepare(
         EnvironmentProblem: this machine does not have everything that the run needs.
     """
     lengths = {"--candidates": count, "--rounds": rounds, "--steps": steps}
-    wrong = [
+    problems = [
         Problem(key=name, value=value, reason="is less than 1, so nothing would be measured", fix=f"{name} 3")
         for name, value in lengths.items()
         if value is not None and value < 1
     ]
-    with gathered(wrong):
+    with gathered(problems):
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
-        config = in_folder(composed, ROOT)
-        wrong += unready(config, "tuning", "`canzona plan --layouts` simulates larger jobs")
+        config = with_folder(composed, ROOT)
+        problems += bench_problems(config, "tuning", "`canzona plan --layouts` simulates larger jobs")
         resolved, layout_of_run = resolve(config)
-    refuse(wrong)
+    refuse(problems)
     config = replace(config, cluster=replace(resolved.cluster, nodes=config.cluster.nodes))
     fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
     chosen = fitting
     if count is not None:
-        # Predictions count this machine's cores, which `canzona train` ignores when it chooses a layout.
+        # This search takes the number of this machine's cores into account. `canzona train` does not when it
+        # chooses a layout.
         chosen = [tried.layout for tried in search(with_cores(config), count).best]
         chosen += [layout_of_run] if layout_of_run not in chosen else []
     short = replace(
@@ -372,7 +374,7 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         steps_per_turn=WARM_UP_STEPS + tuning.steps,
         warm_up_steps=WARM_UP_STEPS,
         settling=SETTLING_STEPS,
-        apart=True,
+        separate_processes=True,
     )
     say(
         f"{config.name}: {len(entrants)} of {plural(tuning.legal, 'layout')} on {plural(config.gpus, 'rank')}, "
@@ -390,8 +392,8 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         name: LayoutBench(
             layout=entry.layout,
             measured=tuple(
-                last_steps(read_samples(BenchFiles.turn(group_files, number, name))[name], tuning.steps)
-                for number in range(tuning.rounds)
+                last_steps(read_samples(BenchFiles.turn(group_files, round_, name))[name], tuning.steps)
+                for round_ in range(tuning.rounds)
             ),
             predicted=entry.predicted,
             fitted=layout_code(entry.layout) in fitted_on.split(", "),
@@ -411,14 +413,14 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         chosen=tuning.chosen,
         layouts=layouts,
         failed=failed,
-        notes=(*tuning.notes, *busy(machine), *_unsettled(layouts, turns)),
+        notes=(*tuning.notes, *busy_notes(machine), *_unsettled_notes(layouts, turns)),
     )
     write_json_atomic(files.root / "tune.json", content_of(result, None))
     return result, files.root
 
 
-def _unsettled(layouts: Mapping[str, LayoutBench], turns: Turns) -> Iterator[str]:
-    """Yields a note with the names of layouts whose updates were still redone after all warm-up steps, if any."""
+def _unsettled_notes(layouts: Mapping[str, LayoutBench], turns: Turns) -> Iterator[str]:
+    """Yields a note that names the layouts whose updates were still redone after all warm-up steps, if any."""
     limit = turns.steps_per_turn + turns.settling
     names = [name for name, layout in layouts.items() if any(len(turn.losses) == limit for turn in layout.measured)]
     if names:

@@ -45,8 +45,8 @@ class Entrant:
     plan: Plan | None
     """The plan that canzona, paper and asc execute; None for other strategies."""
     state_bytes: int
-    """The bytes that stay allocated between steps on the rank with the most. In a measurement group, the
-    states of all strategies are in memory at the same time."""
+    """The bytes that stay allocated between steps, on the rank that needs the most. In a measurement group,
+    the states of all strategies are in memory at the same time."""
     transient_bytes: int
     """The bytes that are allocated only during a step. In a measurement group, only one strategy runs a step
     at a time."""
@@ -62,7 +62,7 @@ class Entrant:
 
     @property
     def arithmetic(self) -> str:
-        """A key that is equal for strategies with the same updates of the same matrices."""
+        """A key that is the same for strategies that compute the same updates of the same matrices."""
         if self.strategy == "adamw":
             return "adamw"
         return "+".join(f"{rows}x{cols}" for rows, cols in matrix_shapes(self.config))
@@ -126,9 +126,9 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
         fix = "use optimizer=muon, shampoo or soap; AdamW is measured with each of them"
         raise ConfigError(Problem(key="optimizer", value="adamw", reason=reason, fix=fix))
     notes: list[str] = []
-    names = _possible(base, strategies, notes)
+    names = _possible_strategies(base, strategies, notes)
     if "engine.splitting" not in composed.explicit and "engine" not in composed.explicit:
-        base = _split_alike(base, names, notes)
+        base = _with_common_splitting(base, names, notes)
     base, arithmetic = _with_common_form(base, names, form_set="optimizer.form" in composed.explicit)
     base = replace(
         base,
@@ -155,7 +155,7 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
     return LineUp(strategies=tuple(prepared), arithmetic=arithmetic, notes=tuple(notes))
 
 
-def into_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
+def make_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
     """Puts each strategy into the first measurement group with enough free memory.
 
     The reference is the first strategy of every measurement group, except for strategies that do not fit
@@ -194,8 +194,11 @@ def available_bytes(cluster: ClusterConfig) -> int | None:
     return int(psutil.virtual_memory().available) if cluster.device == "cpu" else None
 
 
-def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes: list[str]) -> list[AnyStrategy]:
-    """Returns the strategies that can run, in the order of `STRATEGIES`; adds a note for each of the others.
+def _possible_strategies(
+    config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes: list[str]
+) -> list[AnyStrategy]:
+    """Returns the strategies that can run, in the order of `STRATEGIES`; adds a note for each strategy that
+    cannot.
 
     Raises:
         ConfigError: a strategy that the user named cannot run.
@@ -204,25 +207,25 @@ def _possible(config: RunConfig, strategies: Sequence[AnyStrategy] | None, notes
     possible: list[AnyStrategy] = []
     problems: list[Problem] = []
     for name in names:
-        wrong = config_problems(with_strategy(config, name))
-        if not wrong:
+        obstacles = config_problems(with_strategy(config, name))
+        if not obstacles:
             possible.append(name)
         elif strategies is not None:
-            problems += [_of_option(problem, name) for problem in wrong]
+            problems += [_with_option_fix(problem, name) for problem in obstacles]
         else:
-            notes.append(f"without {name}: {wrong[0].reason}")
+            notes.append(f"without {name}: {obstacles[0].reason}")
     refuse(dict.fromkeys(problems))
     return possible
 
 
-def _of_option(problem: Problem, strategy: AnyStrategy) -> Problem:
-    """Rewrites the fix of a problem with a strategy that the user named, so that it is about `--strategies`."""
+def _with_option_fix(problem: Problem, strategy: AnyStrategy) -> Problem:
+    """Rewrites the problem of a strategy that the user named: its fix now suggests a change to `--strategies`."""
     if problem.key == "engine.strategy":
         return Problem(key="--strategies", value=strategy, reason=problem.reason, fix=f"leave {strategy} out")
     return replace(problem, fix=f"leave {strategy} out of --strategies; or {problem.fix}")
 
 
-def _split_alike(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str]) -> RunConfig:
+def _with_common_splitting(config: RunConfig, names: Sequence[AnyStrategy], notes: list[str]) -> RunConfig:
     """Sets engine.splitting=qkv if the strategies would otherwise split weights differently.
 
     layerwise and sc split only q, k and v. Other strategies may split more weights, and would then update

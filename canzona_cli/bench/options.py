@@ -43,7 +43,7 @@ CLASHES = (
     Clash(
         option="--gpus",
         without="--simulate",
-        reason="needs --simulate: a bench on real ranks has one number of ranks",
+        reason="needs --simulate: a bench on real ranks runs on a single number of GPUs",
         fix="add --simulate; for real ranks use gpus={0}, or --sweep gpus",
     ),
     Clash(
@@ -115,7 +115,12 @@ def read_options(
         "--simulate --sweep": simulate and sweep is not None,
         "--simulate of gpus": simulate and sweep == "gpus",
     }
-    problems = [*_unknown(names), *_lengths(rounds, steps_per_turn), *page_problems(html), *_out_problems(out)]
+    problems = [
+        *_unknown_strategies(names),
+        *_length_problems(rounds, steps_per_turn),
+        *page_problems(html),
+        *_out_problems(out),
+    ]
     problems += clashes(given, CLASHES)
     counts = parse_gpus(SIMULATED_GPUS) if simulate else ()
     if simulate and gpus is not None:
@@ -123,7 +128,7 @@ def read_options(
             counts = parse_gpus(gpus)
     return Options(
         strategies=tuple(name for name in STRATEGIES if name in names) or None,
-        # Wrong numbers are already in `problems`. They are corrected here so that the rest can be checked.
+        # Invalid numbers are already in `problems`. They are corrected here so that the rest can be checked.
         rounds=max(1, rounds),
         steps_per_turn=max(2, steps_per_turn),
         out=out,
@@ -139,7 +144,7 @@ def _words(parts: Sequence[str]) -> list[str]:
     return [word.strip() for part in parts for word in part.split(",") if word.strip()]
 
 
-def _unknown(names: Sequence[str]) -> Iterator[Problem]:
+def _unknown_strategies(names: Sequence[str]) -> Iterator[Problem]:
     for name in names:
         if name not in STRATEGIES:
             hint = closest(name, STRATEGIES)
@@ -151,12 +156,12 @@ def _unknown(names: Sequence[str]) -> Iterator[Problem]:
             )
 
 
-def _lengths(rounds: int, steps_per_turn: int) -> Iterator[Problem]:
+def _length_problems(rounds: int, steps_per_turn: int) -> Iterator[Problem]:
     if rounds < 1:
         reason = "is less than 1, so nothing would be measured"
         yield Problem(key="--rounds", value=rounds, reason=reason, fix="use --rounds 6")
     if steps_per_turn < 2:
-        reason = "must be at least 2, because the first step of a turn is not counted"
+        reason = "must be at least 2, because the first step of a turn is not measured"
         yield Problem(key="--steps-per-turn", value=steps_per_turn, reason=reason, fix="use --steps-per-turn 3")
 
 

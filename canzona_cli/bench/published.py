@@ -75,7 +75,7 @@ class Series:
     memory_bytes: dict[int, int] = field(default_factory=dict)
     """The peak memory that torch allocated on a GPU, by number of GPUs."""
     why_not_fitted: str | None = None
-    """The reason why the series does not count in fits of the profile and in errors; null if it counts."""
+    """The reason why the series is used neither to fit the profile nor to compute errors; null if it is used."""
     source: str
     date: object
     """The year, month or day of publication."""
@@ -92,7 +92,7 @@ class Series:
 
     @property
     def layout(self) -> str:
-        """The layout in tables: `TP 4 PP 4x5 CP 2 MBS 1`, without parallel sizes of 1."""
+        """The layout in tables: `TP 4 PP 4x5 CP 2 MBS 1`. Parallel sizes of 1 are omitted."""
         stages = f"PP {self.pp}" + (f"x{self.vpp}" if self.vpp > 1 else "")
         sizes = (f"TP {self.tp}", stages, f"CP {self.cp}", f"EP {self.ep}")
         return " ".join((*(size for size in sizes if not size.endswith(" 1")), f"MBS {self.micro_batch_size}"))
@@ -113,7 +113,7 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The content of a file of published step times."""
+    """The contents of a file of published step times."""
 
     models: dict[str, Shape]
     series: tuple[Series, ...]
@@ -180,8 +180,8 @@ def load_published(path: Path = ROWS) -> Published:
 
 
 def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
-    """Returns the run with AdamW that predicts a published step, and its layout, even if it does not fit
-    according to canzona's memory estimate.
+    """Returns the run with AdamW that is simulated to predict a published step, and its layout, even if
+    canzona estimates that it does not fit into memory.
 
     Raises:
         ConfigError: the layout is impossible.
@@ -223,14 +223,14 @@ def compare(published: Published, profile: Mapping[str, float] | None = None) ->
             yield PredictedSeries(series=series, rows=tuple(rows), experts=shape.num_experts is not None)
 
 
-def fitted(compared: Sequence[PredictedSeries], *, experts: bool = False) -> list[PredictedSeries]:
-    """Returns the series to which the profile is fitted and for which errors are computed.
+def fitted_series(compared: Sequence[PredictedSeries], *, experts: bool = False) -> list[PredictedSeries]:
+    """Returns the series that the profile is fitted to and that errors are computed for.
 
     Args:
         experts: True for the series of models with experts; only the costs of experts are fitted to these.
     """
-    counted = (predicted for predicted in compared if predicted.series.why_not_fitted is None)
-    return [predicted for predicted in counted if predicted.experts is experts]
+    usable = (predicted for predicted in compared if predicted.series.why_not_fitted is None)
+    return [predicted for predicted in usable if predicted.experts is experts]
 
 
 def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:

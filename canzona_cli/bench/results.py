@@ -1,8 +1,8 @@
 """The result of `canzona bench`: measured and predicted values, for the reports and for `--json`. Does not
 import torch.
 
-Times are in seconds. A turn is a few consecutive training steps of one strategy; its first step does not
-count. A measurement group (called `sitting` in code and files) is a process group in which strategies take
+Times are in seconds. A turn is a few consecutive training steps of one strategy; its first step is not
+measured. A measurement group (called `sitting` in code and files) is a process group in which strategies take
 turns on the same batches, and a round is one turn of each of its strategies. If the strategies do not all fit
 into memory together, there are several measurement groups.
 
@@ -49,7 +49,8 @@ class Measured:
     losses: tuple[float, ...]
     """The loss of each training step, including warm-up steps."""
     tensor_bytes: tuple[int, ...]
-    """The bytes of buffers, masters, optimizer state, messages and scratch memory, by rank, without activations."""
+    """The bytes of buffers, masters, optimizer state, messages and scratch memory, by rank. Activations are not
+    included."""
     update_s: tuple[float, ...] = ()
     """The seconds of matrix updates in one step by rank, averaged over the measured steps; empty if not recorded."""
 
@@ -81,7 +82,7 @@ class StrategyBench:
     measured: Measured
     predicted: Predicted
     sitting: int
-    """The number of the measurement group in which the strategy was measured, counted from 0."""
+    """The index of the measurement group in which the strategy was measured."""
     arithmetic: str = ""
     """A key for the updates. Strategies with the same key compute the same updates, so their losses must agree."""
     alone: bool = False
@@ -135,7 +136,7 @@ class BenchResult(TurnsResult):
     steps_per_turn: int
     warm_up_rounds: int
     reference: AnyStrategy
-    """The strategy with which the others are compared: canzona if it ran, otherwise the first."""
+    """The strategy that all other strategies are compared with: canzona if it ran, otherwise the first."""
     strategies: Mapping[str, StrategyBench]
     references: tuple[Measured, ...]
     """The measurements of the reference, by measurement group. For a group without the reference they are
@@ -157,8 +158,8 @@ class BenchResult(TurnsResult):
     def overhead(self, strategy: str) -> Speedup | None:
         """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW, or if AdamW was not measured.
 
-        A strategy from another measurement group than AdamW is compared by the ratios of both to the
-        reference in their groups.
+        If the strategy and AdamW ran in different measurement groups, they are compared through the ratio of
+        each to the reference in its group.
         """
         if strategy == "adamw" or "adamw" not in self.strategies:
             return None
@@ -197,17 +198,17 @@ class BenchResult(TurnsResult):
 FIRST_STEP = 1e-3
 """The tolerance for the relative difference of losses in the first step. Measured differences were 0, because
 all strategies run the same forward pass."""
-LATER = 0.03
+LATER_STEPS = 0.03
 """The tolerance for the relative difference of losses in later steps. Measured over 21 steps of qwen3-tiny in
 bf16, with one sequence on each data-parallel rank: at most 0.002 with Muon, 0.005 with Shampoo, 0.011 with
 SOAP. A learning rate that is 10% too high or too low gives 0.034 within 8 steps."""
-COMPARED = 30
+COMPARED_STEPS = 30
 """The number of steps whose losses are compared. After more steps, rounding alone makes equal runs differ."""
 
 
 class StrategiesDisagree(CanzonaError):
-    """An error because strategies that compute the same update had different losses, so that their times must
-    not be compared."""
+    """The error for strategies that compute the same update and had different losses. Their times must not be
+    compared."""
 
     headline = "Strategies disagree"
 
@@ -222,22 +223,22 @@ def check_losses(result: BenchResult) -> None:
 
 
 def disagreements(result: BenchResult) -> list[Problem]:
-    """Returns a problem for each strategy whose losses differ from those that they must match (`kin`), with
-    the first step at which they differ.
+    """Returns a problem for each strategy whose losses differ from those of the strategy that it must match
+    (`loss_references`), with the first step at which they differ.
 
     The reference's losses are also compared between measurement groups.
     """
     problems: list[Problem] = []
-    for number, reference in enumerate(result.references):
-        name = f"{result.reference} in measurement group {number + 1}"
-        problems += _apart(name, reference.losses, result.reference, result.references[0].losses)
-    for name, like in kin(result).items():
+    for index, reference in enumerate(result.references):
+        name = f"{result.reference} in measurement group {index + 1}"
+        problems += _loss_problems(name, reference.losses, result.reference, result.references[0].losses)
+    for name, like in loss_references(result).items():
         losses, expected = (result.strategies[strategy].measured.losses for strategy in (name, like))
-        problems += _apart(name, losses, like, expected)
+        problems += _loss_problems(name, losses, like, expected)
     return problems
 
 
-def kin(result: BenchResult) -> dict[str, str]:
+def loss_references(result: BenchResult) -> dict[str, str]:
     """Returns, for each strategy, the strategy whose losses it must match.
 
     This is the reference if both compute the same updates, otherwise the first strategy with the same
@@ -250,9 +251,14 @@ def kin(result: BenchResult) -> dict[str, str]:
     }
 
 
-def _apart(name: str, losses: tuple[float, ...], reference: str, expected: tuple[float, ...]) -> Iterator[Problem]:
-    for step, (loss, expected_loss) in enumerate(zip(losses[:COMPARED], expected[:COMPARED], strict=True), 1):
-        tolerance = FIRST_STEP if step == 1 else LATER
+def _loss_problems(
+    name: str, losses: tuple[float, ...], reference: str, expected: tuple[float, ...]
+) -> Iterator[Problem]:
+    """Yields a problem for the first step at which two strategies' losses differ by more than the tolerance."""
+    for step, (loss, expected_loss) in enumerate(
+        zip(losses[:COMPARED_STEPS], expected[:COMPARED_STEPS], strict=True), 1
+    ):
+        tolerance = FIRST_STEP if step == 1 else LATER_STEPS
         difference = abs(loss - expected_loss) / abs(expected_loss)
         if not difference <= tolerance:  # NaN also fails
             reason = (
@@ -269,7 +275,7 @@ _FIX = "write it again with `canzona bench ... --out FILE.json`"
 
 
 def content_of(result: BenchResult) -> dict[str, object]:
-    """Returns the content of bench.json: the figures, and under `result` the data from which they are computed.
+    """Returns the contents of bench.json: the figures, and under `result` the data that they are computed from.
 
     A speed-up that is not certain is null; `withheld` gives the reason.
     """

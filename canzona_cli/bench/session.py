@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canzona_cli.bench.lineup import Entrant, LineUp, Sitting, available_bytes, into_sittings, line_up
+from canzona_cli.bench.lineup import Entrant, LineUp, Sitting, available_bytes, line_up, make_sittings
 from canzona_cli.bench.options import AFFECTED, Options, SweepKind, default_values, with_value, without_swept
 from canzona_cli.bench.results import BenchResult, Machine, Measured, StrategyBench, save
-from canzona_cli.bench.sitting import BenchFiles, Turns, measured, read_samples
+from canzona_cli.bench.sitting import BenchFiles, Turns, read_samples, summarise
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.machine import machine_facts
 from canzona_cli.cluster.profiles import profile_warnings
@@ -22,7 +22,7 @@ from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.errors import Problem, gathered, refuse, unwritable
+from canzona_cli.errors import Problem, gathered, refuse, write_error
 from canzona_cli.launch import preflight
 from canzona_cli.launch.resume import next_free
 from canzona_cli.launch.run_dir import check_free
@@ -74,7 +74,7 @@ def prepare(
     Args:
         strategies: the strategies to run; None for every possible strategy.
         rounds: the number of measured rounds, at least 1.
-        steps_per_turn: the number of steps in a turn, at least 2, because the first does not count.
+        steps_per_turn: the number of steps in a turn, at least 2, because the first step is not measured.
         directory: the bench directory; None for `run.dir`, or else for a new directory in `run.root`.
         problems: problems with the command line, which are raised together with those of the run.
 
@@ -83,13 +83,13 @@ def prepare(
         DoesNotFit: a strategy needs more memory than the profile has.
         EnvironmentProblem: this machine does not have everything that the run needs.
     """
-    wrong = [*problems]
-    with gathered(wrong):
+    all_problems = [*problems]
+    with gathered(all_problems):
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
-        composed = replace(composed, config=in_folder(composed, ROOT, directory))
-        wrong += unready(composed.config, "a bench", "`canzona bench --simulate` predicts larger jobs")
+        composed = replace(composed, config=with_folder(composed, ROOT, directory))
+        all_problems += bench_problems(composed.config, "a bench", "`canzona bench --simulate` predicts larger jobs")
         lined_up = line_up(composed, strategies, steps=(WARM_UP_ROUNDS + rounds) * steps_per_turn)
-    refuse(wrong)
+    refuse(all_problems)
     preflight.check_machine(lined_up.reference.config, lined_up.reference.layout)
     check_free(lined_up.reference.config)
     return Session(
@@ -101,7 +101,7 @@ def prepare(
             *composed.warnings,
             *profile_warnings(composed.config.cluster),
             *mode_warnings(lined_up.reference.config, lined_up.reference.layout),
-            *_ignored(composed),
+            *_ignored_warnings(composed),
         ),
     )
 
@@ -110,7 +110,7 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
     """Runs every measurement group; returns the result and the bench directory.
 
     Args:
-        say: receives progress lines.
+        say: a function that receives progress lines.
 
     Raises:
         ConfigError: the bench directory is not empty.
@@ -122,21 +122,21 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
     machine = machine_now(config)
     corpus = corpus_of(config, say)
     files = create(config, lined_up.strategies)
-    sittings = into_sittings(lined_up, available_bytes(config.cluster))
+    sittings = make_sittings(lined_up, available_bytes(config.cluster))
     names = ", ".join(strategy.name for strategy in lined_up.strategies)
     rounds = f"{plural(session.rounds, 'round')} of {session.steps_per_turn} steps each"
     say(f"{config.name}: {names} on {plural(config.gpus, 'rank')}, {rounds}; writes to {files.root}")
     measurements: list[dict[str, Measured]] = []
-    for number, sitting in enumerate(sittings):
-        name = "bench" if len(sittings) == 1 else f"measurement group {number + 1} of {len(sittings)}"
+    for index, sitting in enumerate(sittings):
+        name = "bench" if len(sittings) == 1 else f"measurement group {index + 1} of {len(sittings)}"
         turns = Turns(
             names=tuple(strategy.name for strategy in sitting.strategies),
             rounds=WARM_UP_ROUNDS + session.rounds,
             steps_per_turn=session.steps_per_turn,
         )
-        group_files = sit(sitting.strategies[0], files.sitting(number), turns, corpus, name=name, say=say)
+        group_files = sit(sitting.strategies[0], files.sitting(index), turns, corpus, name=name, say=say)
         measurements.append({
-            strategy: measured(samples, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)
+            strategy: summarise(samples, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)
             for strategy, samples in read_samples(group_files).items()
         })  # fmt: skip
     result = _result(session, sittings, measurements, machine)
@@ -160,7 +160,7 @@ def prepare_sweep(
     with gathered(problems):
         composed = compose_run(without_swept(overrides, kind), recipes_dirs=recipes_dirs)
         config, layout = resolve(composed.config)
-        problems += _pointless(kind, layout)
+        problems += _sweep_problems(kind, layout)
         sessions = {}
         for value in dict.fromkeys(options.values or default_values(kind, config)):
             with gathered(problems):
@@ -176,7 +176,7 @@ def prepare_sweep(
     return sessions
 
 
-def _pointless(kind: SweepKind, layout: Layout) -> Iterator[Problem]:
+def _sweep_problems(kind: SweepKind, layout: Layout) -> Iterator[Problem]:
     """Yields a problem if the swept setting has no effect on this layout."""
     if kind == "alpha" and layout.owners == 1:
         reason = "alpha balances data-parallel ranks, and this layout has only one"
@@ -186,7 +186,7 @@ def _pointless(kind: SweepKind, layout: Layout) -> Iterator[Problem]:
         yield Problem(key="--sweep", value=kind, reason=reason, fix="use parallel.tp=2 or more")
 
 
-def _ignored(composed: Composed) -> Iterator[str]:
+def _ignored_warnings(composed: Composed) -> Iterator[str]:
     """Yields a warning for each setting of the user that a bench ignores."""
     ignored = {
         "engine.strategy": "--strategies chooses what a bench runs",
@@ -203,13 +203,13 @@ def _result(
     reference = lined_up.reference.strategy
     strategies: dict[str, StrategyBench] = {}
     for strategy in lined_up.strategies:
-        place, alone = next(
-            (number, sitting.alone) for number, sitting in enumerate(sittings) if strategy in sitting.strategies
+        index, alone = next(
+            (index, sitting.alone) for index, sitting in enumerate(sittings) if strategy in sitting.strategies
         )
         strategies[strategy.name] = StrategyBench(
-            measured=measurements[place][strategy.name],
+            measured=measurements[index][strategy.name],
             predicted=strategy.predicted,
-            sitting=place,
+            sitting=index,
             arithmetic=strategy.arithmetic,
             alone=alone,
         )
@@ -223,7 +223,7 @@ def _result(
         strategies=strategies,
         references=tuple(sitting.get(reference, measurements[0][reference]) for sitting in measurements),
         arithmetic=lined_up.arithmetic,
-        notes=(*lined_up.notes, *_notes(sittings, reference), *busy(machine)),
+        notes=(*lined_up.notes, *_notes(sittings, reference), *busy_notes(machine)),
     )
 
 
@@ -242,8 +242,8 @@ def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
         )
 
 
-def in_folder(composed: Composed, root: str, directory: str | None = None) -> RunConfig:
-    """Returns the run's configuration with output to a bench directory and without trackers.
+def with_folder(composed: Composed, root: str, directory: str | None = None) -> RunConfig:
+    """Returns the run's configuration, changed to write to a bench directory and to use no trackers.
 
     Args:
         root: the folder for bench directories, unless the user set `run.root`.
@@ -254,7 +254,7 @@ def in_folder(composed: Composed, root: str, directory: str | None = None) -> Ru
     return replace(composed.config, run=replace(settings, root=root, dir=directory or settings.dir, trackers=()))
 
 
-def unready(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
+def bench_problems(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
     """Returns the problems that prevent a measurement: more than one machine, or missing or damaged prepared
     data.
 
@@ -271,7 +271,7 @@ def unready(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
     per_node = config.cluster.gpus_per_node
     nodes = config.cluster.nodes or -(-config.gpus // per_node)
     if nodes > 1:
-        reason = f"need {nodes} machines, but {what} runs on a single machine, which has {per_node}"
+        reason = f"need {nodes} machines, but {what} runs on a single machine, with {per_node} at most"
         problems.append(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"use gpus={per_node}; {otherwise}"))
     return problems
 
@@ -297,7 +297,7 @@ def machine_now(config: RunConfig) -> Machine:
     return {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": load}
 
 
-def busy(machine: Machine) -> Iterator[str]:
+def busy_notes(machine: Machine) -> Iterator[str]:
     """Yields a note if other programs kept the machine busy before the measurement."""
     load = float(machine["load_average"])
     if load > _BUSY * cores():
@@ -326,7 +326,7 @@ def create(config: RunConfig, entrants: Iterable[Entrant]) -> BenchFiles:
     except OSError as error:
         key, value = ("run.root", config.run.root) if chosen is None else ("run.dir", chosen)
         fix = "run.dir=DIR with a directory you may write to"
-        raise unwritable(key, value, error, fix=fix, what="the bench directory") from None
+        raise write_error(key, value, error, fix=fix, what="the bench directory") from None
     return files
 
 
@@ -358,7 +358,7 @@ class _RoundLines(TrainView):
     measurement.
 
     Args:
-        say: receives each line.
+        say: a function that receives each line.
         sitting: the name of the measurement group: `measurement group 2 of 3`.
         turns: the number of turns in a round.
         rounds: the number of rounds, including warm-up rounds.

@@ -106,12 +106,12 @@ class Simulation:
     def recipes(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(cell.recipe for cell in self.cells))
 
-    def of(self, recipe: str) -> tuple[SimulatedCell, ...]:
+    def cells_of(self, recipe: str) -> tuple[SimulatedCell, ...]:
         """Returns a recipe's cells, in ascending order of GPUs."""
         return tuple(cell for cell in self.cells if cell.recipe == recipe)
 
     def as_json(self) -> dict[str, object]:
-        """Returns the content of `--json`."""
+        """Returns the output of `--json`."""
         return {
             "version": VERSION,
             "simulated": True,
@@ -205,7 +205,7 @@ def _numbers(text: str) -> Sequence[int] | str:
     if high > MOST_GPUS:
         return f"is more than {MOST_GPUS:,}, the largest number of GPUs that can be planned"
     if high < low:
-        return "ends below its start"
+        return "ends below its first number"
     doubled = [low << power for power in range(high.bit_length()) if low << power <= high]
     if doubled[-1] != high:
         return f"doubling {low} gives {doubled[-1]} and {2 * doubled[-1]}, but not {high}"

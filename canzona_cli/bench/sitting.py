@@ -17,7 +17,7 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 _UPDATING: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
 """The phases of the optimizer step in which a rank works alone or communicates only with its TP group."""
 _WAITING: tuple[str, ...] = ("norm_clip", "param_gather")
-"""The phases in which early ranks wait for late ones: for the end of the last backward pass, or for the last
+"""The phases in which early ranks wait for late ranks: for the end of the last backward pass, or for the last
 rank's gathering in the next forward pass. The last rank waits only for the communication itself."""
 
 
@@ -38,8 +38,8 @@ class BenchFiles:
         """Returns the path of a strategy's plan; only canzona, paper and asc have one."""
         return self.root / f"plan-{strategy}.json"
 
-    def sitting(self, number: int) -> Path:
-        return self.root / f"sitting-{number}"
+    def sitting(self, index: int) -> Path:
+        return self.root / f"sitting-{index}"
 
     @staticmethod
     def turn(sitting: RunFiles, round_: int, name: str) -> RunFiles:
@@ -64,10 +64,10 @@ class Turns:
     warm_up_steps: int = 0
     """The number of steps at the start of a turn that are not measured."""
     settling: int = 0
-    """The maximum number of extra warm-up steps in a turn. A turn has them while steps redo updates of Muon's
-    Gram form in standard form, which takes longer than planned."""
-    apart: bool = False
-    """True if each turn runs in separate processes. Layouts need this, because Megatron supports only one
+    """The maximum number of extra warm-up steps in a turn. A turn adds them while updates in Muon's Gram form
+    are redone in standard form, which takes longer than planned."""
+    separate_processes: bool = False
+    """True if each turn runs in processes of its own. Layouts need this, because Megatron supports only one
     layout in a process."""
 
     def order(self, round_: int) -> Sequence[str]:
@@ -113,13 +113,13 @@ def read_samples(files: RunFiles) -> dict[str, Samples]:
     return parse(dict[str, Samples], _samples(files).read_bytes())
 
 
-def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skipped: int = 1) -> Measured:
-    """Summarises a strategy's samples, without warm-up rounds and without the first steps of each turn.
+def summarise(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skipped: int = 1) -> Measured:
+    """Summarises a strategy's samples, excluding warm-up rounds and the first steps of each turn.
 
     In the first step of a turn, parameters are already gathered and the caches contain another strategy's data.
 
     Args:
-        skipped: the number of steps at the start of each turn that do not count.
+        skipped: the number of steps to exclude at the start of each turn.
     """
     steps = list(zip(*samples.ranks, strict=True))  # the samples of all ranks, by step
     first_steps = range(warm_up_rounds * steps_per_turn, len(samples.losses), steps_per_turn)
@@ -147,7 +147,7 @@ def measured(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skip
 def last_steps(samples: Samples, count: int) -> Measured:
     """Summarises the last `count` steps of a turn that ran in separate processes."""
     steps = len(samples.losses)
-    return measured(samples, warm_up_rounds=0, steps_per_turn=steps, skipped=steps - count)
+    return summarise(samples, warm_up_rounds=0, steps_per_turn=steps, skipped=steps - count)
 
 
 def _optimizer_s(step: Sequence[StepSample]) -> float:

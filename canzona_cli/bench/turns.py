@@ -21,7 +21,7 @@ from canzona_cli.training.step import train_step
 
 @dataclass(kw_only=True)
 class RunningStrategy:
-    """A strategy on this rank and its measurements so far."""
+    """A strategy as built on this rank, and its measurements so far."""
 
     trainee: Trainee
     batches: Iterator[Batch]
@@ -49,8 +49,8 @@ def take_turns(
         Diverged: a loss or a gradient is not finite. All ranks raise this together.
     """
     with no_garbage_collection():
-        for number in range(turns.rounds):
-            for name in turns.order(number):
+        for round_ in range(turns.rounds):
+            for name in turns.order(round_):
                 strategy = strategies[name]
                 try:
                     if not _take_turn(strategy, turns, stop_requested):

@@ -31,13 +31,13 @@ from canzona_cli.training.records import Journal, RankRecord
 
 SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.bench.turns")
 _CHECK_S = 0.5
-"""The interval in seconds at which a rank checks if its turn has failed on another rank."""
+"""The interval in seconds at which a rank checks whether its turn has failed on another rank."""
 
 
 def sitting_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     """Runs one measurement group; rank 0 writes the samples."""
     turns = Turns.read(files)
-    if turns.apart:
+    if turns.separate_processes:
         return layouts_rank(files, record, rank)
     from canzona_cli.megatron import parallel
 
@@ -59,12 +59,12 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     start: Callable[..., BaseProcess] = ForkProcess if forks else SpawnProcess
     length = f"{plural(turns.rounds, 'round')} of {plural(len(turns.names), 'layout')}"
     Journal(files, writes=rank == 0).stage("train", length)
-    ordered = [(number, name) for number in range(turns.rounds) for name in turns.order(number)]
-    for number, name in ordered:
+    ordered = [(round_, name) for round_ in range(turns.rounds) for name in turns.order(round_)]
+    for round_, name in ordered:
         failure = BenchFiles.failure(files, name)
         if failure.exists():
             continue
-        process = start(target=_turn, args=(files, rank, number, name))
+        process = start(target=_turn, args=(files, rank, round_, name))
         process.start()
         while process.is_alive() and not failure.exists():
             process.join(_CHECK_S)
@@ -84,7 +84,7 @@ def _report(failure: Path, reason: str) -> None:
         file.write(reason)
 
 
-def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
+def _turn(files: RunFiles, rank: int, round_: int, name: str) -> NoReturn:
     """Builds the run in one layout, runs one turn and exits. This is the target of a turn's process."""
     record = RankRecord(files, rank)
     if AGENT_VARIABLE in os.environ:
@@ -93,8 +93,8 @@ def _turn(files: RunFiles, rank: int, number: int, name: str) -> NoReturn:
     code: int = ExitCode.OK
     try:
         turns = replace(Turns.read(files), names=(name,), rounds=1)
-        output = BenchFiles.turn(files, number, name)
-        if not _take_turns(files, output, record, rank, turns, turn=f"round {number} {name}"):
+        output = BenchFiles.turn(files, round_, name)
+        if not _take_turns(files, output, record, rank, turns, turn=f"round {round_} {name}"):
             code = ExitCode.INTERRUPTED
     except BaseException as error:
         code = ExitCode.CRASH

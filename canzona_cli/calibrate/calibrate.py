@@ -1,10 +1,9 @@
 """The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements and writes a cluster
 profile.
 
-In a loop over a single operation, caches are warm and ranks arrive at the same time; in a training step they
-are not and do not. Therefore two short benches run with the new profile, one with data-parallel ranks and one
-with pairs of tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a factor
-in the profile.
+A loop over a single operation differs from a training step: its caches are warm, and ranks arrive at the same
+time. Therefore two short benches run with the new profile, one with data-parallel ranks and one with pairs of
+tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a factor in the profile.
 """
 
 import json
@@ -28,10 +27,10 @@ from canzona_cli.calibrate.profile import (
     Orders,
     Quantity,
     Record,
-    fitted,
+    fit_to_steps,
     profile_of,
     read_record,
-    shortened,
+    shorten,
 )
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.machine import machine_facts
@@ -41,7 +40,7 @@ from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.recipes import check_destination
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
-from canzona_cli.errors import CanzonaError, ConfigError, ExitCode, Problem, unwritable
+from canzona_cli.errors import CanzonaError, ConfigError, ExitCode, Problem, write_error
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.supervisor import Supervision
@@ -91,7 +90,7 @@ class Calibration:
         return tuple(warnings)
 
 
-def prepared(config: RunConfig) -> tuple[RunConfig, Layout]:
+def prepare_run(config: RunConfig) -> tuple[RunConfig, Layout]:
     """Returns the run that the calibration measures, and its layout: all ranks are data-parallel on one
     machine, without overlap.
 
@@ -129,8 +128,8 @@ def calibrate(
     """Measures this machine. After Ctrl-C or a crash, all measurements made so far are kept.
 
     Args:
-        config: the run to measure, from `prepared`.
-        layout: its layout, from `prepared`.
+        config: the run to measure, from `prepare_run`.
+        layout: its layout, from `prepare_run`.
         name: the name of the new profile.
         effort: the time budgets of the measurements.
         worker: the module that each rank runs.
@@ -138,7 +137,7 @@ def calibrate(
     Raises:
         EnvironmentProblem: this machine does not have the GPUs, the memory or the packages.
     """
-    preflight.check_machine(shortened(config), layout)
+    preflight.check_machine(shorten(config), layout)
     files = RunFiles(Path(tempfile.mkdtemp(prefix="canzona-calibrate-")))
     started, load = time.time(), os.getloadavg()[0]
     keep_logs = False
@@ -179,7 +178,7 @@ def calibrate(
 
 
 def content_of(calibration: Calibration, written: Path | None) -> dict[str, object]:
-    """Returns the content of `--json`."""
+    """Returns the output of `--json`."""
     return {
         "version": VERSION,
         "profile_file": None if written is None else str(written),
@@ -228,7 +227,7 @@ def check_writable(path: Path, *, force: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise unwritable("--out", path, error, fix=_ELSEWHERE) from None
+        raise write_error("--out", path, error, fix=_ELSEWHERE) from None
 
 
 def write_profile(path: Path, calibration: Calibration) -> None:
@@ -240,7 +239,7 @@ def write_profile(path: Path, calibration: Calibration) -> None:
     try:
         write_text_atomic(path, profile_text(calibration))
     except OSError as error:
-        raise unwritable("--out", path, error, fix=_ELSEWHERE) from None
+        raise write_error("--out", path, error, fix=_ELSEWHERE) from None
 
 
 def profile_text(calibration: Calibration) -> str:
@@ -325,7 +324,7 @@ class ShortBenches:
         overrides: the overrides of the calibration.
         config: the run that these overrides compose to.
         profile: the file of the cluster profile that the benches use.
-        say: shows a line of progress.
+        say: a function that shows a line of progress.
     """
 
     def __init__(
@@ -337,7 +336,7 @@ class ShortBenches:
         limit = min(config.gpus, 2 * cores() if on_cpu else RANKS)
         self.ranks = limit if limit < RANKS else limit // RANKS * RANKS
         self.overrides = [
-            *(override for override in overrides if not _replaced(override)),
+            *(override for override in overrides if not _is_replaced(override)),
             f"cluster={profile.absolute()}",
             "parallel.pp=1",
             "optimizer=muon",
@@ -374,7 +373,7 @@ def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[
     profile's `not_measured`.
 
     Args:
-        write: writes the profile; called once, with the result.
+        write: a function that writes the profile; called once, with the result.
     """
     started = time.time()
 
@@ -398,11 +397,11 @@ def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[
             )
             profile = replace(profile, not_measured=(*profile.not_measured, "steps"))
             break
-    result = replace(with_profile(fitted(profile, results) if results else profile), outcome=outcome)
+    result = replace(with_profile(fit_to_steps(profile, results) if results else profile), outcome=outcome)
     write(result)
     return result
 
 
-def _replaced(override: str) -> bool:
+def _is_replaced(override: str) -> bool:
     key = key_of(override.lstrip("+~"))
     return any(key == name or key.startswith(f"{name}.") for name in _REPLACED)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from canzona_cli.calibrate.profile import Effort, Measurement, Recorder
-from canzona_cli.calibrate.timing import Team, joined
+from canzona_cli.calibrate.timing import Team, member_group
 from canzona_cli.config.schema import Collective
 from canzona_cli.megatron.owner_bucket_group import device_seconds, grouped_time_ratio, is_grouped
 from canzona_cli.megatron.owner_collectives import broadcast_each, reduce_each
@@ -34,8 +34,8 @@ _CALLS = 4
 """The maximum number of collectives, with computation between them, in a sample on CPU ranks; fewer if they
 take long."""
 _SIDE, _TOUCHED = 384, 1 << 20
-"""The computation between collectives on CPU ranks: a bf16 product of square matrices of this side, and this
-many bytes read and written. This takes about a millisecond."""
+"""The computation between collectives on CPU ranks: a bf16 matmul of square matrices with this many rows, then
+this many bytes read and written. Together they take about a millisecond."""
 _PILOTS = 2
 """The number of measurements that estimate a duration in advance."""
 _SYNCHRONISING_BYTES = 64 << 20
@@ -67,12 +67,12 @@ class Members:
         # Use the default backend (NCCL or gloo), as a run's collectives do.
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, team.size, size)]
         self.groups = len(groups)
-        place, self.rank = divmod(team.rank, size)
-        self._group = groups[place if team.member else 0]
+        index, self.rank = divmod(team.rank, size)
+        self._group = groups[index if team.member else 0]
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return joined(self._group)
+        return member_group(self._group)
 
     def buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns a buffer of about `size` bytes whose length is divisible by the number of ranks."""
@@ -105,9 +105,9 @@ def measure(members: Members, kind: Collective, make: Make, size: int, budget_s:
     """Measures and records a collective of one kind and size; returns its median, the same on all members."""
     run, team = make(size, members), members.team
     if members.device.type == "cpu":
-        values, busy = _between_work(members, run, budget_s)
+        values, busy = _measure_between_work(members, run, budget_s)
     else:
-        once, busy = _in_a_row(members, run), 0.0
+        once, busy = _prepare_row(members, run), 0.0
         pilot = team.decide(min(once() for _ in range(_PILOTS)))
         values = _slowest(team, [once() for _ in range(_repetitions(budget_s / 2, pilot))])
     recorder.add(Measurement.of("collectives", values, kind, members.size, size, busy=busy))
@@ -121,22 +121,22 @@ class _Times(NamedTuple):
     processor_s: float
 
 
-def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[list[float], float]:
-    """Measures a collective interleaved with matrix products on CPU ranks.
+def _measure_between_work(members: Members, run: Transfer, budget_s: float) -> tuple[list[float], float]:
+    """Measures a collective interleaved with matmuls on CPU ranks.
 
     Returns:
-        for each repetition the seconds that the collective adds on the slowest rank, and the number of
+        The seconds that the collective adds on the slowest rank, for each repetition, and the number of
         processor cores that the collective of one group occupies.
     """
     team, factor = members.team, torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
-    product, touched = torch.empty_like(factor), torch.ones(_TOUCHED // 4)
+    result, touched = torch.empty_like(factor), torch.ones(_TOUCHED // 4)
 
     def row(calls: int, *, communicating: bool) -> _Times:
         """Runs the computation `calls` times; returns the mean times of one iteration."""
         team.meet()
         begin, begin_processor = time.perf_counter(), time.process_time()
         for _ in range(calls):
-            torch.mm(factor, factor, out=product)
+            torch.mm(factor, factor, out=result)
             touched.neg_()
             if communicating:
                 run()
@@ -151,7 +151,7 @@ def _between_work(members: Members, run: Transfer, budget_s: float) -> tuple[lis
     pairs = [pair(calls) for _ in range(_repetitions(budget_s, calls * pilot))]
     both_s = _slowest(team, [both.wall_s for both, _ in pairs])
     alone_s = _slowest(team, [alone.wall_s for _, alone in pairs])
-    # A difference within the noise of the computation counts as a microsecond.
+    # A difference within the noise of the computation is recorded as a microsecond.
     added = [max(_LEAST_S, both - alone) for both, alone in zip(both_s, alone_s, strict=True)]
     processor_s = statistics.median(both.processor_s - alone.processor_s for both, alone in pairs)
     total_processor_s = sum(seconds for (seconds,) in team.gather([processor_s]))
@@ -168,7 +168,7 @@ def _slowest(team: Team, seconds: Sequence[float]) -> list[float]:
     return [max(each) for each in zip(*team.gather(seconds), strict=True)]
 
 
-def _in_a_row(members: Members, run: Transfer) -> Callable[[], float]:
+def _prepare_row(members: Members, run: Transfer) -> Callable[[], float]:
     """Prepares the measurement of `ROW` collectives in a row on GPUs. Returns a function that measures the
     seconds of one collective."""
     synchronise = _all_reduce(_SYNCHRONISING_BYTES, members)

@@ -1,8 +1,8 @@
-"""Measures work without communication: products, decompositions, memory, forward and backward passes, matrix
+"""Measures work without communication: matmuls, decompositions, memory, forward and backward passes, matrix
 updates.
 
-An update is timed as the engine runs it, without the exchange: clip the gradient, step, check that the new
-weight is finite, and write the weight in the model's precision. One matrix per layer of the model is updated
+An update is timed as the engine runs it, excluding the exchange: clip the gradient, step, check that the new
+weight is finite, and write the weight in the model's precision. The matrices of all layers are updated one
 after another, because in training each update finds the caches full of other matrices.
 """
 
@@ -16,7 +16,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from canzona_cli.calibrate.profile import Effort, Measurement, Quantity, Record, Recorder, measured_runs
-from canzona_cli.calibrate.timing import LEAST, Team, Work, clock, repeat, timed, wait
+from canzona_cli.calibrate.timing import LEAST, Team, Work, clock, repeat, time_calls, wait
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
 from canzona_cli.costs.update import COPY_EFFICIENCY, algorithm, label, period_seconds, seconds
 from canzona_cli.engine.build import optimizer_factory
@@ -33,22 +33,22 @@ from canzona_cli.optimizers.matrix_optimizer import MatmulPrecision, matmul_prec
 class Sizes:
     """The sizes to measure, as sides of square matrices unless noted."""
 
-    products: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
-    """The sides of bf16 products."""
+    matmuls: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
+    """The sides of the matrices in bf16 matmuls."""
     exact: int = 1024
-    """The side of fp32 products and of QR decompositions."""
+    """The side of the matrices in fp32 matmuls and QR decompositions."""
     symmetric: int = 1024
     """The side of eigendecompositions."""
     copied_bytes: int = 128 << 20
     """The size in bytes of the buffer that is copied; it is too large for any cache."""
     precisions: tuple[tuple[Quantity, MatmulPrecision], ...] = (("fp32_tflops", "fp32"),)
-    """The precisions in which products of fp32 matrices are measured, each with the name of its result."""
+    """The precisions in which matmuls of fp32 matrices are measured, each with the name of its result."""
 
 
 SIZES = {
     "cpu": Sizes(),
     "cuda": Sizes(
-        products=(*Sizes().products, 4096, 8192),
+        matmuls=(*Sizes().matmuls, 4096, 8192),
         exact=4096,
         symmetric=2048,
         copied_bytes=1 << 30,
@@ -63,10 +63,10 @@ every predicted step time depends on these passes."""
 
 
 def measure_arithmetic(team: Team, effort: Effort, recorder: Recorder) -> None:
-    """Measures the rates of matrix products and decompositions, and the time of a launch. All members have to
-    call this."""
+    """Measures the rates of matmuls and decompositions, and the time of a launch. All members have to call
+    this."""
     sizes = SIZES[team.device.type]
-    for size in sizes.products:
+    for size in sizes.matmuls:
         factors = (torch.randn(size, size, device=team.device).bfloat16() for _ in range(3))
         _rate(team, effort, recorder, "matmul_tflops", 2.0 * size**3, partial(_mm, *factors), size)
     size = sizes.exact
@@ -172,7 +172,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _discard(_: object) -> None:
-    """Ignores the result of a lambda's call."""
+    """Returns None, so that a lambda can call a function for its effect only."""
 
 
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")
@@ -220,9 +220,11 @@ def measure_updates(
     Updates that would take too long to measure are left to the cost model and recorded as skipped.
 
     Args:
-        elapsed: returns the seconds since the calibration started.
+        elapsed: a function that returns the seconds since the calibration started.
     """
-    items = [(expected(variant, *shape), variant, shape) for variant in variants(config) for shape in shapes(config)]
+    items = [
+        (expected_seconds(variant, *shape), variant, shape) for variant in variants(config) for shape in shapes(config)
+    ]
     for cost_s, variant, (rows, cols) in sorted(items, key=lambda item: item[0]):
         late = max(0.0, elapsed() + cost_s - effort.end_s) if cost_s > 1.0 else 0.0
         if cost_s > effort.largest_item_s or team.decide(late) > 0.0:
@@ -249,7 +251,7 @@ def measure_adamw(team: Team, config: RunConfig, effort: Effort, recorder: Recor
     recorder.add(Measurement.of("adamw_ns", [1e9 * sample / ADAMW_ELEMENTS for sample in samples]))
 
 
-def expected(variant: Variant, rows: int, cols: int) -> float:
+def expected_seconds(variant: Variant, rows: int, cols: int) -> float:
     """Returns the approximate seconds that the measurement of an update takes, by the cost model.
 
     For SOAP and Shampoo, this is the time of three refresh periods if refreshes are spread over all steps,
@@ -288,7 +290,7 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
     group.fill_factors(optimizer)
     optimizer.precondition_frequency = 1
     team.meet()
-    samples = [timed(group.update, team.device)]
+    samples = [time_calls(group.update, team.device)]
     if samples[0] < budget_s:
         samples = repeat(group.update, team.device, budget_s)
     refreshes = sorted(sample / group.count for sample in chain.from_iterable(team.gather(samples)))
@@ -308,8 +310,8 @@ class Group:
         self._finite = torch.ones(self.count, device=device)
         self._writes = joined_writes(
             [
-                (place, Write(target=weight, source=master.detach(), rounded=scratch))
-                for place, (master, weight, scratch) in enumerate(
+                (index, Write(target=weight, source=master.detach(), rounded=scratch))
+                for index, (master, weight, scratch) in enumerate(
                     zip(self._masters, self._weights, rounded, strict=True)
                 )
             ]

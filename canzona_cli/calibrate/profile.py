@@ -56,7 +56,7 @@ Quantity = Literal[
 0), and updates, collectives, forward and backward in seconds."""
 
 PART_NAMES: dict[Part, str] = {
-    "arithmetic": "matrix products, decompositions, launches",
+    "arithmetic": "matmuls, decompositions, launches",
     "memory": "memory bandwidth",
     "adamw": "AdamW",
     "collectives": "collectives",
@@ -70,7 +70,7 @@ class Effort:
     """The time budgets of a calibration. Each measurement is repeated until its budget is spent."""
 
     item_s: float = 0.3
-    """The budget in seconds for each product, decomposition, collective size and update shape."""
+    """The budget in seconds for each matmul, decomposition, collective size and update shape."""
     largest_item_s: float = 40.0
     """The maximum expected seconds of an update's measurement; updates that take longer are left to the cost
     model."""
@@ -134,7 +134,7 @@ class Measurement:
             return f"{self.key[0]} of {self.key[2]:,} bytes among {self.key[1]} ranks"
         if self.quantity == "updates":
             return f"{self.key[0]} {self.key[1]} x {self.key[2]}"
-        return f"bf16 product {self.key[0]}" if self.quantity == "matmul_tflops" else self.quantity
+        return f"bf16 matmul {self.key[0]}" if self.quantity == "matmul_tflops" else self.quantity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +202,8 @@ def parts(ranks: int) -> Iterator[Part]:
 MODEL_LAYERS = 2
 
 
-def shortened(config: RunConfig) -> RunConfig:
-    """Returns the run in which forward and backward are measured: with a few layers and with AdamW, which
+def shorten(config: RunConfig) -> RunConfig:
+    """Returns the run whose forward and backward passes are measured: with a few layers and with AdamW, which
     uses Megatron's own buffers."""
     return replace(
         config,
@@ -260,13 +260,13 @@ def profile_of(
     # All other quantities have the name of their field. Forward and backward become factors below.
     others = ("forward", "backward", "grouped_collectives")
     measured = {name: significant(value) for name, value in medians.items() if name not in others}
-    products = tuple((int(m.key[0]), significant(m.spread.median)) for m in _of_quantity(record, "matmul_tflops"))
-    if not products or "arithmetic" not in record.done:
-        products = base.matmul_tflops  # large sizes are measured last, so a partial table would show slow products
+    matmuls = tuple((int(m.key[0]), significant(m.spread.median)) for m in _of_quantity(record, "matmul_tflops"))
+    if not matmuls or "arithmetic" not in record.done:
+        matmuls = base.matmul_tflops  # large sizes are measured last, so a partial table would have only slow ones
     profile = replace(
         base,
         name=name,
-        matmul_tflops=products,
+        matmul_tflops=matmuls,
         bf16_in_fp32=bf16_in_fp32,
         measured_updates=_updates(tables, record),
         collectives=_collectives(tables, record),
@@ -279,20 +279,20 @@ def profile_of(
         nodes=None,
         **measured,  # type: ignore[arg-type]
     )
-    if products != base.matmul_tflops:
+    if matmuls != base.matmul_tflops:
         profile = with_peak(profile)
     profile = _with_link(profile, record)
-    fitted = _with_factors(replace(config, cluster=profile), layout, record)
-    return with_peak(fitted) if "forward" in (m.quantity for m in record.measurements) else fitted
+    fit_to_steps = _with_factors(replace(config, cluster=profile), layout, record)
+    return with_peak(fit_to_steps) if "forward" in (m.quantity for m in record.measurements) else fit_to_steps
 
 
 def with_peak(profile: ClusterConfig) -> ClusterConfig:
     """Returns the profile with a measured peak rate (`bf16_tflops`) for CPU ranks; GPU profiles are not
     changed.
 
-    No datasheet lists the peak of this number of threads on this processor, so the rate of the fastest
-    product is used. If a factor of forward or backward is below 1, passes ran faster than the products alone,
-    and the rate is divided by the smaller factor, so that no pass exceeds the peak.
+    No datasheet lists the peak of this number of threads on this processor, so the rate of the fastest matmul
+    is used. If a factor of forward or backward is below 1, passes ran faster than the matmuls alone, and the
+    rate is divided by the smaller factor, so that no pass exceeds the peak.
     """
     if profile.device != "cpu":
         return profile
@@ -344,7 +344,7 @@ def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterC
     """
     neutral = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
     # A measured pass is not part of a pipeline schedule, so it does not include the cost of a pass in one.
-    short = replace(shortened(config), cluster=replace(neutral, backward_module_us=0.0, pass_us=0.0))
+    short = replace(shorten(config), cluster=replace(neutral, backward_module_us=0.0, pass_us=0.0))
     changes: dict[str, float] = {}
     for direction in ("forward", "backward"):
         points, modules = [], 1
@@ -384,8 +384,8 @@ class StepFactors:
     """The ratios for the other phases, by key of `ClusterConfig.step_factors`."""
 
 
-def fitted(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
-    """Returns the profile with factors from the results of at least one bench."""
+def fit_to_steps(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
+    """Returns the profile with the step factors that the results of at least one bench give."""
     steps = factors(results)
     scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
     changes = {name: significant(getattr(profile, name) * steps.computing) for name in scaled}
@@ -400,8 +400,8 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
     """Computes the factors from the data-parallel bench and, if there is one, the tensor-parallel bench.
 
     One factor covers forward and backward. It comes from the data-parallel bench, in which these passes have
-    no collectives of their own, and includes the waits for gradients and parameters, because the operating
-    system gives the ranks unequal shares of the cores, and faster ranks wait for slower ones.
+    no collectives of their own. It includes the waits for gradients and parameters: the operating system
+    gives the ranks unequal shares of the cores, so faster ranks wait for slower ranks.
 
     Args:
         results: the data-parallel bench first.
@@ -435,7 +435,7 @@ def _factor(
     the phases.
 
     Args:
-        over_ranks: the measured time that counts: the fastest rank's, or the mean of all ranks.
+        over_ranks: the measured time to use: the fastest rank's, or the mean of all ranks.
     """
     measured = predicted = 0.0
     for bench, phase in itertools.product(benches, phases):

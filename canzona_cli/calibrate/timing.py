@@ -43,11 +43,11 @@ class Team:
     def meet(self) -> None:
         """Waits until all members have called this."""
         if self.size > 1:
-            dist.barrier(group=joined(self._group))
+            dist.barrier(group=member_group(self._group))
 
     def gather(self, values: Sequence[float]) -> list[tuple[float, ...]]:
         """Gathers the values of all members, in rank order, on all members."""
-        return [member.values for member in gather(_Values(values=tuple(values)), group=joined(self._group))]
+        return [member.values for member in gather(_Values(values=tuple(values)), group=member_group(self._group))]
 
     def decide(self, value: float) -> float:
         """Returns the largest of all members' values, so that all members make the same decision."""
@@ -60,7 +60,7 @@ class Team:
         return list(chain.from_iterable(self.gather(repeat(work, self.device, budget_s))))
 
 
-def joined(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
+def member_group(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
     """Returns the result of `new_group` as a process group. This rank has to be a member of the group."""
     assert isinstance(group, dist.ProcessGroup), "not a member"
     return group
@@ -69,20 +69,20 @@ def joined(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
 def repeat(work: Work, device: torch.device, budget_s: float) -> list[float]:
     """Measures the seconds of one call of `work`, with as many samples as the budget allows.
 
-    The first two calls do not count: one warms up, the other determines the number of calls in a sample.
+    The first two calls are not samples: one warms up, the other determines the number of calls in a sample.
     """
-    first = timed(work, device)
-    calls = max(1, round(_SAMPLE_S / max(timed(work, device), 1e-7))) if first < _SAMPLE_S else 1
+    first = time_calls(work, device)
+    calls = max(1, round(_SAMPLE_S / max(time_calls(work, device), 1e-7))) if first < _SAMPLE_S else 1
     samples: list[float] = []
     begin = time.perf_counter()
     while True:
-        samples.append(timed(work, device, calls))
+        samples.append(time_calls(work, device, calls))
         spent = time.perf_counter() - begin
         if len(samples) >= MOST or spent > 4 * budget_s or (spent > budget_s and len(samples) >= LEAST):
             return samples
 
 
-def timed(work: Work, device: torch.device, calls: int = 1) -> float:
+def time_calls(work: Work, device: torch.device, calls: int = 1) -> float:
     """Returns the mean seconds of `calls` consecutive calls, by `clock`."""
     wait(device)
     begin = clock(device)
@@ -97,8 +97,8 @@ def clock(device: torch.device) -> float:
     otherwise wall time.
 
     A rank that shares a core sleeps while other ranks run, and a sleep is longer than most measured
-    operations. So a wall time would include either all of a sleep or none of it. Processor time excludes
-    sleep and other programs, but includes the effect of the other ranks on the caches.
+    operations, so a wall time would include either a whole sleep or none. Processor time excludes sleep and
+    other programs, but includes the effect of the other ranks on the caches.
     """
     single_threaded = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time() if single_threaded else time.perf_counter()

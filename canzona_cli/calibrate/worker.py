@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from canzona_cli.calibrate.profile import PART_NAMES, Facts, Orders, Part, Record, Recorder, shortened
+from canzona_cli.calibrate.profile import PART_NAMES, Facts, Orders, Part, Record, Recorder, shorten
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import Ending, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, run_rank
@@ -42,7 +42,7 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     ranks, device = world.world_size, world.device
     recorder = Recorder(files, writes=rank == 0)
     workers = Team(rank, orders.workers, device)
-    everybody = Team(rank, ranks, device)
+    all_ranks = Team(rank, ranks, device)
     # On CPUs all groups of a size measure at the same time, because they share the cores.
     sizes = {size: ranks // size * size if device.type == "cpu" else size for size in group_sizes(ranks)}
     groups = [Members(Team(rank, members, device), size) for size, members in sizes.items()]
@@ -57,13 +57,14 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     @contextmanager
     def part(name: Part) -> Iterator[None]:
-        everybody.meet()
+        """Announces a part, and records it as done after the block. All ranks wait for each other at both ends."""
+        all_ranks.meet()
         record.step += 1
         if rank == 0:
             stage = {"time": time.time(), "event": "stage", "stage": PART_NAMES[name], "detail": ""}
             append_json_line(files.events, stage)
         yield
-        everybody.meet()  # ranks that do not measure this part sleep here
+        all_ranks.meet()  # ranks that do not measure this part sleep here
         recorder.report(Record(done=(name,)))
 
     with part("arithmetic"):
@@ -80,9 +81,9 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
             for members in groups:
                 if members.team.member:
                     measure_collectives(members, effort, recorder)
-                everybody.meet()
+                all_ranks.meet()
     with part("model"):
-        measure_model(everybody, shortened(config), world, effort, recorder)
+        measure_model(all_ranks, shorten(config), world, effort, recorder)
     with part("updates"):
         # Choose the same kernels as training on this machine.
         choose_kernels(config, device, begin=lambda shape: record.heart.progress())

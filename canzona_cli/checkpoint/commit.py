@@ -215,7 +215,7 @@ def _save_failed(path: Path, error: BaseException) -> SaveFailed:
 
 
 def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, dict[str, Any]]:
-    """Waits for the part files of all ranks, and returns their contents in the order of ranks.
+    """Waits for the part files of all ranks, and returns their contents by rank, in rank order.
 
     Raises:
         SaveFailed: a rank reports a failure, or nothing was written for `timeout_s` seconds.
@@ -228,7 +228,7 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
         for rank in range(world_size):
             path = _part_path(partial, rank)
             if _failure_marker(partial, rank).name in names:
-                raise _rank_failed(partial, rank, "could not write its part, nor the reason", _FIXES[errno.ENOSPC])
+                raise _rank_failed(partial, rank, "could not write its part or the reason", _FIXES[errno.ENOSPC])
             if rank in parts or path.name not in names:
                 continue
             parts[rank] = json.loads(path.read_bytes())
@@ -261,6 +261,8 @@ def _missing(partial: Path, ranks: list[int], timeout_s: float) -> SaveFailed:
 
 
 def _publish(partial: Path, target: Path) -> Path:
+    """Renames the complete folder `partial` to `target`. An existing checkpoint there is hidden before, and
+    deleted after."""
     replaced = hidden_path(target, "replaced")
     replaces = os.path.lexists(target)
     if replaces:

@@ -1,8 +1,7 @@
-"""Checks a checkpoint's manifest against its run: the saved settings, and the tensors' names, types and
-shapes.
+"""Checks a checkpoint's manifest against the settings of its run: the names, types and shapes of tensors.
 
 `canzona_cli.checkpoint.verify` makes sure that the files agree with the manifest. Therefore these checks need
-no tensors: the launcher makes them before it starts workers (`saved_run`), and so do `canzona checkpoint
+no tensors. The launcher makes them before it starts workers (`saved_run`), and so do `canzona checkpoint
 verify` (`verify_chosen`) and the workers (`content_problems`). The values of tensors (NaN, for example) are
 checked when they are read.
 """
@@ -22,14 +21,14 @@ from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar, S
 from canzona_cli.checkpoint.store import Chosen, StoredCheckpoint
 from canzona_cli.checkpoint.verify import (
     OnBytes,
+    fallback_fix,
     foreign_files,
+    limit_problems,
     problem_of,
     read_manifest,
-    shortened,
     table_problems,
     verify,
     verify_file,
-    way_out,
 )
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import ModelConfig, RunConfig
@@ -73,7 +72,7 @@ def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> li
     reasons = list(_reasons(manifest, model))
     if not reasons:
         return []
-    first = problem_of(folder, MANIFEST, reasons[0])  # all share one fix, which takes time: it reads other folders
+    first = problem_of(folder, MANIFEST, reasons[0])  # all share one fix, which is slow: it reads other folders
     return [replace(first, reason=reason) for reason in reasons]
 
 
@@ -82,22 +81,22 @@ def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
     for stored, tensor in manifest.tensors.items():
         full_name = tensor.whole(stored)
         name, _, field = full_name.rpartition("/")
-        wrong = _wrong_tensor(name, field, tensor, manifest, model)
-        if wrong:
-            yield f"tensors.{stored}: {wrong}"
+        if reason := _tensor_problem(name, field, tensor, manifest, model):
+            yield f"tensors.{stored}: {reason}"
         elif tensor.piece is not None:
             pieces[full_name].append(tensor.piece)
     for full_name, parts in pieces.items():
-        if full_name in manifest.tensors or not _tiled(
+        if full_name in manifest.tensors or not _tile(
             parts, *_rectangle(whole_shape(full_name.rpartition("/")[0], model))
         ):
             yield f"tensors.{full_name}: its pieces overlap or leave gaps"
     for stored, value in manifest.scalars.items():
-        if wrong := _wrong_scalar(stored, value, manifest):
-            yield f"scalars.{stored}: {wrong}"
+        if reason := _scalar_problem(stored, value, manifest):
+            yield f"scalars.{stored}: {reason}"
 
 
-def _wrong_tensor(name: str, field: str, tensor: StoredTensor, manifest: Manifest, model: ModelConfig) -> str:
+def _tensor_problem(name: str, field: str, tensor: StoredTensor, manifest: Manifest, model: ModelConfig) -> str:
+    """Returns the reason why a tensor does not belong to the model and its optimizer; empty if it does."""
     if name.startswith(RANDOM):
         known = tensor.dtype in _RANDOM_TYPES and len(tensor.shape) == 1 and tensor.piece is None
         return "" if known else f"{tensor.dtype} {tensor.shape} is not the state of a random generator"
@@ -133,6 +132,7 @@ def _optimizer_kind(name: str, optimizer: str) -> str | None:
 
 
 def _in_model(name: str, model: ModelConfig) -> bool:
+    """Returns True if the model has a weight of this name in any splitting."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name in (EMBEDDING, OUTPUT) or name.endswith("norm.weight")
@@ -156,7 +156,7 @@ def _rectangle(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
 
 
-def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
+def _tile(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
     """Returns True if the pieces cover an (all_rows, all_cols) tensor exactly once.
 
     Only one arrangement is accepted: the rows are divided into bands, each band by columns into rectangles,
@@ -166,14 +166,14 @@ def _tiled(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
     for piece in pieces:
         rectangles[piece.row, piece.rows, piece.col, piece.cols].append((piece.start, piece.end))
     for (_, rows, _, cols), runs in rectangles.items():
-        if not _consecutive(runs, rows * cols):
+        if not _are_consecutive(runs, rows * cols):
             return False
     bands = [list(band) for _, band in groupby(sorted(rectangles), key=lambda rectangle: rectangle[:2])]
-    across = all(_consecutive([(col, col + cols) for _, _, col, cols in band], all_cols) for band in bands)
-    return across and _consecutive([(band[0][0], band[0][0] + band[0][1]) for band in bands], all_rows)
+    across = all(_are_consecutive([(col, col + cols) for _, _, col, cols in band], all_cols) for band in bands)
+    return across and _are_consecutive([(band[0][0], band[0][0] + band[0][1]) for band in bands], all_rows)
 
 
-def _consecutive(runs: Sequence[tuple[int, int]], end: int) -> bool:
+def _are_consecutive(runs: Sequence[tuple[int, int]], end: int) -> bool:
     """Returns True if the (start, end) runs cover 0 to `end` without gaps or overlaps."""
     reached = 0
     for first, last in sorted(runs):
@@ -183,7 +183,8 @@ def _consecutive(runs: Sequence[tuple[int, int]], end: int) -> bool:
     return reached == end
 
 
-def _wrong_scalar(stored: str, value: Scalar, manifest: Manifest) -> str:
+def _scalar_problem(stored: str, value: Scalar, manifest: Manifest) -> str:
+    """Returns the reason why a scalar is not state of the saved optimizer; empty if it is."""
     key = stored.rpartition("/")[2]
     if manifest.optimizer == "custom":
         reserved = [f"{GROUP}{name}" for name in ("params", "lr", "weight_decay")]
@@ -215,21 +216,21 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
         else:
             problems.append(verify_file(checkpoint, name, entry))
     refuse([problem for problem in problems if problem is not None], CheckpointInvalid)
-    with of_checkpoint(checkpoint):
+    with as_checkpoint_errors(checkpoint):
         saved = load_resolved(checkpoint / "config.yaml")
-    wrong = table_problems(checkpoint, manifest, [*manifest.files])
-    wrong += content_problems(checkpoint, manifest, saved.model)
-    refuse(shortened(wrong), CheckpointInvalid)
+    mismatches = table_problems(checkpoint, manifest, [*manifest.files])
+    mismatches += content_problems(checkpoint, manifest, saved.model)
+    refuse(limit_problems(mismatches), CheckpointInvalid)
     return manifest, saved
 
 
 @contextmanager
-def of_checkpoint(checkpoint: Path) -> Iterator[None]:
+def as_checkpoint_errors(checkpoint: Path) -> Iterator[None]:
     """Turns a ConfigError inside the block into CheckpointInvalid, because the saved settings are at fault."""
     try:
         yield
     except ConfigError as error:
-        fix = way_out(checkpoint)
+        fix = fallback_fix(checkpoint)
         raise CheckpointInvalid(
             *(replace(problem, key=f"{checkpoint.name}: {problem.key}", fix=fix) for problem in error.problems)
         ) from None
@@ -255,7 +256,7 @@ def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ..
     Raises:
         CheckpointInvalid: all chosen checkpoints were removed during verification.
     """
-    verified = {checkpoint.name: _verified(checkpoint, on_bytes) for checkpoint in chosen.checkpoints}
+    verified = {checkpoint.name: _verify_one(checkpoint, on_bytes) for checkpoint in chosen.checkpoints}
     results = tuple(result for result in verified.values() if result is not None)
     removed = tuple(name for name, result in verified.items() if result is None)
     if not results:
@@ -263,7 +264,7 @@ def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ..
     return results, removed
 
 
-def _verified(checkpoint: StoredCheckpoint, on_bytes: OnBytes) -> Verified | None:
+def _verify_one(checkpoint: StoredCheckpoint, on_bytes: OnBytes) -> Verified | None:
     """Verifies one checkpoint; returns None if it is removed during verification."""
     counts: list[int] = []  # a list, because several threads may append to it safely
     began = time.perf_counter()

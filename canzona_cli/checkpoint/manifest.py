@@ -49,8 +49,8 @@ Hidden = Literal["partial", "replaced", "removed"]
 """The state of a hidden folder.
 
 partial: the checkpoint is being written.
-replaced: a newer checkpoint of the same step is taking its name; readers use this folder until it has.
-removed: the checkpoint is being deleted, and hidden so that readers never see half of it.
+replaced: a newer checkpoint of the same step is taking its name; until then, readers use this folder.
+removed: the checkpoint is being deleted; it is hidden so that readers never see half of it.
 """
 
 
@@ -161,7 +161,7 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Header):
-    """The content of `manifest.json`."""
+    """The contents of `manifest.json`."""
 
     files: Mapping[str, StoredFile] = field(default_factory=dict)
     """All files except the manifest itself."""

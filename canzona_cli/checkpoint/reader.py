@@ -87,7 +87,7 @@ class Reader:
             tensor = self._from_pieces(name, field, 0, shape[0] if len(shape) > 1 else 1).view(shape)
         else:
             tensor = self._open(stored).get_tensor(stored)  # type: ignore[no-untyped-call]
-        return self._sound(name, field, tensor)
+        return self._checked(name, field, tensor)
 
     def master(self, unit: str, rows: range | None = None) -> torch.Tensor:
         """Reads a unit's fp32 master weight.
@@ -138,8 +138,8 @@ class Reader:
                 parts.append(part[:, cols.start : cols.stop])
         region = torch.cat(parts) if len(parts) > 1 else next(iter(parts), torch.empty(0, 0))
         if region.shape != (len(rows), len(cols)):
-            raise CheckpointInvalid(lacking(f"{unit}/{field}"))
-        return self._sound(unit, field, region)
+            raise CheckpointInvalid(missing_tensor(f"{unit}/{field}"))
+        return self._checked(unit, field, region)
 
     def step(self, unit: str) -> float | None:
         """Returns the stored number of AdamW steps of a unit; None if there is none."""
@@ -170,7 +170,7 @@ class Reader:
         """Returns the problem of stored state that cannot be used, with the given reason."""
         return problem_of(self._folder, MANIFEST, reason)
 
-    def _sound(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _checked(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor unchanged after checking that training can resume with it.
 
         Masters must be finite. Optimizer state must not contain NaN, except for a user's own optimizer.
@@ -190,7 +190,7 @@ class Reader:
     def _stored(self, unit: str) -> Sequence[tuple[str, Block]]:
         """Lists the tensors in which a unit is stored, each with the unit's block in it, in the order of rows."""
         if unit not in self._sources:
-            raise CheckpointInvalid(lacking(unit))
+            raise CheckpointInvalid(missing_tensor(unit))
         return sorted(self._sources[unit], key=lambda source: source[1].unit_row)
 
     def _rows(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
@@ -221,19 +221,19 @@ class Reader:
                 target.copy_(flat.view_as(target))
                 missing -= len(data)
         if missing:
-            raise CheckpointInvalid(lacking(f"{name}/{field}"))
+            raise CheckpointInvalid(missing_tensor(f"{name}/{field}"))
         return region
 
     def _open(self, stored: str) -> safe_open:
         if stored not in self._manifest.tensors:
-            raise CheckpointInvalid(lacking(stored))
+            raise CheckpointInvalid(missing_tensor(stored))
         file = self._manifest.tensors[stored].file
         if file not in self._files:
             self._files[file] = safe_open(self._folder / file, framework="pt")
         return self._files[file]
 
 
-def lacking(name: str) -> Problem:
+def missing_tensor(name: str) -> Problem:
     """Returns the problem of a tensor that the run needs and the checkpoint does not have."""
     reason = "the checkpoint does not have this tensor: another model or optimizer wrote it"
     fix = "resume with the recipe that the run was started with, or start a new run with run.dir=DIR"

@@ -16,9 +16,9 @@ import torch
 
 from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, RANDOM, content_problems
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
-from canzona_cli.checkpoint.reader import Reader, lacking
+from canzona_cli.checkpoint.reader import Reader, missing_tensor
 from canzona_cli.checkpoint.snapshot import HeldPiece, check_random_states, held_pieces, set_random_states
-from canzona_cli.checkpoint.verify import problem_of, read_manifest, shortened, table_problems, verify_file
+from canzona_cli.checkpoint.verify import limit_problems, problem_of, read_manifest, table_problems, verify_file
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import HeldFragment, MasterOptimizer
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
@@ -41,7 +41,7 @@ def verify_together(world: World, folder: Path) -> Manifest:
     Raises:
         CheckpointInvalid: files do not match the manifest. All ranks raise this with the same list of files.
     """
-    with together(world, folder):
+    with raise_on_all_ranks(world, folder):
         manifest = read_manifest(folder)
         names = sorted(manifest.files)[world.rank :: world.world_size]
         hashed = [verify_file(folder, name, manifest.files[name]) for name in names]
@@ -67,9 +67,9 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
             raise this together.
     """
     world, config = trainee.world, trainee.config
-    with together(world, folder):
-        refuse(shortened(content_problems(folder, manifest, config.model)), CheckpointInvalid)
-    with together(world, folder), Reader(folder, manifest, config.model) as reader:
+    with raise_on_all_ranks(world, folder):
+        refuse(limit_problems(content_problems(folder, manifest, config.model)), CheckpointInvalid)
+    with raise_on_all_ranks(world, folder), Reader(folder, manifest, config.model) as reader:
         for _, pieces in groupby(held_pieces(trainee), key=lambda piece: id(piece.held)):
             _restore_held(list(pieces), reader, weights_only=weights_only)
         if isinstance(trainee.optimizer, CanzonaOptimizer):
@@ -97,11 +97,11 @@ class _Problems:
 
 
 @contextmanager
-def together(world: World, folder: Path) -> Iterator[None]:
+def raise_on_all_ranks(world: World, folder: Path) -> Iterator[None]:
     """Raises CheckpointInvalid on all ranks if the block raises any exception on one of them.
 
-    All ranks have to enter it. The error lists each distinct problem once. If only the failing rank raised,
-    the others would wait for it forever in their next collective.
+    All ranks have to enter the block. The error lists each distinct problem once. If only the failing rank
+    raised an error, the other ranks would wait for it forever in their next collective.
     """
     problems: list[Problem] = []
     try:
@@ -128,7 +128,7 @@ def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool
     unit = pieces[0].piece.unit
     fields = [MASTER] if weights_only else reader.unit_fields(unit)
     if MASTER not in fields:
-        raise CheckpointInvalid(lacking(f"{unit}/{MASTER}"))
+        raise CheckpointInvalid(missing_tensor(f"{unit}/{MASTER}"))
     if isinstance(item, HeldFragment) and isinstance(item.optimizer, MatrixOptimizer):
         expected = {MASTER: None, **(item.optimizer.state_shapes(item.master) or {})}
         if foreign := sorted(set(fields) - expected.keys()):
@@ -159,11 +159,11 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             elif weights_only or manifest.optimizer in ELEMENTWISE:
                 tensors, scalars = _from_units(matrix, reader, weights_only=weights_only)
             else:
-                problems.append(_other_splitting(matrix, manifest))
+                problems.append(_splitting_problem(matrix, manifest))
                 continue
             master = tensors.pop(MASTER, None)
             if master is None or master.shape != held_master.shape:
-                problems.append(lacking(f"{matrix.name}/{MASTER} of shape {matrix.shape}"))
+                problems.append(missing_tensor(f"{matrix.name}/{MASTER} of shape {matrix.shape}"))
                 continue
             if weights_only:
                 held_master.copy_(master)
@@ -173,8 +173,8 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             assert group.optimizer is not None
             if isinstance(group.optimizer, MatrixOptimizer):
                 tensors = dict(group.optimizer.convert_state(held_master, tensors))
-            if wrong := unlike(group.optimizer, held_master, tensors, counts, shared):
-                problems.append(reader.problem(f"{matrix.name}: {wrong}"))
+            if mismatch := state_mismatch(group.optimizer, held_master, tensors, counts, shared):
+                problems.append(reader.problem(f"{matrix.name}: {mismatch}"))
                 continue
             moved = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
             state[matrix.name] = {"master": master, "state": {**moved, **counts}, "group": shared}
@@ -183,7 +183,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
         optimizer.load_state_dict(state)
 
 
-def unlike(
+def state_mismatch(
     optimizer: torch.optim.Optimizer,
     master: torch.Tensor,
     tensors: Mapping[str, torch.Tensor],
@@ -195,7 +195,7 @@ def unlike(
     Returns an empty string if they match, if no state is stored, or if the optimizer is a user's own.
 
     Args:
-        tensors: the stored tensors of the matrix, without its master.
+        tensors: the stored tensors of the matrix, excluding its master.
         counts: the stored scalars of the matrix.
         shared: the stored values of the parameter group, which all matrices share.
     """
@@ -237,7 +237,7 @@ def _from_units(
     return tensors, reader.marks(block.unit for block in blocks)
 
 
-def _other_splitting(matrix: Matrix, manifest: Manifest) -> Problem:
+def _splitting_problem(matrix: Matrix, manifest: Manifest) -> Problem:
     reason = (
         f"{manifest.optimizer} keeps its state per matrix, and the checkpoint was saved with another splitting: "
         f"{manifest.splitting}"
@@ -255,8 +255,8 @@ def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
         CheckpointInvalid: a weight is not stored or not finite. All ranks raise this together.
     """
     world, shape = model.world, model.config.model
-    with together(world, folder):
-        refuse(shortened(content_problems(folder, manifest, shape)), CheckpointInvalid)
+    with raise_on_all_ranks(world, folder):
+        refuse(limit_problems(content_problems(folder, manifest, shape)), CheckpointInvalid)
         with Reader(folder, manifest, shape) as reader:
             for name, parameter in global_parameters(model.chunks):
                 rows = parameter.view(-1, parameter.size(-1))

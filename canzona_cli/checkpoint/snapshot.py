@@ -125,7 +125,7 @@ class Snapshots:
         changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
         if any(self._trainee.timer.read(changed)):
-            self._writers = share(gather(holding), self._trainee.config.model)
+            self._writers = assign_writers(gather(holding), self._trainee.config.model)
             self._holding = holding
         return self._writers
 
@@ -244,7 +244,7 @@ def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
     raise ConfigError(Problem(key="optimizer.source", value=str(key), reason=reason, fix=fix))
 
 
-def share(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part, int]:
+def assign_writers(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part, int]:
     """Assigns each part to one of the ranks that hold it: the rank with the fewest bytes to write so far.
 
     Args:
@@ -316,26 +316,26 @@ def check_random_states(states: dict[str, torch.Tensor]) -> None:
             if state.dtype != current.dtype or (state.shape != current.shape and name != "python_gauss"):
                 raise ValueError(f"{name} is not the state of a random generator")
     torch.Generator().set_state(states["torch"])
-    random.Random().setstate(_of_python(states))
-    np.random.RandomState().set_state(_of_numpy(states))
+    random.Random().setstate(_python_state(states))
+    np.random.RandomState().set_state(_numpy_state(states))
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
     """Restores the states that `random_states` returned; skips the CUDA state if CUDA is not in use."""
     torch.set_rng_state(states["torch"])
-    random.setstate(_of_python(states))
-    np.random.set_state(_of_numpy(states))
+    random.setstate(_python_state(states))
+    np.random.set_state(_numpy_state(states))
     if "cuda" in states and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.set_rng_state(states["cuda"])
     tracked = {name.removeprefix(_MEGATRON): state for name, state in states.items() if name.startswith(_MEGATRON)}
     get_cuda_rng_tracker().set_states(tracked)
 
 
-def _of_python(states: dict[str, torch.Tensor]) -> tuple[int, tuple[int, ...], float | None]:
+def _python_state(states: dict[str, torch.Tensor]) -> tuple[int, tuple[int, ...], float | None]:
     gauss = states["python_gauss"].tolist()
     return _PYTHON_VERSION, tuple(states["python"].tolist()), gauss[0] if gauss else None
 
 
-def _of_numpy(states: dict[str, torch.Tensor]) -> tuple[str, npt.NDArray[np.uint32], int, int, float]:
+def _numpy_state(states: dict[str, torch.Tensor]) -> tuple[str, npt.NDArray[np.uint32], int, int, float]:
     *keys, position, has_gauss = states["numpy"].tolist()
     return "MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, float(states["numpy_gauss"].item())

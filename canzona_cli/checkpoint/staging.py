@@ -1,4 +1,4 @@
-"""Writes the results of imports and exports, checkpoints of one process and folders: completely or not at all."""
+"""Writes the result of an import (a checkpoint) or of an export (a folder): completely or not at all."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from canzona_cli.checkpoint.commit import abandon, begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.data.locks import Busy, exclusive
-from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, SaveFailed, unwritable
+from canzona_cli.data.locks import Busy, exclusive_lock
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, SaveFailed, write_error
 from canzona_cli.run.files import RunFiles, sync_folder
 
 _MAKE_ROOM: Final = "make room there, or choose a writable folder"
@@ -46,11 +46,11 @@ def write_checkpoint(
         canzona=version("canzona"),
     )
     texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(Layout.plain()))}
-    with _without_advice_on_checkpoints():
+    with _with_import_fix():
         folder = begin(files.checkpoints, progress.step)
         try:
-            for number, shard in enumerate(shards):
-                write_part(folder, number, shard)
+            for rank, shard in enumerate(shards):
+                write_part(folder, rank, shard)
         except BaseException:
             abandon(folder)
             raise
@@ -58,7 +58,7 @@ def write_checkpoint(
 
 
 @contextmanager
-def _without_advice_on_checkpoints() -> Iterator[None]:
+def _with_import_fix() -> Iterator[None]:
     """Replaces the fix of a SaveFailed, because an import has no older checkpoints that could be deleted."""
     try:
         yield
@@ -67,7 +67,7 @@ def _without_advice_on_checkpoints() -> Iterator[None]:
 
 
 @contextmanager
-def staged(out: Path, *, key: str) -> Iterator[Path]:
+def stage_folder(out: Path, *, key: str) -> Iterator[Path]:
     """Yields a hidden folder next to `out`, and renames it to `out` after the block. If the block fails, the
     hidden folder is removed.
 
@@ -86,7 +86,7 @@ def staged(out: Path, *, key: str) -> Iterator[Path]:
     partial = place.with_name(f".{place.name}.partial")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(place.with_name(f".{place.name}.lock")):
+        with exclusive_lock(place.with_name(f".{place.name}.lock")):
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(mode=0o755)
@@ -102,7 +102,7 @@ def staged(out: Path, *, key: str) -> Iterator[Path]:
         fix = "wait until it has finished, or choose another folder"
         raise ConfigError(Problem(key=key, value=out, reason="is being written by another process", fix=fix)) from None
     except OSError as error:
-        raise unwritable(key, out, error, fix=_MAKE_ROOM) from None
+        raise write_error(key, out, error, fix=_MAKE_ROOM) from None
     except SaveFailed as error:  # name `out`, because the error names a path in the hidden folder
         raise EnvironmentProblem(*(replace(each, key=key, value=out) for each in error.problems)) from None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, hidden_name, hidden_path, step_of
-from canzona_cli.checkpoint.verify import read_manifest, way_out
+from canzona_cli.checkpoint.verify import fallback_fix, read_manifest
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
 from canzona_cli.run.files import RunFiles, sync_folder
 
@@ -32,7 +32,8 @@ class StoredCheckpoint:
     """The reasons why the checkpoint cannot be used."""
 
     @property
-    def sound(self) -> bool:
+    def usable(self) -> bool:
+        """True if the checkpoint can be used."""
         return self.manifest is not None
 
 
@@ -49,15 +50,15 @@ class CheckpointStore:
 
     def checkpoints(self) -> tuple[StoredCheckpoint, ...]:
         """Lists all checkpoints, usable or not, in the order of steps."""
-        return self._consistently(lambda: tuple(self._backwards())[::-1])
+        return self._read_stable(lambda: tuple(self._newest_first())[::-1])
 
     def latest(self) -> StoredCheckpoint | None:
         """Returns the checkpoint of the highest step, usable or not; None in an empty store."""
-        return self._consistently(lambda: next(self._backwards(), None))
+        return self._read_stable(lambda: next(self._newest_first(), None))
 
     def newest(self) -> StoredCheckpoint | None:
         """Returns the usable checkpoint of the highest step; None if there is none."""
-        return self._consistently(lambda: next((stored for stored in self._backwards() if stored.sound), None))
+        return self._read_stable(lambda: next((stored for stored in self._newest_first() if stored.usable), None))
 
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
         """Removes all checkpoints older than the newest `keep` usable ones, except at multiples of
@@ -74,9 +75,9 @@ class CheckpointStore:
         usable, removed = 0, []
         for name, path in reversed(self._paths().items()):
             if usable < keep:
-                # Only usable checkpoints count, so that a damaged one never causes the removal of a usable
-                # one. Older checkpoints are not even read.
-                usable += judge(name, path).sound
+                # Only usable checkpoints are counted, so that a damaged one never causes the removal of a
+                # usable one. Older checkpoints are not even read.
+                usable += judge(name, path).usable
             elif keep_every is None or (step_of(name) or 0) % keep_every:
                 _remove(path, hidden_path(self.root / name, "removed"))
                 removed.append(name)
@@ -148,11 +149,11 @@ class CheckpointStore:
         paths = replaced | visible
         return dict(sorted(paths.items(), key=lambda item: step_of(item[0]) or 0))
 
-    def _backwards(self) -> Iterator[StoredCheckpoint]:
+    def _newest_first(self) -> Iterator[StoredCheckpoint]:
         for name, path in reversed(self._paths().items()):
             yield judge(name, path)
 
-    def _consistently[T](self, read: Callable[[], T]) -> T:
+    def _read_stable[T](self, read: Callable[[], T]) -> T:
         """Returns the result of `read`; repeats it up to `_ATTEMPTS` times if folders changed during the
         call, because a save may be replacing a checkpoint."""
         for _ in range(_ATTEMPTS):
@@ -208,25 +209,25 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
     store = CheckpointStore(run_checkpoints)
     if resume == "auto":
         latest = store.latest()
-        return None if latest is None else _usable(latest)
+        return None if latest is None else _usable_path(latest)
     path = Path(resume).expanduser()
     if step_of(resume) is not None:
         named = {checkpoint.name: checkpoint for checkpoint in store.checkpoints()}
         if resume in named:
-            return _usable(named[resume])
-        reason, fix = f"{run_checkpoints} has no such checkpoint", _available(store)
+            return _usable_path(named[resume])
+        reason, fix = f"{run_checkpoints} has no such checkpoint", _available_fix(store)
     elif not path.is_dir():
-        reason, fix = "is neither a folder nor the name of a checkpoint", _available(store)
+        reason, fix = "is neither a folder nor the name of a checkpoint", _available_fix(store)
     else:
         path = path.resolve()
         checkpoint = judge(path.name, path) if is_checkpoint(path) else CheckpointStore.under(path).latest()
         if checkpoint is not None:
-            return _usable(checkpoint, by_path=True)
+            return _usable_path(checkpoint, by_path=True)
         reason, fix = "there is no checkpoint in this folder", _PLACES
     raise ConfigError(Problem(key=key, value=resume, reason=reason, fix=fix))
 
 
-def _usable(checkpoint: StoredCheckpoint, *, by_path: bool = False) -> Path:
+def _usable_path(checkpoint: StoredCheckpoint, *, by_path: bool = False) -> Path:
     """Returns the checkpoint's folder.
 
     Args:
@@ -235,17 +236,17 @@ def _usable(checkpoint: StoredCheckpoint, *, by_path: bool = False) -> Path:
     Raises:
         CheckpointInvalid: the checkpoint cannot be used.
     """
-    if checkpoint.sound:
+    if checkpoint.usable:
         return checkpoint.path
     if not by_path:
         raise CheckpointInvalid(*checkpoint.problems)
-    fix = way_out(checkpoint.path, by_path=True)
+    fix = fallback_fix(checkpoint.path, by_path=True)
     raise CheckpointInvalid(*(replace(problem, fix=fix) for problem in checkpoint.problems))
 
 
-def _available(store: CheckpointStore) -> str:
+def _available_fix(store: CheckpointStore) -> str:
     """Returns a fix that names the newest usable checkpoints of the store."""
-    names = [checkpoint.name for checkpoint in store.checkpoints() if checkpoint.sound]
+    names = [checkpoint.name for checkpoint in store.checkpoints() if checkpoint.usable]
     if not names:
         return f"{store.root} has no usable checkpoint; checkpoint.resume=auto starts from the beginning"
     return f"checkpoints there: {', '.join(names[-5:])}"
@@ -272,7 +273,7 @@ class Chosen:
     @property
     def newest(self) -> StoredCheckpoint:
         """The newest checkpoint; raises ConfigError if there is none."""
-        return self.required().checkpoints[-1]
+        return self.require_any().checkpoints[-1]
 
     def at(self, step: int | None) -> StoredCheckpoint:
         """Returns the checkpoint of a step, or the newest if `step` is None.
@@ -282,15 +283,17 @@ class Chosen:
         """
         if step is None:
             return self.newest
-        checkpoint = next((checkpoint for checkpoint in self.required().checkpoints if checkpoint.step == step), None)
+        checkpoint = next(
+            (checkpoint for checkpoint in self.require_any().checkpoints if checkpoint.step == step), None
+        )
         if checkpoint is None:
             fix = f"use one of {', '.join(str(checkpoint.step) for checkpoint in self.checkpoints[-5:])}"
             reason = f"{self.root} has no checkpoint of this step"
             raise ConfigError(Problem(key="--step", value=step, reason=reason, fix=fix))
         return checkpoint
 
-    def required(self) -> "Chosen":
-        """Returns self; raises ConfigError if there is no checkpoint."""
+    def require_any(self) -> "Chosen":
+        """Returns this choice unchanged; raises ConfigError if it has no checkpoint."""
         if not self.checkpoints:
             raise ConfigError(_no_choice(self.root, "the run has no checkpoint yet"))
         return self

@@ -35,10 +35,10 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointInvalid: the manifest is not valid, or files are missing or have another size. The error
             names the first ten, and the previous usable checkpoint.
     """
-    manifest = _parsed(folder)
+    manifest = _parse(folder)
     reasons = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
     problems = [problem_of(folder, name, reason) for name, reason in reasons.items() if reason is not None]
-    refuse(shortened(problems), CheckpointInvalid)
+    refuse(limit_problems(problems), CheckpointInvalid)
     return manifest
 
 
@@ -51,7 +51,7 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
     Raises:
         CheckpointInvalid: the manifest is missing or not valid, so the files cannot be checked.
     """
-    manifest = _parsed(folder)
+    manifest = _parse(folder)
     files, interrupted = dict(sorted(manifest.files.items())), Event()
 
     def count(read: int) -> None:
@@ -66,9 +66,9 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
         except BaseException:  # after Ctrl-C, the pool must end without hashing the rest of large files
             interrupted.set()
             raise
-    sound = [name for name, problem in zip(files, results, strict=True) if problem is None]
+    intact = [name for name, problem in zip(files, results, strict=True) if problem is None]
     problems = [problem for problem in results if problem is not None]
-    return manifest, problems + table_problems(folder, manifest, sound)
+    return manifest, problems + table_problems(folder, manifest, intact)
 
 
 def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes | None = None) -> Problem | None:
@@ -76,7 +76,7 @@ def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes
     reason = _size_problem(folder, name, entry)
     if reason is None:
         try:
-            digest = _hashed(folder / name, on_bytes)
+            digest = _hash(folder / name, on_bytes)
         except OSError as error:
             reason = f"cannot be read: {error.strerror or error}"
         else:
@@ -113,19 +113,21 @@ def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     return tuple(sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files}))
 
 
-def shortened(problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: str = "checkpoint") -> list[Problem]:
-    """Returns the first `most` problems; if there are more, a last problem with key `key` counts the rest."""
+def limit_problems(
+    problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: str = "checkpoint"
+) -> list[Problem]:
+    """Returns the first `most` problems; if there are more, a last problem with key `key` gives their number."""
     shown = list(problems[:most])
     if len(problems) > len(shown):
         shown.append(Problem(key=key, reason=f"and {len(problems) - len(shown)} more"))
     return shown
 
 
-def previous_sound(folder: Path) -> Path | None:
-    """Finds the newest earlier checkpoint in the same store whose manifest and file sizes are right; None if
-    there is none.
+def previous_usable(folder: Path) -> Path | None:
+    """Finds the newest earlier checkpoint in the same store whose manifest is valid and whose files have the
+    right sizes; None if there is none.
 
-    If the folder does not have the name of a checkpoint, every checkpoint next to it counts as earlier.
+    If the folder does not have the name of a checkpoint, all checkpoints next to it are searched.
     """
     step = step_of(folder.name)
     try:
@@ -143,19 +145,19 @@ def previous_sound(folder: Path) -> Path | None:
     return None
 
 
-def way_out(folder: Path, *, by_path: bool = False) -> str:
+def fallback_fix(folder: Path, *, by_path: bool = False) -> str:
     """Returns the fix for a checkpoint that cannot be used: resume from the previous one, or start again.
 
     Args:
         by_path: name the previous checkpoint by its path, because it does not belong to the run that resumes.
     """
-    previous = previous_sound(folder)
+    previous = previous_usable(folder)
     if previous is not None:
         return f"resume from the previous checkpoint: checkpoint.resume={previous if by_path else previous.name}"
     return f"there is no earlier checkpoint: move {folder} away to start from the beginning"
 
 
-def _parsed(folder: Path) -> Manifest:
+def _parse(folder: Path) -> Manifest:
     try:
         manifest = parse_manifest(read_plain(folder / MANIFEST, follow=False))
         if step_of(folder.name) in (None, manifest.progress.step):
@@ -182,7 +184,7 @@ def _size_problem(folder: Path, name: str, entry: StoredFile) -> str | None:
     return f"too long: {status.st_size:,} instead of {entry.bytes:,} bytes" if status.st_size > entry.bytes else None
 
 
-def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
+def _hash(path: Path, on_bytes: OnBytes | None) -> str:
     hasher, buffer = blake3(), memoryview(bytearray(_CHUNK))
     # O_NOFOLLOW refuses links. O_NONBLOCK prevents waiting for the other end of a pipe.
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
@@ -196,4 +198,4 @@ def _hashed(path: Path, on_bytes: OnBytes | None) -> str:
 
 def problem_of(folder: Path, name: str, reason: str) -> Problem:
     """Returns the problem of one file of a checkpoint; its fix names the previous usable checkpoint."""
-    return Problem(key=f"{folder.name}/{name}", reason=reason, fix=way_out(folder))
+    return Problem(key=f"{folder.name}/{name}", reason=reason, fix=fallback_fix(folder))

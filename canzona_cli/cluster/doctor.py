@@ -27,15 +27,15 @@ from canzona_cli.cluster.machine import (
     LOOPBACK,
     LOOPBACK_FIX,
     admits,
-    compiling_lacks,
     driver_problem,
     fused_layers_problem,
     install_fused_layers,
     installed_version,
     interface_problem,
     loopback_problem,
+    missing_for_compiling,
+    missing_torch_features,
     processor_name,
-    torch_lacks,
 )
 from canzona_cli.errors import ExitCode, Problem
 from canzona_cli.run.machine import cores, existing_folder, tool_output
@@ -92,7 +92,7 @@ class Diagnosis:
     slurm: bool
     """True if jobs can be submitted from here."""
     torch_checked: bool
-    """True if the check of torch ended; False if it took too long, so that nothing is known about torch."""
+    """True if the check of torch finished; False if it took too long, so that nothing is known about torch."""
 
     @property
     def ok(self) -> bool:
@@ -179,7 +179,7 @@ def _probe() -> dict[str, object] | str | None:
     """Imports torch in a subprocess and lets two ranks connect over gloo.
 
     Returns:
-        the results; the error message if torch is broken; None if the subprocess did not end in time, which
+        The results; the error message if torch is broken; None if the subprocess did not end in time, which
         may only mean that the machine is busy.
     """
     # Use the same interface as a run on one machine.
@@ -224,7 +224,7 @@ def _torch(probed: Mapping[str, object] | str | None) -> Iterator[Finding]:
     nccl = probed.get("nccl")
     value = str(nccl or "not in this build")
     yield _finding("torch", "NCCL", bool(nccl), value, "the backend of GPU ranks", otherwise="info")
-    lacking = torch_lacks()
+    lacking = missing_torch_features()
     meaning = "training is correct without them" if lacking else "all features that canzona uses on GPUs"
     value = f"without {', '.join(lacking)}" if lacking else "complete"
     yield _finding("torch", "features", not lacking, value, meaning, otherwise="info")
@@ -256,7 +256,7 @@ def gpus(usable: bool | None, visible: Sequence[GpuInfo], installed: int) -> Ite
     if usable is None:
         meaning, fix = "torch took too long to say whether it can use these GPUs", "see torch above"
     yield _finding("gpu", "GPUs", usable is True, value, meaning, fix)
-    lacks = compiling_lacks()
+    lacks = missing_for_compiling()
     yield _needed("driver", visible[0].driver or "installed, version unknown", driver_problem(), "runs torch's CUDA")
     version, meaning = installed_version("transformer-engine"), "fused layers, used if installed"
     yield _needed("Transformer Engine", version or "not installed", fused_layers_problem(), meaning)
@@ -350,7 +350,7 @@ def _address(name: str) -> str:
 
 
 def _slurm() -> Finding:
-    """Checks if Slurm's sbatch is installed."""
+    """Checks whether Slurm's sbatch is installed."""
     version = tool_output("sbatch", "--version")
     meaning = "jobs can be submitted" if version else "runs start on this machine only"
     value = version.strip() if version else "sbatch is not installed"

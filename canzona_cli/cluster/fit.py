@@ -39,7 +39,7 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
     config = replace(config, cluster=with_layers_here(config.cluster))
     best = choose(config)
     if best is None:
-        raise DoesNotFit(_does_not_fit(config))
+        raise DoesNotFit(_memory_problem(config))
     return fill(config, best.layout), best.layout
 
 
@@ -63,7 +63,7 @@ def choose(config: RunConfig) -> Candidate | None:
     return min(fitting, key=lambda candidate: candidate.memory.total, default=None)
 
 
-def _does_not_fit(config: RunConfig) -> Problem:
+def _memory_problem(config: RunConfig) -> Problem:
     least = min(candidates(config), key=lambda candidate: candidate.memory.total)
     memory, layout = least.memory, least.layout
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size >= GIB / 20)
@@ -90,8 +90,8 @@ def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     Changes that alter the job less come first. Of several numbers of GPUs only the smallest that fits is
     yielded, and of several sequence lengths only the longest.
     """
-    for ladder in _changes(config):
-        for override, changed in ladder:
+    for alternatives in _changes(config):
+        for override, changed in alternatives:
             try:
                 fits = any_fits(changed)
             except ConfigError:
@@ -158,8 +158,8 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     """Composes and resolves every run of a sweep, so that none is refused hours later.
 
     Raises:
-        CanzonaError: at least one run is refused. A problem that only some runs have names the swept values
-            of the first of them.
+        CanzonaError: at least one run is refused. If only some runs have a problem, it names the swept values
+            of the first such run.
     """
     runs: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
@@ -180,7 +180,7 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
         for problem in failure.problems:
             reported.setdefault((problem.key, problem.reason), []).append((problem, combination.words))
     _, first_failure = failed[0]
-    raise type(first_failure)(*(_merged(occurrences, len(requested)) for occurrences in reported.values()))
+    raise type(first_failure)(*(_merge(occurrences, len(requested)) for occurrences in reported.values()))
 
 
 def _with_scaled_minimum(
@@ -201,7 +201,7 @@ def _with_scaled_minimum(
     return replace(combination, overrides=(*overrides, f"{MIN_LR_RATIO}={recipe.min_lr / recipe.lr:.6g}"))
 
 
-def _merged(occurrences: Sequence[tuple[Problem, str]], runs: int) -> Problem:
+def _merge(occurrences: Sequence[tuple[Problem, str]], runs: int) -> Problem:
     """Merges the same problem of several runs into one. If not all of the `runs` have it, the reason names
     the swept values of the first run that does."""
     (problem, words), *more = occurrences

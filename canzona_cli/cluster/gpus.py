@@ -67,7 +67,7 @@ def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...
 
     None shows all GPUs, an empty value none. An entry is an index, or the start of a UUID that matches
     exactly one GPU. Any other entry, such as -1, ends the list. If a GPU is named twice, CUDA shows none. A
-    MIG entry counts as the whole GPU that it names, or else as the first one.
+    MIG entry selects the whole GPU that it names, or the first GPU if it names none.
     """
     if visible is None:
         return gpus

@@ -34,8 +34,8 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 def machine_facts(device: Device) -> dict[str, str | int | float]:
-    """Returns the processor, cores, memory, torch's version, and for "cuda" the GPU. Nothing in it identifies
-    the machine."""
+    """Returns the processor, cores, memory, torch's version and, for "cuda", the GPU. None of these facts
+    identifies the machine."""
     facts: dict[str, str | int | float] = {
         "device": device,
         "processor": processor_name(),
@@ -106,7 +106,7 @@ def requirement(package: str) -> Requirement | None:
 
 
 def admits(requirement: Requirement, version: str) -> bool:
-    """Returns True if a version satisfies a requirement. A pre-release counts as its release (2.10.0a0 as
+    """Returns True if a version satisfies a requirement. A pre-release is treated as its release (2.10.0a0 as
     2.10.0)."""
     return requirement.specifier.contains(Version(version).base_version)
 
@@ -153,8 +153,8 @@ def driver_problem() -> Problem | None:
     newer = f" to {_DRIVERS[needed[0]]} or later" if needed[0] in _DRIVERS else ""
     return Problem(
         key="NVIDIA driver",
-        value=f"for CUDA {_dotted(here)}",
-        reason=f"is too old for torch {torch_version()} here, which is built for CUDA {_dotted(needed)}",
+        value=f"for CUDA {_release_text(here)}",
+        reason=f"is too old for torch {torch_version()} here, which is built for CUDA {_release_text(needed)}",
         fix=f"update the driver{newer}, or {_GET_TORCH}",
     )
 
@@ -185,7 +185,7 @@ def torch_cuda() -> Release | None:
     return version and (int(version[1] or 0), int(version[2] or 0))
 
 
-def torch_lacks() -> list[str]:
+def missing_torch_features() -> list[str]:
     """Lists the optional features that the installed torch does not have, without importing it. Training is
     correct without them."""
     spec, version = importlib.util.find_spec("torch"), installed_version("torch")
@@ -193,7 +193,7 @@ def torch_lacks() -> list[str]:
         return []
     lacking = []
     if not Path(spec.origin).with_name("_vendor").joinpath("quack").is_dir():
-        lacking.append("a copy of QuACK's symmetric products (since torch 2.15; cuBLAS is used instead)")
+        lacking.append("a copy of QuACK's symmetric matmuls (since torch 2.15; cuBLAS is used instead)")
     if Version(version) < _NCCL2_WAITS:
         lacking.append(
             "an NCCL backend nccl2 that waits for all reductions of a bucket (since torch 2.15; nccl is used instead)"
@@ -230,7 +230,7 @@ def fused_layers_problem() -> Problem | None:
         return Problem(key=key, value=True, reason="Transformer Engine is not installed here", fix=fix)
     if version is None or needed is None or admits(needed, version):
         return None
-    reason = f"megatron-core was not checked with Transformer Engine {version}, only with {_sorted(needed)}"
+    reason = f"megatron-core was not checked with Transformer Engine {version}, only with {_bounds_text(needed)}"
     return Problem(key=key, value=True, reason=reason, fix=fix)
 
 
@@ -241,11 +241,11 @@ def install_fused_layers() -> str:
     installation guide).
     """
     needed = requirement("transformer-engine")
-    name = f"transformer-engine[core_cu13,pytorch]{'' if needed is None else _sorted(needed)}"
+    name = f"transformer-engine[core_cu13,pytorch]{'' if needed is None else _bounds_text(needed)}"
     return f"pip install --no-build-isolation '{name}' (takes minutes to compile; needs nvcc and cuDNN's headers)"
 
 
-def _sorted(requirement: Requirement) -> str:
+def _bounds_text(requirement: Requirement) -> str:
     """Returns the version bounds of a requirement as text, the lower bound first."""
     return ",".join(sorted(map(str, requirement.specifier), reverse=True))
 
@@ -295,11 +295,11 @@ def _interfaces() -> set[str]:
     }
 
 
-def _dotted(release: Release) -> str:
+def _release_text(release: Release) -> str:
     return f"{release[0]}.{release[1]}"
 
 
-def compiling_lacks() -> str | None:
+def missing_for_compiling() -> str | None:
     """Returns the first requirement of torch.compile that this machine does not meet; None if it meets all.
 
     torch.compile generates Triton kernels. On each machine Triton compiles the C code that launches them,

@@ -26,7 +26,7 @@ from canzona_cli.planner.attempt import bucket_limits
 from canzona_cli.planner.make import plan_of_run
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Plan
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.codec import load_if_valid
 from canzona_cli.simulate.estimate import estimated_step_seconds
 from canzona_cli.simulate.predict import Spent, simulate_run, spent
 from canzona_cli.simulate.step import StrategyResult
@@ -99,6 +99,7 @@ def fill(config: RunConfig, layout: Layout) -> RunConfig:
 
 
 def _layouts(config: RunConfig) -> Iterator[Layout]:
+    """Yields every layout that keeps the user's settings and divides the batch."""
     parallel, train = config.parallel, config.train
     micro_batches = MICRO_BATCHES if train.micro_batch_size is None else (train.micro_batch_size,)
     recomputes = RECOMPUTE if train.recompute is None else (train.recompute,)
@@ -111,7 +112,7 @@ def _layouts(config: RunConfig) -> Iterator[Layout]:
         even = config.model.ffn_hidden_size % tp == 0
         eps = [ep for ep in expert_ranks(config, tp * cp * dp) if ep > 1 or even]
         for micro in micro_batches:
-            batch = _global_batch(config, _least_batch(pp, vpp, dp, micro))
+            batch = _global_batch(config, _batch_multiple(pp, vpp, dp, micro))
             if batch is None:
                 continue
             for ep, recompute in product(eps, recomputes):
@@ -143,7 +144,7 @@ def expert_ranks(config: RunConfig, cells: int) -> tuple[int, ...]:
     return tuple(ep for ep in divisors(config.model.num_experts) if cells % ep == 0)
 
 
-def _least_batch(pp: int, vpp: int, dp: int, micro: int) -> int:
+def _batch_multiple(pp: int, vpp: int, dp: int, micro: int) -> int:
     """Returns the number that a global batch must be a multiple of.
 
     Interleaved schedules need micro-batches in groups of `pp`.
@@ -197,7 +198,7 @@ def _no_batch(config: RunConfig) -> Problem:
     divides the batch. All other problems have already been refused (`layout_problems`)."""
     train = config.train
     micro = train.micro_batch_size or 1
-    steps = sorted({_least_batch(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(config)})
+    steps = sorted({_batch_multiple(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(config)})
     if not steps:
         reason = "no combination of parallel sizes that the model and the other settings allow divides this number"
         return problem_with(config, "gpus", reason, "leave parallel.* null, or use another number of GPUs")
@@ -215,8 +216,8 @@ def _no_batch(config: RunConfig) -> Problem:
     return problem_with(config, "train.batch_tokens", reason, fix)
 
 
-ALIKE = 1e-5
-"""The relative difference up to which two step times count as equal."""
+EQUAL_WITHIN = 1e-5
+"""The relative difference up to which two step times are treated as equal."""
 
 MARGIN = 1.005
 """The factor by which the estimates of all remaining layouts must exceed the slowest of the best simulated
@@ -249,7 +250,7 @@ class Tried:
 
     @property
     def per_sequence_s(self) -> float:
-        """The seconds per sequence, by which layouts with different batches are compared."""
+        """The seconds per sequence, for comparing layouts with different batches."""
         return self.iteration_s / self.layout.global_batch_size
 
 
@@ -274,7 +275,7 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
     """
     config = replace(config, cluster=with_layers_here(config.cluster))
     file = search_file(config, count)
-    result = load_if_sound(file, LayoutSearch)
+    result = load_if_valid(file, LayoutSearch)
     if result is None or not _still_valid(config, result):
         result = _search(config, count)
         remember(file, result)
@@ -301,6 +302,7 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> T
 
 
 def _search(config: RunConfig, count: int) -> LayoutSearch:
+    """Runs the search of `search` without the cache."""
     fitting = _eligible(config)
     best: dict[float, _Simulated] = {}
     known: set[tuple[Layout, float, float]] = set()
@@ -310,14 +312,13 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
     simulated, most = 0, _most_simulated(config)
     margin = MARGIN_WITH_EXPERTS if config.model.num_experts else MARGIN
     for estimated_s, layout in _quickest_first(config, fitting):
-        slowest = max(sorted(best)[:count]) * (1 + ALIKE) if len(best) >= count else math.inf
+        slowest = max(sorted(best)[:count]) * (1 + EQUAL_WITHIN) if len(best) >= count else math.inf
         enough = best and simulated >= max(count, most)
         if estimated_s > margin * slowest or enough:
             break
         # A layout with k times the context parallelism and k times the micro-batch has the same tokens,
         # messages and owners. If the estimate is equal too, so is attention, and a simulation would give the
-        # same
-        # result.
+        # same result.
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
         same = (unsliced, layout.micro_batch_size / layout.cp, estimated_s)
         plain = replace(layout, recompute="none")
@@ -329,7 +330,7 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
             known.add(same)
             # Rounded, because equal times may differ by the order of summation.
             seconds = seconds_without[plain] = float(f"{result.result.iteration_s / layout.global_batch_size:.5e}")
-            best[seconds] = min(result, best.get(seconds, result), key=lambda either: _plainness(either.layout))
+            best[seconds] = min(result, best.get(seconds, result), key=lambda either: _simplest_first(either.layout))
     fastest = tuple(best[seconds].tried() for seconds in sorted(best)[:count])
     return LayoutSearch(best=fastest, legal=sum(map(len, fitting)), simulated=simulated)
 
@@ -348,10 +349,10 @@ def _eligible(config: RunConfig) -> list[list[Layout]]:
     roomy, fitting = list[list[Layout]](), list[list[Layout]]()
     for _, alike in groupby(possible_layouts(config), attrgetter("tp", "pp", "vpp", "cp", "ep", "micro_batch_size")):
         several, fits = list(alike), list[Layout]()
-        for number, layout in enumerate(several):
+        for index, layout in enumerate(several):
             memory = estimate(config, layout)
-            if memory.roomy:  # and so are the others: more recomputation never needs more memory
-                roomy.append(several[number:])
+            if memory.roomy:  # the later layouts are too: more recomputation never needs more memory
+                roomy.append(several[index:])
                 break
             if memory.fits:
                 fits.append(layout)
@@ -368,7 +369,7 @@ def _quickest_first(config: RunConfig, layouts: Iterable[Sequence[Layout]]) -> I
     """
 
     def entry(several: Sequence[Layout]) -> tuple[float, tuple[int, ...], Sequence[Layout]]:
-        return _estimated_s(config, several[0]), _plainness(several[0]), several
+        return _estimated_s(config, several[0]), _simplest_first(several[0]), several
 
     queue = [entry(several) for several in layouts]
     heapify(queue)
@@ -418,7 +419,7 @@ def _try(config: RunConfig, layout: Layout) -> _Simulated | None:
     return _Simulated(run=run, layout=layout, plan=plan, result=simulate_run(run, layout, plan))
 
 
-def _plainness(layout: Layout) -> tuple[int, ...]:
+def _simplest_first(layout: Layout) -> tuple[int, ...]:
     """Returns a sort key that puts the simplest layout first."""
     recompute = RECOMPUTE.index(layout.recompute)
     return layout.pp, layout.vpp, layout.cp, layout.tp, layout.ep, recompute, -layout.micro_batch_size

@@ -171,7 +171,7 @@ def _conclude(
 
     Args:
         kind: the command, which is the title of the HTML page.
-        content: the content of `--json`.
+        content: the output of `--json`.
         view: the result as a page.
         measured: the results whose losses are checked.
     """

@@ -29,8 +29,8 @@ def calibrate(
 ) -> None:
     """Measure this machine and write a cluster profile.
 
-    Measures matrix products, memory, updates of the recipe's matrices, collectives and training steps in one to
-    three minutes. Any command can use the profile: `cluster=./FILE.yaml`. Ctrl-C keeps the measurements so far.
+    Measures matmuls, memory, updates of the recipe's matrices, collectives and training steps in one to three
+    minutes. Any command can use the profile: `cluster=./FILE.yaml`. Ctrl-C keeps the measurements so far.
     """
     from functools import partial
 
@@ -41,7 +41,7 @@ def calibrate(
         check_writable,
         content_of,
         default_path,
-        prepared,
+        prepare_run,
         with_steps,
         write_profile,
     )
@@ -52,7 +52,7 @@ def calibrate(
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
     warn_about(composed, training=False)
-    config, layout = prepared(composed.config)
+    config, layout = prepare_run(composed.config)
     path = out or default_path(config.cluster.name)
     check_writable(path, force=force)
     view = Progress(Console(stderr=True, highlight=False))

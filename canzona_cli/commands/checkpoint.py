@@ -51,16 +51,16 @@ def verify(where: Where = None, as_json: AsJson = False) -> None:
     the exit code is 5 if there are any.
     """
     from canzona_cli.checkpoint.store import choose
-    from canzona_cli.checkpoint.verify import shortened
+    from canzona_cli.checkpoint.verify import limit_problems
     from canzona_cli.errors import CheckpointInvalid, ExitCode
     from canzona_cli.report.checkpoint import verify_all
 
-    verified = verify_all(choose(where).required())
+    verified = verify_all(choose(where).require_any())
     show_page(verified.as_json() if as_json else verified)
     if verified.problems:
         if as_json:
             raise typer.Exit(ExitCode.CHECKPOINT)
-        raise CheckpointInvalid(*shortened(verified.problems))
+        raise CheckpointInvalid(*limit_problems(verified.problems))
 
 
 @app.command()
@@ -100,7 +100,7 @@ def import_(
     The new checkpoint has fp32 masters, so training can start from its weights with any layout and optimizer. If a
     Megatron checkpoint has the state of Muon or AdamW, the state is imported too, and training can continue.
     """
-    from canzona_cli.checkpoint.staging import check_empty, staged
+    from canzona_cli.checkpoint.staging import check_empty, stage_folder
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import shown
     from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
@@ -124,7 +124,7 @@ def import_(
     from canzona_cli.huggingface.weights import import_weights  # imports torch
 
     parameters = parameter_count(config.model).total
-    with bar_of_bytes("importing", 4 * parameters) as on_bytes, staged(out, key="--out") as run:
+    with bar_of_bytes("importing", 4 * parameters) as on_bytes, stage_folder(out, key="--out") as run:
         name = import_weights(pretrained, config, RunFiles(run), on_bytes=on_bytes).name
     checkpoint = RunFiles(out).checkpoints / name
     if as_json:
@@ -137,7 +137,7 @@ def import_(
 def _import_from_megatron(
     folder: Path, out: Path, overrides: Sequence[str], recipes_dirs: Sequence[Path], *, as_json: bool
 ) -> None:
-    from canzona_cli.checkpoint.staging import staged
+    from canzona_cli.checkpoint.staging import stage_folder
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import shown
     from canzona_cli.model.families import parameter_count
@@ -152,7 +152,7 @@ def _import_from_megatron(
     for note in source.notes:
         progress(f"note: {note}")
     parameters = parameter_count(source.config.model).total
-    with bar_of_bytes("importing", source.bytes) as on_bytes, staged(out, key="--out") as run:
+    with bar_of_bytes("importing", source.bytes) as on_bytes, stage_folder(out, key="--out") as run:
         name = import_torch_dist(source, RunFiles(run), on_bytes=on_bytes).name
     checkpoint, step = RunFiles(out).checkpoints / name, source.progress.step
     if as_json:
@@ -197,7 +197,7 @@ def export(
     from canzona_cli.checkpoint.staging import check_empty
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress
-    from canzona_cli.commands.verified import verified_run
+    from canzona_cli.commands.verified import verify_run
     from canzona_cli.config.recipes import shown
     from canzona_cli.errors import Problem, refuse
     from canzona_cli.huggingface.folder import DTYPES
@@ -213,7 +213,7 @@ def export(
         _export_to_megatron(where, out, step, as_json=as_json)
         return
     checkpoint = choose(where).at(step)
-    manifest, config, tokenizer_files = verified_run(checkpoint, tokenizer)
+    manifest, config, tokenizer_files = verify_run(checkpoint, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.huggingface.weights import export_weights
 
@@ -242,13 +242,13 @@ def export(
 def _export_to_megatron(where: Path, out: Path, step: int | None, *, as_json: bool) -> None:
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress
-    from canzona_cli.commands.verified import verified_run
+    from canzona_cli.commands.verified import verify_run
     from canzona_cli.config.recipes import shown
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.words import size
 
     checkpoint = choose(where).at(step)
-    manifest, config, _ = verified_run(checkpoint, None)
+    manifest, config, _ = verify_run(checkpoint, None)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.torch_dist.exporting import export_torch_dist
 

@@ -36,7 +36,7 @@ def show(name: Name, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -
     from canzona_cli.config.recipes import shown
     from canzona_cli.report.machines import profile_json
 
-    profile = _sound(name, recipes_dir)
+    profile = _valid_profile(name, recipes_dir)
     if as_json:
         show_page(profile_json(profile))
         return
@@ -57,11 +57,13 @@ def copy(
     """
     from canzona_cli.config.recipes import shown, write_recipe
 
-    write_recipe(destination, _sound(name, recipes_dir).renamed(destination.stem), force=force, what="a profile")
+    write_recipe(
+        destination, _valid_profile(name, recipes_dir).text_named(destination.stem), force=force, what="a profile"
+    )
     typer.echo(f"Wrote {shown(destination)}. Use it with: cluster={shown(destination)}")
 
 
-def _sound(name: str, recipes_dirs: list[Path] | None) -> "Profile":
+def _valid_profile(name: str, recipes_dirs: list[Path] | None) -> "Profile":
     """Returns the profile with this name or file.
 
     Raises:

@@ -1,5 +1,5 @@
 """`canzona data`: converts text, JSONL, Parquet or the standard library's sources to Megatron's .bin/.idx,
-and shows the content of such data."""
+and shows such data as text."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -71,7 +71,10 @@ def prepare(
     ] = "",
     document: Annotated[
         Literal["file", "line"],
-        typer.Option(help="The documents of plain text. Each JSONL line or Parquet row is always a document."),
+        typer.Option(
+            help="Make each plain text file, or each of its lines, a document. In JSONL and Parquet, each "
+            "line or row always is one."
+        ),
     ] = "file",
     max_bad: Annotated[
         int,
@@ -94,8 +97,8 @@ def prepare(
     from canzona_cli.report.data import preparation_progress, print_prepared
 
     # A closed terminal and a scheduler's SIGTERM clean up like Ctrl-C.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)
     request = PrepareRequest(
         inputs=tuple(inputs),
         output=output,

@@ -29,9 +29,9 @@ def doctor(
     The exit code is 3 if no run is possible here.
     """
     if gpu_check is not None:
-        from canzona_cli.launch.slurm_job import shipped
+        from canzona_cli.launch.slurm_job import script_path
 
-        command = [sys.executable, "-W", "ignore", str(shipped("gpu_check.py")), "--out", str(gpu_check)]
+        command = [sys.executable, "-W", "ignore", str(script_path("gpu_check.py")), "--out", str(gpu_check)]
         raise typer.Exit(subprocess.run(command, check=False).returncode)
     from rich.console import Console
 

@@ -39,7 +39,7 @@ def eval(
 ) -> None:
     """Compute loss, perplexity and bits per byte of a checkpoint.
 
-    Works in any layout that fits, and does not change the checkpoint. Without settings, it repeats the run's
+    Uses any layout that fits, and does not change the checkpoint. Without settings, it repeats the run's
     own validation: same samples, layout and arithmetic, and therefore the same loss.
     """
     from canzona_cli.checkpoint.store import choose

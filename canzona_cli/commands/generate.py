@@ -127,12 +127,12 @@ def _require_transformers() -> None:
 def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Device | None") -> "Writer":
     """Verifies every byte of a checkpoint and loads its model."""
     from canzona_cli.checkpoint.manifest import tensor_bytes
-    from canzona_cli.commands.verified import verified_run
+    from canzona_cli.commands.verified import verify_run
     from canzona_cli.huggingface.folder import DTYPES
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
 
-    manifest, config, tokenizer_files = verified_run(checkpoint, tokenizer)
+    manifest, config, tokenizer_files = verify_run(checkpoint, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.huggingface.generating import Writer
 

@@ -56,14 +56,14 @@ def other_options(command: Command, words: Sequence[str], unread: str) -> list[P
 
     Args:
         words: the arguments after the command's name.
-        unread: the first unknown option, as the parser names it.
+        unread: the unknown option that the parser found first, as the parser names it.
     """
     options = []
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option != unread and (not option.startswith("--") or len(option) == 2 or option in command.options):
             continue
-        after = words[place + 1] if place + 1 < len(words) else ""
+        after = words[index + 1] if index + 1 < len(words) else ""
         if not equals and not after.startswith("-") and "=" not in after:
             value = after
         options.append(_other_option(command, option, value))
@@ -95,8 +95,8 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
 
 
 def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
-    """Returns the problem of arguments that the parser refuses: there is no such subcommand, an argument is
-    missing, there is one too many, or a value is not valid.
+    """Returns the problem with arguments that the parser refuses: there is no such subcommand, an argument is
+    missing, there are too many, or a value is not valid.
 
     Args:
         context: the parser's context of the command.
@@ -128,6 +128,7 @@ def _sentence(message: str) -> str:
 
 
 def _other_option(command: Command, option: str, value: str) -> Problem:
+    """Suggests a replacement for one option: a setting, another option, or the help page."""
     if option in REMOVED_OPTIONS:
         return Problem(key=option, value=value or None, reason="was removed", fix=REMOVED_OPTIONS[option])
     near = closest(option, command.options, cutoff=0.75)

@@ -58,7 +58,7 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True, printed
     warn((*composed.warnings, *from_profile, *notes), printed)
 
 
-def checked_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
+def check_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
     """Checks the data of a run before training, prints warnings about the data, and returns the corpus.
 
     Returns None for the standard library's sources with a built-in tokenizer, which need no check. For a
@@ -118,14 +118,14 @@ def write_out(path: Path, text: str, fix: str) -> None:
     Raises:
         EnvironmentProblem: the file cannot be written.
     """
-    from canzona_cli.errors import unwritable
+    from canzona_cli.errors import write_error
     from canzona_cli.run.files import write_text_atomic
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, text)
     except OSError as error:
-        raise unwritable("--out", path, error, fix=fix) from None
+        raise write_error("--out", path, error, fix=fix) from None
 
 
 def write_page(path: Path, page: "Document") -> None:

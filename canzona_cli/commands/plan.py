@@ -126,7 +126,7 @@ def plan(
     from canzona_cli.simulate.compare import study_run, with_shapes
 
     shapes_file = None if shapes is None else load_shapes(shapes)
-    config = _plannable(overrides or (), recipes_dir or (), shaped=shapes is not None)
+    config = _compose_plannable(overrides or (), recipes_dir or (), shaped=shapes is not None)
     if shapes_file is not None:
         config = with_shapes(config, shapes_file)
     if layouts:
@@ -144,10 +144,10 @@ def plan(
 
         written = out or default_path(study.config, study.plan)
         text = study.plan.to_json(about={"recipe": study.config.name, "gpus": study.config.gpus})
-        write_out(written, text, fix="name another place with --out FILE")
+        write_out(written, text, fix="choose another path with --out FILE")
     figures = {**study.as_json(), "plan_file": None if written is None else str(written)}
     if json and html is None:
-        show(figures)  # before the imports for pages
+        show(figures)  # before anything is imported for pages
         return
     from canzona_cli.report.plan import PlanView
 
@@ -167,7 +167,7 @@ def plan(
     show(figures if json else view)
 
 
-def _plannable(overrides: Sequence[str], recipes_dirs: Sequence[Path], *, shaped: bool) -> "RunConfig":
+def _compose_plannable(overrides: Sequence[str], recipes_dirs: Sequence[Path], *, shaped: bool) -> "RunConfig":
     """Composes a run that has a plan, and prints the run's warnings.
 
     Args:

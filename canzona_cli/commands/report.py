@@ -79,15 +79,15 @@ def report(
 def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
     """Shows two runs in detail, or three or more runs with one row each."""
     from canzona_cli.report.compare import ComparedView, SeveralView, several_page
-    from canzona_cli.run.compare import compared, several_runs
+    from canzona_cli.run.compare import compare_two, load_several
 
-    several = several_runs(run_dirs)
+    several = load_several(run_dirs)
     for path in several.skipped:
         progress(f"note: {path} is skipped, because it contains no run")
     if html is not None:
         write_page(html, several_page(several))
     if len(several.runs) == 2:
-        both = compared(several)
+        both = compare_two(several)
         show(both.as_json() if as_json else ComparedView(compared=both))
     else:
         show(several.as_json() if as_json else SeveralView(several=several))

@@ -27,7 +27,7 @@ def resume(
 ) -> None:
     """Resume a run from its newest checkpoint.
 
-    Uses the settings with which the run was started, except for those that overrides replace. If they set
+    Uses the settings that the run was started with, except for those that overrides replace. If they set
     gpus or the cluster, canzona chooses the layout again, so a run can resume on another machine or number of
     GPUs. Ctrl-C saves after the current step.
     """
@@ -36,12 +36,12 @@ def resume(
     from canzona_cli.config.compose import WRITTEN, load_resolved
     from canzona_cli.config.overrides import key_of, text_value
     from canzona_cli.errors import ConfigError, Problem
-    from canzona_cli.run.summary import suggest
+    from canzona_cli.run.summary import suggest_run_dir
 
     problems = []
     if not (run_dir / WRITTEN).is_file():
         reason = f"has no {WRITTEN}, so it is not a run directory" if run_dir.is_dir() else "there is no such directory"
-        problems.append(Problem(key="RUN", value=run_dir, reason=reason, fix=suggest(run_dir)))
+        problems.append(Problem(key="RUN", value=run_dir, reason=reason, fix=suggest_run_dir(run_dir)))
     for override in overrides or ():
         if key_of(override) in ("recipe", "run.dir"):
             fix = "leave it out, or write canzona train"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.commands.output import AsJson, RecipesDirs, checked_inputs, overrides_argument, show, warn_about
+from canzona_cli.commands.output import AsJson, RecipesDirs, check_inputs, overrides_argument, show, warn_about
 
 if TYPE_CHECKING:
     from canzona_cli.config.schema import Layout, RunConfig
@@ -85,18 +85,18 @@ def slurm(
         signal_before=signal_before,
     )
     arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
-    config, layout, options = _resolved(arguments, options, recipes_dir or [], sweep=sweep)
+    config, layout, options = _resolve(arguments, options, recipes_dir or [], sweep=sweep)
     if needs:
         typer.echo(job_needs(config))
         return
     obtain_plan(config, layout)  # refuses the run if it cannot be planned
-    checked_inputs(config, layout)
+    check_inputs(config, layout)
     arguments += ["--sweep"] if sweep else []
     arguments += [word for folder in recipes_dir or [] for word in ("--recipes-dir", str(folder.absolute()))]
     (_submit if submit else _print)(config, options, arguments, as_json=as_json)
 
 
-def _resolved(
+def _resolve(
     arguments: list[str], options: "JobOptions", recipes_dirs: list[Path], *, sweep: bool
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
     """Resolves the run, or the first run of a sweep, and checks the job's options."""
@@ -104,12 +104,12 @@ def _resolved(
     from canzona_cli.errors import ConfigError, Problem
 
     if sweep:
-        return _swept(arguments, options, recipes_dirs)
+        return _resolve_sweep(arguments, options, recipes_dirs)
     if options.array is not None:
         reason = "all tasks would train the same run"
         fix = "add --sweep and the values that differ: train.seed=1,2,3,4 --sweep"
         raise ConfigError(Problem(key="--array", value=options.array, reason=reason, fix=fix))
-    return *resolve(_composed_with_options(arguments, options, recipes_dirs)), options
+    return *resolve(_compose_with_options(arguments, options, recipes_dirs)), options
 
 
 def _print(config: "RunConfig", options: "JobOptions", arguments: list[str], *, as_json: bool) -> None:
@@ -139,7 +139,7 @@ def _submit(config: "RunConfig", options: "JobOptions", arguments: list[str], *,
 
 
 def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted | None" = None) -> dict[str, object]:
-    """Returns the content of `--json`. New fields do not change `version`."""
+    """Returns the output of `--json`. New fields do not change `version`."""
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
     return {
@@ -161,7 +161,7 @@ def _run_dir(job: "Submitted", config: "RunConfig") -> str:
     return config.run.dir or str(root)
 
 
-def _swept(
+def _resolve_sweep(
     arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
     """Resolves all runs of a sweep; returns the first run and its layout, and the options with `array` set.
@@ -191,7 +191,7 @@ def _swept(
     return runs[0].config, runs[0].layout, options
 
 
-def _composed_with_options(arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]) -> "RunConfig":
+def _compose_with_options(arguments: list[str], options: "JobOptions", recipes_dirs: list[Path]) -> "RunConfig":
     """Composes the run, and checks the run and the job's options.
 
     Raises:

@@ -6,7 +6,7 @@ import typer
 
 from canzona_cli.commands.output import RecipesDirs, overrides_argument, tell
 from canzona_cli.errors import Clash, Problem, clashes, refuse
-from canzona_cli.run.streams import unattended
+from canzona_cli.run.streams import mark_training_run
 
 CLASHES = (
     Clash(
@@ -73,7 +73,7 @@ def train(
 
     Ctrl-C saves after the current step; a second Ctrl-C stops at once.
     """
-    from canzona_cli.launch.stop import Preempted, Requests, before_workers, handled
+    from canzona_cli.launch.stop import Preempted, Requests, early_stop_outcome, handle_signals
 
     printed = dry_run or prepare_only
     given = {"--prepare-only": prepare_only, "--json": as_json, "--dry-run": dry_run, "--sweep": sweep}
@@ -84,9 +84,9 @@ def train(
         problems.append(Problem(key="--config", reason="needs --dry-run or --prepare-only", fix=fix))
     refuse(problems)
     if not printed:
-        unattended()
+        mark_training_run()
     requests = Requests(raising=True)
-    with handled(requests.add, to_the_end=True):
+    with handle_signals(requests.add, to_the_end=True):
         try:
             arguments = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile), *_weights(weights_from)]
             # These imports take a while, and signals that arrive meanwhile must be handled.
@@ -109,7 +109,7 @@ def train(
                     quiet=quiet and not printed,
                 )
         except Preempted as request:
-            outcome = before_workers(None, request)
+            outcome = early_stop_outcome(None, request)
             tell(outcome.message)
             raise typer.Exit(outcome.exit_code) from None
 

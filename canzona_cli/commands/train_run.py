@@ -14,7 +14,7 @@ from rich.console import Console
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.commands.output import checked_inputs, progress, show, tell, tell_batch, warn, warn_about
+from canzona_cli.commands.output import check_inputs, progress, show, tell, tell_batch, warn, warn_about
 from canzona_cli.commands.train_end import show_end
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.overrides import parse_overrides
@@ -27,12 +27,12 @@ from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.card import card_of
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.launch.processes import tracked
+from canzona_cli.launch.processes import run_trackers
 from canzona_cli.launch.restarts import Restarts, resume_command, run_with_restarts
-from canzona_cli.launch.resume import Resumption, reordered, resumption
+from canzona_cli.launch.resume import Resumption, data_order_warning, resumption
 from canzona_cli.launch.run_dir import RunDirectory, check_free, prediction_here
 from canzona_cli.launch.slurm import adopt, current_step
-from canzona_cli.launch.stop import Preempted, Requests, before_workers
+from canzona_cli.launch.stop import Preempted, Requests, early_stop_outcome
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
@@ -43,7 +43,7 @@ from canzona_cli.report.errors import show_failure
 from canzona_cli.report.train import make_view
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
 from canzona_cli.run.breakdown import Prediction
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.corpus import PreparedCorpus, data_warnings
 from canzona_cli.run.files import RunFiles
 from canzona_cli.simulate.predict import outlook
@@ -78,7 +78,7 @@ def run(
         typer.Exit: the run ended with an exit code other than 0.
     """
     console = Console(highlight=False)
-    composed = _composed(overrides, recipes_dirs)
+    composed = _compose(overrides, recipes_dirs)
     warn_about(composed, printed=printed)
     config, layout = resolve(composed.config)
     warn(mode_warnings(config, layout), printed)
@@ -98,13 +98,13 @@ def run(
         outcome, directory = _launch(job, console, requests, command_line=(overrides, recipes_dirs))
     except Preempted as request:
         files = None if config.run.dir is None else RunFiles(Path(config.run.dir).absolute())
-        outcome = before_workers(files, request)
+        outcome = early_stop_outcome(files, request)
         tell(outcome.message)
         raise typer.Exit(outcome.exit_code) from None
     _conclude(outcome, directory, job, console)
 
 
-def _composed(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
+def _compose(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
     """Composes the run. If weights come from a Hugging Face folder and there is no recipe, derives the recipe
     from the folder."""
     parsed = parse_overrides(overrides)
@@ -159,7 +159,7 @@ class _Format:
 
 def _show(job: _Job, format: _Format) -> None:
     config, layout = job.config, job.layout
-    corpus = checked_inputs(config, layout)
+    corpus = check_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     _print_start(job, format, corpus, run_dir)
     if preflight.is_elsewhere(config):
@@ -171,13 +171,13 @@ def _show(job: _Job, format: _Format) -> None:
     if checkpoint is not None:
         progress(f"note: without --dry-run, the run would {checkpoint.words}")
         _tell_differences(checkpoint)
-        data = corpus or _corpus_before(config)
-        warn(filter(None, [reordered(checkpoint, config, layout, data)]) if data is not None else ())
+        data = corpus or _earlier_corpus(config)
+        warn(filter(None, [data_order_warning(checkpoint, config, layout, data)]) if data is not None else ())
 
 
-def _corpus_before(config: RunConfig) -> PreparedCorpus | None:
+def _earlier_corpus(config: RunConfig) -> PreparedCorpus | None:
     """Returns the corpus of an earlier launch in the run directory; None without an earlier launch."""
-    return None if config.run.dir is None else load_if_sound(RunFiles(Path(config.run.dir)).corpus, PreparedCorpus)
+    return None if config.run.dir is None else load_if_valid(RunFiles(Path(config.run.dir)).corpus, PreparedCorpus)
 
 
 def _prepare(job: _Job, format: _Format) -> None:
@@ -229,7 +229,7 @@ def _launch(
     _check(job)
     console.quiet = node_rank > 0  # node 0 shows the run; all nodes often write to the same file
     first_view = make_view(config, layout, console, short=job.short)
-    with _progress_of(first_view, requests) as on_progress:
+    with _show_progress(first_view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
         run = _claim(job)
         if node_rank == 0:
@@ -258,7 +258,7 @@ def _launch(
         # invisible, so use standard error.
         say = console.print if console.is_terminal else tell
         trackers, start = () if node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
-        with tracked(run.files, trackers, start=start, environment=command.environment, say=say):
+        with run_trackers(run.files, trackers, start=start, environment=command.environment, say=say):
             return Supervision(
                 run.files,
                 command,
@@ -272,7 +272,7 @@ def _launch(
                 resume_command=command_to_resume,
             ).run()
 
-    with run.never_without_result(command_to_resume):
+    with run.records_failure(command_to_resume):
         return run_with_restarts(attempt, restarts, run.files, requests, node_rank=node_rank, say=tell), run
 
 
@@ -286,7 +286,7 @@ def _check(job: _Job) -> None:
 
 
 @contextmanager
-def _progress_of(view: TrainView, requests: Requests) -> Iterator[Callable[[str, float], None]]:
+def _show_progress(view: TrainView, requests: Requests) -> Iterator[Callable[[str, float], None]]:
     """Shows the progress of preparations before the launch, and restores the terminal before an error is shown."""
     shown = False
 
@@ -351,7 +351,7 @@ def _prepare_attempt(
     else:
         checkpoint = run.resume(config, job.layout)
         _say_resumption(run, checkpoint)
-        warn(() if checkpoint is None else filter(None, [reordered(checkpoint, config, job.layout, corpus)]))
+        warn(() if checkpoint is None else filter(None, [data_order_warning(checkpoint, config, job.layout, corpus)]))
     return machines, torchrun.build(config, run.path)
 
 

@@ -1,6 +1,6 @@
 """`canzona train --sweep`: trains one run after another, each in a directory named after its values.
 
-A task of a Slurm array trains only the run with the task's number.
+A task of a Slurm array trains only the run with the task's index.
 """
 
 import shlex
@@ -15,12 +15,12 @@ from canzona_cli.commands import train_run
 from canzona_cli.commands.output import progress, show, tell
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.errors import ConfigError, ExitCode, Problem
-from canzona_cli.launch.resume import finished, holds_run, next_free
+from canzona_cli.launch.resume import finished_result, holds_run, next_free
 from canzona_cli.launch.slurm import SlurmStep, current_step
 from canzona_cli.launch.stop import Requests
 from canzona_cli.report.compare import SeveralView
 from canzona_cli.report.errors import show_failure
-from canzona_cli.run.compare import several_runs
+from canzona_cli.run.compare import load_several
 from canzona_cli.run.files import RunFiles, sweep_root
 from canzona_cli.run.words import plural
 
@@ -52,12 +52,12 @@ def sweep(
     for override in sorted(added - {*arguments}):
         progress(f"note: optimizer.min_lr follows optimizer.lr, at the recipe's ratio: {override}")
     if step is not None and step.array_task is not None:
-        runs = (_of_task(runs, step.array_task),)
+        runs = (_run_of_task(runs, step.array_task),)
         tell(f"task {step.array_task} of the sweep: {runs[0].combination.words}")
     if dry_run or prepare_only:
         for run in runs:
             tell(f"\n{run.combination.words}", "bold")
-            if finished(RunFiles(root / run.combination.name), run.config) is not None:
+            if finished_result(RunFiles(root / run.combination.name), run.config) is not None:
                 tell("is already finished")
                 continue
             train_run.run(
@@ -82,7 +82,7 @@ def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], r
     codes, printed = [int(ExitCode.OK)], set[str]()
     for number, run in enumerate(runs, 1):
         where = f"run {number} of {len(runs)}: {run.combination.words}"
-        if finished(RunFiles(root / run.combination.name), run.config) is not None:
+        if finished_result(RunFiles(root / run.combination.name), run.config) is not None:
             tell(f"{where}: is already finished", "bold")
             continue
         overrides = _overrides(run, root)
@@ -120,7 +120,7 @@ def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
     started = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
     typer.echo()
     if started:
-        show(SeveralView(several=several_runs(started)))
+        show(SeveralView(several=load_several(started)))
     not_started = [run.combination.words for run in runs if root / run.combination.name not in started]
     if not_started:
         tell(f"not started: {', '.join(not_started)}", "yellow")
@@ -147,7 +147,7 @@ def _overrides(run: SweptRun, root: Path) -> list[str]:
     return [*others, f"run.dir={text_value(str(root / run.combination.name))}"]
 
 
-def _of_task(runs: Sequence[SweptRun], task: int) -> SweptRun:
+def _run_of_task(runs: Sequence[SweptRun], task: int) -> SweptRun:
     if task < len(runs):
         return runs[task]
     reason = f"the sweep has {plural(len(runs), 'run')}, for tasks 0 to {len(runs) - 1}"

@@ -7,7 +7,7 @@ import typer
 from canzona_cli.commands.output import (
     AsJson,
     RecipesDirs,
-    checked_inputs,
+    check_inputs,
     overrides_argument,
     show,
     tell_batch,
@@ -50,7 +50,7 @@ def validate(
         warn(mode_warnings(config, layout))
         tell_batch(composed.config, layout)
         plan = obtain_plan(config, layout)
-        corpus = checked_inputs(config, layout)
+        corpus = check_inputs(config, layout)
         resumption(config, layout)
     except CanzonaError as error:
         if not as_json:

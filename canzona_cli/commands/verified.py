@@ -6,7 +6,7 @@ from canzona_cli.checkpoint.commit import bytes_written
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.manifest import Manifest
 from canzona_cli.checkpoint.store import StoredCheckpoint
-from canzona_cli.checkpoint.verify import shortened, verify
+from canzona_cli.checkpoint.verify import limit_problems, verify
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import CheckpointInvalid, refuse
 from canzona_cli.huggingface.folder import Beside, beside
@@ -14,7 +14,7 @@ from canzona_cli.report.checkpoint import bar_of_bytes
 from canzona_cli.run.files import RunFiles
 
 
-def verified_run(checkpoint: StoredCheckpoint, tokenizer: Path | None) -> tuple[Manifest, RunConfig, Beside]:
+def verify_run(checkpoint: StoredCheckpoint, tokenizer: Path | None) -> tuple[Manifest, RunConfig, Beside]:
     """Verifies every byte of a checkpoint; returns its manifest, its run's configuration and its tokenizer files.
 
     Args:
@@ -27,5 +27,5 @@ def verified_run(checkpoint: StoredCheckpoint, tokenizer: Path | None) -> tuple[
     refuse(checkpoint.problems, CheckpointInvalid)
     tokenizer_files = beside(RunFiles(checkpoint.path.parent.parent), tokenizer)
     with bar_of_bytes("hashing", bytes_written(checkpoint.path)) as on_bytes:
-        refuse(shortened(verify(checkpoint.path, on_bytes=on_bytes)[1]), CheckpointInvalid)
+        refuse(limit_problems(verify(checkpoint.path, on_bytes=on_bytes)[1]), CheckpointInvalid)
     return *saved_run(checkpoint.path), tokenizer_files

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from canzona_cli import __version__
-from canzona_cli.data.encode import Encoded, Recipe, in_order
-from canzona_cli.data.indexed import PairWriter, Written, bin_path, can_continue, idx_path, temporary
+from canzona_cli.data.encode import Encoded, Recipe, encode_in_order
+from canzona_cli.data.indexed import PairWriter, Written, bin_path, can_continue, idx_path, temporary_path
 from canzona_cli.data.reading import (
     Batch,
     DocumentUnit,
@@ -41,8 +41,8 @@ from canzona_cli.data.tokenizers import (
     load_json_tokenizer,
     train_bpe,
 )
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, unwritable
-from canzona_cli.run.codec import load_if_sound, save
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, write_error
+from canzona_cli.run.codec import load_if_valid, save
 from canzona_cli.run.machine import cores
 
 Stage = Literal["read input", "learn vocabulary", "tokenise", "write"]
@@ -132,7 +132,7 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
     """
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
-    with _disk_errors(prefix), _spooled(sources, prefix, settings, on_progress) as readable:
+    with _disk_errors(prefix), _spool_inputs(sources, prefix, settings, on_progress) as readable:
         read = ReadSettings(
             piece=piece_bytes(sources),
             document=settings.document,
@@ -192,7 +192,7 @@ def _finished_inputs(prefix: Path, recipe: Recipe, sources: Sequence[Source]) ->
 
     A record that does not match the sources, the settings or the files on the disk is removed.
     """
-    done = load_if_sound(_finished_path(prefix), Finished)
+    done = load_if_valid(_finished_path(prefix), Finished)
     if (
         done is not None
         and done.inputs <= len(sources)
@@ -224,7 +224,7 @@ def _tokenise(
     read = recorded = reader.bytes_read
     parallel = total is not None and total - reader.bytes_read >= 2 * LARGE
     workers = (settings.workers or cores()) if parallel else 1
-    for result in in_order(_read_all(sources[inputs:], reader), recipe, workers):
+    for result in encode_in_order(_read_all(sources[inputs:], reader), recipe, workers):
         if isinstance(result, Encoded):
             tally.add(result.tally)
             writer.add(result.tokens, result.lengths, result.last)
@@ -245,10 +245,8 @@ def _tokenise(
 
 
 def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tally | CanzonaError]:
-    """Yields the batches and tallies of all inputs. An error is not raised but yielded as the last item.
-
-    So problems in earlier batches, which are processed later, are still reported before this error.
-    """
+    """Yields the batches and tallies of all inputs. An error is not raised but yielded as the last item, so that
+    problems in earlier batches, which are processed later, are reported before it."""
     try:
         for source in sources:
             yield from reader.read(source)
@@ -336,7 +334,7 @@ def _describe(
 
 
 @contextmanager
-def _spooled(
+def _spool_inputs(
     sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress
 ) -> Iterator[list[Source]]:
     """Yields the sources. For a bpe, inputs of unknown size (pipes) are replaced by copies on the disk.
@@ -353,7 +351,7 @@ def _spooled(
             if source.size is not None:
                 readable.append(source)
                 continue
-            spools.append(temporary(prefix.with_name(f"{prefix.name}.input{len(spools)}")))
+            spools.append(temporary_path(prefix.with_name(f"{prefix.name}.input{len(spools)}")))
             size = _copy(source, spools[-1], on_progress)
             readable.append(replace(source, path=spools[-1], size=size))
         yield readable
@@ -374,6 +372,7 @@ def _copy(source: Source, target: Path, on_progress: OnProgress) -> int:
 
 @contextmanager
 def _disk_errors(prefix: Path) -> Iterator[None]:
+    """Turns an OSError raised while writing the files of `prefix` into a user-facing error."""
     try:
         yield
     except OSError as error:
@@ -401,7 +400,7 @@ def _refuse_bad_lines(tally: Tally, limit: int) -> None:
 
 
 def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
-    """Returns the error for the user after an OSError while writing at `prefix`."""
+    """Returns the user-facing error for an OSError that was raised while writing the files of `prefix`."""
     fix = "choose a writable folder"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = 0
@@ -410,4 +409,4 @@ def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
         continues = "the same command continues after the finished inputs"
         state = continues if _finished_path(prefix).exists() else "no files were left behind"
         fix = f"make room ({free / 2**20:,.0f} MiB are free) or choose another disk; {state}"
-    return unwritable("--output", str(prefix), error, fix=fix)
+    return write_error("--output", str(prefix), error, fix=fix)

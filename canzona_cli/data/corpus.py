@@ -13,8 +13,8 @@ import numpy.typing as npt
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
-from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary
-from canzona_cli.data.locks import exclusive, lock_path
+from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary_path
+from canzona_cli.data.locks import exclusive_lock, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar, saved_tokenizer_path
 from canzona_cli.data.sources import stdlib_digest, stdlib_sources
 from canzona_cli.data.tokenizers import (
@@ -56,11 +56,11 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
     data, share = config.data, _held_out(config)
     pairs: list[tuple[PairInfo, Sidecar | None]]
     if data.source == "stdlib":
-        weights, pairs = {"stdlib": 1.0}, [_cached_stdlib(config, report)]
+        weights, pairs = {"stdlib": 1.0}, [_stdlib_pair(config, report)]
     else:
         weights = data.blend or {str(data.path): 1.0}
         pairs = _pairs([*weights], blended=bool(data.blend))
-    largest = [sidecar.max_token_id if sidecar else _scanned_max(pair, config, report) for pair, sidecar in pairs]
+    largest = [sidecar.max_token_id if sidecar else _scan_max(pair, config, report) for pair, sidecar in pairs]
     sets = []
     for name, weight, (pair, _) in zip(_names([*weights]), weights.values(), pairs, strict=True):
         train_tokens, validation_tokens = pair.split_tokens(share)
@@ -215,32 +215,33 @@ def look_at_data(config: RunConfig, on_progress: ReportProgress) -> PreparedCorp
         try:
             load_json_tokenizer(config.data.tokenizer)
         except ConfigError as error:
-            raise ConfigError(*map(_in_config_words, error.problems)) from error
+            raise ConfigError(*map(_as_settings_problem, error.problems)) from error
     return None
 
 
-def _cached_stdlib(config: RunConfig, report: ReportProgress) -> tuple[PairInfo, Sidecar]:
+def _stdlib_pair(config: RunConfig, report: ReportProgress) -> tuple[PairInfo, Sidecar]:
+    """Returns the built-in corpus from the cache, where it is prepared first if it is missing or damaged."""
     data = config.data
     try:
         sources = stdlib_sources()
         settings = BuildSettings(tokenizer=data.tokenizer, vocab_size=data.tokenizer_vocab_size)
         prefix = _cache_prefix(config, stdlib_digest(sources))
-        if cached := _intact(prefix):
+        if cached := _load_intact(prefix):
             return cached
         _make_folder(prefix.parent)
         try:
             waiting = "waiting for another run that is preparing the same corpus"
-            with exclusive(lock_path(prefix), on_wait=lambda: report(waiting, 0.0)):
-                if cached := _intact(prefix):  # another run prepared it while this one waited
+            with exclusive_lock(lock_path(prefix), on_wait=lambda: report(waiting, 0.0)):
+                if cached := _load_intact(prefix):  # another run prepared it while this one waited
                     return cached
-                build_pair(sources, prefix, settings, lambda progress: report(*_in_words(progress)))
+                build_pair(sources, prefix, settings, lambda progress: report(*_progress_words(progress)))
         except OSError as error:
             raise disk_problem(prefix, error) from error
-        cached = _intact(prefix)
+        cached = _load_intact(prefix)
         assert cached is not None, prefix
         return cached
     except CanzonaError as error:
-        raise type(error)(*map(_in_config_words, error.problems)) from error
+        raise type(error)(*map(_as_settings_problem, error.problems)) from error
 
 
 def _cache_prefix(config: RunConfig, content: str) -> Path:
@@ -257,7 +258,7 @@ def _cache_prefix(config: RunConfig, content: str) -> Path:
     return config.data.cache_root / "corpora" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
-def _intact(prefix: Path) -> tuple[PairInfo, Sidecar] | None:
+def _load_intact(prefix: Path) -> tuple[PairInfo, Sidecar] | None:
     """Returns the cached corpus; None if it is missing or damaged, so that it is prepared again."""
     try:
         pair = inspect_pair(prefix)
@@ -276,7 +277,7 @@ def _make_folder(folder: Path) -> None:
         raise EnvironmentProblem(Problem(key="data.cache_dir", value=str(folder), reason=reason, fix=fix)) from error
 
 
-def _in_words(progress: Progress) -> tuple[str, float]:
+def _progress_words(progress: Progress) -> tuple[str, float]:
     share = min(1.0, progress.done / progress.total) if progress.total else 0.0
     if progress.stage == "learn vocabulary":
         # The share covers only the reading, which is short; the training itself reports no progress.
@@ -286,8 +287,8 @@ def _in_words(progress: Progress) -> tuple[str, float]:
     return "tokenising the Python standard library", share
 
 
-def _in_config_words(problem: Problem) -> Problem:
-    """Returns the problem with settings instead of options of `canzona data prepare`."""
+def _as_settings_problem(problem: Problem) -> Problem:
+    """Rewrites a problem of `canzona data prepare` for a run: with settings instead of options."""
     fix = problem.fix
     if problem.key == "--output":
         fix = "use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder that has room"
@@ -296,7 +297,7 @@ def _in_config_words(problem: Problem) -> Problem:
     return replace(problem, key=_CONFIG_KEYS.get(problem.key, problem.key), fix=fix)
 
 
-def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
+def _scan_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
     """Returns the largest token id in a pair without a sidecar. The result is cached, because the scan may
     take minutes."""
     status = bin_path(pair.prefix).stat()
@@ -309,8 +310,8 @@ def _scanned_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> i
     largest = pair.scan_max_token_id(lambda share: report("looking for the largest token id", share))
     try:
         memo.parent.mkdir(parents=True, exist_ok=True)
-        temporary(memo).write_text(str(largest))
-        temporary(memo).replace(memo)
+        temporary_path(memo).write_text(str(largest))
+        temporary_path(memo).replace(memo)
     except OSError:
         pass  # without the cache, the next run scans again
     return largest

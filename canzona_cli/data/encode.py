@@ -52,7 +52,7 @@ class Recipe:
         return hashlib.sha256(json.dumps([settings, inputs]).encode()).hexdigest()
 
 
-def in_order(
+def encode_in_order(
     items: Iterable[Batch | Tally | CanzonaError], recipe: Recipe, workers: int
 ) -> Iterator["Encoded | Tally"]:
     """Encodes all batches and yields the results, and the tallies among the items, in the order of the items.
@@ -101,7 +101,7 @@ class Encoded:
     """The tokens of a batch."""
 
     tokens: TokenArray
-    """The ids of all sequences, concatenated, without eod."""
+    """The ids of all sequences, concatenated; eod is not included."""
     lengths: Lengths
     """The number of tokens of each sequence, shape [sequences]."""
     last: npt.NDArray[np.bool_]

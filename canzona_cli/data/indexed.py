@@ -44,7 +44,7 @@ def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
-def temporary(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Returns the hidden path in the same folder where a file is written before it is renamed to `path`."""
     return path.with_name(f".{path.name}.tmp")
 
@@ -71,7 +71,7 @@ class PairWriter:
         prefix: the pair's path without extension; its folder must exist.
         vocab_size: the vocabulary size, which determines the type of the ids.
         eod: the id written after every document.
-        after: the sizes from which to continue the temporary files that an earlier writer kept; None to start
+        after: the counts at which to continue the temporary files that an earlier writer kept; None to start
             new files.
     """
 
@@ -85,12 +85,12 @@ class PairWriter:
         self._continues = after is not None
         self._eod = eod
         self._document_tokens = 0
-        self._temporaries = [*_growing(prefix), temporary(idx_path(prefix))]
+        self._temporaries = [*_unfinished_files(prefix), temporary_path(idx_path(prefix))]
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         streams = []
-        for path, size in zip(_growing(self.prefix), _file_sizes(self.written, self.dtype), strict=True):
+        for path, size in zip(_unfinished_files(self.prefix), _file_sizes(self.written, self.dtype), strict=True):
             # A buffer of 4 MiB turns many small documents into few large writes.
             stream = self._open.enter_context(path.open("r+b" if self._continues else "wb", buffering=4 << 20))
             stream.truncate(size)
@@ -114,7 +114,7 @@ class PairWriter:
         are not written.
 
         Args:
-            tokens: the ids of all sequences, concatenated, without eod.
+            tokens: the ids of all sequences, concatenated; eod is not included.
             lengths: the number of tokens of each sequence, shape [sequences].
             last: True for each sequence that is the last of its document, shape [sequences].
         """
@@ -155,7 +155,7 @@ class PairWriter:
         code = next(code for code, name in _DTYPE_CODES.items() if name == np.dtype(self.dtype).name)
         written = self.written
         with (
-            open(temporary(idx_path(self.prefix)), "wb") as index,
+            open(temporary_path(idx_path(self.prefix)), "wb") as index,
             open(self._lengths.name, "rb") as lengths,
             open(self._ends.name, "rb") as document_ends,
         ):
@@ -181,8 +181,8 @@ class PairWriter:
             companions: the (path, text) of further files of the pair, which are written before the .idx is renamed.
         """
         for path, text in companions:
-            self._temporaries.append(temporary(path))
-            with open(temporary(path), "w", encoding="utf-8") as stream:
+            self._temporaries.append(temporary_path(path))
+            with open(temporary_path(path), "w", encoding="utf-8") as stream:
                 stream.write(text)
                 _sync(stream)
         # The old .idx is removed first, so that it never describes the new .bin.
@@ -191,7 +191,7 @@ class PairWriter:
         try:
             for final in (bin_path(self.prefix), *(path for path, _ in companions), idx_path(self.prefix)):
                 placed.append(final)
-                os.replace(temporary(final), final)
+                os.replace(temporary_path(final), final)
         except BaseException:
             for final in placed:
                 final.unlink(missing_ok=True)
@@ -204,14 +204,15 @@ def can_continue(prefix: Path, written: Written, vocab_size: int) -> bool:
     """Returns True if the temporary files of an unfinished pair contain at least the data of `written`."""
     sizes = _file_sizes(written, token_dtype(vocab_size))
     return all(
-        path.is_file() and path.stat().st_size >= size for path, size in zip(_growing(prefix), sizes, strict=True)
+        path.is_file() and path.stat().st_size >= size
+        for path, size in zip(_unfinished_files(prefix), sizes, strict=True)
     )
 
 
-def _growing(prefix: Path) -> tuple[Path, Path, Path]:
+def _unfinished_files(prefix: Path) -> tuple[Path, Path, Path]:
     """Returns the temporary files of an unfinished pair: token ids, sequence lengths and document ends."""
     names = (bin_path(prefix).name, f"{prefix.name}.lengths", f"{prefix.name}.ends")
-    ids, lengths, ends = (temporary(prefix.with_name(name)) for name in names)
+    ids, lengths, ends = (temporary_path(prefix.with_name(name)) for name in names)
     return ids, lengths, ends
 
 
@@ -298,6 +299,7 @@ def inspect_pair(prefix: Path) -> PairInfo:
 
 
 def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
+    """Checks the contents of an index, `raw`, and returns what the pair contains."""
     idx, again = idx_path(prefix), "prepare it again with canzona data prepare ... --overwrite"
     if len(raw) < len(MAGIC) or bytes(raw[: len(MAGIC)]) != MAGIC:
         reason = "it is empty" if not len(raw) else "it is not a Megatron index (does not start with MMIDIDX)"
@@ -332,6 +334,7 @@ def _check_body(
     offsets: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
 ) -> PairInfo:
+    """Checks that sequence lengths, byte offsets and document ends are consistent with each other and the .bin."""
     again = "prepare it again with canzona data prepare ... --overwrite"
     problems: list[Problem] = []
     tokens = int(lengths.sum(dtype=np.int64))

@@ -1,4 +1,4 @@
-"""A lock file, which lets only one process at a time write to a place on the disk."""
+"""A lock file, which lets only one process at a time write to a path."""
 
 import fcntl
 import os
@@ -11,11 +11,11 @@ _POLL_S = 0.2
 
 
 class Busy(Exception):
-    """The error that another process holds the lock."""
+    """The error raised if another process holds the lock."""
 
 
 @contextmanager
-def exclusive(path: Path, *, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+def exclusive_lock(path: Path, *, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
     """Holds the lock file `path` during the block; removes the file afterwards.
 
     If the process dies, the kernel releases the lock.

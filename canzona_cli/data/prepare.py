@@ -20,7 +20,7 @@ from canzona_cli.data.build import (
 )
 from canzona_cli.data.corpus import padded_vocab_size, usable_fraction
 from canzona_cli.data.indexed import inspect_pair
-from canzona_cli.data.locks import Busy, exclusive, lock_path
+from canzona_cli.data.locks import Busy, exclusive_lock, lock_path
 from canzona_cli.data.reading import package_problem
 from canzona_cli.data.sources import InputFormat, Source, find_sources
 from canzona_cli.data.template import template_problem
@@ -68,7 +68,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
     refuse(environment, EnvironmentProblem)
     with _output_folder(prefix):
         try:
-            with exclusive(lock_path(prefix)):
+            with exclusive_lock(lock_path(prefix)):
                 return build_pair(sources, prefix, request, on_progress)
         except Busy:
             reason = "another canzona process is writing it"

@@ -126,9 +126,9 @@ class Reader:
             if source.format == "parquet":
                 yield from self._parquet(source, tally)
             else:
-                raw = _Counted(open_source(source), self)
-                with _buffered(raw) as buffered:
-                    stream = _decompressed(buffered)
+                raw = _CountingFile(open_source(source), self)
+                with _buffer(raw) as buffered:
+                    stream = _decompress(buffered)
                     yield from self._text(source, stream, tally)
                     while buffered.read(1 << 20):  # the hash includes bytes that a decompressor left unread
                         pass
@@ -143,6 +143,7 @@ class Reader:
         yield tally
 
     def _text(self, source: Source, stream: io.BufferedReader, tally: Tally) -> Iterator[Batch]:
+        """Yields the batches of a file of text. A binary file is skipped in a folder, otherwise refused."""
         head = stream.peek(_SNIFF)[:_SNIFF]
         if b"\0" in head or any(head.startswith(magic) for magic in _UNREAD):
             if not source.from_folder:
@@ -152,17 +153,18 @@ class Reader:
         if head.startswith(_UTF8_BOM):
             stream.read(len(_UTF8_BOM))
         if source.format == "jsonl" or (source.format == "auto" and head.lstrip().startswith(b"{")):
-            yield from _numbered(source.label, "jsonl", _lines(stream))
+            yield from _batches(source.label, "jsonl", _lines(stream))
         elif self.settings.document == "line":
-            yield from _numbered(source.label, "lines", _lines(stream))
+            yield from _batches(source.label, "lines", _lines(stream))
         else:
             tally.empty = 1
-            for group in _grouped(cut_stream(stream, self.settings.piece), lambda piece: len(piece.data)):
+            for group in _group(cut_stream(stream, self.settings.piece), lambda piece: len(piece.data)):
                 tally.empty = 0
                 items = [piece.data for piece in group]
                 yield Batch(label=source.label, form="pieces", items=items, ends=group[-1].last)
 
     def _parquet(self, source: Source, tally: Tally) -> Iterator[Batch]:
+        """Yields the batches of a Parquet file, and records its size and hash in `tally`."""
         if source.path is None:
             fix = "give the path of the file, because Parquet is read from its end"
             raise input_error(source.label, "Parquet cannot be read from a pipe", fix)
@@ -171,7 +173,7 @@ class Reader:
             size = stream.tell()
         tally.records.append(InputRecord(path=source.label, bytes=size, sha256=digest))
         before = self.bytes_read
-        yield from _numbered(source.label, "rows", self._rows(source.path))
+        yield from _batches(source.label, "rows", self._rows(source.path))
         self.bytes_read = before + size
 
     def _rows(self, path: Path) -> Iterator[bytes | None]:
@@ -207,13 +209,13 @@ def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece
     """Yields the pieces of a batch in order, and counts skipped items in `tally`."""
     if batch.form == "pieces":
         final = len(batch.items) if batch.ends else 0
-        yield from (Piece(item or b"", last=number == final) for number, item in enumerate(batch.items, 1))
+        yield from (Piece(item or b"", last=position == final) for position, item in enumerate(batch.items, 1))
         return
-    for number, item in enumerate(batch.items, batch.first):
+    for line, item in enumerate(batch.items, batch.first):
         try:
             text = _document(item, batch.form, settings, tally)
         except _BadText as error:
-            tally.add_bad(BadLine(path=batch.label, line=number, kind=error.kind, detail=error.detail))
+            tally.add_bad(BadLine(path=batch.label, line=line, kind=error.kind, detail=error.detail))
             continue
         if text and len(text) <= settings.piece:
             yield Piece(text, last=True)
@@ -247,21 +249,23 @@ def _document(item: bytes | None, form: str, settings: ReadSettings, tally: Tall
         return text.encode(errors="replace")
 
 
-def _decompressed(stream: io.BufferedReader) -> io.BufferedReader:
+def _decompress(stream: io.BufferedReader) -> io.BufferedReader:
     """Returns the decompressed stream; the stream itself if it does not start like a compressed format."""
     head = stream.peek(_SNIFF)
     opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
-    return stream if opener is None else _buffered(opener(stream))
+    return stream if opener is None else _buffer(opener(stream))
 
 
-def _numbered(label: str, form: Literal["lines", "jsonl", "rows"], items: Iterable[bytes | None]) -> Iterator[Batch]:
+def _batches(label: str, form: Literal["lines", "jsonl", "rows"], items: Iterable[bytes | None]) -> Iterator[Batch]:
+    """Yields lines or rows in batches that have the number of their first line or row."""
     first = 1
-    for group in _grouped(items, lambda item: len(item or b"")):
+    for group in _group(items, lambda item: len(item or b"")):
         yield Batch(label=label, form=form, items=group, first=first)
         first += len(group)
 
 
-def _grouped[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+def _group[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yields the items in lists of about `_BATCH_BYTES` and at most `_BATCH_ITEMS` items."""
     group: list[T] = []
     size = 0
     for item in items:
@@ -292,7 +296,7 @@ def package_problem(label: str) -> Problem:
 def open_source(source: Source) -> io.BufferedReader:
     """Opens a source without decompressing it. Closing the stream does not close standard input."""
     if source.size is None:
-        return _buffered(_Pipe(source.path or 0, closefd=source.path is not None))
+        return _buffer(_Pipe(source.path or 0, closefd=source.path is not None))
     assert source.path is not None
     return open(source.path, "rb")
 
@@ -310,11 +314,11 @@ class _Pipe(io.FileIO):
         return super().readinto(buffer)  # type: ignore[arg-type]
 
 
-def _buffered(raw: object) -> io.BufferedReader:
+def _buffer(raw: object) -> io.BufferedReader:
     return io.BufferedReader(cast(io.RawIOBase, raw), 1 << 20)
 
 
-class _Counted(io.RawIOBase):
+class _CountingFile(io.RawIOBase):
     """A raw file that counts and hashes the bytes read from it."""
 
     def __init__(self, raw: io.BufferedReader, reader: Reader) -> None:
@@ -342,7 +346,7 @@ class _Counted(io.RawIOBase):
 
 
 def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
-    """Yields the content of `stream` in pieces of at most `size` bytes that end at a line end if possible."""
+    """Yields the bytes of `stream` in pieces of at most `size` bytes that end at a line end if possible."""
     pending = b""
     while block := stream.read(size):
         pending += block
@@ -358,9 +362,9 @@ def _cut_point(data: bytes, size: int) -> int:
     """Returns the position at which to cut: after the last line end in the second half of `size` bytes;
     without a line end, after the last blank there; without a blank, between two UTF-8 characters."""
     for separator in (b"\n", b" "):
-        place = data.rfind(separator, size // 2, size)
-        if place >= 0:
-            return place + 1
+        position = data.rfind(separator, size // 2, size)
+        if position >= 0:
+            return position + 1
     for cut in range(size, max(size - 4, 0), -1):
         if data[cut] & 0xC0 != 0x80:
             return cut
@@ -400,7 +404,7 @@ def _text_of(line: bytes, settings: ReadSettings) -> str:
             raise _BadText("does not fill --template", str(error)) from None
     if key not in record:
         names = ", ".join(repr(name) for name in list(record)[:8]) or "nothing"
-        raise _BadText(f"no field {key!r}", f"; it has {names}{_likely(record)}")
+        raise _BadText(f"no field {key!r}", f"; it has {names}{_suggested_options(record)}")
     text = record[key]
     if isinstance(text, list):
         raise _BadText("no text", f": field {key!r} is a list; for messages, add --template '{{role}}: {{content}}\\n'")
@@ -409,8 +413,8 @@ def _text_of(line: bytes, settings: ReadSettings) -> str:
     return text
 
 
-def _likely(record: Mapping[str, object]) -> str:
-    """Returns the options that would read a record's only text or only chat; empty if there is none or several."""
+def _suggested_options(record: Mapping[str, object]) -> str:
+    """Returns the options that would read a record's only text or only chat; empty if there is not exactly one."""
     texts = [name for name, value in record.items() if isinstance(value, str)]
     chats = [
         name for name, value in record.items() if isinstance(value, list) and value and all(map(_is_message, value))
@@ -431,6 +435,7 @@ def _binary(label: str, head: bytes) -> ConfigError:
 
 
 def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
+    """Raises ConfigError unless a Parquet file has exactly one column of this name, and it contains text."""
     from pyarrow import types
 
     schema = file.schema_arrow

@@ -62,9 +62,9 @@ class Tally:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """The number of skipped documents, lines and files for each reason, without zeros."""
+        """The number of skipped documents, lines and files for each reason, omitting zeros."""
         reasons = {"empty": self.empty, **self.bad_kinds, "binary file": len(self.skipped)}
-        return {reason: number for reason, number in reasons.items() if number}
+        return {reason: count for reason, count in reasons.items() if count}
 
     def add_bad(self, line: BadLine) -> None:
         self.bad_kinds[line.kind] = self.bad_kinds.get(line.kind, 0) + 1
@@ -76,8 +76,8 @@ class Tally:
         self.text_bytes += later.text_bytes
         self.empty += later.empty
         self.replaced += later.replaced
-        for kind, number in later.bad_kinds.items():
-            self.bad_kinds[kind] = self.bad_kinds.get(kind, 0) + number
+        for kind, count in later.bad_kinds.items():
+            self.bad_kinds[kind] = self.bad_kinds.get(kind, 0) + count
         self.bad_lines = [*self.bad_lines, *later.bad_lines][:_MOST_BAD_LINES]
         self.skipped += later.skipped
         self.records += later.records
@@ -85,7 +85,7 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """The content of `<prefix>.json`, which describes one prepared pair."""
+    """The contents of `<prefix>.json`, which describes one prepared pair."""
 
     format: Literal[1] = FORMAT
     tokenizer_kind: TokenizerKind

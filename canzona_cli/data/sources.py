@@ -24,7 +24,7 @@ STDIN = "-"
 STDLIB = "stdlib"
 _JSONL = (".jsonl", ".ndjson")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_EXCLUDED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _GENERATED = "_sysconfigdata"
 
 
@@ -37,7 +37,7 @@ class Source:
     path: Path | None
     """The file; None for standard input."""
     format: InputFormat
-    """The format. Only standard input can be auto; its first byte then decides."""
+    """The format. Only standard input can be auto: it is JSONL if its first character is `{`, otherwise text."""
     size: int | None
     """The size in bytes on disk; None if it is not known in advance."""
     from_folder: bool = False
@@ -86,7 +86,7 @@ def _expand(text: str, format: InputFormat) -> list[Source]:
                 text, "no file matches this pattern", "check it with ls; quote it or let the shell expand"
             )
         return [_file_source(name, format) for name in paths]
-    raise input_error(text, "no such file or folder", _nearby(path))
+    raise input_error(text, "no such file or folder", _suggestion(path))
 
 
 def _walk(folder: Path, format: InputFormat) -> list[Source]:
@@ -116,7 +116,7 @@ def _file_source(path: Path, format: InputFormat, *, from_folder: bool = False) 
     return Source(label=str(path), path=path, format=kind, size=size, from_folder=from_folder)
 
 
-def _nearby(path: Path) -> str:
+def _suggestion(path: Path) -> str:
     names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, names, n=2)
     if near:
@@ -136,7 +136,7 @@ def stdlib_sources() -> list[Source]:
     root = Path(sysconfig.get_path("stdlib"))
     names = []
     for folder, folders, files in root.walk():
-        folders[:] = (name for name in folders if name not in _LEFT_OUT)  # site-packages may be very large
+        folders[:] = (name for name in folders if name not in _EXCLUDED)  # site-packages may be very large
         modules = (name for name in files if name.endswith(".py") and not name.startswith(_GENERATED))
         names += [(folder / name).relative_to(root) for name in modules]
     names.sort(key=lambda name: (hashlib.sha256(name.as_posix().encode()).digest(), name.as_posix()))

@@ -38,10 +38,10 @@ def fill(template: str, record: Mapping[str, object], key: str) -> str:
     """
     parts = [(text.replace("\\n", "\n").replace("\\t", "\t"), name) for text, name, _, _ in Formatter().parse(template)]
     messages = record.get(key)
-    return "".join(_filled(parts, each) for each in (messages if isinstance(messages, list) else [record]))
+    return "".join(_fill_one(parts, each) for each in (messages if isinstance(messages, list) else [record]))
 
 
-def _filled(parts: list[tuple[str, str | None]], fields: object) -> str:
+def _fill_one(parts: list[tuple[str, str | None]], fields: object) -> str:
     if not isinstance(fields, Mapping):
         raise Unfilled(f": a message is a {type(fields).__name__}")
     filled = []

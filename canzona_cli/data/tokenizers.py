@@ -124,7 +124,7 @@ class JsonTokenizer:
         try:
             encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
         except BaseException as error:  # for example, a vocabulary without a token for unknown text
-            raise _refused(error, self.name, "cannot tokenise this text") from error
+            raise _tokenizer_error(error, self.name, "cannot tokenise this text") from error
         return [narrow(encoding.ids, self.vocab_size) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -247,8 +247,8 @@ def begin_child(threads: int | None) -> None:
     Args:
         threads: the number of threads of the child's tokenizer; None for one per core.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for interrupt in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(interrupt, signal.SIG_IGN)
     if threads is not None:
         os.environ["RAYON_NUM_THREADS"] = str(threads)  # read when the tokenizer's thread pool starts
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -310,7 +310,7 @@ def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
     """
     path = tokenizer_file(spec)
     backend = read_backend(path)
-    eos = _configured(backend, path.with_name("tokenizer_config.json")) if path.name == "tokenizer.json" else None
+    eos = _apply_config(backend, path.with_name("tokenizer_config.json")) if path.name == "tokenizer.json" else None
     return JsonTokenizer(
         kind="huggingface", name=_display_name(path), eod=_find_eod(backend, eod or eos, path), backend=backend
     )
@@ -329,7 +329,7 @@ def read_backend(path: Path) -> "RustTokenizer":
     except Unreadable as error:
         raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=_FORM)) from None
     except BaseException as error:
-        raise _refused(error, str(path), "is not a tokenizer file") from error
+        raise _tokenizer_error(error, str(path), "is not a tokenizer file") from error
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= _MOST_IDS:
         reason = f"has a token with the id {largest:,}, which is too large for an embedding"
@@ -337,8 +337,8 @@ def read_backend(path: Path) -> "RustTokenizer":
     return backend
 
 
-def _refused(error: BaseException, value: str, what: str) -> ConfigError:
-    """Returns a ConfigError for an error of the tokenizers library; raises other errors, such as Ctrl-C, again."""
+def _tokenizer_error(error: BaseException, value: str, what: str) -> ConfigError:
+    """Returns a ConfigError for an error of the tokenizers library; re-raises other errors, such as Ctrl-C."""
     # The library raises plain Exception or, after a panic in Rust, a PanicException, which is a
     # BaseException.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -347,8 +347,8 @@ def _refused(error: BaseException, value: str, what: str) -> ConfigError:
     return ConfigError(Problem(key="--tokenizer", value=value, reason=f"{what}: {message}", fix=_FORM))
 
 
-def _configured(backend: "RustTokenizer", path: Path) -> str | None:
-    """Adds the tokens that only the tokenizer_config.json has to the tokenizer, as transformers does.
+def _apply_config(backend: "RustTokenizer", path: Path) -> str | None:
+    """Adds to the tokenizer the tokens that only its tokenizer_config.json has, as transformers does.
 
     Returns:
         The eos_token of the tokenizer_config.json; None if there is none.
@@ -366,13 +366,11 @@ def _configured(backend: "RustTokenizer", path: Path) -> str | None:
         config = parse(TokenizerSettings, read_plain(path))
     except (Unreadable, Damaged) as error:
         raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=fix)) from None
-    for number, token in sorted(config.added_tokens_decoder.items()):
+    for token_id, token in sorted(config.added_tokens_decoder.items()):
         if backend.token_to_id(token.content) is None:
             backend.add_tokens([AddedToken(**asdict(token))])
-        if backend.token_to_id(token.content) != number:
-            reason = (
-                f"it gives {token.content!r} the id {number}, but tokenizer.json {backend.token_to_id(token.content)}"
-            )
+        if (other := backend.token_to_id(token.content)) != token_id:
+            reason = f"it gives {token.content!r} the id {token_id}, but tokenizer.json gives it {other}"
             raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=fix))
     return config.eos_token.content if isinstance(config.eos_token, TokenSettings) else config.eos_token
 
@@ -395,19 +393,19 @@ def _find_eod(backend: "RustTokenizer", named: str | None, path: Path) -> int:
     """
     candidates = EOD_CANDIDATES if named is None else (named,)
     for token in candidates:
-        number: int | None = backend.token_to_id(token)
-        if number is not None:
-            return number
+        token_id: int | None = backend.token_to_id(token)
+        if token_id is not None:
+            return token_id
     special = [added.content for added in backend.get_added_tokens_decoder().values()]
     if named is not None:
         near = get_close_matches(named, [*special, *EOD_CANDIDATES, *backend.get_vocab()], n=3)
-        fix = f"did you mean {' or '.join(near)}?" if near else _offer(special)
+        fix = f"did you mean {' or '.join(near)}?" if near else _eod_fix(special)
         raise ConfigError(Problem(key="--eod", value=named, reason=f"{path} has no such token", fix=fix))
     reason = "it has none of the usual end-of-document tokens"
-    raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_offer(special)))
+    raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_eod_fix(special)))
 
 
-def _offer(special: Sequence[str]) -> str:
+def _eod_fix(special: Sequence[str]) -> str:
     if not special:
         return "name the token that ends a document with --eod TOKEN"
     shown = ", ".join(special[:10]) + (f" and {len(special) - 10} more" if len(special) > 10 else "")
@@ -430,8 +428,8 @@ def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:
     if kinds != {"ByteLevel"}:
         return None
     values = np.zeros(tokenizer.vocab_size)
-    for token, number in tokenizer.backend.get_vocab(with_added_tokens=False).items():
-        values[number] = len(token)
+    for token, token_id in tokenizer.backend.get_vocab(with_added_tokens=False).items():
+        values[token_id] = len(token)
     for added in tree["added_tokens"]:
         values[added["id"]] = 0 if added["special"] else len(added["content"].encode())
     return values

@@ -22,7 +22,7 @@ class ShownDocument:
     """The beginning of a document."""
 
     number: int
-    """The position of the document in the data, counted from 0."""
+    """The index of the document in the data."""
     tokens: int
     """The number of tokens of the whole document, including the end-of-document token."""
     text: str
@@ -47,7 +47,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class DataView:
-    """The content of one prepared pair in readable form."""
+    """One prepared pair in readable form."""
 
     pair: PairInfo
     sidecar: Sidecar | None
@@ -94,10 +94,10 @@ def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -
 
 def _documents(ids: TokenArray, ends: list[int], most: int, tokenizer: Tokenizer | None) -> Iterator[ShownDocument]:
     start = 0
-    for number, end in enumerate(ends):
+    for index, end in enumerate(ends):
         shown = ids[start : min(end, start + most)]
         text = "" if tokenizer is None else _text(tokenizer, shown).removesuffix(f"\n{END}\n")
-        yield ShownDocument(number=number, tokens=end - start, text=text, cut=end - start > most)
+        yield ShownDocument(number=index, tokens=end - start, text=text, cut=end - start > most)
         start = end
 
 
@@ -123,5 +123,5 @@ def _lengths(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Lengths:
         mean=float(lengths.mean()),
         p90=int(np.quantile(lengths, 0.9)),
         most=int(lengths.max()),
-        histogram=tuple((1 << (first + place), int(count)) for place, count in enumerate(counts)),
+        histogram=tuple((1 << (first + index), int(count)) for index, count in enumerate(counts)),
     )

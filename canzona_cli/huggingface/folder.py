@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from canzona_cli.checkpoint.shard_file import read_table
-from canzona_cli.checkpoint.verify import shortened
+from canzona_cli.checkpoint.verify import limit_problems
 from canzona_cli.config.compose import Composed, compose_run
 from canzona_cli.config.overrides import key_of, text_value
 from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plain
@@ -87,7 +87,7 @@ class HuggingFaceFolder:
                 unexpected, or of another shape or type.
         """
         other = family_problems(self.as_config(), model, str(self.path))
-        wrong = shortened([*self._wrong_tensors(model)], _MOST, key="tensors")
+        wrong = limit_problems([*self._wrong_tensors(model)], _MOST, key="tensors")
         refuse([*other, *self._other_settings(model), *wrong])
 
     def as_config(self) -> ModelConfig:
@@ -164,7 +164,7 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
                 each: Stored(file=file, dtype=dtype, shape=(place.rows, shape[-1]), stacked=place)
                 for each, place in stacks.items()
             } or {name: Stored(file=file, dtype=dtype, shape=shape)}
-    refuse(shortened(problems, _MOST, key="tensors"))
+    refuse(limit_problems(problems, _MOST, key="tensors"))
     return HuggingFaceFolder(path=path, model=model, tensors=tensors)
 
 

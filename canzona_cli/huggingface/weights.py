@@ -21,7 +21,7 @@ from canzona_cli.checkpoint.contents import MASTER
 from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Progress, Shard, tensor_bytes
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.checkpoint.shard_file import raw_bytes, write_shard
-from canzona_cli.checkpoint.staging import staged, write_checkpoint
+from canzona_cli.checkpoint.staging import stage_folder, write_checkpoint
 from canzona_cli.config.reading import Unreadable, read_plain
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, Problem
@@ -187,7 +187,7 @@ def export_weights(
     units = {name: unit for unit, name in tensor_names(model).items()}
     shards = _shards(sizes, shard_bytes)
     files = {name: _file(index, len(shards)) for index, names in enumerate(shards) for name in names}
-    with staged(out, key="OUT") as folder:
+    with stage_folder(out, key="OUT") as folder:
         for index, names in enumerate(shards):
             tensors = {
                 name: Buffer(

@@ -1,6 +1,7 @@
-"""Cards: the recorded losses of a recipe, with which a later run of the recipe is compared.
+"""Cards: the recorded losses of recipes. A later run of a recipe is compared with its card.
 
-A card is `recipes/cards/RECIPE.yaml`. No training run is recorded for a recipe without a card; only its plan is known.
+A card is `recipes/cards/RECIPE.yaml`. A recipe without a card has been planned, but no training run of it was
+recorded.
 """
 
 import shlex
@@ -28,7 +29,7 @@ class Card:
     command: str
     """The command that was run."""
     machine: str
-    """The machine that ran it, and the precision of its products."""
+    """The machine that ran it, and the precision of its matmuls."""
     date: str
     """The day of the run: 2026-11-26."""
     commit: str
@@ -41,16 +42,17 @@ class Card:
     """The validation loss by step."""
     tolerance: float
     """The largest difference from the card that a correct run may have. It was chosen from reruns on other
-    layouts and with other implementations of matrix products (`recipes/README.md`)."""
+    layouts and with other matmul implementations (`recipes/README.md`)."""
     again: Literal["tests", "person"] = "tests"
-    """The way in which the recipe is trained again: by the tests (`make test-sweep`, up to the first
-    validation), or by a person if that takes longer than a test may."""
+    """The way the run is repeated: by the tests (`make test-sweep`, up to the first validation), or by a person
+    if that takes too long for a test."""
 
     @property
     def words(self) -> str:
-        """The card in a line: `validation 1.8839 ± 0.02 at step 120 (2 cores, bf16, 2026-11-26)`."""
+        """The card in a line: `validation loss 1.8839 ± 0.02 at step 120 (recorded on 2 cores, 2026-11-26)`."""
         step, loss = max(self.validation.items())
-        return f"validation {number(loss, '.4f')} ± {self.tolerance:g} at step {step:,} ({self.machine}, {self.date})"
+        where = f"recorded on {self.machine}, {self.date}"
+        return f"validation loss {number(loss, '.4f')} ± {self.tolerance:g} at step {step:,} ({where})"
 
 
 def load_card(recipe: str) -> Card | None:
@@ -97,8 +99,8 @@ def judge(card: Card, run: RunSummary, corpus: PreparedCorpus | None) -> Verdict
         good = abs(loss - expected) <= card.tolerance
         words = f"{kind} {number(loss, '.4f')} at step {step:,}, card {number(expected, '.4f')} ± {card.tolerance:g}"
         if not good:
-            words += ": this run differs more than sound runs do"
+            words += ": outside the tolerance of the card"
         if corpus is not None and corpus.prefix.name != card.corpus:
-            words += f"; its text is {corpus.prefix.name}, the card's {card.corpus}"
+            words += f"; the run was trained on {corpus.prefix.name}, the card's run on {card.corpus}"
         return Verdict(good=good, words=words)
     return None

@@ -34,9 +34,8 @@ _REPLACED_SETTINGS = (
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
     *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
 )
-"""The settings that replace settings of the saved run. An evaluation needs no optimizer, and a custom
-optimizer would be code that nobody asked to run. `train.recompute=full` makes the memory estimate count no
-kept activations."""
+"""The settings that replace settings of the saved run. An evaluation needs no optimizer, and must not run the
+code of a custom optimizer. With `train.recompute=full`, the memory estimate includes no saved activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +58,16 @@ def prepare(
     batches: int | Literal["all"] | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> Prepared:
-    """Resolves the configuration, and checks all that can be checked before anything is started.
+    """Resolves the configuration, and checks everything that can be checked before anything is started.
 
     Args:
-        overrides: overrides of the settings of the run that saved the checkpoint.
+        overrides: changes to the settings of the run that saved the checkpoint.
         documents: None reads the held-out documents of the run's own data, but all documents of other data.
         batches: the number of batches; None for `train.eval_batches`, `all` to read every document once.
 
     Raises:
-        ConfigError: settings or data are wrong, the model is not that of the checkpoint, or the run held out
-            no data.
+        ConfigError: settings or data are wrong, the model is not the checkpoint's, or the run held out no
+            data.
         CheckpointInvalid: the checkpoint cannot be used.
         DoesNotFit: no layout fits into memory.
         EnvironmentProblem: this machine lacks something.
@@ -86,7 +85,7 @@ def prepare(
     config, layout = _with_layout(composed.config)
     if (nodes := torchrun.node_count(config)) > 1:
         per_node = config.cluster.gpus_per_node
-        reason = f"needs {nodes} machines, but an evaluation runs on one, which has {per_node}"
+        reason = f"need {nodes} machines, but an evaluation runs on a single machine, with {per_node} at most"
         raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"add gpus={per_node} or fewer"))
     preflight.check_machine(config, layout, training=False)
     other_data = any(key == "data" or key.startswith("data.") for key in given - {"data.cache_dir"})
@@ -120,8 +119,8 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
 
 
 def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Returns the run with a layout filled in: the layout with the most data-parallel ranks among the layouts
-    whose forward pass fits into memory.
+    """Fills in a layout: of the layouts whose forward pass fits into memory, the one with the most
+    data-parallel ranks.
 
     Raises:
         DoesNotFit: the forward pass fits in no layout.
@@ -143,7 +142,7 @@ def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
 def _corpus(
     config: RunConfig, documents: Documents, on_progress: Callable[[str, float], None] | None
 ) -> PreparedCorpus:
-    """Prepares the data. If all documents are read, all of their tokens count as validation tokens."""
+    """Prepares the data. If all documents are read, all of their tokens become validation tokens."""
     if documents == "held-out":
         if config.train.eval_interval == 0:
             reason = "the run held out no data: it trained on all of it"

@@ -24,7 +24,7 @@ from canzona_cli.run.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE,
 from canzona_cli.run.records import Incident
 
 _LONGEST_LOOK_S: Final = 5.0
-"""The largest number of seconds of silence that one look adds, so that a suspended machine is not taken for a hang."""
+"""The most seconds of silence that one call of `look` adds, so that a suspended machine is not taken for a hang."""
 _AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0
@@ -41,14 +41,14 @@ _STATES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """The report of a hang: the rank that the others wait for, and what it does."""
+    """The report of a hang: the rank that the other ranks wait for, and what it is doing."""
 
     rank: int | None
     """None if all ranks have ended and torchrun has not."""
     step: int
     where: str
     reason: str
-    """The rank's activity, its duration, and the activity of the other ranks; without the rank's name."""
+    """The rank's activity and its duration, then the activity of the other ranks. The rank itself is not named."""
     elsewhere: bool = False
     """True if all ranks of this machine only wait, for the network or for a rank of another machine."""
 
@@ -64,13 +64,13 @@ class HangReport:
 
     @property
     def problem(self) -> Problem:
-        """The problem in the error that the command ends with."""
+        """The problem that the command reports for the hang when it exits."""
         fix = "the logs have the Python stacks of all ranks that still run; run.hang_timeout_s sets the limit"
         return Problem(key=self.name, reason=self.reason, fix=fix)
 
 
 @contextmanager
-def watched(ranks: range, *, timeout_s: float | None) -> Iterator["HangWatch | None"]:
+def hang_watch(ranks: range, *, timeout_s: float | None) -> Iterator["HangWatch | None"]:
     """Creates the heartbeats of the ranks that the block starts, and yields their watch; yields None without
     a timeout."""
     if timeout_s is None:
@@ -101,7 +101,7 @@ class HangWatch:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables by which the ranks find their heartbeats."""
+        """The environment variable that tells the ranks where to write their heartbeats."""
         return {VARIABLE: str(self._beats.folder)}
 
     def look(self) -> HangReport | None:
@@ -126,14 +126,14 @@ class HangWatch:
         return None if report.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else report
 
     def waits_for(self) -> str | None:
-        """Describes what a start-up waits for, once per wait, after 30 seconds without progress; else returns
-        None."""
+        """Describes what the ranks are doing if their start-up has made no progress for 30 seconds. Returns
+        None otherwise, and on later calls during the same wait."""
         signs = self._beats.signs()
         if self._silent_s < _REPORT_AFTER_S or any(sign.steps for sign in signs):
             self._reported = False
             return None
         already, self._reported = self._reported, True
-        return None if already else f"no progress for {self._silent_s:.0f} s: {_others(signs)}"
+        return None if already else f"no progress for {self._silent_s:.0f} s: {_describe_ranks(signs)}"
 
     def write_stacks(self) -> None:
         """Makes every rank with a heartbeat write its Python stacks to its log, and waits a second for that."""
@@ -148,13 +148,13 @@ class HangWatch:
 
 
 def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[int], str]) -> HangReport:
-    """Reports the rank that the others wait for.
+    """Reports the rank that the other ranks wait for.
 
     Args:
         signs: the signs of life of at least one rank; none of the ranks makes progress.
-        now, began: seconds of the monotonic clock. A rank that never started counts as silent since `began`,
+        now, began: seconds of the monotonic clock. A rank that never started has been silent since `began`,
             the start of the launcher.
-        state: returns the state of a process in psutil's words; empty if the process is gone.
+        state: a function that returns psutil's status of a process, or an empty text if the process is gone.
     """
 
     def silent_since(sign: Sign) -> float:
@@ -164,18 +164,18 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
     frozen = [sign for sign in signs if sign.pid and now - sign.beat > _NO_BEAT_S]
     busy = [sign for sign in signs if sign.pid and not sign.waiting]
     culprit = min(frozen or absent or busy or signs, key=silent_since)
-    lasted = f"for {now - silent_since(culprit):.0f} s"
+    duration = f"{now - silent_since(culprit):.0f} s"
     if culprit in frozen:
         known = _STATES.get(state(culprit.pid), "does not respond: swapped out, or stuck in native code")
-        reason = f"{known}, {lasted}, in {_place(culprit)}"
+        reason = f"{known}, for {duration}, in {_place(culprit)}"
     elif culprit in absent:
-        reason = f"has not started {lasted}: its process has sent no heartbeat"
+        reason = f"has not started after {duration}: its process has sent no heartbeat"
     elif culprit in busy:
-        reason = f"is stuck in {_place(culprit)} {lasted}"
+        reason = f"is stuck in {_place(culprit)} for {duration}"
     else:
         cause = "check the network and the ranks of other machines"
-        reason = f"waits for other ranks in {_place(culprit)} {lasted}, like all ranks of this machine: {cause}"
-    others = _others([sign for sign in signs if sign is not culprit])
+        reason = f"waits for other ranks in {_place(culprit)} for {duration}, like all ranks of this machine: {cause}"
+    others = _describe_ranks([sign for sign in signs if sign is not culprit])
     return HangReport(
         rank=culprit.rank,
         step=culprit.step,
@@ -189,17 +189,18 @@ def _place(sign: Sign) -> str:
     return f"{sign.where} of step {sign.step}" if sign.where.startswith("train") else sign.where
 
 
-def _others(signs: Sequence[Sign]) -> str:
-    """Lists ranks by place: `ranks 0 2 3 waiting in train/grad_reduce of step 7`."""
-    by_place: dict[str, list[str]] = {}
+def _describe_ranks(signs: Sequence[Sign]) -> str:
+    """Describes what ranks are doing, grouped by stage and step: `ranks 0 2 3 waiting in train/grad_reduce of
+    step 7`."""
+    by_activity: dict[str, list[str]] = {}
     for sign in signs:
         doing = "waiting in" if sign.waiting else "at work in"
-        by_place.setdefault(f"{doing} {_place(sign)}" if sign.pid else "not started", []).append(str(sign.rank))
-    places = []
-    for place, ranks in by_place.items():
+        by_activity.setdefault(f"{doing} {_place(sign)}" if sign.pid else "not started", []).append(str(sign.rank))
+    groups = []
+    for activity, ranks in by_activity.items():
         more = [f"and {len(ranks) - _MOST_OTHERS} more"] if len(ranks) > _MOST_OTHERS else []
-        places.append(" ".join(["rank" if len(ranks) == 1 else "ranks", *ranks[:_MOST_OTHERS], *more, place]))
-    return ", ".join(places)
+        groups.append(" ".join(["rank" if len(ranks) == 1 else "ranks", *ranks[:_MOST_OTHERS], *more, activity]))
+    return ", ".join(groups)
 
 
 def _state(pid: int) -> str:

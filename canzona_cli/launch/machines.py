@@ -3,7 +3,7 @@ ended.
 
 The launchers share nothing but the run directory. Its folder `nodes` has a file for each machine that has
 arrived, the reply of machine 0, a file for each machine whose workers have ended, and the verdict of machine
-0. So every launcher exits with the same code and reports the same failure, whichever machine saw it.
+0. Every launcher therefore exits with the same code and reports the same failure, whichever machine saw it.
 """
 
 import secrets
@@ -17,11 +17,12 @@ from pathlib import Path
 
 from canzona_cli.errors import EnvironmentProblem, ExitCode, Problem
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.run.codec import load_if_sound, save
+from canzona_cli.run.codec import load_if_valid, save
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 
 MEETING_PATIENCE_S = 300.0
-"""The seconds in which all machines must arrive. Slurm starts a step's tasks together; people need longer."""
+"""The seconds within which all machines must arrive. Slurm starts a step's tasks together; starting them by hand
+takes longer."""
 END_PATIENCE_S = 30.0
 """The seconds that machine 0 waits, after its own workers have ended, for the outcomes of the other machines.
 A rank that has lost a peer notices at once, and torchrun then gives the other ranks 15 seconds to exit."""
@@ -32,8 +33,7 @@ FAILURE_GRACE_S = 20.0
 """The seconds that this machine's workers get to notice a failure on another machine. The launcher stops them
 afterwards, as NCCL may wait forever."""
 HANG_GRACE_S = 15.0
-"""The seconds that a machine, if all of its ranks only wait, gives the other machines to report the hanging
-rank."""
+"""The seconds that a machine whose ranks all only wait gives the other machines to report the hanging rank."""
 _LOOK_S = 2.0
 _POLL_S = 0.2
 
@@ -71,25 +71,26 @@ class Machines:
         self._folder.mkdir(parents=True, exist_ok=True)
         others = range(1, self._nodes)
         start, announced = time.monotonic(), False
-        while absent := [number for number in others if not self._arrival(number).exists()]:
-            waited, numbers = time.monotonic() - start, ", ".join(map(str, absent))
+        while absent := [rank for rank in others if not self._arrival(rank).exists()]:
+            waited, missing = time.monotonic() - start, ", ".join(map(str, absent))
             if waited > patience_s:
                 within = f"{self._files.root} within {patience_s:.0f} s"
                 reason = f"of the run's {self._nodes} machines, these did not arrive in {within}"
                 fix = "start `canzona train` on each of them, with a run.dir that every machine shares"
-                raise EnvironmentProblem(Problem(key="cluster.node_rank", value=numbers, reason=reason, fix=fix))
+                raise EnvironmentProblem(Problem(key="cluster.node_rank", value=missing, reason=reason, fix=fix))
             if waited > 2 and not announced:
                 announced = True
-                say(f"waiting for machine {numbers} of {self._nodes}")
+                say(f"waiting for machine {missing} of {self._nodes}")
             time.sleep(_POLL_S)
-        tokens = {str(number): (read_json(self._arrival(number)) or {}).get("token") for number in others}
+        tokens = {str(rank): (read_json(self._arrival(rank)) or {}).get("token") for rank in others}
         write_json_atomic(self._folder / "meeting.json", {"endpoint": endpoint, "tokens": tokens})
 
     def arrive(self, *, patience_s: float = MEETING_PATIENCE_S) -> str:
         """Announces this machine and waits until machine 0 has seen it; returns the rendezvous endpoint.
         Every machine except machine 0 calls this. On return, machine 0 has filled the run directory.
 
-        Machine 0 must answer with the token of this process, so files of an earlier launch do not count.
+        Machine 0 must answer with the token of this process, so files of an earlier launch are not mistaken
+        for its answer.
 
         Raises:
             EnvironmentProblem: machine 0 did not answer in time, or another launcher has the same node rank.
@@ -147,12 +148,12 @@ class Machines:
 
         Args:
             outcome: this machine's outcome.
-            settle: a function by which machine 0 completes the verdict, for example with a restart. If a
-                machine is gone, `settle` is not called.
+            settle: a function with which machine 0 completes the verdict, for example by deciding on a
+                restart. It is not called if a machine is gone.
         """
         if self._nodes == 1:
             return settle(outcome)
-        with suppress(OSError):  # the disk may be full; the others then take this machine for gone
+        with suppress(OSError):  # the disk may be full; the other machines then report this one as gone
             save(self._end(self.node_rank), outcome)
         if self.node_rank == 0:
             return self._make_verdict(outcome, settle, patience_s)
@@ -162,79 +163,77 @@ class Machines:
         deadline = time.monotonic() + patience_s
         while len(ended := {**self._ended(), 0: here}) < self._nodes and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        gone = [self._gone(number) for number in range(self._nodes) if number not in ended]
+        gone = [self._gone(rank) for rank in range(self._nodes) if rank not in ended]
         verdict = verdict_of(ended, gone)
         settled = verdict if gone else settle(verdict)
         try:
             save(self._folder / "verdict.json", settled)
-        except OSError:  # without a verdict the other machines end, so this one may not restart either
+        except OSError:  # without a verdict the other machines end, so this one must not restart either
             return verdict
         return settled
 
     def _await_verdict(self, here: Outcome, patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            verdict = load_if_sound(self._folder / "verdict.json", Outcome)
+            verdict = load_if_valid(self._folder / "verdict.json", Outcome)
             if verdict is not None:
                 return verdict
             time.sleep(_POLL_S)
         return verdict_of({self.node_rank: here}, [self._gone(0)])
 
-    def _gone(self, number: int) -> Outcome:
-        host = (read_json(self._arrival(number)) or {}).get("host")
-        name = f"machine {number}" + (f" ({host})" if host else "")
+    def _gone(self, node_rank: int) -> Outcome:
+        host = (read_json(self._arrival(node_rank)) or {}).get("host")
+        name = f"machine {node_rank}" + (f" ({host})" if host else "")
         return Outcome(
             status="failed",
             exit_code=ExitCode.CRASH,
             message=f"{name} is gone: its launcher exited without reporting",
-            log=self._files.agent_log(number),
+            log=self._files.agent_log(node_rank),
         )
 
     def _ended(self) -> dict[int, Outcome]:
-        """Reads the outcomes of the machines that have ended, by node rank, in the order in which they ended
-        by the shared file system's clock."""
+        """Reads the outcomes of the machines that have ended, by node rank. The machine that ended first, by
+        the shared file system's clock, comes first."""
         outcomes: dict[int, Outcome] = {}
         ended_at: dict[int, int] = {}
-        for number in range(self._nodes):
-            outcome = load_if_sound(self._end(number), Outcome)
+        for rank in range(self._nodes):
+            outcome = load_if_valid(self._end(rank), Outcome)
             if outcome is not None:
-                outcomes[number], ended_at[number] = outcome, self._end(number).stat().st_mtime_ns
-        return {number: outcomes[number] for number in sorted(outcomes, key=ended_at.__getitem__)}
+                outcomes[rank], ended_at[rank] = outcome, self._end(rank).stat().st_mtime_ns
+        return {rank: outcomes[rank] for rank in sorted(outcomes, key=ended_at.__getitem__)}
 
-    def _end(self, number: int) -> Path:
-        return self._folder / f"ended-{number}.json"
+    def _end(self, node_rank: int) -> Path:
+        return self._folder / f"ended-{node_rank}.json"
 
-    def _arrival(self, number: int) -> Path:
-        return self._folder / f"arrived-{number}.json"
+    def _arrival(self, node_rank: int) -> Path:
+        return self._folder / f"arrived-{node_rank}.json"
 
 
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     """Combines the outcomes of the machines into the outcome of the run.
 
-    The first failure that is not merely the loss of another rank counts. A later failure may be its
-    consequence without looking like one. If every reported failure is such a loss, the failure of a missing
-    machine counts.
+    The run's failure is the first that is more than the loss of another rank, because later failures may be
+    its consequences. If all reported failures are such losses, it is that of a machine without an outcome, if
+    there is one, else the first.
 
     Args:
         ended: outcomes by node rank, in the order in which the machines ended.
         gone: a failure for each machine that did not report an outcome.
     """
     failed = [
-        _with_machine(number, outcome) if len(ended) > 1 else outcome
-        for number, outcome in ended.items()
-        if outcome.failed
+        _with_machine(rank, outcome) if len(ended) > 1 else outcome for rank, outcome in ended.items() if outcome.failed
     ]
     causes = [outcome for outcome in failed if not outcome.secondary]
     if causes or gone or failed:
         return (causes or gone or failed)[0]
-    # Without a failure, any other outcome overrules `done`: the ranks of one machine may just have finished
-    # when the run was asked to stop. Machine 0 comes first because its rank 0 completes checkpoints.
+    # Without a failure, any other outcome overrides `done`: the ranks of one machine may just have finished
+    # when the run was asked to stop. Machine 0 takes precedence because its rank 0 completes checkpoints.
     in_order = [outcome for _, outcome in sorted(ended.items())]
     return next((outcome for outcome in in_order if outcome.status != "done"), in_order[0])
 
 
-def _with_machine(number: int, outcome: Outcome) -> Outcome:
+def _with_machine(node_rank: int, outcome: Outcome) -> Outcome:
     """Adds the machine's name to a failure whose message names neither a rank nor a machine."""
     if outcome.rank is not None or outcome.message.startswith("machine "):
         return outcome
-    return replace(outcome, message=f"machine {number}: {outcome.message}")
+    return replace(outcome, message=f"machine {node_rank}: {outcome.message}")

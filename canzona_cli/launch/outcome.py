@@ -1,7 +1,7 @@
 """Works out the outcome of a run from the files that its ranks wrote.
 
-torchrun's own exit code is 1 for every failure, and its root cause may be a rank that only lost another rank.
-The rank files say what each rank saw; torchrun's log adds the signals that killed ranks.
+torchrun's own exit code is 1 for every failure, and the root cause that it names may be a rank that only lost
+another rank. The rank files say what each rank saw; torchrun's log adds the signals that killed ranks.
 """
 
 import re
@@ -64,7 +64,8 @@ class Outcome(RunResult):
         return self.status != "done" and self.exit_code not in _FAILS_AGAIN
 
     def error(self) -> CanzonaError:
-        """Returns the error that the command ends with: the rank's own problems, else the message."""
+        """Returns the error that the command reports when it exits. It has the rank's own problems or, without
+        any, the message."""
         kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit, CheckpointInvalid, Hang)
         kind = next((kind for kind in kinds if kind.exit_code == self.exit_code), WorkerCrashed)
         if self.error_type == SaveFailed.__name__:
@@ -88,21 +89,21 @@ def read_ranks(files: RunFiles, ranks: Sequence[int]) -> list[RankResult]:
     return [read_rank(files, rank) for rank in ranks]
 
 
-def interrupted(message: str) -> Outcome:
+def interrupted_outcome(message: str) -> Outcome:
     """Returns the outcome of a run that somebody stopped."""
     return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=message)
 
 
-def unsaved(message: str, checkpoint: str | None) -> Outcome:
-    """Returns the outcome of a preempted run that was not saved: preempted if the run has an older checkpoint
-    to resume from, else interrupted."""
+def unsaved_outcome(message: str, checkpoint: str | None) -> Outcome:
+    """Returns the outcome of a run that was preempted before it could save: preempted if there is an older
+    checkpoint to resume from, else interrupted."""
     if checkpoint is None:
-        return interrupted(f"{message}; there is no checkpoint to continue from")
+        return interrupted_outcome(f"{message}; there is no checkpoint to continue from")
     message = f"{message}; the checkpoint to continue from is {checkpoint}, and it is intact"
     return Outcome(status="preempted", exit_code=ExitCode.PREEMPTED, message=message)
 
 
-def stopped_at_once(files: RunFiles, *, training: bool) -> Outcome:
+def killed_outcome(files: RunFiles, *, training: bool) -> Outcome:
     """Returns the outcome of a run whose workers were killed because somebody asked it to stop.
 
     Args:
@@ -110,8 +111,8 @@ def stopped_at_once(files: RunFiles, *, training: bool) -> Outcome:
             earlier launch.
     """
     if not training:
-        return interrupted("stopped before training began")
-    return interrupted(
+        return interrupted_outcome("stopped before training began")
+    return interrupted_outcome(
         "stopped at once, in the middle of a step"
         if files.metrics.exists()
         else "stopped before the first step was done"
@@ -152,7 +153,7 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
     # code of 0 then says that all ranks are done.
     unreported = "running" if agent_code == 0 and not stopping else None
     if all(r.status in ("done", unreported) for r in results):
-        return Outcome(status="done", exit_code=ExitCode.OK, message=_unwritten(results))
+        return Outcome(status="done", exit_code=ExitCode.OK, message=_unwritten_text(results))
     saved = next((f", saved as {r.checkpoint}" for r in results if r.checkpoint is not None), "")
     if all(r.status == "preempted" for r in results):
         return Outcome(
@@ -164,16 +165,16 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
     # torchrun sends SIGTERM to the other ranks after one has failed.
     killed = [r for r in results if -deaths.get(r.rank, 0) not in (0, signal.SIGTERM) and deaths[r.rank] < 0]
     if stopping and not causes and not killed:
-        return interrupted(f"stopped after a complete step{saved}")
+        return interrupted_outcome(f"stopped after a complete step{saved}")
     if causes or (failed and not killed):
-        return _failed(workers, (causes or failed)[0])
+        return _failure_outcome(workers, (causes or failed)[0])
     if killed:
         rank = killed[0].rank
-        return workers.failure(f"rank {rank} {_killed_by(-deaths[rank])}", rank=rank)
+        return workers.failure(f"rank {rank} {_signal_text(-deaths[rank])}", rank=rank)
     if any(r.status == "interrupted" for r in results):
-        return interrupted("the workers were asked to stop")
+        return interrupted_outcome("the workers were asked to stop")
     if agent_code < 0:
-        return workers.failure(f"torchrun {_killed_by(-agent_code)}")
+        return workers.failure(f"torchrun {_signal_text(-agent_code)}")
     silent = next(r for r in results if r.status != "done")
     at = "before it could start" if silent.status == "missing" else "without reporting"
     code = deaths.get(silent.rank, 0)
@@ -182,11 +183,11 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
     return workers.failure(f"rank {silent.rank} ended {at}{with_code}", rank=silent.rank, exit_code=exit_code)
 
 
-def _failed(workers: Workers, first: RankResult) -> Outcome:
+def _failure_outcome(workers: Workers, first: RankResult) -> Outcome:
     """Returns the outcome of a run that ended because rank `first.rank` failed."""
     error = first.error or RankError()
     if first.status == "diverged":
-        return _diverged(workers, first.rank, error)
+        return _divergence_outcome(workers, first.rank, error)
     code = ExitCode.CRASH if first.exit_code not in _USER_MISTAKES else ExitCode(first.exit_code)
     mistake = code is not ExitCode.CRASH
     # An error written for the user has no traceback, and its message needs no class name.
@@ -205,12 +206,12 @@ def _failed(workers: Workers, first: RankResult) -> Outcome:
     )
 
 
-def _diverged(workers: Workers, rank: int, error: RankError) -> Outcome:
-    """Returns the outcome of a run that diverged, with the last sound checkpoint from before the divergence."""
+def _divergence_outcome(workers: Workers, rank: int, error: RankError) -> Outcome:
+    """Returns the outcome of a run that diverged, with the last good checkpoint from before the divergence."""
     last_good, hint, resume = None, "", ""
     if error.since is not None:
         checkpoints = CheckpointStore(workers.files.checkpoints).checkpoints()
-        good = [checkpoint.name for checkpoint in checkpoints if checkpoint.sound and checkpoint.step < error.since]
+        good = [checkpoint.name for checkpoint in checkpoints if checkpoint.usable and checkpoint.step < error.since]
         last_good = good[-1] if good else None
         hint = "; there is no checkpoint from before it"
     if last_good is not None:
@@ -234,14 +235,14 @@ def _lost_another_rank(result: RankResult) -> bool:
     return error.type in _SECONDARY_TYPES or _SECONDARY.search(error.message) is not None
 
 
-def _unwritten(results: Sequence[RankResult]) -> str:
+def _unwritten_text(results: Sequence[RankResult]) -> str:
     """Describes the records that the ranks could not write; empty if there are none."""
     missing = [f"{count} lines of {name}" for r in results for name, count in r.lost.items()]
     missing += [f"the end of rank {r.rank}'s record" for r in results if r.status != "done"]
     return f"could not write {', '.join(missing)}" if missing else ""
 
 
-def hung(workers: Workers, report: HangReport) -> Outcome:
+def hang_outcome(workers: Workers, report: HangReport) -> Outcome:
     """Returns the outcome of a run whose ranks were killed because they made no progress."""
     return Outcome(
         status="failed",
@@ -254,7 +255,7 @@ def hung(workers: Workers, report: HangReport) -> Outcome:
     )
 
 
-def _killed_by(number: int) -> str:
+def _signal_text(number: int) -> str:
     known = {int(signal.SIGKILL): "the kernel kills processes when memory runs out"}
     names = {int(each): each.name for each in signal.Signals}
     return f"was killed by signal {number} ({known.get(number) or names.get(number, 'unknown')})"

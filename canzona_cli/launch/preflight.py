@@ -21,7 +21,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.costs.memory import GIB, estimate
 from canzona_cli.errors import EnvironmentProblem, Problem, refuse
-from canzona_cli.launch.torchrun import node_count, on_one_machine, ranks_per_node, taken, worker_environment
+from canzona_cli.launch.torchrun import node_count, on_one_machine, port_in_use, ranks_per_node, worker_environment
 
 
 def check_machine(config: RunConfig, layout: Layout, *, training: bool = True) -> None:
@@ -57,8 +57,8 @@ def check_nodes(config: RunConfig) -> None:
         fix = "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach; the same on each"
         problems.append(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix))
     if cluster.node_rank is None or not 0 <= cluster.node_rank < nodes:
-        reason = f"must be the number of this machine: the machines of this run are numbered 0 to {nodes - 1}"
-        fix = "in a Slurm job, srun --ntasks-per-node=1 sets it; by hand: each machine's own number in that range"
+        reason = f"must be the rank of this machine, from 0 to {nodes - 1}"
+        fix = "in a Slurm job, srun --ntasks-per-node=1 sets it; otherwise give each machine a different rank"
         problems.append(problem_with(config, "cluster.node_rank", reason, fix))
     if config.run.dir is None:
         reason = f"the {nodes} machines of the run would each create their own directory"
@@ -71,7 +71,7 @@ def check_nodes(config: RunConfig) -> None:
         local = LOOPBACK if on_one_machine(config) else ""
         # torchrun refuses an invalid address itself. For a port in use it would print a traceback while the
         # other machines wait.
-        if port.isdecimal() and int(port) <= 65535 and taken(local, int(port)):
+        if port.isdecimal() and int(port) <= 65535 and port_in_use(local, int(port)):
             reason = "another program on this machine uses this port" + _holder(int(port))
             fix = f"choose another port, the same on every machine: cluster.rdzv_endpoint={host}:PORT"
             raise EnvironmentProblem(problem_with(config, "cluster.rdzv_endpoint", reason, fix))
@@ -125,8 +125,8 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
 
 
 def _gpu_access(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem with the driver, the network interface or the NCCL backend for each one that keeps
-    ranks from using this machine's GPUs."""
+    """Yields the problems with the driver, the network interface and the NCCL backend that would keep ranks
+    from using this machine's GPUs."""
     environment = worker_environment(config)
     interfaces, backend = environment.get("NCCL_SOCKET_IFNAME"), environment.get("TORCH_DIST_USE_NCCL2")
     problems = driver_problem(), interface_problem(interfaces, alone=on_one_machine(config)), backend_problem(backend)

@@ -15,7 +15,7 @@ from canzona_cli.run import orphan
 from canzona_cli.run.files import RunFiles
 
 PATIENCE_S = 30.0
-"""The seconds after a run's end in which all trackers together may send the remaining records."""
+"""The seconds that all trackers together get after a run's end to send the remaining records."""
 
 
 def start_child(
@@ -43,8 +43,8 @@ def start_child(
 
 
 def kill_tree(child: subprocess.Popen[bytes]) -> None:
-    """Kills a process and all its descendants, unless the process has ended. Some descendants have sessions
-    of their own, so killing the process group would not be enough."""
+    """Kills a process and all its descendants; does nothing if the process has ended. Some descendants have
+    sessions of their own, so killing the process group would not be enough."""
     if child.poll() is None:
         processes: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):  # the process may end meanwhile
@@ -64,7 +64,7 @@ def kill(process: psutil.Process) -> None:
 
 
 @contextmanager
-def tracked(
+def run_trackers(
     files: RunFiles,
     trackers: Sequence[TrackerName],
     *,
@@ -72,7 +72,7 @@ def tracked(
     environment: Mapping[str, str],
     say: Callable[[str], None],
 ) -> Iterator[None]:
-    """Runs the trackers for as long as the block lasts, and up to `PATIENCE_S` longer.
+    """Runs the trackers during the block, and up to `PATIENCE_S` longer.
 
     A tracker cannot affect the run. If a tracker cannot be started or does not finish in time, that is only
     reported.
@@ -81,7 +81,7 @@ def tracked(
         start: the number of steps that were done before this launch.
         environment: the workers' variables, added to those of this process; trackers read their keys from
             them.
-        say: prints a message for the user at once.
+        say: a function that prints a message for the user at once.
     """
     started: dict[TrackerName, subprocess.Popen[bytes]] = {}
     for name in dict.fromkeys(trackers):

@@ -1,7 +1,7 @@
-"""Restarts a failed run within the same launch, and builds the command by which a person resumes a run.
+"""Restarts a failed run within the same launch, and builds the command that resumes a run.
 
-A launch restarts a run after a wait, at most `run.restarts` times. On one machine, `canzona resume` continues
-a run by its directory alone; in a job and on several machines, the command repeats what was typed.
+A launch restarts a run after a wait, at most `run.restarts` times. On one machine, `canzona resume` only needs
+the run's directory; in a Slurm job and on several machines, the command repeats what was typed.
 """
 
 import os
@@ -18,9 +18,9 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.overrides import text_value
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ExitCode
-from canzona_cli.launch.outcome import Outcome, interrupted, unsaved
+from canzona_cli.launch.outcome import Outcome, interrupted_outcome, unsaved_outcome
 from canzona_cli.launch.slurm import current_step
-from canzona_cli.launch.stop import Requests, sound_checkpoint
+from canzona_cli.launch.stop import Requests, checkpoint_to_resume
 from canzona_cli.launch.torchrun import node_count
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, StopReason
@@ -41,11 +41,11 @@ class Restarts:
 
     most: int = 0
     first_wait_s: float = field(default_factory=lambda: FIRST_WAIT_S)
-    """The seconds of the first wait. The wait doubles after every restart that does not reach a later step
-    than before."""
+    """The seconds of the first wait. The wait doubles whenever the run fails again without having reached a
+    later step."""
     done: int = field(default=0, init=False)
-    _in_vain: int = field(default=0, init=False)
-    """The number of consecutive failures at no later step than `_furthest`."""
+    _stuck: int = field(default=0, init=False)
+    """The number of consecutive failures that came no later than step `_furthest`."""
     _furthest: int = field(default=-1, init=False)
     """The latest step at which the run has failed so far."""
     _failures: set[tuple[int, int, str]] = field(default_factory=set, init=False)
@@ -62,7 +62,7 @@ class Restarts:
         if self.most == 0 or outcome.status != "failed" or outcome.exit_code not in (ExitCode.CRASH, ExitCode.HANG):
             return outcome
         failure = (outcome.step, outcome.exit_code, _NUMBER.sub("#", outcome.message))
-        self._in_vain = 0 if outcome.step > self._furthest else self._in_vain + 1
+        self._stuck = 0 if outcome.step > self._furthest else self._stuck + 1
         self._furthest = max(self._furthest, outcome.step)
         if failure in self._failures:
             why = f"it already failed this way at step {outcome.step:,}, and is not restarted"
@@ -71,7 +71,7 @@ class Restarts:
         if self.done == self.most:
             why = f"it has been restarted {plural(self.most, 'time')}, as often as run.restarts allows"
             return replace(outcome, message=f"{outcome.message}; {why}")
-        return replace(outcome, again_in_s=min(LONGEST_WAIT_S, self.first_wait_s * 2**self._in_vain))
+        return replace(outcome, again_in_s=min(LONGEST_WAIT_S, self.first_wait_s * 2**self._stuck))
 
 
 def run_with_restarts(
@@ -93,14 +93,18 @@ def run_with_restarts(
         wait_s = outcome.again_in_s
         if wait_s is None:
             return outcome
-        number = f"restart {restarts.done + 1} of {restarts.most}"
-        say(f"restarting in {duration(wait_s)} ({number}; press Ctrl-C to cancel)")
-        reason = _asked_to_stop(files, requests, wait_s)
+        which = f"restart {restarts.done + 1} of {restarts.most}"
+        say(f"restarting in {duration(wait_s)} ({which}; press Ctrl-C to cancel)")
+        reason = _wait_unless_stopped(files, requests, wait_s)
         if reason is None:
             restarts.done += 1
             continue
         message = f"stopped before the restart, after a failure at step {outcome.step:,}: {outcome.message}"
-        end = unsaved(message, sound_checkpoint(files)) if reason == "preempted" else interrupted(message)
+        end = (
+            unsaved_outcome(message, checkpoint_to_resume(files))
+            if reason == "preempted"
+            else interrupted_outcome(message)
+        )
         stopped = replace(
             outcome,
             status=end.status,
@@ -116,9 +120,9 @@ def run_with_restarts(
         return stopped
 
 
-def _asked_to_stop(files: RunFiles, requests: Requests, wait_s: float) -> StopReason | None:
-    """Waits for `wait_s` seconds. If somebody asks to stop meanwhile, on any of the run's machines, returns
-    the reason at once and passes the request on to the other machines; else returns None."""
+def _wait_unless_stopped(files: RunFiles, requests: Requests, wait_s: float) -> StopReason | None:
+    """Waits for `wait_s` seconds, then returns None. If somebody asks to stop meanwhile, on any of the run's
+    machines, passes the request on to the other machines and returns the reason at once."""
     until = time.monotonic() + wait_s
     while requests.reason is None and not files.stop_requested():
         if time.monotonic() > until:
@@ -141,7 +145,7 @@ def resume_command(
     """Returns a shell command that resumes this run in its directory.
 
     In a Slurm batch job, the command submits another job with the same limits; in an allocation, it starts a
-    step. On several machines, the directory does not have the settings that differ between machines.
+    step. On several machines, it repeats the overrides, because some settings differ between machines.
 
     Args:
         overrides: the overrides as they were typed.

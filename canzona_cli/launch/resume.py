@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from canzona_cli.checkpoint.contents import of_checkpoint, saved_run
+from canzona_cli.checkpoint.contents import as_checkpoint_errors, saved_run
 from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Manifest, Progress, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.config.changes import changes, shape_problems
@@ -21,7 +21,7 @@ from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder
 from canzona_cli.model.families import family_problems
-from canzona_cli.run.codec import load_if_sound, read_lines
+from canzona_cli.run.codec import load_if_valid, read_lines
 from canzona_cli.run.corpus import PreparedCorpus, tokens_wanted
 from canzona_cli.run.files import RunFiles, json_object, write_text_atomic
 from canzona_cli.run.records import ResumePoint, RunResult, ValidationLoss, read_layout
@@ -68,8 +68,8 @@ class Resumption:
 
 
 def holds_run(files: RunFiles) -> bool:
-    """Returns True if the directory has files of a run. Other files, such as a batch system's log, do not
-    count."""
+    """Returns True if the directory has files of a run. Other files, such as a batch system's log, are
+    ignored."""
     known = (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs, files.checkpoints)
     return any(path.exists() for path in known)
 
@@ -83,8 +83,8 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
     Raises:
         ConfigError: the run directory holds a finished run; the checkpoint does not exist, or is of another
             model or optimizer; lists every reason.
-        CheckpointInvalid: the checkpoint is damaged or is not one that a run of its model saves, as far as
-            its manifest and the sizes and headers of its files show.
+        CheckpointInvalid: the manifest, or the sizes and headers of the files, show that the checkpoint is
+            damaged or does not match its model.
     """
     if config.checkpoint.weights_from is not None and config.checkpoint.resume != "auto":
         reason = f"checkpoint.resume={config.checkpoint.resume} already says what the run starts from"
@@ -107,7 +107,7 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
     return _checked(config, layout, checkpoint, of_this_run=of_this_run)
 
 
-def reordered(resumption: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus) -> str | None:
+def data_order_warning(resumption: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus) -> str | None:
     """Returns a warning if a changed number of steps changes the order of the data; else None.
 
     Megatron shuffles all epochs of a data set together, so a different number of epochs moves every sample.
@@ -127,8 +127,8 @@ def reordered(resumption: Resumption, config: RunConfig, layout: Layout, corpus:
 
 
 def _from_weights(config: RunConfig) -> Resumption:
-    """Returns the start from the weights in `checkpoint.weights_from`, another run's checkpoint or a Hugging
-    Face folder."""
+    """Returns a resumption from only the weights in `checkpoint.weights_from`, which is another run's
+    checkpoint or a Hugging Face folder."""
     key = "checkpoint.weights_from"
     path = Path(str(config.checkpoint.weights_from)).expanduser().absolute()
     if is_hugging_face(path):
@@ -148,7 +148,7 @@ def _from_weights(config: RunConfig) -> Resumption:
 def _from_weights_of(
     config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, of_this_run: bool = False
 ) -> Resumption:
-    """Returns the start from only the weights of a checkpoint; the two models must have the same shapes."""
+    """Returns a resumption from only the weights of a checkpoint; the two models must have the same shapes."""
     source = str(checkpoint)
     refuse([*family_problems(saved.model, config.model, source), *shape_problems(saved, config, source)])
     return _first_step(
@@ -159,7 +159,7 @@ def _from_weights_of(
 def _first_step(
     config: RunConfig, place: Path, *, created: float, tokenizer: str, of_this_run: bool = False
 ) -> Resumption:
-    """Returns the start at the first step from existing weights.
+    """Returns a resumption that starts at the first step, from existing weights.
 
     Args:
         tokenizer: the tokenizer that the weights were trained with; empty if it is unknown.
@@ -209,10 +209,9 @@ def _newer_request(files: RunFiles, asked: str, *, again: bool) -> str:
     request.
 
     A batch system starts a preempted job with its old command, which must not discard what the job did. A
-    person who names a step does want to go back to that step, so the request then stands unless this is a
-    restart.
+    user who names a step wants to go back to that step, so such a request is kept unless this is a restart.
     """
-    before, newest = load_if_sound(files.resume, ResumePoint), CheckpointStore(files.checkpoints).latest()
+    before, newest = load_if_valid(files.resume, ResumePoint), CheckpointStore(files.checkpoints).latest()
     restarted = step_of(asked) is None or again or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
     if before is not None and before.asked == asked and restarted and newest is not None:
         return "auto" if newest.step > before.step else asked
@@ -220,22 +219,22 @@ def _newer_request(files: RunFiles, asked: str, *, again: bool) -> str:
 
 
 def _before_divergence(files: RunFiles, asked: str) -> str:
-    """Returns the last sound checkpoint from before the divergence if the request is `auto` and the run
-    diverged, as a later checkpoint would diverge again; else the request."""
-    result = load_if_sound(files.result, RunResult)
+    """Returns the last good checkpoint from before the divergence if the request is `auto` and the run
+    diverged, because a later checkpoint would diverge again; else the request."""
+    result = load_if_valid(files.result, RunResult)
     if asked != "auto" or result is None or result.status != "diverged":
         return asked
     return result.last_good or asked
 
 
-def finished(files: RunFiles, config: RunConfig) -> RunResult | None:
+def finished_result(files: RunFiles, config: RunConfig) -> RunResult | None:
     """Returns the result of the run in a directory if all steps of `config` are done; else None."""
-    result = load_if_sound(files.result, RunResult)
+    result = load_if_valid(files.result, RunResult)
     return result if result is not None and result.status == "done" and config.train.steps <= result.step else None
 
 
 def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
-    result = finished(files, config)
+    result = finished_result(files, config)
     if result is None or step_of(config.checkpoint.resume) is not None:  # the user goes back to an earlier step
         return
     other = next_free(files.root)
@@ -250,7 +249,7 @@ def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run
         return _from_weights_of(config, checkpoint, manifest, saved, of_this_run=of_this_run)
     progress = manifest.progress
     between = changes(saved, config, step=progress.step)
-    with of_checkpoint(checkpoint):
+    with as_checkpoint_errors(checkpoint):
         before = layout_words(read_layout(checkpoint / "layout.json"))
     layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]
     problems = [*family_problems(saved.model, config.model, str(checkpoint)), *between.problems]
@@ -285,8 +284,8 @@ def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
     directory's lock.
 
     Args:
-        resumption: the start from a checkpoint of this directory, up to which metrics and events stay; None
-            moves everything.
+        resumption: the checkpoint of this directory that the launch resumes from. Metrics and events up to it
+            stay. None moves everything.
 
     Returns:
         Notes for the user, one per line.

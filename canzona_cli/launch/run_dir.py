@@ -25,12 +25,12 @@ from canzona_cli.errors import (
     EnvironmentProblem,
     ExitCode,
     Problem,
-    of_the_machine,
-    unwritable,
+    machine_error,
+    write_error,
 )
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.resume import Resumption, holds_run, next_free, resume_point, resumption, set_aside
-from canzona_cli.launch.stop import before_workers
+from canzona_cli.launch.stop import early_stop_outcome
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Earlier
 from canzona_cli.model.matrices import Routing
@@ -135,8 +135,8 @@ class RunDirectory:
         return checkpoint
 
     @contextmanager
-    def never_without_result(self, resume_command: str | None = None) -> Iterator[None]:
-        """Writes the exception that leaves the block to `result.json`, unless the supervisor has written that
+    def records_failure(self, resume_command: str | None = None) -> Iterator[None]:
+        """Records an exception that leaves the block in `result.json`, unless the supervisor has written that
         file.
 
         Args:
@@ -147,9 +147,9 @@ class RunDirectory:
         except BaseException as error:
             if not self.files.result.exists():
                 if isinstance(error, KeyboardInterrupt):
-                    outcome = before_workers(self.files, error)
+                    outcome = early_stop_outcome(self.files, error)
                 else:
-                    known = error if isinstance(error, CanzonaError) else of_the_machine(error)
+                    known = error if isinstance(error, CanzonaError) else machine_error(error)
                     code = ExitCode.CRASH if known is None else known.exit_code
                     outcome = Outcome(
                         status="failed", exit_code=code, message=redacted(f"{type(error).__name__}: {error}")
@@ -170,12 +170,12 @@ class RunDirectory:
         predicted: Prediction | None = None,
         routing: Routing | None = None,
     ) -> None:
-        """Writes the files that the workers read, and the files that a person needs to repeat the run.
+        """Writes the files that the workers read, and the files that a user needs to repeat the run.
 
         Args:
             plan: the text of the plan that the run executes; None for a run without a plan.
             predicted: the prediction of a step; None if nothing was predicted.
-            routing: the parameters that are updated as matrices; None writes no such file.
+            routing: the parameters that are updated as matrices and by AdamW; None writes no routing.json.
 
         Raises:
             EnvironmentProblem: a file cannot be written, for example on a full disk.
@@ -194,12 +194,12 @@ class RunDirectory:
             write_text_atomic(self.files.command, command.shell() + "\n")
         except OSError as error:
             fix = "free some space, or run.dir=DIR on another disk"
-            raise unwritable("run.dir", str(self.path), error, fix=fix, what="the run's files") from None
+            raise write_error("run.dir", str(self.path), error, fix=fix, what="the run's files") from None
 
 
 def check_free(config: RunConfig, *, resumes: bool = False) -> None:
-    """Refuses a run directory that holds a run or cannot be written, before any long preparation. `create`
-    checks again."""
+    """Refuses a run directory that holds a run or cannot be written. Call this before any long preparation;
+    `create` checks again."""
     path = Path(config.run.dir or config.run.root).absolute()
     if config.run.dir is not None and not resumes and holds_run(RunFiles(path)):
         raise _already_used(path, config)
@@ -211,8 +211,8 @@ def check_free(config: RunConfig, *, resumes: bool = False) -> None:
 
 
 def prediction_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
-    """Predicts the step of a resolved run. For a calibrated profile, adds why the profile may not match this
-    machine.
+    """Predicts the step time of a resolved run. For a calibrated profile, adds the reasons why the profile may
+    not match this machine.
 
     Args:
         plan: the plan of a strategy that executes one; None for other strategies.
@@ -273,8 +273,8 @@ def _not_writable(path: Path, config: RunConfig, reason: str) -> EnvironmentProb
 
 
 def _git_revision() -> str | None:
-    """Returns the commit of the source tree that canzona runs from; None for an installed package. Never
-    returns the commit of a user's project around the package."""
+    """Returns the commit of the source tree that canzona runs from; None for an installed package, even if it
+    lies inside a user's git repository."""
     source = Path(__file__).resolve().parents[2]
     if not (source / ".git").exists():
         return None

@@ -14,7 +14,7 @@ from pathlib import Path
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-from canzona_cli.launch.torchrun import node_count, taken
+from canzona_cli.launch.torchrun import node_count, port_in_use
 from canzona_cli.run.machine import tool_output
 
 FIRST_PORT = 20_000
@@ -22,8 +22,7 @@ FIRST_PORT = 20_000
 connections."""
 _PORTS = 10_000
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""The first of the step numbers that Slurm reserves for the batch script, interactive shells and external
-processes."""
+"""The first of the step IDs that Slurm reserves for the batch script, interactive shells and external processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class SlurmStep:
     """The Slurm step that this process is a task of."""
 
     job_id: int
-    """The job's number. Each task of an array has a number of its own; a requeue keeps it."""
+    """The job ID. Each task of an array has its own; a requeue does not change it."""
     step_id: int
     nodes: int
     tasks: int
@@ -39,14 +38,14 @@ class SlurmStep:
     node_list: str
     """The machines in Slurm's notation, as in `n[1-3,7]`; the first is machine 0."""
     name: str
-    """The job's number or, in an array, the array's and the task's (`17_3`); followed by -STEP unless this is
-    the job's first step."""
+    """The job ID or, in an array, the array's job ID and the task index (`17_3`); followed by -STEP unless
+    this is the job's first step."""
     array_task: int | None = None
-    """The number of this task in an array; None outside of one."""
+    """The index of this task in its array; None outside of an array."""
 
     @property
     def sweep(self) -> str:
-        """The name that all tasks of an array share: the array's number. Outside of an array, `name`."""
+        """The name that all tasks of an array share: the array's job ID. Outside of an array, `name`."""
         return self.name if self.array_task is None else self.name.partition("_")[0]
 
 
@@ -164,15 +163,15 @@ def _machines(count: int) -> str:
 
 
 def _endpoint(step: SlurmStep) -> str:
-    """Returns the rendezvous endpoint. Machine 0 listens there, so it looks for a free port. On the other
-    machines the port is a guess: they read machine 0's choice when they meet in the run directory."""
+    """Returns the rendezvous endpoint. Machine 0 listens there, so it looks for a free port. The other
+    machines return a guess, and learn machine 0's choice when they meet in the run directory."""
     host = _address(first_host(step.node_list))
     first = (step.job_id * 7 + step.step_id) % _PORTS
     if step.node_rank != 0:
         return f"{host}:{FIRST_PORT + first}"
-    for number in range(first, first + 100):
-        port = FIRST_PORT + number % _PORTS
-        if not taken("", port):
+    for offset in range(first, first + 100):
+        port = FIRST_PORT + offset % _PORTS
+        if not port_in_use("", port):
             return f"{host}:{port}"
     tried, fix = f"{host}:{FIRST_PORT + first}", f"cluster.rdzv_endpoint={host}:PORT with a free port"
     reason = "this port and the 99 after it are in use"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.errors import EnvironmentProblem, Problem, refuse, unwritable
+from canzona_cli.errors import EnvironmentProblem, Problem, refuse, write_error
 from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
 TEMPLATE = "train.sbatch"
@@ -27,13 +27,17 @@ _PATTERNS = {
     "job_name": (_NAME, "letters, digits and any of _ . + @ -", "--job-name qwen3-8b"),
     "time": (
         r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}",
-        "minutes, H:MM:SS or D-HH:MM:SS",
+        "a number of minutes, H:MM:SS or D-HH:MM:SS",
         "--time 12:00:00",
     ),
     "partition": (rf"{_NAME}(,{_NAME})*", "names of partitions, separated by commas", "--partition large"),
     "account": (_NAME, "the name of an account", "--account physics"),
     "qos": (_NAME, "the name of a quality of service", "--qos long"),
-    "array": (r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", "task numbers", "--array 0-3 or --array 1,5%2"),
+    "array": (
+        r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?",
+        "a list of task indices",
+        "--array 0-3 or --array 1,5%2",
+    ),
 }
 
 _CANZONA_OPTIONS = ("job-name", "time", "partition", "account", "qos", "array", "nodes", "cpus-per-task")
@@ -78,16 +82,16 @@ class Submitted:
 
 
 def needs(config: RunConfig) -> str:
-    """Returns what the job script reads: the number of nodes, and of GPUs on each (0 for CPU ranks)."""
+    """Returns two numbers for the job script to read: the nodes, and the GPUs on each (0 for CPU ranks)."""
     return f"{node_count(config)} {ranks_per_node(config) if config.cluster.device == 'cuda' else 0}"
 
 
 def template_text() -> str:
     """Reads the sbatch template that is installed with canzona."""
-    return shipped(TEMPLATE).read_text(encoding="utf-8")
+    return script_path(TEMPLATE).read_text(encoding="utf-8")
 
 
-def shipped(script: str) -> Path:
+def script_path(script: str) -> Path:
     """Returns the path of a script that is installed with canzona: inside the package in a wheel, next to the
     package in an editable install.
 
@@ -184,7 +188,7 @@ def _setup(lines: Sequence[str]) -> str:
 
 
 def _words(words: Sequence[str]) -> str:
-    return " ".join(quoted(word) for word in words)
+    return " ".join(quote(word) for word in words)
 
 
 def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
@@ -202,7 +206,7 @@ def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
             file.write(b"".join(argument.encode() + b"\0" for argument in arguments))
     except OSError as error:
         fix = "run.root=DIR, a shared directory"
-        raise unwritable("run.root", str(folder), error, fix=fix, what="the job's arguments") from None
+        raise write_error("run.root", str(folder), error, fix=fix, what="the job's arguments") from None
     return path
 
 
@@ -228,7 +232,7 @@ def submit(script: str, *, name: str, array: bool) -> Submitted:
 
 
 def tasks_of(array: str) -> set[int]:
-    """Returns the task numbers of a checked `--array` option."""
+    """Returns the task indices of a valid `--array` option."""
     tasks: set[int] = set()
     for part in array.partition("%")[0].split(","):
         span, _, stride = part.partition(":")
@@ -244,7 +248,7 @@ def option_problems(options: JobOptions) -> Iterator[Problem]:
         value = getattr(options, field)
         if value is not None and re.fullmatch(pattern, value, re.ASCII) is None:
             flag = f"--{field.replace('_', '-')}"
-            yield Problem(key=flag, value=value, reason=f"is not {form}", fix=f"for example {example}")
+            yield Problem(key=flag, value=value, reason=f"must be {form}", fix=f"for example {example}")
     numbers = {
         "cpus_per_task": (1, 100_000),
         "requeues": (0, 100_000),
@@ -306,25 +310,25 @@ def _seconds(time: str) -> int | None:
 
 
 def _with_directives(text: str, changes: dict[str, str | None], removed: set[str]) -> str:
-    """Changes, adds and removes `#SBATCH --NAME=VALUE` lines of the script. New lines come after the last
+    """Changes, adds and removes `#SBATCH --NAME=VALUE` lines of the script. New lines follow the last existing
     one."""
     lines = text.splitlines()
-    numbers = [number for number, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
-    given = {lines[number].removeprefix(_DIRECTIVE).partition("=")[0]: lines[number] for number in numbers}
+    places = [index for index, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
+    given = {lines[index].removeprefix(_DIRECTIVE).partition("=")[0]: lines[index] for index in places}
     for name, value in changes.items():
         if value is not None:
             given[name] = f"{_DIRECTIVE}{name}={value}" if value else f"{_DIRECTIVE}{name}"
     block = [line for name, line in given.items() if name not in removed]
-    return "\n".join([*lines[: numbers[0]], *block, *lines[numbers[-1] + 1 :]]) + "\n"
+    return "\n".join([*lines[: places[0]], *block, *lines[places[-1] + 1 :]]) + "\n"
 
 
 def _overrides(arguments: Sequence[str] | Path) -> str:
     if isinstance(arguments, Path):
-        return f"mapfile -d '' -t overrides < {quoted(str(arguments))} || exit"
-    return "\n".join(["overrides=(", *(f"    {quoted(argument)}" for argument in arguments), ")"])
+        return f"mapfile -d '' -t overrides < {quote(str(arguments))} || exit"
+    return "\n".join(["overrides=(", *(f"    {quote(argument)}" for argument in arguments), ")"])
 
 
-def quoted(word: str) -> str:
+def quote(word: str) -> str:
     """Quotes a word for bash. The result is always a single line."""
     if word.isprintable():
         return shlex.quote(word)

@@ -1,8 +1,8 @@
 """Turns signals into requests to stop a run, and watches saves in progress.
 
 With SIGTERM, SIGUSR1 or SIGUSR2 a batch system announces that it will take the machine away: the run is
-preempted, and is expected to be started again. SIGINT (Ctrl-C) and SIGHUP come from a person: the run is
-interrupted. The run is saved in both cases.
+preempted, and is expected to be started again. SIGINT (Ctrl-C) and SIGHUP (a closed terminal) come from the
+user: the run is interrupted. The run is saved in both cases.
 """
 
 import signal
@@ -17,7 +17,7 @@ from canzona_cli.checkpoint.manifest import hidden_name
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
 from canzona_cli.errors import CheckpointInvalid
-from canzona_cli.launch.outcome import Outcome, interrupted, unsaved
+from canzona_cli.launch.outcome import Outcome, interrupted_outcome, unsaved_outcome
 from canzona_cli.run.files import RunFiles, StopReason
 
 _PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -76,15 +76,15 @@ class SaveWatch:
         return bool(seen)
 
 
-def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
-    """Returns the name of the checkpoint that a new start in this directory would resume from; None if there
-    is none.
+def checkpoint_to_resume(files: RunFiles, *, thorough: bool = True) -> str | None:
+    """Returns the name of the newest checkpoint, which a new start in this directory would resume from; None if
+    there is none or it is damaged.
 
     Args:
         thorough: True also hashes the files; False checks only the manifest and the sizes of the files.
     """
     newest = CheckpointStore(files.checkpoints).latest()
-    if newest is None or not newest.sound:
+    if newest is None or not newest.usable:
         return None
     try:
         return newest.name if not thorough or not verify(newest.path)[1] else None
@@ -93,7 +93,7 @@ def sound_checkpoint(files: RunFiles, *, thorough: bool = True) -> str | None:
 
 
 @contextmanager
-def handled(handler: Callable[[int, FrameType | None], None], *, to_the_end: bool = False) -> Iterator[None]:
+def handle_signals(handler: Callable[[int, FrameType | None], None], *, to_the_end: bool = False) -> Iterator[None]:
     """Routes signals that stop a run to `handler` inside the block. Ignored signals stay ignored, as nohup
     and `&` intend.
 
@@ -112,7 +112,7 @@ def handled(handler: Callable[[int, FrameType | None], None], *, to_the_end: boo
             signal.signal(number, signal.SIG_IGN if to_the_end else previous)
 
 
-def before_workers(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
+def early_stop_outcome(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
     """Returns the outcome of a run that was asked to stop before its workers started.
 
     Args:
@@ -120,5 +120,5 @@ def before_workers(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
     """
     message = "stopped before training began"
     if not isinstance(error, Preempted):
-        return interrupted(message)
-    return unsaved(message, None if files is None else sound_checkpoint(files))
+        return interrupted_outcome(message)
+    return unsaved_outcome(message, None if files is None else checkpoint_to_resume(files))

@@ -1,7 +1,7 @@
 """Starts torchrun and watches it, passes requests to stop on to the workers, and kills the processes that are
 left at the end.
 
-- At a request to stop (`canzona_cli.launch.stop`), the launcher writes the file `stop` into the run
+- On a request to stop (`canzona_cli.launch.stop`), the launcher writes the file `stop` into the run
   directory. The workers finish their current step, save, and end. torchrun gets no signal, and ignores the
   signals that a batch system sends to every process.
 - The process tree is killed at once if training has not begun (there is nothing to save), on a second Ctrl-C
@@ -20,13 +20,21 @@ from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.launch import torchrun
-from canzona_cli.launch.hang import HangReport, HangWatch, watched
+from canzona_cli.launch.hang import HangReport, HangWatch, hang_watch
 from canzona_cli.launch.machines import Machines
-from canzona_cli.launch.outcome import Outcome, Workers, hung, judge, read_ranks, stopped_at_once, unsaved
+from canzona_cli.launch.outcome import (
+    Outcome,
+    Workers,
+    hang_outcome,
+    judge,
+    killed_outcome,
+    read_ranks,
+    unsaved_outcome,
+)
 from canzona_cli.launch.processes import kill, kill_tree, start_child
 from canzona_cli.launch.restarts import Restarts
 from canzona_cli.launch.run_dir import RunDirectory
-from canzona_cli.launch.stop import Requests, SaveWatch, handled, sound_checkpoint
+from canzona_cli.launch.stop import Requests, SaveWatch, checkpoint_to_resume, handle_signals
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.run.codec import plain, save
@@ -47,7 +55,7 @@ class Supervision:
     """One run of torchrun on this machine, from its start until all its processes have ended."""
 
     files: RunFiles
-    """The files of the run directory, whose inputs are written."""
+    """The files of the run directory. The workers' inputs are already written."""
     command: LaunchCommand
     view: InitVar[TrainView]
     """The view that receives the run's records, and is closed at its end."""
@@ -59,7 +67,7 @@ class Supervision:
     grace_s: float = STOP_GRACE_S
     """The seconds between the first request to stop, or the last progress of a save, and killing the workers."""
     hang_timeout_s: float | None = None
-    """The seconds without progress on any rank after which the run has failed; None for no limit."""
+    """The seconds without progress on any rank after which the run is stopped as hung; None for no limit."""
     requests: Requests = field(default_factory=Requests)
     """The requests to stop that this process has received by signals."""
     say: Callable[[str], None] = lambda _: None
@@ -97,7 +105,7 @@ class Supervision:
 
     def _run_here(self) -> Outcome:
         saves, node_rank = SaveWatch(self.files), self._machines.node_rank
-        with handled(self.requests.add), watched(self.ranks, timeout_s=self.hang_timeout_s) as watch:
+        with handle_signals(self.requests.add), hang_watch(self.ranks, timeout_s=self.hang_timeout_s) as watch:
             if node_rank == 0:
                 self._tell(FIRST_STAGE, plural(len(self.ranks), "rank"), aloud=False)
             environment = {**self.command.environment, **({} if watch is None else watch.environment)}
@@ -176,13 +184,13 @@ class Supervision:
         node_rank = self._machines.node_rank
         workers = Workers(files=self.files, ranks=self.ranks, node_rank=node_rank, agent_code=agent_code)
         if self._hang is not None:
-            outcome = hung(workers, self._hang)
+            outcome = hang_outcome(workers, self._hang)
         elif self._forced:
-            outcome = stopped_at_once(self.files, training=self._monitor.training)
+            outcome = killed_outcome(self.files, training=self._monitor.training)
         else:
             outcome = judge(workers, stopping=self._asked)
         if outcome.status == "interrupted" and self.requests.reason == "preempted":
-            return unsaved(outcome.message, sound_checkpoint(self.files, thorough=node_rank == 0))
+            return unsaved_outcome(outcome.message, checkpoint_to_resume(self.files, thorough=node_rank == 0))
         return outcome
 
     def _settle(self, outcome: Outcome) -> Outcome:
@@ -247,7 +255,7 @@ def run_ranks(
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
 ) -> RunFiles:
-    """Runs ranks on this machine for another purpose than training, in a separate run directory, until they end.
+    """Runs ranks on this machine for a purpose other than training, until they end, in their own run directory.
 
     Args:
         config: the resolved configuration; the ranks use `run.dir`, or a new directory under `run.root`.
@@ -261,7 +269,7 @@ def run_ranks(
     """
     run = RunDirectory.create(config)
     command = torchrun.build(config, run.path, module=module)
-    with run.never_without_result():
+    with run.records_failure():
         run.write_inputs(config_yaml=dump_resolved(config), layout=layout, corpus=corpus, command=command)
         write_more(run.files)
         outcome = Supervision(

@@ -41,7 +41,7 @@ _PINS_EXACT_SIZES = Version("2.13")
 """The first torch version that can pin memory in sizes other than powers of two. Older versions reject the
 option, and no rank with a GPU would start."""
 _MAX_THREADS_BESIDE_GPU = 8
-"""The most CPU threads of a rank with a GPU, which only have to keep the GPU busy."""
+"""The most CPU threads of a rank with a GPU. They only have to keep the GPU busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +82,14 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
     Args:
         config: the resolved run. In a run on several machines, an endpoint or node rank that is not set yet
             becomes a placeholder.
-        run_dir: the only argument of the workers.
+        run_dir: the run directory, which is the workers' only argument.
         module: the module that each worker runs as `python -m`.
     """
     nodes = node_count(config)
     node_rank = 0 if nodes == 1 else config.cluster.node_rank
     rendezvous = ["--rdzv-backend", LOOPBACK_BACKEND, "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", run_dir.name]
     if nodes > 1:
-        rendezvous = _several_nodes(config, run_dir)
+        rendezvous = _rendezvous_options(config, run_dir)
     logs = RunFiles(run_dir).node_logs(NODE_RANK_PLACEHOLDER if node_rank is None else node_rank)
     argv = [
         *(sys.executable, "-m", _AGENT_MODULE if forks_ranks(config) else _TORCHRUN_MODULE),
@@ -164,7 +164,7 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
 def _can_bind() -> bool:
     """Returns True if torchrun can bind each rank to the CPUs of its GPU's NUMA node.
 
-    torchrun does this with numactl, and fails for a node none of whose CPUs this process may use.
+    torchrun does this with numactl, and fails if this process may use none of the CPUs of a node.
     """
     allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set()
     cpus_of_nodes = [{int(cpu.name[3:]) for cpu in node.glob("cpu[0-9]*")} for node in _NUMA_NODES.glob("node[0-9]*")]
@@ -172,7 +172,7 @@ def _can_bind() -> bool:
     return shutil.which("numactl") is not None and len(with_cpus) > 1 and all(cpus & allowed for cpus in with_cpus)
 
 
-def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
+def _rendezvous_options(config: RunConfig, run_dir: Path) -> list[str]:
     cluster = config.cluster
     node_rank = NODE_RANK_PLACEHOLDER if cluster.node_rank is None else str(cluster.node_rank)
     endpoint, backend = cluster.rdzv_endpoint or ENDPOINT_PLACEHOLDER, ["static"]
@@ -189,7 +189,7 @@ def _several_nodes(config: RunConfig, run_dir: Path) -> list[str]:
     ]
 
 
-def taken(host: str, port: int) -> bool:
+def port_in_use(host: str, port: int) -> bool:
     """Returns True if another program on this machine uses the port. An empty host stands for every
     interface."""
     with socket.socket() as probe:
@@ -230,8 +230,8 @@ def _interfaces(config: RunConfig) -> dict[str, str]:
 
 
 def _interface_to(host: str) -> str | None:
-    """Returns the name of the interface that leads to `host`. If there is none (`host` is this machine or
-    unknown), returns the only interface that connects machines; None if there are several."""
+    """Returns the name of the interface that leads to `host`. If no interface does (`host` is this machine or
+    unknown), returns the only interface that connects machines; None if there is not exactly one."""
     addresses = psutil.net_if_addrs()
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     real = {

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import FunctionCtx
 
-from canzona_cli.cluster.machine import compiling_lacks
+from canzona_cli.cluster.machine import missing_for_compiling
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
 from canzona_cli.config.stages import counted
 from canzona_cli.megatron import dense, moe
@@ -174,7 +174,7 @@ def can_compile(world: World) -> bool:
 
     Collective. Rank 0 logs a warning if torch.compile does not work.
     """
-    lacks = compiling_lacks()
+    lacks = missing_for_compiling()
     works = torch.tensor(float(lacks is None), device=world.device)
     torch.distributed.all_reduce(works, torch.distributed.ReduceOp.MIN)
     if world.rank == 0 and not works:

@@ -7,7 +7,7 @@ from statistics import median
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench, TurnsResult, kin
+from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench, TurnsResult, loss_references
 from canzona_cli.report.charts import Bars, LoadMap, LoadMaps, phase_bar, step_bars
 from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_layout, rank_word
@@ -263,7 +263,7 @@ def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
 def _losses(result: BenchResult, name: str) -> Text:
     losses = result.strategies[name].measured.losses
     text = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
-    relatives = kin(result)
+    relatives = loss_references(result)
     relative = relatives[name]
     if relative != name:
         others = result.strategies[relative].measured.losses

@@ -49,7 +49,7 @@ class SimulationView(Page):
             yield Text()
             yield Text(clean(recipe), style="bold")
             if screen.page:
-                yield _scaling(self.simulation.of(recipe))
+                yield _scaling(self.simulation.cells_of(recipe))
             yield from self._size(recipe)
         yield Text()
         for text in self._legend():
@@ -57,7 +57,7 @@ class SimulationView(Page):
         yield from items("Assumptions", simulation.assumptions, "dim")
 
     def _size(self, recipe: str) -> Iterator[RenderableType]:
-        cells = self.simulation.of(recipe)
+        cells = self.simulation.cells_of(recipe)
         groups = [
             _layouts(cells),
             *_steps(cells, STRATEGIES),

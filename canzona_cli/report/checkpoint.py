@@ -21,7 +21,7 @@ from canzona_cli.errors import Problem
 from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
 from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, Table, rows_table
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Evaluation
@@ -30,7 +30,7 @@ from canzona_cli.run.words import (
     clean,
     count,
     duration,
-    guarded,
+    guard_notes,
     layout_words,
     number,
     plural,
@@ -69,7 +69,7 @@ class Listing(Page):
         for checkpoint in self.chosen.checkpoints:
             for problem in checkpoint.problems:
                 yield wrapped(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
-        if all(checkpoint.sound for checkpoint in self.chosen.checkpoints):
+        if all(checkpoint.usable for checkpoint in self.chosen.checkpoints):
             yield wrapped(_INTACT, "dim")
 
 
@@ -139,13 +139,13 @@ class Content(Page):
         yield "saved", f"{age} ago ({saved}), by canzona {manifest.canzona}"
         planned = "" if config is None else f" of {config.train.steps:,}"
         yield "progress", f"step {progress.step:,}{planned}, {progress.samples:,} sequences, {progress.tokens:,} tokens"
-        for text in guarded(progress.skipped, progress.fallbacks):
+        for text in guard_notes(progress.skipped, progress.fallbacks):
             yield "guards", text
         yield "size", f"{size(manifest.bytes)} in {plural(len(manifest.files), 'file')}"
         layout = _saved_layout(self.checkpoint)
         if config is not None and layout is not None:
             files = RunFiles(self.checkpoint.path.parents[1])
-            yield from header_rows(config, layout, corpus=load_if_sound(files.corpus, PreparedCorpus))
+            yield from header_rows(config, layout, corpus=load_if_valid(files.corpus, PreparedCorpus))
             return
         yield "optimizer", optimizer_words(manifest.optimizer, manifest.strategy)
         if layout is not None:
@@ -189,7 +189,7 @@ def _saved_layout(checkpoint: StoredCheckpoint) -> Layout | None:
         return None
     if checkpoint.manifest.files[_LAYOUT].bytes > _MOST_LAYOUT_BYTES:
         return None
-    return load_if_sound(checkpoint.path / _LAYOUT, Layout)
+    return load_if_valid(checkpoint.path / _LAYOUT, Layout)
 
 
 @dataclass(frozen=True, kw_only=True)

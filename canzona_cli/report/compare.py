@@ -14,7 +14,7 @@ from canzona_cli.report.curves import Curve, Curves, SideBySide, loss_curve
 from canzona_cli.report.document import Document, sections
 from canzona_cli.report.page import Page, Screen, headed, remarks, wrapped
 from canzona_cli.report.tables import GroupedTable, Table, columns
-from canzona_cli.run.compare import Compared, Pair, Several, compared, ratio, run_figures
+from canzona_cli.run.compare import Compared, Pair, Several, compare_two, ratio, run_figures
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.summary import RunSummary
 from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, size, step_time
@@ -198,7 +198,7 @@ def _page_parts(several: Several) -> Iterator[RenderableType]:
         yield step_bars(steps)
     if len(runs) == 2:
         yield headed("Differences", ", A is the first run; B / A is above 1 if run B has the larger value")
-        yield ComparedView(compared=compared(several))
+        yield ComparedView(compared=compare_two(several))
 
 
 def _numeric(several: Several) -> dict[str, list[float]]:

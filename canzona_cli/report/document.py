@@ -16,7 +16,7 @@ import rich.table
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.errors import unwritable
+from canzona_cli.errors import write_error
 from canzona_cli.report.charts import MEMORY
 from canzona_cli.report.markup import NOTHING, Html, Picture, facts, joined, styled, table_html, tag
 from canzona_cli.report.page import Page, Screen, Wrapped
@@ -77,7 +77,7 @@ class Document:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text_atomic(path, self.text())
         except OSError as error:
-            raise unwritable("--html", path, error, fix="give another file with --html FILE.html") from None
+            raise write_error("--html", path, error, fix="give another file with --html FILE.html") from None
 
 
 def _shown(value: object) -> object:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from canzona_cli import __version__
 from canzona_cli.config.secrets import redacted, shown_value
-from canzona_cli.errors import BadUsage, CanzonaError, ConfigError, ExitCode, Problem, of_the_machine
+from canzona_cli.errors import BadUsage, CanzonaError, ConfigError, ExitCode, Problem, machine_error
 from canzona_cli.report.page import Page, Screen, wrapped
 from canzona_cli.run.words import clean, plural
 
@@ -22,7 +22,7 @@ _LONGEST_VALUE = 200
 
 def show_failure(error: Exception) -> int:
     """Prints the error that ended the command on standard error; returns the exit code."""
-    known = error if isinstance(error, CanzonaError) else of_the_machine(error)
+    known = error if isinstance(error, CanzonaError) else machine_error(error)
     if known is None:
         return _show_bug(error)
     Console(stderr=True).print(ErrorView(error=known), soft_wrap=True)

@@ -99,15 +99,16 @@ class DiagnosisView(Page):
     def _lines(self) -> Iterator[RenderableType]:
         findings = self.diagnosis.findings
         packages = [each for each in findings if each.group == "python" and each.name != "Python"]
-        sound = [each for each in packages if each.status == "ok"]
+        compatible = [each for each in packages if each.status == "ok"]
         absent = [clean(each.name) for each in packages if each.status == "info" and each.value == "not installed"]
         facts = [each for each in findings if each not in packages or each.status in ("warn", "fail")]
         rows = [(each.status, self._name(each), clean(each.value)) for each in facts]
-        if sound:
-            installed = f"{plural(len(sound), 'required package')} installed, in a version that fits"
+        if compatible:
+            every = "" if any(each.status in ("warn", "fail") for each in packages) else "all "
+            installed = f"{every}{plural(len(compatible), 'required package')} installed, in compatible versions"
             rows.insert(1, ("ok", "packages", installed))
         if absent:
-            rows.insert(2 if sound else 1, ("info", "optional", f"not installed: {', '.join(absent)}"))
+            rows.insert(2 if compatible else 1, ("info", "optional", f"not installed: {', '.join(absent)}"))
         width = max(len(name) for _, name, _ in rows) + 2
         explained = {self._name(each): each for each in facts if each.fix}
         for status, name, value in rows:

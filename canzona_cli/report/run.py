@@ -30,7 +30,7 @@ from canzona_cli.run.words import (
     clean,
     duration,
     experts_words,
-    guarded,
+    guard_notes,
     milliseconds,
     number,
     plural,
@@ -122,7 +122,7 @@ class RunView(Page):
         yield from self._time_rows()
         if summary.supply is not None:
             yield "epochs", Text(summary.supply.words, style="yellow" if summary.supply.too_often else "")
-        for text in guarded(summary.skipped, summary.fallbacks):
+        for text in guard_notes(summary.skipped, summary.fallbacks):
             yield "guards", Text(text, style="yellow")
         newest = summary.metrics[-1] if summary.metrics else None
         if newest is not None and newest.expert_load is not None:

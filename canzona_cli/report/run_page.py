@@ -26,7 +26,7 @@ from canzona_cli.report.run import BreakdownView, RunView
 from canzona_cli.report.run_trace import clock_shifts, lanes, place_of
 from canzona_cli.report.tables import Cell, Table
 from canzona_cli.run.breakdown import Breakdown, Prediction
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.compare import run_figures
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.phases import Interval
@@ -44,7 +44,7 @@ def run_page(summary: RunSummary) -> Document:
     """Returns the page of a run; reads its layout, plan, timelines and environment from the run directory if
     they exist."""
     files, config, breakdown = RunFiles(summary.run_dir), summary.config, summary.breakdown
-    layout = load_if_sound(files.layout, Layout)
+    layout = load_if_valid(files.layout, Layout)
     try:
         plan = read_plan(files.plan) if files.plan.exists() else None
     except ConfigError:  # the page is still useful without the plan

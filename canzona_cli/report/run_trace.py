@@ -18,7 +18,7 @@ from pathlib import Path
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.run.breakdown import Prediction, load_prediction, streams_of
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.files import RunFiles, write_text_atomic
 from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval
 from canzona_cli.run.records import RankTimeline, load_timelines
@@ -43,7 +43,7 @@ def write_trace(run_dir: Path, target: Path) -> int:
         planned = load_prediction(run_dir)
     except ConfigError:
         planned = None
-    layout = load_if_sound(files.layout, Layout)
+    layout = load_if_valid(files.layout, Layout)
     trace = {
         "displayTimeUnit": "ms",
         "otherData": {"run": str(run_dir.absolute()), "clock": "microseconds from the first step shown"},

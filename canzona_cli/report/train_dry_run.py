@@ -26,6 +26,7 @@ from canzona_cli.launch.torchrun import (
 from canzona_cli.model.matrices import routing
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import Obtained
+from canzona_cli.report.charts import MEMORY
 from canzona_cli.report.header import (
     describe_batch,
     describe_data,
@@ -171,17 +172,17 @@ class DryRun(Page):
 
     def _card(self) -> dict[str, str]:
         if self.card is not None:
-            return {"recorded": self.card.words}
+            return {"reference": self.card.words}
         if self.config.cluster.device == "cpu":
             return {}
-        return {"recorded": "no run with these settings was recorded, so times and memory are only simulated"}
+        return {"reference": "no run with these settings was recorded, so times and memory are only simulated"}
 
     @property
     def _unit(self) -> str:
         return rank_word(self.config.cluster.device)
 
     def _memory(self) -> str:
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
+        parts = ", ".join(f"{MEMORY[name].name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
         cluster = self.config.cluster
         # On CPU ranks the reserve is memory of Python and torch, which `top` counts too; on a GPU it is left
         # free.

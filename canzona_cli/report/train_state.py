@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import Earlier
 from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
-from canzona_cli.run.words import MISSING, clean, experts_words, guarded, number, real
+from canzona_cli.run.words import MISSING, clean, experts_words, guard_notes, number, real
 
 Clock = Callable[[], float]
 
@@ -145,7 +145,7 @@ class TrainState:
     @property
     def guarded(self) -> list[str]:
         """The lines that count skipped steps and fallbacks so far; empty if there were none."""
-        return [] if self.last is None else guarded(self.last.skipped, self.last.fallbacks)
+        return [] if self.last is None else guard_notes(self.last.skipped, self.last.fallbacks)
 
     @property
     def experts(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.bench.layouts import APART, LEAST_SHARE, Accuracy, Errors, LayoutBench, TuneResult
+from canzona_cli.bench.layouts import LEAST_SHARE, ORDER_MARGIN, Accuracy, Errors, LayoutBench, TuneResult
 from canzona_cli.report.bench import percent, predictions, quartiles, with_error
 from canzona_cli.report.header import layout_name, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
@@ -106,8 +106,8 @@ def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     yield rows_table(heads, ((name, _error_cells(errors)) for name, errors in rows.items()), bold=0, needed=5)
     yield note(f"phases: only layouts that spend at least {LEAST_SHARE:.0%} of the step there; mean: mean signed error")
     yield wrapped(
-        f"{plural(accuracy.pairs, 'pair')} of layouts differ by more than {APART:.0%} as measured; {accuracy.in_order} "
-        "of them were predicted in the same order."
+        f"{plural(accuracy.pairs, 'pair')} of layouts differ by more than {ORDER_MARGIN:.0%} as measured; "
+        f"{accuracy.in_order} of them were predicted in the same order."
     )
 
 

@@ -1,9 +1,10 @@
 """The breakdown of a step's time by phase, over all ranks, next to its prediction.
 
-The workers write `breakdown.json`. Times are in seconds; `min_s`, `mean_s` and `max_s` are over ranks, of
-each rank's mean over the measured steps. Phases with `in_step` follow one another and add up to the step. The
-others (`*_total`) are the full time of a kind of communication, including the part that was overlapped.
-`predicted.json` has the prediction; runs of earlier versions do not have this file.
+The workers write `breakdown.json`. Times are in seconds. Each rank contributes its mean over the measured
+steps; `min_s`, `mean_s` and `max_s` are the minimum, mean and maximum over ranks. Phases with `in_step`
+follow one another and add up to the step. The other phases (`*_total`) are the full time of a kind of
+communication, including the part that was overlapped. `predicted.json` has the prediction; runs of earlier
+versions of canzona do not have this file.
 """
 
 import math
@@ -33,7 +34,7 @@ class SimulatedEvent:
 
 
 def streams_of(events: Sequence[SimulatedEvent]) -> Iterator[tuple[int, Stream, list[Interval]]]:
-    """Yields the events of each rank on each of its streams, if there are any."""
+    """Yields each rank, each of its streams that has events, and these events as intervals."""
     for rank in dict.fromkeys(event.rank for event in events):
         for stream in STREAMS:
             intervals = [
@@ -47,8 +48,7 @@ def streams_of(events: Sequence[SimulatedEvent]) -> Iterator[tuple[int, Stream, 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The predicted step of one strategy on a cluster profile, with the phases of the breakdown. Times are in
-    seconds."""
+    """The predicted time of a step with one strategy on a cluster profile, by phase. Times are in seconds."""
 
     VERSION: ClassVar[int] = 1
 
@@ -58,7 +58,7 @@ class Prediction:
     calibrated: bool
     """True for a profile that `canzona calibrate` measured."""
     mismatches: tuple[str, ...] = ()
-    """The reasons why a calibrated profile may not hold on this machine."""
+    """The reasons why a calibrated profile may not match this machine."""
     cores: int | None = None
     """The CPU cores that the ranks of one machine share; None if each rank has its own device."""
     iteration_s: float
@@ -68,8 +68,8 @@ class Prediction:
     """The mean seconds over ranks by phase. The phases of the step add up to `iteration_s`; the `*_total`s
     are extra."""
     load_balance: float
-    """The ranks' matrix update times, maximum over mean; 1.0 is perfect, and also the value without matrix
-    updates."""
+    """The maximum over the mean of the ranks' matrix update times. 1.0 is perfect; it is also 1.0 if there
+    are no matrix updates."""
     memory_bytes: int
     """The memory in bytes of the rank that needs the most."""
     events: tuple[SimulatedEvent, ...] = ()
@@ -80,7 +80,7 @@ class Prediction:
         return {name: value for name, value in plain(self).items() if name != "events"}
 
 
-CALIBRATE = "`canzona calibrate` measures this machine, to compare the step with its plan"
+CALIBRATE = "run `canzona calibrate` on this machine to compare the step with its plan"
 """The sentence shown instead of predictions that do not describe the machine."""
 
 
@@ -106,11 +106,12 @@ def load_prediction(run_dir: Path) -> Prediction | None:
 
 
 NEGLIGIBLE = 0.05
-"""The largest difference between a phase and its prediction, as a share of the step, that counts as planned."""
-_APART = 1.25
+"""The largest difference between a phase and its prediction, as a share of the step, that is still reported as
+planned."""
+_OUTLIER_FACTOR = 1.25
 """The factor between a rank's time and the mean above which a report names the rank."""
 _WAITS = (*COMMUNICATION, "norm_clip", "pipeline", "dispatch")
-"""The phases in which ranks wait for the last rank to arrive. That rank has the shortest phase."""
+"""The phases in which ranks wait for the last rank to arrive. That rank spends the least time in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +132,8 @@ def why(
 
     Args:
         measured: times by phase; `*_total`s are ignored.
-        predicted: mean seconds over ranks by phase; a missing phase counts as 0.
-        ranks: each rank's seconds by phase, in rank order; without these no rank is named.
+        predicted: mean seconds over ranks by phase; a missing phase is treated as 0.
+        ranks: each rank's seconds by phase, in rank order; if empty, no rank is named.
     """
     means = {name: measured[name].mean_s if name in measured else 0.0 for name in IN_STEP}
     planned = {name: predicted.get(name, 0.0) for name in IN_STEP}
@@ -157,14 +158,18 @@ def _outlier(phase: str, seconds: Sequence[float]) -> str:
         return ""
     if phase in _WAITS:
         least = min(range(len(seconds)), key=lambda rank: seconds[rank])
-        return f"; rank {least} arrives last, and the others wait for it" if seconds[least] * _APART < mean else ""
+        return (
+            f"; rank {least} arrives last, and the others wait for it"
+            if seconds[least] * _OUTLIER_FACTOR < mean
+            else ""
+        )
     most = max(range(len(seconds)), key=lambda rank: seconds[rank])
     over = seconds[most] / mean
-    return f"; rank {most} took {over:.2g} times the mean" if over > _APART else ""
+    return f"; rank {most} took {over:.2g} times the mean" if over > _OUTLIER_FACTOR else ""
 
 
 NOTHING_S = 1e-6
-"""The seconds below which a time counts as zero and has no relative error."""
+"""The number of seconds below which a time is treated as zero and gets no relative error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +201,7 @@ class PeakMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredBreakdown:
-    """The content of breakdown.json."""
+    """The contents of breakdown.json."""
 
     VERSION: ClassVar[int] = 1
 
@@ -221,7 +226,7 @@ class MeasuredBreakdown:
     peak_tflops_per_gpu: float | None = None
     """The bf16 peak of the cluster profile, the denominator of `mfu`."""
     load_balance: Mapping[str, float | None] | None = None
-    """The ranks' work, maximum over mean, by phase; 1.0 is perfect."""
+    """The maximum over the mean of the ranks' work, by phase; 1.0 is perfect."""
     peak_memory_bytes: PeakMemory | None = None
 
     @property
@@ -252,7 +257,7 @@ class Breakdown(MeasuredBreakdown):
         return why(measured, self.planned.phases, ranks)
 
     def as_json(self) -> dict[str, object]:
-        """Returns the content of breakdown.json, the prediction, and an explanation of their difference. New
+        """Returns the contents of breakdown.json, the prediction, and an explanation of their difference. New
         keys do not raise `version`."""
         planned, why = self.planned, self.why
         return {
@@ -262,7 +267,8 @@ class Breakdown(MeasuredBreakdown):
         }
 
     def _errors(self, planned: Prediction) -> dict[str, float | None]:
-        """Returns the relative errors of the prediction: of each measured phase, and of the `step`."""
+        """Returns the prediction's relative error for each measured phase and, under `step`, for the whole
+        step."""
         errors = {
             name: relative_error(planned.phases.get(name), phase.mean_s)
             for name, phase in self.phases.items()
@@ -272,7 +278,7 @@ class Breakdown(MeasuredBreakdown):
 
 
 def relative_error(planned: float | None, measured: float) -> float | None:
-    """Returns planned over measured, less 1: 0.1 for a plan that is 10% too long. None if either time is
+    """Returns planned / measured - 1: 0.1 if the planned time is 10% too long. None if either time is
     negligible or nothing was planned."""
     if planned is None or measured < NOTHING_S or planned < NOTHING_S:
         return None
@@ -291,7 +297,7 @@ def load_breakdown(run_dir: Path) -> Breakdown:
     try:
         measured = load(files.breakdown, MeasuredBreakdown, key="RUN_DIR", value=run_dir, fix=fix)
     except FileNotFoundError:
-        reason = "it has no times of steps yet (breakdown.json)"
+        reason = "it has no step times yet (breakdown.json)"
         fix = "it is written when training ends after the warm-up steps; give the directory of such a run"
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix)) from None
     try:

@@ -18,11 +18,11 @@ from canzona_cli.run.files import json_object, read_json, write_json_atomic, wri
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_MOST_PLACES: Final = 5
+_MOST_PROBLEMS: Final = 5
 
 
 class Damaged(ValueError):
-    """The error for content that does not have the expected type. The message lists where and why."""
+    """The error for content that does not have the expected type. The message says where and why."""
 
 
 def plain(record: "DataclassInstance") -> dict[str, object]:
@@ -52,8 +52,8 @@ def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
             f"{'.'.join(map(str, detail['loc'])) or 'top level'}: {detail['msg'].lower()}"
             for detail in error.errors(include_url=False)
         ]
-        more = f"; and {len(problems) - _MOST_PLACES} more" if len(problems) > _MOST_PLACES else ""
-        raise Damaged("; ".join(problems[:_MOST_PLACES]) + more) from None
+        more = f"; and {len(problems) - _MOST_PROBLEMS} more" if len(problems) > _MOST_PROBLEMS else ""
+        raise Damaged("; ".join(problems[:_MOST_PROBLEMS]) + more) from None
 
 
 def save(path: Path, record: "DataclassInstance", *, indented: bool = True) -> None:
@@ -75,7 +75,7 @@ def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = No
     """Reads and checks a record.
 
     Args:
-        key, fix, value: fields of the problem that is raised for an unreadable file; the default value is the
+        key, fix, value: fields of the problem that is raised for an unreadable file; `value` defaults to the
             path.
         inside: the key in the file whose value is the record; None if the file is the record.
 
@@ -95,12 +95,12 @@ def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = No
     except KeyError as error:
         reason = f"{path.name} is damaged: it has no {error}"
     except _OtherVersion as error:
-        reason, fix = f"{path.name} {error}", "read it with the canzona that wrote it"
+        reason, fix = f"{path.name} {error}", "read it with the version of canzona that wrote it"
     raise ConfigError(Problem(key=key, value=path if value is None else value, reason=reason, fix=fix))
 
 
-def load_if_sound[T](path: Path, kind: type[T]) -> T | None:
-    """Reads an optional record; returns None if there is no file, or none that can be read."""
+def load_if_valid[T](path: Path, kind: type[T]) -> T | None:
+    """Reads an optional record; returns None if the file is missing or damaged."""
     return record_of(kind, read_json(path))
 
 
@@ -108,7 +108,7 @@ class JsonLines:
     """A reader of a growing file to which JSON objects are appended, one per line.
 
     Args:
-        only_new: True skips the present content of the file, which an earlier launch wrote.
+        only_new: True skips the lines that the file has already, which an earlier launch wrote.
     """
 
     def __init__(self, path: Path, *, only_new: bool = False) -> None:
@@ -133,8 +133,8 @@ class JsonLines:
 
 
 def read_lines[T](path: Path, kind: type[T]) -> tuple[list[T], int]:
-    """Reads all records of a .jsonl file; returns them and the number of damaged lines. No records if the
-    file cannot be read."""
+    """Reads all records of a .jsonl file; returns them and the number of damaged lines. Returns no records
+    and 0 if the file cannot be read."""
     try:
         lines = read_plain(path, most=None).splitlines()
     except Unreadable:
@@ -156,7 +156,7 @@ class _OtherVersion(Exception):
 
 
 def _versioned(content: object, version: int | None) -> Mapping[str, object]:
-    """Returns the content of a file after a check that it is an object of this version."""
+    """Returns the contents of a file, after checking that it is a JSON object of this version."""
     if not isinstance(content, Mapping):
         raise Damaged("expected a JSON object")
     stored = content.get("version")

@@ -1,5 +1,5 @@
-"""Compares two runs by settings, losses at the same steps and phase times, and any number of runs by their
-results."""
+"""Compares runs: two runs by their settings, losses at the same steps and phase times; more runs by their
+settings and results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,11 +15,11 @@ from canzona_cli.run.summary import RunSummary, holds_run, load_summary
 from canzona_cli.run.words import real
 
 VERSION = 1
-_NO_DIFFERENCE = ("run.dir", "run.root")
-"""The settings that differ between any two runs. Comparisons leave them out."""
+_ALWAYS_DIFFERENT = ("run.dir", "run.root")
+"""The settings that differ between any two runs, so comparisons do not list them."""
 
 FIGURES = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "load_balance", "peak_memory_bytes")
-"""The numbers of a breakdown that are compared besides its phases. `load_balance` is the balance of matrix updates."""
+"""The numbers of a breakdown that are compared in addition to its phases. `load_balance` is that of matrix updates."""
 
 Pair = tuple[float | None, float | None]
 
@@ -44,7 +44,7 @@ class Compared:
     a: RunSummary
     b: RunSummary
     plans: tuple[str | None, str | None]
-    """The hashes of the executed plans; None for a strategy that executes none."""
+    """The hashes of the executed plans; None for a strategy that executes no plan."""
     settings: Mapping[str, tuple[object, object]]
     """The resolved settings that differ, by key; None if a run has no such setting."""
     first: Loss | None
@@ -111,8 +111,8 @@ class Several:
         """The finished run with the lowest validation loss or, if none was validated, with the lowest last
         training loss; None if no finished run has a loss."""
         done = [run for run in self.runs if run.status == "done"]
-        validated = [(run.best_validation, place) for place, run in enumerate(done) if run.best_validation is not None]
-        trained = [(run.losses[-1][1], place) for place, run in enumerate(done) if run.losses]
+        validated = [(run.best_validation, index) for index, run in enumerate(done) if run.best_validation is not None]
+        trained = [(run.losses[-1][1], index) for index, run in enumerate(done) if run.losses]
         return done[min(validated or trained)[1]] if validated or trained else None
 
     def as_json(self) -> dict[str, object]:
@@ -125,18 +125,18 @@ class Several:
                 {
                     "run_dir": str(run.run_dir),
                     **{field: getattr(run, field) for field in ("name", "status", "exit_code", "step")},
-                    "settings": {key: values[place] for key, values in self.settings.items()},
+                    "settings": {key: values[index] for key, values in self.settings.items()},
                     **run_figures(run),
                     "notes": list(run.notes),
                 }
-                for place, run in enumerate(self.runs)
+                for index, run in enumerate(self.runs)
             ],
         }
 
 
-def several_runs(run_dirs: Sequence[Path]) -> Several:
-    """Reads the runs in `run_dirs`. Existing paths that hold no run are skipped, because `runs/*` may match
-    other files, if at least two runs remain.
+def load_several(run_dirs: Sequence[Path]) -> Several:
+    """Reads the runs in `run_dirs`. If at least two of the paths hold runs, existing paths that hold none are
+    skipped, because `runs/*` may match other files.
 
     Raises:
         ConfigError: lists every path that holds no run.
@@ -158,11 +158,12 @@ def several_runs(run_dirs: Sequence[Path]) -> Several:
     return Several(runs=tuple(runs), settings=_differences([run.config for run in runs]), skipped=tuple(skipped))
 
 
-def compared(several: Several) -> Compared:
+def compare_two(several: Several) -> Compared:
     """Compares two runs; `several` must hold exactly two."""
     a, b = several.runs
-    of_a, of_b = dict(a.losses), dict(b.losses)
-    losses = [Loss(step=step, a=of_a[step], b=of_b[step]) for step in sorted(of_a.keys() & of_b.keys())]
+    losses_a, losses_b = dict(a.losses), dict(b.losses)
+    both = sorted(losses_a.keys() & losses_b.keys())
+    losses = [Loss(step=step, a=losses_a[step], b=losses_b[step]) for step in both]
     return Compared(
         a=a,
         b=b,
@@ -174,7 +175,7 @@ def compared(several: Several) -> Compared:
 
 
 def run_figures(run: RunSummary) -> Mapping[str, float | None]:
-    """Returns a run's last training loss, best validation loss and mean seconds of a step, and the values of
+    """Returns a run's last training loss, best validation loss, mean step time in seconds, and the values of
     `FIGURES`."""
     return {
         "loss": run.losses[-1][1] if run.losses else None,
@@ -190,12 +191,12 @@ def _plan_hash(run_dir: Path) -> str | None:
 
 
 def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object, ...]]:
-    """Returns the settings that are not equal in all configurations; an empty dict if a configuration could
-    not be read."""
+    """Returns the settings that differ between the configurations; an empty dict if a configuration could not
+    be read."""
     flat = [dict(leaves(asdict(config))) for config in configs if config is not None]
     if len(flat) < len(configs):
         return {}
-    keys = [key for key in dict.fromkeys(key for settings in flat for key in settings) if key not in _NO_DIFFERENCE]
+    keys = [key for key in dict.fromkeys(key for settings in flat for key in settings) if key not in _ALWAYS_DIFFERENT]
     values = {key: tuple(settings.get(key) for settings in flat) for key in keys}
     return {key: differing for key, differing in values.items() if any(value != differing[0] for value in differing)}
 

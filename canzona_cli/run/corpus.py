@@ -17,8 +17,8 @@ MOST_EPOCHS: Final = 4
 becomes a poor estimate of the loss on other text."""
 _STDLIB_TOKENS: Final = {"byte": 11_300_000}
 """The training tokens in the sources of Python's standard library (11.5 MB in 3.12), by tokenizer."""
-_STDLIB_WORDS: Final = 2_900_000
-"""The training tokens in these sources for all other tokenizers, at about four bytes per token."""
+_STDLIB_OTHER_TOKENS: Final = 2_900_000
+"""The training tokens in these sources with any other tokenizer, at about four bytes per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class PreparedSet:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCorpus:
-    """The content of corpus.json: the data sets of a run, one or a blend, all with the same tokenizer."""
+    """The contents of corpus.json: the data set of a run, or the sets of its blend, which share a tokenizer."""
 
     sets: tuple[PreparedSet, ...]
     tokenizer: str
@@ -129,7 +129,7 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
     """Compares the number of tokens that a run reads with the number that is available.
 
     Args:
-        corpus: the corpus of the run. None estimates the built-in corpus, so that no data needs to be read.
+        corpus: the corpus of the run. With None, the built-in corpus is estimated without reading any data.
 
     Returns:
         The comparison; None if the run reads a user's corpus and `corpus` is None.
@@ -141,7 +141,7 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
         }
         return Supply(needed=needed, available=corpus.train_tokens, sets=sets if len(sets) > 1 else {})
     if config.data.source == "stdlib":
-        available = _STDLIB_TOKENS.get(config.data.tokenizer, _STDLIB_WORDS)
+        available = _STDLIB_TOKENS.get(config.data.tokenizer, _STDLIB_OTHER_TOKENS)
         return Supply(needed=needed, available=available, about=True)
     return None
 
@@ -172,7 +172,8 @@ def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | No
 
 
 def _token_ids(config: RunConfig, corpus: PreparedCorpus | None) -> int | None:
-    """Returns the number of ids of the tokenizer; None if the data or a tokenizer file would have to be read."""
+    """Returns the number of ids of the tokenizer; None if finding out requires reading the data or a
+    tokenizer file."""
     if corpus is not None:
         return corpus.vocab_size
     if config.data.source == "stdlib":

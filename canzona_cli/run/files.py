@@ -22,7 +22,7 @@ def sweep_root(root: Path | str, name: str) -> Path:
 
     Args:
         root: the value of `run.root`.
-        name: the start time of the sweep, or the number of its Slurm job.
+        name: the start time of the sweep, or its Slurm job ID.
     """
     return Path(root) / f"sweep-{name}"
 
@@ -40,11 +40,11 @@ class RunFiles:
         """The checkpoint that this launch starts from; absent if there is none."""
         self.corpus = root / "corpus.json"
         self.plan = root / "plan.json"
-        """The plan that the strategies canzona, paper and asc execute; absent for others."""
+        """The plan that the run executes; absent for strategies other than canzona, paper and asc."""
         self.routing = root / "routing.json"
         """The parameters that the optimizer updates as matrices, and the parameters that AdamW updates."""
         self.kernels = root / "kernels.json"
-        """The kernels for matrix products with a symmetric result."""
+        """The kernels chosen for matmuls with a symmetric result."""
         self.command = root / "command.txt"
         self.environment = root / "environment.json"
         self.metrics = root / "metrics.jsonl"
@@ -66,12 +66,12 @@ class RunFiles:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.huggingface = root / "huggingface"
-        """The settings and tokenizer of the Hugging Face folder that the initial weights are from; absent for
-        other weights."""
+        """The settings and tokenizer of the Hugging Face folder that the initial weights came from; absent
+        for other weights."""
         self.attempts = root / "attempts"
         """The files of earlier launches in this directory: attempts/1 and so on."""
         self.stop = root / "stop"
-        """The request to stop after the current step; absent until somebody makes the request."""
+        """The request to stop after the current step; absent until a stop is requested."""
 
     def rank(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.json"
@@ -93,7 +93,7 @@ class RunFiles:
         """Asks the workers to stop after their current step.
 
         Args:
-            reason: the status with which the run ends; `preempted` if it will be started again.
+            reason: the status that the run ends with; `preempted` if it will be started again.
 
         Raises:
             OSError: the request cannot be written.
@@ -132,8 +132,8 @@ class RunFiles:
 def write_text_atomic(path: Path, text: str) -> None:
     """Writes `text` to `path` atomically: the text is on disk before the file gets its name.
 
-    Others may read the file as far as the umask allows; nobody else may write it. Characters that are not
-    valid in UTF-8 are written as escapes.
+    Other users can read the file if the umask allows it, but never write it. Characters that are not valid in
+    UTF-8 are written as escapes.
 
     Raises:
         OSError: the file cannot be written; no temporary file is left behind.
@@ -199,8 +199,8 @@ def append_json_line(path: Path, value: Mapping[str, object]) -> None:
     do not interleave.
 
     Raises:
-        OSError: the line could not be written, or the file is a link. A partly written line is removed again,
-            unless another writer has appended to the file meanwhile.
+        OSError: the line could not be written, or the file is a symbolic link. A partly written line is
+            removed again, unless another writer has appended to the file meanwhile.
     """
     line = _line(value)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)

@@ -1,5 +1,5 @@
-"""Exchanges signs of life: each rank writes to a small piece of shared memory, and the launcher reads it,
-without system calls.
+"""Heartbeats: each rank writes signs of life to a small piece of shared memory, and the launcher reads them.
+Neither needs system calls.
 
 The launcher creates a file for each rank in a local folder (in memory, if possible) and maps it. Each rank
 maps its file and unlinks it at once, so that nothing is left behind, whichever process is killed. Times are
@@ -30,7 +30,7 @@ BEAT_S: Final = 0.5
 STACKS_SIGNAL: Final = signal.SIGQUIT
 """The signal that makes a worker write the Python stacks of all threads to its log. The worker continues."""
 PATIENCE: Final = 3
-"""The factor on `run.hang_timeout_s` for the first step and for everything outside of steps."""
+"""The factor by which `run.hang_timeout_s` is longer for the first step and for everything outside of steps."""
 Stage = Literal["start workers", "build model", "build data", "load", "train", "validate", "save", "finish"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 """The stages that a rank goes through, as named in events.jsonl."""
@@ -63,8 +63,8 @@ class Sign:
 
 
 class Heart:
-    """The rank's side of the heartbeat. A write takes a fraction of a microsecond; without a launcher, nobody
-    reads it."""
+    """The rank's side of the heartbeat. A write takes a fraction of a microsecond. Without a launcher, the
+    rank writes to private memory."""
 
     def __init__(self, rank: int) -> None:
         self._numbers = memoryview(_own_memory(rank)).cast("d")
@@ -79,15 +79,15 @@ class Heart:
         self._numbers[_STAGE] = STAGES.index(name)
         self.phase("other")
 
-    def step(self, number: int) -> None:
-        """Enters a step; the first has number 1."""
-        self._numbers[_STEP] = number
+    def step(self, step: int) -> None:
+        """Enters a step; steps are counted from 1."""
+        self._numbers[_STEP] = step
         self._numbers[_STEPS] += 1
         self.progress()
 
     def phase(self, name: str) -> None:
         """Enters a phase of a step."""
-        self._numbers[_PHASE] = _PHASE_NUMBER[name]
+        self._numbers[_PHASE] = _PHASE_INDEX[name]
         self._numbers[_PROGRESS] = time.monotonic()
 
     @contextmanager
@@ -109,7 +109,8 @@ class Heart:
         self._numbers[_PROGRESS] = time.monotonic()
 
     def end(self) -> None:
-        """Marks the rank as ended, so that nobody waits for further signs."""
+        """Marks the rank as ended: its heartbeat thread stops, and the hang watch ignores the rank from now
+        on."""
         self._numbers[_ENDED] = 1
 
     def _beat(self) -> None:
@@ -121,39 +122,39 @@ class Heart:
             time.sleep(BEAT_S)
 
 
-_PHASE_NUMBER: Final[Mapping[str, int]] = {name: number for number, name in enumerate(IN_STEP)}
+_PHASE_INDEX: Final[Mapping[str, int]] = {name: index for index, name in enumerate(IN_STEP)}
 
 
 class Heartbeats:
-    """The launcher's side of the heartbeat: the memory of this machine's ranks."""
+    """The launcher's side of the heartbeat: the shared memory of this machine's ranks."""
 
-    def __init__(self, ranks: range, *, places: Sequence[str | None] = ("/dev/shm", None)) -> None:
-        """Creates the ranks' files in the first folder that can be written.
+    def __init__(self, ranks: range, *, parents: Sequence[str | None] = ("/dev/shm", None)) -> None:
+        """Creates the ranks' files in a new folder.
 
         Args:
-            places: folders to try in this order; None is the folder for temporary files.
+            parents: parent folders to try, in this order; None is the folder for temporary files.
 
         Raises:
-            EnvironmentProblem: none of the folders can be written.
+            EnvironmentProblem: none of the parent folders can be written.
         """
         self._ranks = ranks
-        for place in places:
-            if place is None or os.path.isdir(place):
-                with suppress(OSError):  # full, or not ours to write
-                    self.folder = Path(tempfile.mkdtemp(prefix="canzona-", dir=place))
+        for parent in parents:
+            if parent is None or os.path.isdir(parent):
+                with suppress(OSError):  # full or not writable
+                    self.folder = Path(tempfile.mkdtemp(prefix="canzona-", dir=parent))
                     try:
                         self._memory = {rank: _create(_file(self.folder, rank)) for rank in ranks}
                     except OSError:
                         self.close()
                         raise
                     return
-        tried = " and ".join(place or "the temporary folder" for place in places)
+        tried = " or ".join(parent or "the temporary folder" for parent in parents)
         reason = f"cannot write heartbeat files to {tried}"
-        fix = "make room there, or set TMPDIR to a local folder; run.hang_timeout_s=null does without heartbeats"
+        fix = "make room there, or set TMPDIR to a local folder; run.hang_timeout_s=null turns heartbeats off"
         raise EnvironmentProblem(Problem(key="run.hang_timeout_s", reason=reason, fix=fix))
 
     def signs(self) -> list[Sign]:
-        """Returns the last sign of each rank, in rank order."""
+        """Returns the last sign of life of each rank, in rank order."""
         return [_sign(rank, self._memory[rank]) for rank in self._ranks]
 
     def close(self) -> None:
@@ -191,7 +192,7 @@ def _create(path: Path) -> mmap.mmap:
 
 
 def _own_memory(rank: int) -> mmap.mmap | bytearray:
-    """Maps the memory that this rank's launcher reads; without a launcher, returns memory that nobody reads."""
+    """Maps the memory that this rank's launcher reads; without a launcher, returns private memory."""
     folder = os.environ.get(VARIABLE)
     if folder is None:
         return bytearray(_BYTES)

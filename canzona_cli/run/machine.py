@@ -15,7 +15,7 @@ def cores() -> int:
 
 
 def clock_name() -> str:
-    """Returns a name that is equal on ranks that share a monotonic clock, which are the ranks of one machine
+    """Returns a name that is the same on all ranks that share a monotonic clock: the ranks of one machine,
     until it reboots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -38,4 +38,4 @@ def tool_output(tool: str, *arguments: str, timeout_s: float = 5.0) -> str | Non
 
 def existing_folder(path: Path) -> Path:
     """Returns `path` if it exists, otherwise its nearest existing parent. The result may be a file."""
-    return next(place for place in (path, *path.parents) if os.path.exists(place))
+    return next(candidate for candidate in (path, *path.parents) if os.path.exists(candidate))

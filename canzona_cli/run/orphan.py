@@ -1,8 +1,9 @@
 """Makes sure that no process outlives the launcher: the kernel kills agent and workers when their parent
 dies.
 
-`python orphan.py LAUNCHER_PID COMMAND...` asks the kernel for this and then becomes COMMAND; workers call
-`die_with_parent()` first. This file imports only the standard library, because it also runs as a script.
+`python orphan.py LAUNCHER_PID COMMAND...` asks the kernel for this and then executes COMMAND in the same
+process; workers call `die_with_parent()` first. This file imports only the standard library, because it also
+runs as a script.
 """
 
 import ctypes
@@ -15,14 +16,14 @@ import time
 _PR_SET_PDEATHSIG = 1
 AGENT_VARIABLE = "CANZONA_AGENT_PID"
 LAUNCHER_VARIABLE = "CANZONA_LAUNCHER_PID"
-_FOR_THE_LAUNCHER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
+_LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 
 
 def die_with_parent() -> None:
     """Makes this worker end as soon as the torchrun agent that started it dies, for any reason.
 
-    Call this before the slow imports. It does nothing if the agent was not started by canzona's launcher: a
-    person who runs torchrun by hand may want it in the background.
+    Call this before the slow imports. It does nothing if canzona's launcher did not start the agent: somebody
+    who runs torchrun by hand may want it to continue in the background.
     """
     agent = os.environ.get(AGENT_VARIABLE)
     if agent is None:
@@ -59,7 +60,7 @@ def _become(launcher: int, command: list[str]) -> None:
     # step, or die, but stopping is the launcher's and the workers' decision. Ignored signals stay ignored
     # across exec, unless the program installs handlers. torchrun does so only for the signals in
     # PET_SIGNALS_TO_HANDLE.
-    for number in _FOR_THE_LAUNCHER:
+    for number in _LAUNCHER_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         _ask_kernel(launcher)

@@ -26,10 +26,10 @@ Phase = Literal[
     "param_gather",
     "other",
 ]
-"""The phases of a step: every moment belongs to exactly one. Communication counts only while the step waits
-for it."""
+"""The phases of a step: every moment belongs to exactly one. A communication phase is only the time that the
+step waits for the communication."""
 TotalPhase = Literal["grad_reduce_total", "exchange_total", "param_gather_total"]
-"""The totals of communication, whether it is overlapped with other phases or not."""
+"""The total time of each kind of communication, whether it is overlapped with other phases or not."""
 
 IN_STEP: tuple[Phase, ...] = get_args(Phase)
 """The phases that add up to the step, in the order of the breakdown."""
@@ -126,7 +126,7 @@ class StepTimeline:
     """The timeline of one step of a rank."""
 
     number: int
-    """The step's number, from 1."""
+    """The step, counted from 1."""
     start_s: float
     end_s: float
     phases: tuple[Interval, ...]

@@ -1,7 +1,7 @@
 """The records that the ranks and the launcher of a run write. Writers and readers share one type for each.
 
-Fields have defaults if a file is optional for its readers, as an older or interrupted writer may have left
-them out.
+In files that readers can do without, fields have defaults, because an older version or an interrupted writer
+may not have written them.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import ClassVar, Final, Literal, get_args
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import Problem, gathered, refuse
-from canzona_cli.run.codec import load, load_if_sound, plain, record_of, save
+from canzona_cli.run.codec import load, load_if_valid, plain, record_of, save
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.machine import clock_name
 from canzona_cli.run.phases import StepTimeline
@@ -28,7 +28,7 @@ RunStatus = Literal[Ending, Failure]
 FAILURES: Final[tuple[Failure, ...]] = get_args(Failure)
 Level = Literal["info", "warning"]
 RankStatus = Literal[RunStatus, "running", "missing"]
-"""The status of a rank. `missing` is in no file: it stands for a rank that never wrote one."""
+"""The status of a rank. `missing` is never written: it stands for a rank that has no readable file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class RankError:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """The content of ranks/rank-NNNNN.json: how far a rank got and how it ended. The rank writes it at its
+    """The contents of ranks/rank-NNNNN.json: how far a rank got and how it ended. The rank writes it at its
     start and at its end."""
 
     rank: int
@@ -68,13 +68,13 @@ class RankResult:
 
 
 def read_rank(files: RunFiles, rank: int) -> RankResult:
-    """Reads a rank's file. The status is `missing` if there is none that can be read."""
-    return load_if_sound(files.rank(rank), RankResult) or RankResult(rank=rank, status="missing")
+    """Reads a rank's file. The status is `missing` if the file does not exist or cannot be read."""
+    return load_if_valid(files.rank(rank), RankResult) or RankResult(rank=rank, status="missing")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """The content of result.json: how a run ended. The launcher writes it."""
+    """The contents of result.json: how a run ended. The launcher writes it."""
 
     status: RunStatus
     exit_code: int
@@ -101,19 +101,19 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerState:
-    """The content of trackers/NAME.json: a tracker's progress, so that the next launch continues the same curve."""
+    """The contents of trackers/NAME.json: a tracker's progress, so that the next launch continues the same curve."""
 
     id: str | None = None
-    """The tracker's own id of the run; None before there is one."""
+    """The ID that the tracker gave the run; None until it has given one."""
     taken: Mapping[str, int] = field(default_factory=dict)
-    """The last step that was sent, by the prefix of the metric names: empty for metrics.jsonl, else
-    `validation_`."""
+    """The last step that was sent of each kind of record: an empty key for metrics.jsonl, `validation_` for
+    validation.jsonl, `sample` for the sample texts in events.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """The content of resume.json: the checkpoint from which this launch starts, for its workers and for the
-    next launch."""
+    """The contents of resume.json: the checkpoint that this launch starts from. Its workers read it; the next
+    launch compares its own request with it."""
 
     checkpoint: str
     """The path of the checkpoint."""
@@ -121,7 +121,8 @@ class ResumePoint:
     validate: bool
     """True if the model is validated before the first step."""
     validation: "ValidationLoss | None" = None
-    """The validation of the checkpoint's step. It ran after the save, so the checkpoint does not have it."""
+    """The validation of the checkpoint's step, if there was one. It ran after the save, so the checkpoint
+    does not contain it."""
     asked: str
     """The value of `checkpoint.resume` in this launch."""
     weights_only: bool = False
@@ -188,7 +189,7 @@ FIRST_STAGE: Final = "start workers"
 
 @dataclass(frozen=True, kw_only=True)
 class StageEvent:
-    """A line of events.jsonl: the run enters a stage, which ends the stage before."""
+    """A line of events.jsonl: the run enters a stage, which ends the previous stage."""
 
     time: float | None = None
     event: Literal["stage"] = "stage"
@@ -198,7 +199,7 @@ class StageEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEvent:
-    """A line of events.jsonl: a checkpoint is on the disk."""
+    """A line of events.jsonl: a checkpoint is complete on disk."""
 
     time: float | None = None
     event: Literal["checkpoint"] = "checkpoint"
@@ -206,7 +207,7 @@ class CheckpointEvent:
     seconds: float
     """The seconds from the copy in memory to the complete checkpoint on disk."""
     stall_s: float
-    """The part of these seconds for which training waited."""
+    """The seconds that training waited for the save."""
     bytes: int
     path: str = ""
     """The path relative to the run directory."""
@@ -221,9 +222,9 @@ class Incident:
     event: str
     detail: str = ""
     level: Level | None = None
-    """The level at which `detail` is shown to a person who watches the run; None if it is not shown."""
+    """The level at which `detail` is shown to the user; None if it is not shown."""
     facts: Mapping[str, float | str | None] = field(default_factory=dict)
-    """The numbers and names for programs. In the file, they are fields of the line itself."""
+    """The numbers and names for programs. In the file, they are top-level fields of the line."""
 
     def line(self) -> dict[str, object]:
         """Returns the JSON object of the line in the file."""
@@ -241,7 +242,7 @@ class Note:
 
     text: str
     warning: bool = False
-    """True if a person should look at it."""
+    """True if the user should look into it."""
 
 
 def event_of(line: Mapping[str, object]) -> Event | None:
@@ -264,13 +265,13 @@ def describe(event: Event) -> Note | None:
 
 
 Documents = Literal["held-out", "all"]
-"""The documents of a corpus that an evaluation reads: the documents that a run with these settings holds out,
-or all."""
+"""The documents of a corpus that an evaluation reads: all of them, or only those that a run with these settings
+holds out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The content of evaluation.json, written by rank 0."""
+    """The contents of evaluation.json, written by rank 0."""
 
     VERSION: ClassVar = 1
 
@@ -332,25 +333,25 @@ def read_evaluation(files: RunFiles) -> Evaluation:
 
 
 PLAIN: Final = "plain"
-"""The kernel for general matrix products: cuBLAS, or oneDNN on CPUs."""
+"""The kernel for general matmuls: cuBLAS, or oneDNN on CPUs."""
 STRIPS: Final = "strips"
 """The CPU kernel that computes only the lower triangle, in strips of rows, and mirrors it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTrial:
-    """The trial of one kernel on one shape of matrix products, at the start of the run."""
+    """The trial of one kernel on one matmul shape, at the start of the run."""
 
     kernel: str
     seconds: float | None = None
-    """The seconds of a product on the slowest rank; None if the kernel could not be used."""
+    """The seconds of a matmul on the slowest rank; None if the kernel could not be used."""
     refused: str = ""
     """The reason why it was not chosen; empty for the chosen kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelChoice:
-    """The kernel for products of (side, long) and (long, side) matrices."""
+    """The kernel for matmuls of a (side, long) with a (long, side) matrix."""
 
     side: int
     long: int
@@ -362,8 +363,8 @@ class KernelChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The content of kernels.json: the kernel for every shape that updates multiply one matrix at a time,
-    smallest first."""
+    """The contents of kernels.json: the kernel for every matmul shape that updates do not batch, smallest
+    first."""
 
     VERSION: ClassVar[int] = 1
 
@@ -375,7 +376,7 @@ class Kernels:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline:
-    """The content of timeline/rank-NNNNN.json."""
+    """The contents of timeline/rank-NNNNN.json."""
 
     VERSION: ClassVar[int] = 1
 
@@ -399,7 +400,7 @@ def write_timeline(files: RunFiles, rank: int, steps: Sequence[StepTimeline]) ->
 
 
 def load_timelines(files: RunFiles) -> list[RankTimeline]:
-    """Reads the timelines of all ranks, by rank; empty if there are none.
+    """Reads the timelines of all ranks, in rank order; empty if there are none.
 
     Raises:
         ConfigError: lists every file that is damaged or of another version.

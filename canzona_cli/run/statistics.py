@@ -61,17 +61,17 @@ class OverRanks:
 
 
 def mean_phases(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns each phase's mean seconds over the steps of one rank; a step without the phase counts as 0."""
+    """Returns each phase's mean seconds over the steps of one rank, with 0 for a step without the phase."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: statistics.fmean(step.get(name, 0.0) for step in steps) for name in names}
 
 
 def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Returns the seconds of each phase by rank, from each rank's phases; 0 for a rank without the phase."""
+    """Lists each phase's seconds over all ranks, with 0 for a rank without the phase."""
     names = dict.fromkeys(name for phases in ranks for name in phases)
     return {name: [phases.get(name, 0.0) for phases in ranks] for name in names}
 
 
 def load_balance(by_rank: Sequence[float]) -> float:
-    """Returns the ranks' work, maximum over mean: 1.0 is perfect, and also the value without any work."""
+    """Returns the maximum over the mean of the ranks' work. 1.0 is perfect; it is also 1.0 without any work."""
     return max(by_rank) / statistics.fmean(by_rank) if any(by_rank) else 1.0

@@ -1,8 +1,8 @@
-"""Replaces standard output and standard error by streams that never raise.
+"""Replaces standard output and standard error with streams that never raise.
 
 A closed terminal, a pipe without a reader or a full disk can make any print fail, in canzona's code and in
-libraries. These streams drop the text that cannot be written, and the command continues. It reports the loss
-at its end, except for a training run (`unattended`).
+libraries. These streams drop the text that cannot be written, and the command continues. Before it exits, the
+command reports the loss, unless it is a training run.
 """
 
 import errno
@@ -28,7 +28,7 @@ class _Stream(io.FileIO):
     patience_s: ClassVar[float | None] = None
     """The seconds to wait until the descriptor is writable; None waits forever."""
     lost: ClassVar[OSError | None] = None
-    """The error at which data was first dropped."""
+    """The first error that made a stream drop data; None if nothing was dropped."""
     _stuck = False
     before: TextIO | None = None
     """The stream object that was replaced. It is kept alive because its finalizer may close the descriptor,
@@ -45,31 +45,31 @@ class _Stream(io.FileIO):
         return len(text)
 
     def _has_room(self) -> bool:
-        """Waits at most `patience_s` until the reader takes data; returns True if it does. After a wait in
-        vain, does not wait again until the reader has taken data."""
+        """Waits up to `patience_s` for the reader to take data; returns False on timeout. After a timeout,
+        later calls return at once until the reader takes data again."""
         wait_s = 0.0 if self._stuck and self.patience_s is not None else self.patience_s
         self._stuck = not select.select([], [self], [], wait_s)[1]
         return not self._stuck
 
 
 def guard() -> None:
-    """Replaces sys.stdout and sys.stderr by streams that never raise."""
+    """Replaces sys.stdout and sys.stderr with streams that never raise."""
     for descriptor in range(3):  # the next opened file would get the number of a closed descriptor
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = _guarded(sys.stdout, 1), _guarded(sys.stderr, 2)
+    sys.stdout, sys.stderr = _wrap(sys.stdout, 1), _wrap(sys.stderr, 2)
 
 
-def unattended() -> None:
+def mark_training_run() -> None:
     """Marks this process as a training run: a lost reader delays it by `_PATIENCE_S` at most and never
     changes its exit code."""
     _Stream.patience_s = _PATIENCE_S
 
 
-def unheard() -> OSError | None:
-    """Flushes standard output and error; returns the error at which output was first lost.
+def lost_output_error() -> OSError | None:
+    """Flushes standard output and error; returns the first error that lost output.
 
     Returns None if nothing was lost, the reader has exited, or this is a training run.
     """
@@ -79,16 +79,17 @@ def unheard() -> OSError | None:
     return None if lost is None or lost.errno in _GONE or _Stream.patience_s is not None else lost
 
 
-def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
+def _wrap(stream: TextIO | None, descriptor: int) -> TextIO:
+    """Returns a stream for the descriptor that never raises, or `stream` itself if it writes elsewhere."""
     encoding = "utf-8"
-    at_once = False
+    unbuffered = False
     if stream is not None:
         try:
             if stream.fileno() != descriptor:
                 return stream
         except (OSError, ValueError):  # not backed by a file, for example a test's capture
             return stream
-        encoding, at_once = stream.encoding, getattr(stream, "write_through", False)
+        encoding, unbuffered = stream.encoding, getattr(stream, "write_through", False)
     raw = _Stream(descriptor, "w", closefd=False)
     raw.before = stream
     by_line = descriptor == 2 or raw.isatty()
@@ -96,5 +97,5 @@ def _guarded(stream: TextIO | None, descriptor: int) -> TextIO:
     # characters that they lack.
     errors = "backslashreplace" if encoding.lower().startswith("utf") else "replace"
     # An unbuffered stream stays unbuffered, so that a rank's output is written before the rank may die.
-    buffer = raw if at_once else io.BufferedWriter(raw)
-    return io.TextIOWrapper(buffer, encoding, errors, line_buffering=by_line, write_through=at_once)
+    buffer = raw if unbuffered else io.BufferedWriter(raw)
+    return io.TextIOWrapper(buffer, encoding, errors, line_buffering=by_line, write_through=unbuffered)

@@ -11,7 +11,7 @@ from typing import Final
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CanzonaError, ConfigError, Problem
 from canzona_cli.run.breakdown import Breakdown, load_breakdown, load_prediction
-from canzona_cli.run.codec import JsonLines, load_if_sound, read_lines
+from canzona_cli.run.codec import JsonLines, load_if_valid, read_lines
 from canzona_cli.run.corpus import PreparedCorpus, Supply, supply
 from canzona_cli.run.files import RunFiles, sweep_root
 from canzona_cli.run.records import (
@@ -30,13 +30,13 @@ from canzona_cli.run.words import plural
 
 Record = StepMetrics | ValidationLoss | Event
 _CLOCK_NOISE_S: Final = 1.0
-"""The seconds by which a line may be earlier than the line before it although the clock was not set back,
-because the launcher and rank 0 write to the same file."""
+"""The most seconds that a line may be earlier than the line before it without the clock having been set back:
+the launcher and rank 0 write to the same file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The use of the time from the first record of a run's first launch to the last record of its newest
+    """The split of the time from the first record of a run's first launch to the last record of its newest
     launch, in seconds."""
 
     wall_s: float
@@ -113,8 +113,8 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
     )
     if not moments:
         return None
-    # A gap does not count if it ends with a launch's first event, unless it also begins with one: both the
-    # launcher and its first rank announce that workers start.
+    # A gap that ends with a launch's first event is time between launches and is not added, unless it also
+    # begins with such an event: both the launcher and its first rank announce that workers start.
     return math.fsum(then - now for (now, started), (then, starts) in pairwise(moments) if started or not starts)
 
 
@@ -141,8 +141,8 @@ def _launches(files: RunFiles) -> list[RunFiles]:
 
 
 def _seconds(lines: Sequence[StepMetrics]) -> float:
-    """Adds up the seconds of the steps that these lines stand for. The step time in a line holds for all
-    steps since the line before it."""
+    """Adds up the seconds of the steps that these lines cover. The step time in a line is used for all steps
+    since the line before it."""
     gaps = [line.step - before.step for before, line in pairwise(lines)]
     steps = [min(gaps, default=1), *gaps][: len(lines)]
     return math.fsum(count * (line.step_s or 0.0) for count, line in zip(steps, lines, strict=True))
@@ -177,8 +177,8 @@ class RunSummary:
     fallbacks: int
     """The number of matrix updates that failed and were replaced by the optimizer's fallback."""
     elapsed_s: float | None
-    """The seconds from the first to the last record of each launch, added up; without the time between
-    launches."""
+    """The seconds from the first to the last record of each launch, added up; the time between launches is
+    excluded."""
     errors: tuple[RankResult, ...]
     """The results of ranks that failed, in the order of their errors."""
     breakdown: Breakdown | None
@@ -248,12 +248,12 @@ def load_summary(run_dir: Path) -> RunSummary:
     files = RunFiles(run_dir)
     if not holds_run(run_dir):
         reason = "is not the directory of a run" if run_dir.is_dir() else "there is no such directory"
-        raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=suggest(run_dir)))
+        raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=suggest_run_dir(run_dir)))
     notes: list[str] = []
     config = _config(files, notes)
     metrics = _lines(files.metrics, StepMetrics, notes)
     validation = _lines(files.validation, ValidationLoss, notes)
-    result = load_if_sound(files.result, RunResult)
+    result = load_if_valid(files.result, RunResult)
     if result is None:
         unfinished = "there is no result.json: the run is still running, or was killed before it could write one"
         continued = f"; if it was killed: canzona resume {shlex.quote(str(run_dir))}"
@@ -299,7 +299,7 @@ def load_summary(run_dir: Path) -> RunSummary:
 
 
 def _supply(files: RunFiles, config: RunConfig | None) -> Supply | None:
-    corpus, layout = load_if_sound(files.corpus, PreparedCorpus), load_if_sound(files.layout, Layout)
+    corpus, layout = load_if_valid(files.corpus, PreparedCorpus), load_if_valid(files.layout, Layout)
     return None if config is None or corpus is None or layout is None else supply(config, layout, corpus)
 
 
@@ -314,18 +314,18 @@ def _config(files: RunFiles, notes: list[str]) -> RunConfig | None:
 
 
 def _lines[T](path: Path, kind: type[T], notes: list[str]) -> list[T]:
-    """Reads the records of a .jsonl file. Damaged lines, such as the last line of a killed run, are left out
+    """Reads the records of a .jsonl file. Damaged lines, such as the last line of a killed run, are skipped
     and noted."""
     records, damaged = read_lines(path, kind)
     if damaged:
-        notes.append(f"{path.name}: {plural(damaged, 'damaged line')} left out")
+        notes.append(f"{path.name}: {plural(damaged, 'damaged line')} skipped")
     return records
 
 
 def _errors(files: RunFiles) -> tuple[RankResult, ...]:
     """Returns the results of ranks that failed, in the order of their errors: the first most likely caused
     the others."""
-    results = [load_if_sound(path, RankResult) for path in sorted(files.ranks.glob("rank-*.json"))]
+    results = [load_if_valid(path, RankResult) for path in sorted(files.ranks.glob("rank-*.json"))]
     failed = [result for result in results if result is not None and result.error is not None]
     return tuple(sorted(failed, key=lambda result: (result.time or math.inf, result.rank)))
 
@@ -354,9 +354,10 @@ def _ends(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | Non
     return {"first": {"step": first_step, "loss": first}, "last": {"step": last_step, "loss": last}}
 
 
-def suggest(run_dir: Path) -> str:
-    """Returns a fix that names the newest run nearby, if there is one."""
+def suggest_run_dir(run_dir: Path) -> str:
+    """Returns a fix that names the newest run in `run_dir`, its parent or `runs/`, in this order; without any,
+    a hint where to find the run directory."""
     for root in (run_dir, run_dir.parent, Path("runs")):
         if (newest := newest_run(root)) is not None:
-            return f"the newest run nearby is {newest}"
+            return f"the newest run in {root} is {newest}"
     return "give the run directory that `canzona train` printed"

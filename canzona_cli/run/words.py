@@ -1,4 +1,4 @@
-"""Formats numbers, durations, sizes, plurals and untrusted text for a person, with the standard library only."""
+"""Formats numbers, durations, sizes, plurals and untrusted text for users, with the standard library only."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def clean(value: object, *, newlines: bool = False) -> str:
 
 
 def number(value: object, spec: str = ".4g") -> str:
-    """Formats a number by a format specification; `-` if the value is not a number, `nan` and `inf` as words."""
+    """Formats a number with a format specification; `-` if the value is not a number, else also `nan` and `inf`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return MISSING
     if math.isnan(value):
@@ -57,7 +57,7 @@ def experts_words(load: float, balancing_loss: float | None) -> str:
     return f"busiest expert {load:.2f} x mean{loss}"
 
 
-def guarded(skipped: int, fallbacks: int) -> list[str]:
+def guard_notes(skipped: int, fallbacks: int) -> list[str]:
     """Describes skipped steps and replaced updates of a run so far; empty if there were none."""
     sentences = []
     if skipped:
@@ -134,7 +134,7 @@ def size(value: object) -> str:
 
 
 def traffic(amount: int) -> str:
-    """Formats bytes in decimal units, in which link bandwidths are given: `4.87 MB`."""
+    """Formats bytes in decimal units, as link bandwidths are given: `4.87 MB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if amount >= scale:
             return f"{amount / scale:.3g} {unit}"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from canzona_cli.checkpoint.contents import ELEMENTWISE, MASTER
 from canzona_cli.checkpoint.manifest import Manifest
 from canzona_cli.checkpoint.reader import Reader
-from canzona_cli.checkpoint.staging import staged
+from canzona_cli.checkpoint.staging import stage_folder
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.engine.stored_state import SHARDING
 from canzona_cli.errors import ConfigError, Problem
@@ -122,7 +122,7 @@ def export_torch_dist(
         raise ConfigError(problem)
     kind = _kind(manifest)
     iteration = manifest.progress.step
-    with staged(out, key="OUT") as root:
+    with stage_folder(out, key="OUT") as root:
         folder = root / f"iter_{iteration:07d}"
         folder.mkdir()
         writer = _Writer(folder / _FILE)

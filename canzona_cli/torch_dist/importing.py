@@ -15,7 +15,7 @@ from canzona_cli.checkpoint.contents import MASTER
 from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Buffer, Progress, Scalar, Shard
 from canzona_cli.checkpoint.shard_file import raw_bytes
 from canzona_cli.checkpoint.staging import write_checkpoint
-from canzona_cli.checkpoint.verify import shortened
+from canzona_cli.checkpoint.verify import limit_problems
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.megatron_arguments import saved_arguments
 from canzona_cli.config.megatron_run import MegatronRun
@@ -144,7 +144,7 @@ def _setting_problems(folder: TorchDistFolder, ours: RunConfig, theirs: RunConfi
 def _tensor_problems(folder: TorchDistFolder, theirs: RunConfig) -> list[Problem]:
     fix = "the checkpoint's arguments belong to another model, or the model is not a dense decoder"
     problems = tensor_problems(folder.keys, theirs.model).items()
-    return shortened([Problem(key=key, reason=reason, fix=fix) for key, reason in problems], _MOST, key="tensors")
+    return limit_problems([Problem(key=key, reason=reason, fix=fix) for key, reason in problems], _MOST, key="tensors")
 
 
 def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, notes: tuple[str, ...]) -> Import:

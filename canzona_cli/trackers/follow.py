@@ -3,8 +3,8 @@ NAME STEP`.
 
 The launcher starts the process next to torchrun and closes its standard input when the run has ended. The
 process reads the run's files, so ranks never wait for a tracker, however slow it is. If a tracker fails, the
-process tries again, with increasing pauses. The tracker's id of the run and the last step sent are stored in
-the run directory, so that the next launch continues the same curves.
+process tries again, with increasing pauses. The ID that the tracker gave the run and the last step sent are
+stored in the run directory, so that the next launch continues the same curves.
 
 TensorBoard, Weights & Biases and MLflow have the same interface here, and receive the names and steps of
 metrics.jsonl. Destination and credentials come from each tracker's environment variables (`WANDB_API_KEY`,
@@ -31,7 +31,7 @@ from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import TrackerName
 from canzona_cli.config.secrets import redacted
 from canzona_cli.config.settings import leaves
-from canzona_cli.run.codec import JsonLines, load_if_sound, save
+from canzona_cli.run.codec import JsonLines, load_if_valid, save
 from canzona_cli.run.files import RunFiles, try_append_json_line
 from canzona_cli.run.records import Incident, Level, RunResult, RunStatus, TrackerState
 from canzona_cli.run.words import clean, plural
@@ -65,14 +65,14 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tracked:
+class TrackedRun:
     """The run whose records are sent to a tracker."""
 
     run_dir: Path
     settings: Mapping[str, object]
     """All settings of the run, by dotted key."""
     id: str | None
-    """The tracker's id of the run; None if the tracker does not know the run yet."""
+    """The ID that the tracker gave the run; None if the tracker does not know the run yet."""
     first_step: int
     """The first step that will be sent. The tracker's values from this step on are outdated, because the
     steps are run again."""
@@ -81,7 +81,7 @@ class Tracked:
 class TensorBoard:
     """A tracker that writes TensorBoard event files, record by record, so that a full disk is noticed at once."""
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -123,7 +123,7 @@ class WeightsAndBiases:
     """A tracker that sends to Weights & Biases. The x axis is a metric `step`, because Weights & Biases
     ignores values whose built-in step is lower than an earlier one."""
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         quiet = {"CONSOLE": "off", "SILENT": "true", "ERROR_REPORTING": "false"}
         _set_defaults("WANDB", {"PROJECT": _PROJECT, "DIR": str(run.run_dir), **quiet})
         import wandb
@@ -150,7 +150,7 @@ class MLflow:
     """A tracker that sends to MLflow. It uses only MLflow's client, which has no global state and leaves no
     thread behind."""
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         patience = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
         _set_defaults("MLFLOW", {"TRACKING_URI": f"sqlite:///{run.run_dir.absolute() / 'mlflow.db'}", **patience})
         from mlflow import MlflowClient
@@ -192,9 +192,9 @@ def _set_defaults(package: str, values: Mapping[str, str]) -> None:
 Tracker = TensorBoard | WeightsAndBiases | MLflow
 """An open tracker.
 
-`id` is the tracker's id of the run, which a later launch passes as `Tracked.id`. `add` sends points, in the order of
-their file; if it succeeds, they are not sent again. `close` ends the run; its `status` is None if nobody
-knows how the run ended. Every call may raise any exception of the tracker's package or of the network."""
+`id` is the ID that the tracker gave the run, which a later launch passes as `TrackedRun.id`. `add` sends points, in the
+order of their file; if it succeeds, they are not sent again. `close` ends the run; its `status` is None if it is not
+known how the run ended. Every call may raise any exception of the tracker's package or of the network."""
 TRACKERS: Mapping[TrackerName, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
@@ -215,7 +215,7 @@ class Follower:
         paths = {"": files.metrics, "validation_": files.validation, _SAMPLE: files.events}
         self._records = {kind: JsonLines(path) for kind, path in paths.items()}
         """The files of records, by the prefix of their values' names. Of the events, only sample texts are sent."""
-        self._state = load_if_sound(files.tracker(name), TrackerState) or TrackerState()
+        self._state = load_if_valid(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=begin)
         self._waiting = deque((kind, point) for kind, point in self._read() if point.step > begin[kind])
@@ -245,7 +245,7 @@ class Follower:
                     self._state = replace(self._state, taken={**self._state.taken, kind: point.step})
                 self._remember()
         except Exception as error:  # no error of a package or of the network may end the process
-            self._failed(error)
+            self._handle_failure(error)
         else:
             if self._failures:
                 self._report(f"{self._name} accepts metrics again; none are lost", "info")
@@ -254,18 +254,18 @@ class Follower:
     def finish(self) -> None:
         """Sends the remaining points after the run has ended, closes the tracker, and reports lost points."""
         self.look(last=True)
-        result = load_if_sound(self._files.result, RunResult)
+        result = load_if_valid(self._files.result, RunResult)
         try:
             if self._tracker is not None:
                 self._tracker.close(None if result is None else result.status)
         except Exception as error:
-            self._failed(error)
+            self._handle_failure(error)
         if self._waiting:
             lost = plural(len(self._waiting), "line")
             self._report(f"{lost} of the run's records did not reach {self._name}", "warning")
 
     def _open(self) -> Tracker:
-        run = Tracked(
+        run = TrackedRun(
             run_dir=self._files.root,
             settings=dict(leaves(asdict(load_resolved(self._files.config)))),
             id=self._state.id,
@@ -289,7 +289,7 @@ class Follower:
                 moment = float(when) if isinstance(when, int | float) else time.time()
                 yield kind, Point(step=step, time=moment, values=values)
 
-    def _failed(self, error: Exception) -> None:
+    def _handle_failure(self, error: Exception) -> None:
         self._failures += 1
         self._not_before = time.monotonic() + min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
         if self._failures == 1:

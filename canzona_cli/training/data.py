@@ -14,7 +14,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.errors import unwritable
+from canzona_cli.errors import write_error
 from canzona_cli.megatron.parallel import World
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 
@@ -149,7 +149,7 @@ def _build(
         if error.errno is None:  # numpy does not name the reason when a disk becomes full
             error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fix = "make room there, or choose another folder: data.cache_dir=FOLDER"
-        raise unwritable("data.cache_dir", cache, error, fix=fix, what="the index of samples") from None
+        raise write_error("data.cache_dir", cache, error, fix=fix, what="the index of samples") from None
     assert built is not None
     return built
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Ending, ResumePoint, read_layout
 from canzona_cli.training.process import IMPORTED_BY_ALL, Pulse, run_rank
@@ -59,7 +59,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
     datasets = build_datasets(config, corpus, cache=config.data.cache_root / "indices")
 
-    start, resumed = Start(), load_if_sound(files.resume, ResumePoint)
+    start, resumed = Start(), load_if_valid(files.resume, ResumePoint)
     if resumed is not None:
         checkpoint = Path(resumed.checkpoint)
         journal.stage("load", checkpoint.name)

@@ -17,7 +17,7 @@ from typing import Final
 
 import torch
 
-from canzona_cli.calibrate.compute import Group, Variant, expected, shapes, update_samples, variants
+from canzona_cli.calibrate.compute import Group, Variant, expected_seconds, shapes, update_samples, variants
 from canzona_cli.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.update import algorithm, flops, work
@@ -61,7 +61,7 @@ def updates(setup: Setup, seconds: float) -> Outcome:
     until = time.monotonic() + seconds
     with lone_team(setup) as team:
         for variant, size, shape in items:
-            if time.monotonic() + expected(variant, *shape) > until:
+            if time.monotonic() + expected_seconds(variant, *shape) > until:
                 break
             measured.append(measure(team, variant, size, shape, setup.budget_s))
             show(measured[-1])
@@ -77,7 +77,7 @@ def updates_of(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]
         for variant in (variant for variant in variants(config) if variant.ours):
             for shape in shapes(config):
                 items.setdefault((variant.label, *shape), (variant, size, shape))
-    return sorted(items.values(), key=lambda item: expected(item[0], *item[2]))
+    return sorted(items.values(), key=lambda item: expected_seconds(item[0], *item[2]))
 
 
 def summarised(measured: Sequence[Update], *, left: int) -> Outcome:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from canzona_cli.checkpoint.manifest import Scalar
-from canzona_cli.checkpoint.restore import restore, unlike, verify_together
+from canzona_cli.checkpoint.restore import restore, state_mismatch, verify_together
 from canzona_cli.checkpoint.store import CheckpointStore, choose
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.config.schema import Layout, RunConfig
@@ -122,7 +122,7 @@ class _Counting(torch.optim.SGD):
 )
 def test_what_comes_into_a_parameter_group_is_of_the_kind_that_is_there(shared: dict[str, Scalar], wrong: str) -> None:
     master = torch.nn.Parameter(torch.zeros(2, 3))
-    assert unlike(_Counting([master]), master, {}, {}, shared) == wrong
+    assert state_mismatch(_Counting([master]), master, {}, {}, shared) == wrong
 
 
 def test_a_manifest_of_no_time_and_a_bomb_for_settings_are_told_apart(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import ResumePoint
 from tests.faults.support import TrainingRun, alive
@@ -89,7 +89,7 @@ def test_launches_killed_at_random_times_cost_no_bit(tmp_path: Path, corpus_cach
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 [psutil.Process(run.process.pid), *family][doomed].send_signal(signal.SIGKILL)
             reached = run.steps
-            came_from = 0 if (point := load_if_sound(run.files.resume, ResumePoint)) is None else point.step
+            came_from = 0 if (point := load_if_valid(run.files.resume, ResumePoint)) is None else point.step
             whom = "launcher" if doomed == 0 else f"process {doomed} of {len(family)} below it"
             after_s = time.monotonic() - begun
             kills.append(f"| {runs} | {after_s:.2f} s | {whom} | {came_from} | {reached} |")

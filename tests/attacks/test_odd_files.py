@@ -15,7 +15,7 @@ from canzona_cli.errors import CanzonaError, ConfigError
 from canzona_cli.model.shapes import load_shapes
 from canzona_cli.planner.plan import Plan, content_hash
 from canzona_cli.planner.plan_file import obtain_plan, read_plan
-from canzona_cli.run.codec import load_if_sound, read_lines
+from canzona_cli.run.codec import load_if_valid, read_lines
 from canzona_cli.run.records import RunResult, StepMetrics, read_layout
 from tests.attacks.cases import mostly
 from tests.commands.support import canzona
@@ -123,7 +123,7 @@ def test_what_lies_in_plans_stops_no_run(kind: str, tmp_path: Path) -> None:
 def test_an_odd_record_is_damaged_or_as_if_it_were_not_there(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "layout.json"
     ({**NO_FILES, **NO_JSON}[kind])(path)
-    assert load_if_sound(path, RunResult) is None
+    assert load_if_valid(path, RunResult) is None
     with pytest.raises((ConfigError, FileNotFoundError)):
         read_layout(path)
     if kind != "a terabyte":  # a run's own lines have no largest size

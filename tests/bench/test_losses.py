@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.bench.results import (
-    COMPARED,
+    COMPARED_STEPS,
     FIRST_STEP,
-    LATER,
+    LATER_STEPS,
     BenchResult,
     StrategiesDisagree,
     check_losses,
@@ -48,12 +48,17 @@ def test_equal_losses_agree_and_adamw_is_another_rule() -> None:
 
 def test_each_strategy_that_parts_is_told_at_its_first_wrong_step() -> None:
     losses: dict[AnyStrategy, Sequence[float]]
-    losses = {"canzona": LOSSES, "asc": scaled(3, 1 + 2 * LATER), "layerwise": LOSSES, "sc": scaled(2, 1 - 2 * LATER)}
+    losses = {
+        "canzona": LOSSES,
+        "asc": scaled(3, 1 + 2 * LATER_STEPS),
+        "layerwise": LOSSES,
+        "sc": scaled(2, 1 - 2 * LATER_STEPS),
+    }
     assert found(losses) == ["asc, step 3", "sc, step 2"]
 
 
 def test_the_first_loss_is_before_any_update_and_leaves_no_room_for_rounding_of_updates() -> None:
-    half = (FIRST_STEP + LATER) / 2
+    half = (FIRST_STEP + LATER_STEPS) / 2
     assert found({"canzona": LOSSES, "sc": scaled(1, 1 + half)}) == ["sc, step 1"]
     assert found({"canzona": LOSSES, "sc": scaled(2, 1 + half)}) == []
 
@@ -71,7 +76,7 @@ def test_strategies_that_update_other_matrices_are_compared_among_themselves() -
 
 
 def test_late_losses_part_by_rounding_and_are_not_compared() -> None:
-    early = tuple(5.0 for _ in range(COMPARED))
+    early = tuple(5.0 for _ in range(COMPARED_STEPS))
     assert found({"canzona": (*early, 2.0), "sc": (*early, 3.0)}) == []
 
 

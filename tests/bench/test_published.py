@@ -15,7 +15,7 @@ from canzona_cli.bench.published import (
     ROWS,
     PredictedSeries,
     compare,
-    fitted,
+    fitted_series,
     load_published,
     mean_absolute_error,
     orders,
@@ -39,7 +39,7 @@ def compared() -> tuple[PredictedSeries, ...]:
 
 def test_layouts_are_predicted_within_the_stated_errors() -> None:
     """The README's figures: MAPE 2.8%, worst 4.9%."""
-    counted = fitted(compared())
+    counted = fitted_series(compared())
     assert len({one.series.model for one in counted}) == 4
     assert sum(len(one.rows) for one in counted) == 32
     assert mean_absolute_error(counted) < 0.03
@@ -49,7 +49,7 @@ def test_layouts_are_predicted_within_the_stated_errors() -> None:
 
 def test_steps_with_experts_are_predicted_within_the_stated_errors() -> None:
     """The README's figures: MAPE 1.1%, worst 1.2%. They do not count among those of dense models."""
-    counted = fitted(compared(), experts=True)
+    counted = fitted_series(compared(), experts=True)
     assert {one.series.model for one in counted} == {"qwen3-30b-a3b"}
     assert len(counted) == 3
     assert max(abs(one.error) for one in counted) < 0.02
@@ -74,7 +74,7 @@ def test_predictions_that_were_committed_before_a_step_was_read_stay_as_they_wer
 
 
 def test_peak_memory_is_predicted_within_four_per_cent() -> None:
-    errors = [row.memory_error for one in fitted(compared()) for row in one.rows if row.memory_error is not None]
+    errors = [row.memory_error for one in fitted_series(compared()) for row in one.rows if row.memory_error is not None]
     assert len(errors) == 2
     assert max(map(abs, errors)) < 0.04
 

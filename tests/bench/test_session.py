@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.lineup import Entrant, LineUp, into_sittings
+from canzona_cli.bench.lineup import Entrant, LineUp, make_sittings
 from canzona_cli.bench.options import Options, SweepKind, read_options
 from canzona_cli.bench.session import Session, prepare, prepare_sweep
 from canzona_cli.config.execution import AnyStrategy
@@ -144,7 +144,7 @@ def test_strategies_share_a_sitting_as_far_as_they_fit_beside_the_reference() ->
     line_up = prepared().line_up  # 3.25 GiB for each rank
     sizes = (1.0, 1.0, 1.5, 1.5, 1.0, 2.5)
     line_up = replace(line_up, strategies=tuple(sized(line_up, place, size) for place, size in enumerate(sizes)))
-    sittings = into_sittings(line_up, None)
+    sittings = make_sittings(line_up, None)
     assert [(tuple(member.name for member in sitting.strategies), sitting.alone) for sitting in sittings] == [
         (("canzona", "paper", "sc"), False),  # 3 GiB that stay, and once what a step needs
         (("canzona", "asc"), False),
@@ -155,10 +155,10 @@ def test_strategies_share_a_sitting_as_far_as_they_fit_beside_the_reference() ->
 
 def test_cpu_ranks_share_the_machines_free_memory() -> None:
     line_up = prepared().line_up
-    together = into_sittings(line_up, 64 * GIB)
+    together = make_sittings(line_up, 64 * GIB)
     assert [len(sitting.strategies) for sitting in together] == [6]
     # Python and torch alone are 0.75 GiB on each of the four ranks.
-    assert all(sitting.alone for sitting in into_sittings(line_up, 3 * GIB)[1:])
+    assert all(sitting.alone for sitting in make_sittings(line_up, 3 * GIB)[1:])
 
 
 def test_values_of_a_sweep_are_all_checked_before_the_first_runs() -> None:

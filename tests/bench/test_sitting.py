@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.sitting import Samples, StepSample, Turns, measured, read_samples, write_samples
+from canzona_cli.bench.sitting import Samples, StepSample, Turns, read_samples, summarise, write_samples
 from canzona_cli.run.files import RunFiles
 
 
@@ -19,7 +19,7 @@ def samples(*ranks: tuple[StepSample, ...]) -> Samples:
 
 def test_the_warm_up_and_the_first_step_of_each_turn_are_left_out() -> None:
     times = [9.0, 8.0, 7.0, 6.0, 1.0, 3.0, 5.0, 2.0, 4.0]  # three turns of three, the first to warm up
-    found = measured(samples(tuple(map(step, times))), warm_up_rounds=1, steps_per_turn=3)
+    found = summarise(samples(tuple(map(step, times))), warm_up_rounds=1, steps_per_turn=3)
     assert found.iteration_s == (2.0, 3.0)
     assert found.processor_s == (4.0, 6.0)
     assert found.losses == tuple(map(float, range(9)))
@@ -28,7 +28,7 @@ def test_the_warm_up_and_the_first_step_of_each_turn_are_left_out() -> None:
 
 def test_a_step_lasts_as_long_as_its_slowest_rank() -> None:
     ranks = ((step(9.0), step(2.0), step(6.0)), (step(9.0), step(4.0), step(5.0)))
-    found = measured(samples(*ranks), warm_up_rounds=0, steps_per_turn=3)
+    found = summarise(samples(*ranks), warm_up_rounds=0, steps_per_turn=3)
     assert found.iteration_s == (5.0,)  # (4 + 6) / 2
     assert found.processor_s == (17.0,)  # both ranks: (12 + 22) / 2
 
@@ -36,7 +36,7 @@ def test_a_step_lasts_as_long_as_its_slowest_rank() -> None:
 def test_the_optimizer_step_is_the_busiest_ranks_update_and_the_last_ranks_norm() -> None:
     # Rank 1 comes late to the norm: rank 0's time there is mostly waiting, and none of the optimizer's.
     early, late = step(5.0, update=1.0, exchange=0.5, norm=2.0), step(5.0, update=3.0, exchange=0.25, norm=0.125)
-    found = measured(samples((early, early), (late, late)), warm_up_rounds=0, steps_per_turn=2)
+    found = summarise(samples((early, early), (late, late)), warm_up_rounds=0, steps_per_turn=2)
     assert found.optimizer_s == (3.375,)
     assert found.load_balance == pytest.approx(1.5)
     assert found.update_s == (1.0, 3.0)
@@ -45,7 +45,7 @@ def test_the_optimizer_step_is_the_busiest_ranks_update_and_the_last_ranks_norm(
 
 
 def test_without_matrices_the_load_is_balanced() -> None:
-    assert measured(samples((step(1.0), step(1.0))), warm_up_rounds=0, steps_per_turn=2).load_balance == 1.0
+    assert summarise(samples((step(1.0), step(1.0))), warm_up_rounds=0, steps_per_turn=2).load_balance == 1.0
 
 
 def test_samples_come_back_as_they_were_written(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.calibrate.calibrate import Calibration, prepared
+from canzona_cli.calibrate.calibrate import Calibration, prepare_run
 from canzona_cli.calibrate.profile import Facts, Measurement, Part, Quantity, Record, profile_of
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import ClusterConfig, Layout, RunConfig
@@ -46,7 +46,7 @@ RECORD = Record(
 
 
 def run(*overrides: str) -> tuple[RunConfig, Layout]:
-    return prepared(compose_run(["recipe=tiny", "gpus=2", *overrides], training=False).config)
+    return prepare_run(compose_run(["recipe=tiny", "gpus=2", *overrides], training=False).config)
 
 
 def profile(record: Record = RECORD, *overrides: str) -> ClusterConfig:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.calibrate.calibrate import prepared
-from canzona_cli.calibrate.profile import FULL, Record, Recorder, parts, profile_of, read_record, shortened
+from canzona_cli.calibrate.calibrate import prepare_run
+from canzona_cli.calibrate.profile import FULL, Record, Recorder, parts, profile_of, read_record, shorten
 from canzona_cli.cluster.machine import processor_name, torch_version
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.links import Group, Links
@@ -65,7 +65,7 @@ def test_factors_make_the_model_say_what_was_measured() -> None:
     found = profile()
     for size, forward_s, backward_s in ((1, 0.03, 0.08), (8, 0.2, 0.5)):
         own = replace(layout, micro_batch_size=size, global_batch_size=size * layout.dp)
-        predicted = stage_time(replace(shortened(config), cluster=found), own, 0)
+        predicted = stage_time(replace(shorten(config), cluster=found), own, 0)
         assert predicted.forward_s - predicted.pass_s == pytest.approx(forward_s, rel=1e-3)
         assert predicted.backward_s - predicted.pass_s == pytest.approx(backward_s, rel=1e-3)
     assert found.forward_module_us > 0
@@ -156,7 +156,7 @@ def test_one_rank_has_no_collectives() -> None:
     ],
 )
 def test_too_few_and_too_many_ranks_are_refused(overrides: list[str], fix: str) -> None:
-    [problem] = refused(lambda: prepared(compose_run(overrides, training=False).config))
+    [problem] = refused(lambda: prepare_run(compose_run(overrides, training=False).config))
     assert problem.key == "gpus"
     assert fix in problem.fix
 
@@ -172,5 +172,5 @@ def test_a_gpus_peak_is_its_datasheets_and_its_messages_are_large() -> None:
 
 
 def test_one_gpu_is_enough() -> None:
-    config, layout = prepared(compose_run(["recipe=8b", "gpus=1"], training=False).config)
+    config, layout = prepare_run(compose_run(["recipe=8b", "gpus=1"], training=False).config)
     assert (layout.world_size, config.parallel.tp) == (1, 1)

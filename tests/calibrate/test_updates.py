@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from canzona_cli.calibrate.compute import Group, expected, shapes, variants
+from canzona_cli.calibrate.compute import Group, expected_seconds, shapes, variants
 from canzona_cli.calibrate.profile import FULL, QUICK, Orders
 from canzona_cli.calibrate.timing import LEAST, MOST, repeat
 from canzona_cli.config.compose import compose_run
@@ -49,7 +49,9 @@ def test_shapes_are_those_of_both_splittings() -> None:
     assert set(found) == {*layer_shapes(config.model, "qkv"), *layer_shapes(config.model, "split")}
     assert len(found) == len(set(found))
     soap = next(variant for variant in variants(config) if variant.label == "soap/spread")
-    assert expected(soap, 1536, 256) > expected(soap, 256, 256), "decompositions grow with the longer side"
+    assert expected_seconds(soap, 1536, 256) > expected_seconds(soap, 256, 256), (
+        "decompositions grow with the longer side"
+    )
 
 
 def test_megatrons_muon_by_itself_makes_the_update_that_ours_makes() -> None:

@@ -13,7 +13,7 @@ import torch
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import MANIFEST, Buffer, Piece, Shard, StoredTensor
 from canzona_cli.checkpoint.reader import Reader
-from canzona_cli.checkpoint.snapshot import Holding, Part, share
+from canzona_cli.checkpoint.snapshot import Holding, Part, assign_writers
 from canzona_cli.checkpoint.verify import read_manifest, verify
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import CheckpointInvalid
@@ -123,17 +123,17 @@ def test_everything_is_written_by_one_of_its_holders_and_replicas_even_it_out() 
     # The last rank has a replica of what the first one has.
     holdings = [_holding({"a": 100, "b": 100, first: 72}), _holding({"a": 100, "b": 100, second: 168})]
     holdings.append(_holding({first: 72}))
-    writers = share(holdings, MODEL)
+    writers = assign_writers(holdings, MODEL)
     assert {writers[Part(name="a")], writers[Part(name="b")]} == {0, 1}, "redundant copies are shared out"
     assert (writers[Part(name=EMBEDDING, piece=first)], writers[Part(name=EMBEDDING, piece=second)]) == (2, 1)
-    assert writers == share(holdings, MODEL)
+    assert writers == assign_writers(holdings, MODEL)
 
 
 def test_a_rank_writes_what_it_alone_holds_of_an_embedding() -> None:
-    writers = share([_holding({piece: 4 * piece.elements}) for piece in PIECES], MODEL)
+    writers = assign_writers([_holding({piece: 4 * piece.elements}) for piece in PIECES], MODEL)
     assert writers == {Part(name=EMBEDDING, piece=piece): rank for rank, piece in enumerate(PIECES)}
 
 
 def test_pieces_that_do_not_make_up_a_unit_are_an_error() -> None:
     with pytest.raises(ValueError, match="has 30 elements, but its pieces have 26"):
-        share([_holding({piece: 4 * piece.elements}) for piece in PIECES[:3] + PIECES[4:]], MODEL)
+        assign_writers([_holding({piece: 4 * piece.elements}) for piece in PIECES[:3] + PIECES[4:]], MODEL)

@@ -8,7 +8,7 @@ import pytest
 
 from canzona_cli.checkpoint.manifest import partial_path, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
-from canzona_cli.checkpoint.verify import previous_sound
+from canzona_cli.checkpoint.verify import previous_usable
 from canzona_cli.errors import CanzonaError, CheckpointInvalid
 from tests.checkpoint.checkpoints import manifest_of, names, save
 from tests.refusals import refused
@@ -42,12 +42,12 @@ def test_the_newest_is_the_whole_one_of_the_highest_step_whenever_it_was_written
     assert manifest_of(store.newest()).progress.step == 20
     latest = store.latest()
     assert latest is not None
-    assert (latest.step, latest.sound) == (100, False)
+    assert (latest.step, latest.usable) == (100, False)
     assert latest.problems[0].key == "step-00000100/rank-00001.safetensors"
     assert latest.problems[0].reason.startswith("truncated: 50 of ")
     assert latest.problems[0].fix == "resume from the previous checkpoint: checkpoint.resume=step-00000020"
-    assert previous_sound(store.root / "step-00000020") == store.checkpoints()[0].path
-    assert previous_sound(store.root / "step-00000003") is None
+    assert previous_usable(store.root / "step-00000020") == store.checkpoints()[0].path
+    assert previous_usable(store.root / "step-00000003") is None
 
 
 def test_other_things_in_the_folder_are_no_checkpoints(store: CheckpointStore) -> None:
@@ -59,7 +59,7 @@ def test_other_things_in_the_folder_are_no_checkpoints(store: CheckpointStore) -
     (store.root / "step-00000050").write_text("")
     (store.root / "step-00000060").symlink_to("step-00000020")
     shutil.copytree(store.root / "step-00000020", store.root / "step-00000070")
-    assert [found.sound for found in store.checkpoints()] == [True, False, False, False]
+    assert [found.usable for found in store.checkpoints()] == [True, False, False, False]
     assert [found.problems[0].reason for found in store.checkpoints()[1:]] == [
         "cannot be read: Not a directory",
         "is a symbolic link; give the path of its target to use it",

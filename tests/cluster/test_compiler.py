@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.cluster.machine import compiling_lacks
+from canzona_cli.cluster.machine import missing_for_compiling
 
 
 @pytest.fixture
@@ -24,18 +24,18 @@ def _compiler(path: Path) -> Path:
 
 
 def test_a_bare_machine_lacks_one_thing_after_another(bare: Path) -> None:
-    assert compiling_lacks() == "a C compiler"
+    assert missing_for_compiling() == "a C compiler"
     _compiler(bare / "clang")
-    assert compiling_lacks() == "Python's header files"
+    assert missing_for_compiling() == "Python's header files"
     (bare / "Python.h").touch()
-    assert compiling_lacks() is None
+    assert missing_for_compiling() is None
 
 
 def test_a_named_compiler_counts_alone(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Triton reads it: with CC set, gcc and clang are not looked for."""
     (bare / "Python.h").touch()
     monkeypatch.setenv("CC", str(_compiler(bare / "mine")))
-    assert compiling_lacks() is None
+    assert missing_for_compiling() is None
     _compiler(bare / "gcc")
     monkeypatch.setenv("CC", "nothing-of-this-name")
-    assert compiling_lacks() == "a C compiler"
+    assert missing_for_compiling() == "a C compiler"

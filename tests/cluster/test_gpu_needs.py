@@ -24,8 +24,8 @@ from canzona_cli.cluster.machine import (
     installed_version,
     interface_problem,
     matching_interfaces,
+    missing_torch_features,
     torch_cuda,
-    torch_lacks,
 )
 from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import compose_run
@@ -151,11 +151,11 @@ def test_the_doctor_knows_what_an_older_torch_lacks(monkeypatch: pytest.MonkeyPa
     spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(machine, "installed_version", lambda package: "2.11.0+cu130")
-    lacking = torch_lacks()
+    lacking = missing_torch_features()
     assert [("QuACK" in text, "nccl2" in text) for text in lacking] == [(True, False), (False, True)]
     (tmp_path / "_vendor" / "quack").mkdir(parents=True)
     monkeypatch.setattr(machine, "installed_version", lambda package: "2.15.0")
-    assert torch_lacks() == []
+    assert missing_torch_features() == []
 
 
 @pytest.mark.parametrize(

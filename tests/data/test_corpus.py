@@ -14,7 +14,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.data.build import Built
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.indexed import bin_path, idx_path
-from canzona_cli.data.locks import Busy, exclusive
+from canzona_cli.data.locks import Busy, exclusive_lock
 from canzona_cli.data.prepare import PrepareRequest, prepare
 from canzona_cli.data.sidecar import sidecar_path
 from canzona_cli.data.sources import stdlib_sources
@@ -191,7 +191,7 @@ def test_the_lock_excludes_and_dies_with_its_holder(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(Busy), exclusive(path):
+    with pytest.raises(Busy), exclusive_lock(path):
         pass
     waits: list[None] = []
 
@@ -200,7 +200,7 @@ def test_the_lock_excludes_and_dies_with_its_holder(tmp_path: Path) -> None:
             holder.kill()
         waits.append(None)
 
-    with exclusive(path, on_wait=on_wait):
+    with exclusive_lock(path, on_wait=on_wait):
         assert waits
         assert path.exists()
     assert not path.exists()

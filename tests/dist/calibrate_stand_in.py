@@ -43,7 +43,7 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 def hasty(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.calibrate import compute, timing
 
-    compute.SIZES["cpu"] = replace(compute.SIZES["cpu"], products=(64, 128), exact=128, symmetric=128)
+    compute.SIZES["cpu"] = replace(compute.SIZES["cpu"], matmuls=(64, 128), exact=128, symmetric=128)
     timing.LEAST = 1
     return worker.calibrate_rank(files, record, rank)
 

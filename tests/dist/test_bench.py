@@ -10,7 +10,7 @@ import pytest
 
 from canzona_cli.bench.lineup import LineUp, line_up
 from canzona_cli.bench.results import BenchResult, StrategyBench, disagreements
-from canzona_cli.bench.sitting import Samples, Turns, measured
+from canzona_cli.bench.sitting import Samples, Turns, summarise
 from canzona_cli.bench.turns import RunningStrategy, gather_samples, take_turns
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
@@ -89,7 +89,7 @@ def result_of(lined: LineUp, found: Mapping[str, Samples]) -> BenchResult:
     strategies: dict[str, StrategyBench] = {
         strategy.name: replace(
             result.strategies[strategy.name],
-            measured=measured(found[strategy.name], warm_up_rounds=1, steps_per_turn=STEPS),
+            measured=summarise(found[strategy.name], warm_up_rounds=1, steps_per_turn=STEPS),
             arithmetic=strategy.arithmetic,
         )
         for strategy in lined.strategies
@@ -110,7 +110,7 @@ def test_ranks_and_steps_are_recorded_in_the_breakdowns_phases(lined: LineUp, to
             in_step = sum(seconds for phase, seconds in step.phases.items() if phase in IN_STEP)
             assert in_step == pytest.approx(step.step_s, rel=1e-6)
             assert step.processor_s > 0
-        found = measured(samples, warm_up_rounds=1, steps_per_turn=STEPS)
+        found = summarise(samples, warm_up_rounds=1, steps_per_turn=STEPS)
         assert len(found.iteration_s) == len(found.optimizer_s) == len(found.processor_s) == ROUNDS - 1
         assert all(0 < own < whole for own, whole in zip(found.optimizer_s, found.iteration_s, strict=True))
         assert (sum(found.update_s) > 0) == (name != "adamw")

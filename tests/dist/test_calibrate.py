@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from canzona_cli.calibrate import collectives, compute
-from canzona_cli.calibrate.calibrate import calibrate, prepared, write_profile
+from canzona_cli.calibrate.calibrate import calibrate, prepare_run, write_profile
 from canzona_cli.calibrate.collectives import KINDS, ROW, Members, group_sizes, measure_collectives
 from canzona_cli.calibrate.compute import shapes, update_samples, variants
 from canzona_cli.calibrate.profile import Effort, Measurement, Recorder
@@ -49,7 +49,7 @@ def joined() -> int:
 def test_a_calibrations_profile_predicts_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**importable(), "CANZONA_TEST_BEHAVIOUR": "hasty"}.items():
         monkeypatch.setenv(name, value)
-    config, layout = prepared(compose_run([*SMALL, "gpus=2"], training=False).config)
+    config, layout = prepare_run(compose_run([*SMALL, "gpus=2"], training=False).config)
     found = calibrate(config, layout, Progress(Console(quiet=True)), name="here", effort=HASTY, worker=MODULE)
     assert (found.outcome.status, found.outcome.message) == ("done", "")
     assert found.profile.not_measured == found.record.skipped == ()
@@ -139,7 +139,7 @@ def test_on_a_gpu_products_have_a_third_precision() -> None:
         recorder = Recorder(RunFiles(Path()), writes=False)
         recorder.add = kept.append  # type: ignore[method-assign,assignment]
         on_gpu = compute.SIZES["cuda"]
-        compute.SIZES["cuda"] = replace(on_gpu, products=(8, 16), exact=8, symmetric=4, copied_bytes=1 << 10)
+        compute.SIZES["cuda"] = replace(on_gpu, matmuls=(8, 16), exact=8, symmetric=4, copied_bytes=1 << 10)
         with cuda_stand_in() as record:
             team = Team(joined(), 1, DEVICE)
             compute.measure_arithmetic(team, HASTY, recorder)

@@ -34,7 +34,7 @@ def _start() -> parallel.World:
 @pytest.mark.parametrize("lacking", [None, 0])
 def test_all_ranks_compile_or_none_does(lacking: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused cross-entropy adds up in one collective what else takes two: ranks that differ would wait for ever."""
-    monkeypatch.setattr(model, "compiling_lacks", lambda: "gcc" if os.environ["RANK"] == str(lacking) else None)
+    monkeypatch.setattr(model, "missing_for_compiling", lambda: "gcc" if os.environ["RANK"] == str(lacking) else None)
 
     asked: list[bool] = []
 

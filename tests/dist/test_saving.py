@@ -151,7 +151,7 @@ def checkpoint(root: Path, step: int) -> Path:
 
 
 def names(root: Path) -> list[str]:
-    return [found.name for found in CheckpointStore(RunFiles(root).checkpoints).checkpoints() if found.sound]
+    return [found.name for found in CheckpointStore(RunFiles(root).checkpoints).checkpoints() if found.usable]
 
 
 def lines(path: Path) -> list[dict[str, object]]:

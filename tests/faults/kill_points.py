@@ -83,14 +83,14 @@ def left_behind(root: Path) -> dict[str, object]:
     found: dict[str, object] = {
         "newest": None if newest is None else [newest.step, manifest_of(newest).progress.samples],
         "whole": newest is not None and verify(newest.path)[1] == [],
-        "all": [[found.step, found.sound] for found in store.checkpoints()],
+        "all": [[found.step, found.usable] for found in store.checkpoints()],
     }
     store.clear_partials()
     after = store.newest()
     found["same_after_clearing"] = after is not None and newest is not None and after.manifest == newest.manifest
     found["hidden"] = [name for name in os.listdir(root) if name.startswith(".")]
     save(root, 99)
-    found["saves_again"] = [found.sound for found in store.checkpoints()][-1]
+    found["saves_again"] = [found.usable for found in store.checkpoints()][-1]
     return found
 
 

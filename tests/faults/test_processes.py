@@ -90,7 +90,7 @@ def test_a_worker_that_never_starts_is_named(started: list[LaunchedRun], tmp_pat
     assert not alive(family)
     result = run.result()
     assert result["rank"] == 1
-    assert str(result["message"]).startswith("rank 1 has not started for "), result
+    assert str(result["message"]).startswith("rank 1 has not started after "), result
     assert "ranks 0 2 3 waiting in start workers" in str(result["message"])
 
 

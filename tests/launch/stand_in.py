@@ -13,7 +13,7 @@ from pathlib import Path
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard
 from canzona_cli.errors import ExitCode
-from canzona_cli.run.codec import load_if_sound, plain, save
+from canzona_cli.run.codec import load_if_valid, plain, save
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.orphan import LAUNCHER_VARIABLE
 from canzona_cli.run.records import RankError, RankResult, ResumePoint, StageEvent, StepMetrics, read_layout
@@ -31,7 +31,7 @@ def main(files: RunFiles) -> int:
     most = float("inf") if ending in ("stopped", "slow") else int(at or STEPS)
     append_json_line(files.events, plain(StageEvent(time=time.time(), stage="train")))
     print(f"launch {len(before) + 1}")
-    begun = load_if_sound(files.resume, ResumePoint)
+    begun = load_if_valid(files.resume, ResumePoint)
     step = 0 if begun is None else begun.step
     while step < most and not files.stop_requested():
         step += 1

@@ -11,7 +11,7 @@ import pytest
 
 from canzona_cli.errors import EnvironmentProblem
 from canzona_cli.launch import hang
-from canzona_cli.launch.hang import HangWatch, blame, watched
+from canzona_cli.launch.hang import HangWatch, blame, hang_watch
 from canzona_cli.run.heartbeat import PATIENCE, STAGES, VARIABLE, Heart, Heartbeats, Sign, Stage
 from canzona_cli.run.phases import IN_STEP
 from tests.commands.support import loads_none_of
@@ -65,7 +65,7 @@ def test_a_process_that_never_started_is_named_with_the_time_since_the_launch() 
     )
     rank, reason = blamed(sign(0, where="start workers", waiting=True), absent)
     assert rank == 1
-    assert reason == "has not started for 300 s: its process has sent no heartbeat; rank 0 waiting in start workers"
+    assert reason == "has not started after 300 s: its process has sent no heartbeat; rank 0 waiting in start workers"
 
 
 def test_where_all_wait_the_one_that_has_waited_longest_is_named_and_the_network_suspected() -> None:
@@ -182,18 +182,18 @@ def test_a_machine_that_slept_does_not_hang(hearts: tuple[Heartbeats, list[Heart
 
 
 def test_the_folder_of_signs_goes_with_the_watch_and_lies_where_there_is_room(tmp_path: Path) -> None:
-    with watched(range(4), timeout_s=10) as watch:
+    with hang_watch(range(4), timeout_s=10) as watch:
         assert watch is not None
         folder = Path(watch.environment[VARIABLE])
         assert len(list(folder.iterdir())) == 4
     assert not folder.exists()
-    with watched(range(4), timeout_s=None) as none:
+    with hang_watch(range(4), timeout_s=None) as none:
         assert none is None
-    beats = Heartbeats(range(1), places=("/proc", str(tmp_path)))
+    beats = Heartbeats(range(1), parents=("/proc", str(tmp_path)))
     assert beats.folder.parent == tmp_path
     beats.close()
-    with pytest.raises(EnvironmentProblem, match="=null does without"):
-        Heartbeats(range(1), places=("/proc",))
+    with pytest.raises(EnvironmentProblem, match="=null turns heartbeats off"):
+        Heartbeats(range(1), parents=("/proc",))
 
 
 def test_a_heart_can_tell_every_stage_and_phase(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from canzona_cli.commands.train_end import _show_reason
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Diverged, ExitCode, Problem, SaveFailed
-from canzona_cli.launch.outcome import Outcome, Workers, judge, stopped_at_once
-from canzona_cli.run.codec import load_if_sound, save
+from canzona_cli.launch.outcome import Outcome, Workers, judge, killed_outcome
+from canzona_cli.run.codec import load_if_valid, save
 from canzona_cli.run.files import RunFiles, StopReason, write_json_atomic
 from canzona_cli.run.records import RankError, RankResult, RankStatus, RunResult
 from canzona_cli.training.records import RankRecord
@@ -127,11 +127,11 @@ def test_stopping_is_an_interruption_unless_something_else_broke(files: RunFiles
     assert (verdict(files, stopping=True).status, verdict(files, stopping=True).exit_code) == ("interrupted", 130)
     rank(files, 1, "failed", error=OWN)
     assert verdict(files, stopping=True).exit_code == 70
-    assert stopped_at_once(files, training=True).exit_code == 130
-    assert stopped_at_once(files, training=True).message == "stopped before the first step was done"
+    assert killed_outcome(files, training=True).exit_code == 130
+    assert killed_outcome(files, training=True).message == "stopped before the first step was done"
     files.metrics.touch()
-    assert stopped_at_once(files, training=True).message == "stopped at once, in the middle of a step"
-    assert stopped_at_once(files, training=False).message == "stopped before training began"
+    assert killed_outcome(files, training=True).message == "stopped at once, in the middle of a step"
+    assert killed_outcome(files, training=False).message == "stopped before training began"
 
 
 def test_ranks_that_are_all_done_are_done_even_if_torchrun_stumbles_over_their_end(files: RunFiles) -> None:
@@ -186,7 +186,7 @@ def test_a_run_that_diverged_names_the_last_checkpoint_from_before(
     outcome = verdict(files)
     assert (outcome.status, outcome.exit_code, outcome.failed, outcome.last_good) == ("diverged", 70, True, good)
     save(files.result, outcome.result)
-    assert load_if_sound(files.result, RunResult) == outcome.result
+    assert load_if_valid(files.result, RunResult) == outcome.result
     told = shown(outcome)
     assert told.startswith("The run diverged")
     assert (f"checkpoint.resume={good} with a lower" in told) == (good is not None)

@@ -17,8 +17,8 @@ from canzona_cli.launch import restarts
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.restarts import LONGEST_WAIT_S, Restarts, resume_command, resume_hint, run_with_restarts
-from canzona_cli.launch.stop import Requests, handled
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.launch.stop import Requests, handle_signals
+from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.files import RunFiles, StopReason, read_json
 from canzona_cli.run.records import RunResult, RunStatus
 from tests.checkpoint.checkpoints import save as save_checkpoint
@@ -89,12 +89,12 @@ def test_a_stop_while_it_waits_is_heard(tmp_path: Path, number: signal.Signals |
         asking.start()
         return alike(again_in_s=60.0, go_on="canzona train")
 
-    with handled(requests.add):
+    with handle_signals(requests.add):
         outcome = run_with_restarts(
             attempt, Restarts(most=2), files, requests, node_rank=0, say=lambda text: said.append(text)
         )
     assert (outcome.exit_code, outcome.again_in_s) == (code, None)
-    assert load_if_sound(files.result, RunResult) == outcome.result
+    assert load_if_valid(files.result, RunResult) == outcome.result
     assert outcome.go_on == "canzona train"
     assert "stopped before the restart, after a failure at step 30: rank 1" in outcome.message
     reason: StopReason = "preempted" if number == signal.SIGTERM else "interrupted"
@@ -151,14 +151,14 @@ def test_a_run_restarts_from_its_newest_checkpoint_and_every_attempt_is_kept(tmp
     done = canzona(*typed, environment={"STAND_IN": "crash@3,crash@5,done"}, code=0)
     assert "restarting in 0 s (restart 2 of 3; press Ctrl-C to cancel)" in done.stderr
     files = RunFiles(root)
-    result = load_if_sound(files.result, RunResult)
+    result = load_if_valid(files.result, RunResult)
     assert result is not None
     assert (result.status, result.restarts, result.step, result.go_on) == ("done", 2, STEPS, None)
     steps = [json.loads(line)["step"] for line in files.metrics.read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
     for number, (restarted, lost) in enumerate(((0, 3), (1, 5)), 1):
         before = RunFiles(files.attempts / str(number))
-        ended = load_if_sound(before.result, RunResult)
+        ended = load_if_valid(before.result, RunResult)
         assert ended is not None
         assert (ended.exit_code, ended.restarts) == (70, restarted)
         assert before.agent_log(0).read_text() == f"launch {number}\n"

@@ -11,10 +11,10 @@ from canzona_cli.checkpoint.manifest import Header, LossMemory, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
-from canzona_cli.launch.resume import Resumption, reordered, resumption
+from canzona_cli.launch.resume import Resumption, data_order_warning, resumption
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.run import codec
-from canzona_cli.run.codec import JsonLines, load_if_sound
+from canzona_cli.run.codec import JsonLines, load_if_valid
 from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic
 from canzona_cli.run.records import ResumePoint, RunResult, RunStatus, ValidationLoss
 from tests.checkpoint.checkpoints import buffer
@@ -173,7 +173,7 @@ def test_a_validation_that_a_stop_prevented_is_made_up_for_and_none_is_repeated(
         files_of(config).validation.write_text("\n".join(lines) + "\n")
     run = RunDirectory.create(config, resumes=True)
     run.resume(config, LAYOUT)
-    told = load_if_sound(run.files.resume, ResumePoint)
+    told = load_if_valid(run.files.resume, ResumePoint)
     assert told is not None
     assert told.validate is due
     # What was found behind a save is told to the guards again.
@@ -391,10 +391,10 @@ def test_more_steps_are_another_order_where_they_are_more_passes_over_the_data(
     train(config, steps=5, saved=(5,))
     longer = replace(config, train=replace(config.train, steps=steps))
     found = resumed(longer)
-    warning = reordered(found, longer, LAYOUT, with_tokens(tokens))
+    warning = data_order_warning(found, longer, LAYOUT, with_tokens(tokens))
     assert (warning is not None) is said
     assert warning is None or "reads the data 2 times, but 40 steps read it once" in warning
-    blended = reordered(found, longer, LAYOUT, with_tokens(10**6, tokens // 2))
+    blended = data_order_warning(found, longer, LAYOUT, with_tokens(10**6, tokens // 2))
     assert (blended is not None) is said, "half of the samples come from half of the tokens"
     assert blended is None or "reads set1 2 times" in blended
 

@@ -100,10 +100,10 @@ def test_a_step_of_another_shape_is_refused_with_the_srun_that_fits() -> None:
 
 
 def test_machine_0_takes_a_free_port_and_has_a_name_that_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "taken", lambda host, port: port % 2 == 1)
+    monkeypatch.setattr(slurm, "port_in_use", lambda host, port: port % 2 == 1)
     endpoint = adopt(two_nodes(), replace(STEP, node_rank=0)).config.cluster.rdzv_endpoint
     assert int((endpoint or "").rpartition(":")[2]) % 2 == 0
-    monkeypatch.setattr(slurm, "taken", lambda host, port: True)
+    monkeypatch.setattr(slurm, "port_in_use", lambda host, port: True)
     with pytest.raises(EnvironmentProblem, match="are in use"):
         adopt(two_nodes(), replace(STEP, node_rank=0))
     with pytest.raises(EnvironmentProblem, match=r"no-such-host\.invalid"):

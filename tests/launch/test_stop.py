@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.launch.outcome import unsaved
+from canzona_cli.launch.outcome import unsaved_outcome
 from canzona_cli.launch.processes import kill_tree
 from canzona_cli.launch.stop import (
     Preempted,
     Requests,
     SaveWatch,
-    before_workers,
-    handled,
-    sound_checkpoint,
+    checkpoint_to_resume,
+    early_stop_outcome,
+    handle_signals,
 )
 from canzona_cli.run.files import RunFiles
 from tests.checkpoint.checkpoints import save
@@ -23,12 +23,12 @@ from tests.checkpoint.checkpoints import save
 
 def test_the_first_signal_says_why_and_only_ctrl_c_is_counted() -> None:
     requests = Requests()
-    with handled(requests.add):
+    with handle_signals(requests.add):
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             os.kill(os.getpid(), number)
     assert (requests.reason, requests.interrupts) == ("preempted", 1)
     by_hand = Requests()
-    with handled(by_hand.add):
+    with handle_signals(by_hand.add):
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):  # a closed terminal's shell passes it on
             os.kill(os.getpid(), number)
     assert (by_hand.reason, by_hand.interrupts) == ("interrupted", 0)
@@ -38,7 +38,7 @@ def test_what_the_launcher_was_started_to_ignore_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         requests = Requests()
-        with handled(requests.add):
+        with handle_signals(requests.add):
             os.kill(os.getpid(), signal.SIGHUP)
         assert requests.reason is None
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -50,7 +50,7 @@ def test_after_the_decision_they_are_ignored() -> None:
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
-        with handled(Requests().add, to_the_end=True):
+        with handle_signals(Requests().add, to_the_end=True):
             pass
         for number in numbers:
             os.kill(os.getpid(), number)
@@ -62,7 +62,7 @@ def test_after_the_decision_they_are_ignored() -> None:
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGUSR1, Preempted), (signal.SIGINT, KeyboardInterrupt)])
 def test_while_nobody_can_be_asked_a_signal_ends_what_is_done(number: int, error: type[BaseException]) -> None:
     requests = Requests(raising=True)
-    with handled(requests.add), pytest.raises(KeyboardInterrupt) as raised:
+    with handle_signals(requests.add), pytest.raises(KeyboardInterrupt) as raised:
         os.kill(os.getpid(), number)
     assert raised.type is error
     requests.add(number, None)  # while what follows from the first is under way, the next one raises nothing
@@ -90,30 +90,30 @@ def test_a_save_is_under_way_while_there_is_half_a_checkpoint_and_moves_while_it
 
 def test_a_preempted_run_ends_with_75_only_where_a_whole_checkpoint_is(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    assert sound_checkpoint(files) is None
-    assert "no checkpoint to continue from" in unsaved("stopped", None).message
+    assert checkpoint_to_resume(files) is None
+    assert "no checkpoint to continue from" in unsaved_outcome("stopped", None).message
     save(files.checkpoints, 3)
     path = save(files.checkpoints, 5)
-    assert sound_checkpoint(files) == "step-00000005"
-    told = unsaved("stopped", "step-00000005")
+    assert checkpoint_to_resume(files) == "step-00000005"
+    told = unsaved_outcome("stopped", "step-00000005")
     assert (told.status, told.exit_code) == ("preempted", 75)
     shard = path / "rank-00000.safetensors"
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    assert sound_checkpoint(files, thorough=False) == "step-00000005"
-    assert sound_checkpoint(files) is None, "the one before is for a person to choose"
+    assert checkpoint_to_resume(files, thorough=False) == "step-00000005"
+    assert checkpoint_to_resume(files) is None, "the one before is for a person to choose"
     shard.unlink()
-    assert sound_checkpoint(files, thorough=False) is None
+    assert checkpoint_to_resume(files, thorough=False) is None
 
 
 def test_before_the_workers_start_an_older_checkpoint_decides(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
-    assert before_workers(None, Preempted()).exit_code == 130
-    assert before_workers(files, Preempted()).exit_code == 130
+    assert early_stop_outcome(None, Preempted()).exit_code == 130
+    assert early_stop_outcome(files, Preempted()).exit_code == 130
     save(files.checkpoints, 3)
-    assert before_workers(files, Preempted()).exit_code == 75
-    assert before_workers(files, KeyboardInterrupt()).exit_code == 130
+    assert early_stop_outcome(files, Preempted()).exit_code == 75
+    assert early_stop_outcome(files, KeyboardInterrupt()).exit_code == 130
 
 
 def test_a_child_that_ends_before_it_is_listed_needs_no_killing(monkeypatch: pytest.MonkeyPatch) -> None:

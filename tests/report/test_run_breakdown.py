@@ -135,7 +135,7 @@ def test_what_is_not_a_breakdown_is_refused_with_its_reason(tmp_path: Path, cont
 
 
 def test_a_missing_breakdown_says_when_there_is_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no times of steps yet"):
+    with pytest.raises(ConfigError, match=r"no step times yet"):
         load_breakdown(tmp_path)
 
 
@@ -199,7 +199,7 @@ def test_no_errors_are_told_of_another_machines_profile(tmp_path: Path) -> None:
     lines = shown(nobodys)
     assert row(lines, "phase").split()[-2:] == ["max", "share"]
     text = " ".join(" ".join(lines).split())
-    assert "planned `canzona calibrate` measures this machine" in text
+    assert "planned run `canzona calibrate` on this machine" in text
     assert "why" not in text
     assert text.count("planned") == 1
     assert "error" in " ".join(shown(replace(nobodys, device="cuda"), device="cuda"))

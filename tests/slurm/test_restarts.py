@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import RunResult, read_rank
 from tests.slurm.cluster import Slurm
@@ -52,7 +52,7 @@ def test_a_job_starts_again_after_a_crash_and_a_hang_and_its_command_goes_on_aft
     assert (ended["ExitCode"], ended["Restarts"]) == ("70:0", "0"), log
     assert "restarting in 10 s (restart 1 of 2" in log
     assert "restarting in 10 s (restart 2 of 2" in log, "it had come further"
-    results = [load_if_sound(one.result, RunResult) for one in (*(RunFiles(files.attempts / n) for n in "12"), files)]
+    results = [load_if_valid(one.result, RunResult) for one in (*(RunFiles(files.attempts / n) for n in "12"), files)]
     told = [(one.exit_code, one.rank, one.restarts) for one in results if one is not None]
     assert told == [(70, 1, 0), (71, 1, 1), (70, 1, 2)], log
     last = results[-1]

@@ -14,13 +14,13 @@ import pytest
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import TrackerName
 from canzona_cli.launch import processes
-from canzona_cli.launch.processes import tracked
-from canzona_cli.run.codec import load_if_sound, save
+from canzona_cli.launch.processes import run_trackers
+from canzona_cli.run.codec import load_if_valid, save
 from canzona_cli.run.files import RunFiles, append_json_line, write_text_atomic
 from canzona_cli.run.records import Incident, RunResult, TrackerState
 from canzona_cli.run.summary import events_of
 from canzona_cli.trackers import follow
-from canzona_cli.trackers.follow import TRACKERS, Follower, Point, Tracked
+from canzona_cli.trackers.follow import TRACKERS, Follower, Point, TrackedRun
 from tests.run.runs import CONFIG
 
 Curves = dict[str, dict[int, list[float | str]]]
@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_does_so_in_the_same_curve(files: RunFiles, name: Tra
     first.look()
     save(files.result, RunResult(status="preempted", exit_code=75))
     first.finish()
-    state = load_if_sound(files.tracker(name), TrackerState)
+    state = load_if_valid(files.tracker(name), TrackerState)
     assert state is not None
     assert state.taken == {"": 3, "validation_": 2, "sample": 2}
 
@@ -152,7 +152,7 @@ def test_a_run_that_goes_on_does_so_in_the_same_curve(files: RunFiles, name: Tra
     add(files, 4, loss=2.0)
     save(files.result, RunResult(status="done", exit_code=0))
     second.finish()
-    again = load_if_sound(files.tracker(name), TrackerState)
+    again = load_if_valid(files.tracker(name), TrackerState)
     assert again is not None
     assert again.id == state.id
     assert told(files) == []
@@ -177,7 +177,7 @@ class Broken:
     points: tuple[Point, ...] = ()
     id = "broken"
 
-    def __init__(self, run: Tracked) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         type(self).calls += 1
         if not self.mended:
             raise ConnectionError("cannot log in with hf_abcdefghijklmnopqrst")
@@ -224,7 +224,7 @@ def test_what_never_arrived_is_sent_by_the_next_launch(files: RunFiles, monkeypa
 def test_the_process_takes_everything_before_it_ends(files: RunFiles) -> None:
     """As the launcher starts it; a line that comes last of all is there, and nothing of it is left."""
     said: list[str] = []
-    with tracked(files, ("tensorboard", "tensorboard"), start=0, environment={}, say=said.append):
+    with run_trackers(files, ("tensorboard", "tensorboard"), start=0, environment={}, say=said.append):
         add(files, 4, loss=0.25)
     assert said == []
     assert of_tensorboard(files, "")["loss"] == {1: [3.0], 2: [2.0], 3: [1.0], 4: [0.25]}
@@ -248,7 +248,7 @@ def test_one_that_hangs_is_ended(files: RunFiles, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(processes, "_tracker", start)
     monkeypatch.setattr(processes, "PATIENCE_S", 0.1)
     said: list[str] = []
-    with tracked(files, ("wandb",), start=0, environment={}, say=said.append):
+    with run_trackers(files, ("wandb",), start=0, environment={}, say=said.append):
         pass
     (only,) = said
     assert "wandb has not received everything" in only

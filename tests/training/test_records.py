@@ -13,7 +13,7 @@ import pytest
 
 from canzona_cli.errors import CanzonaError, ConfigError, DoesNotFit, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.run.breakdown import MeasuredBreakdown, load_breakdown
-from canzona_cli.run.codec import load_if_sound
+from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import KernelChoice, Kernels, KernelTrial, StepMetrics, describe, event_of
 from canzona_cli.run.statistics import OverRanks
@@ -152,7 +152,7 @@ def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     validation = _read(files.validation)
     assert (validation["step"], validation["loss"]) == (2, 2.25)
     assert _read(files.breakdown)["version"] == 1
-    assert load_if_sound(files.kernels, Kernels) == Kernels(choices=(chosen,))
+    assert load_if_valid(files.kernels, Kernels) == Kernels(choices=(chosen,))
     assert load_breakdown(files.root).planned is None
 
 
