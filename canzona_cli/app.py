@@ -26,7 +26,7 @@ COMMANDS = {
     "bench": "Measure strategies side by side, next to their predictions.",
     "tune": "Measure the best layouts; keep the fastest as a recipe.",
     "slurm": "Submit a run to Slurm, or print its sbatch script.",
-    "validate": "Check a recipe and its overrides, all mistakes at once.",
+    "validate": "Check a recipe and its overrides; list all mistakes.",
     "recipes": "List, show and copy recipes; show their layouts.",
     "clusters": "List, show and copy hardware profiles.",
     "data": "Turn text into training data.",
@@ -82,7 +82,7 @@ def _explain_usage_errors(ctx: Any) -> Iterator[None]:
         from canzona_cli.errors import BadUsage, Problem
 
         context, unread = getattr(error, "ctx", None), getattr(error, "option_name", "")
-        if context is None:  # the option is the last word, and takes a value
+        if context is None:  # the option is the last word, but needs a value
             fix = f"see canzona {ctx.invoked_subcommand} --help"
             raise BadUsage(Problem(key=unread, reason="needs a value", fix=fix)) from None
         if not hasattr(error, "possibilities"):

@@ -146,7 +146,7 @@ class TuneResult(TurnsResult):
     legal: int
     """The number of layouts that are possible and fit into memory."""
     everything: bool
-    """True if all possible layouts were to be measured."""
+    """True if the user asked for all possible layouts."""
     chosen: str
     """The layout that a run gets without tuning, which the simulator predicts to be the fastest."""
     layouts: Mapping[str, LayoutBench]

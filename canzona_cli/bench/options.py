@@ -201,7 +201,7 @@ def with_value(overrides: Sequence[str], kind: SweepKind, value: str) -> list[st
 
 
 def default_values(kind: SweepKind, config: RunConfig) -> tuple[str, ...]:
-    """Returns the values to sweep if the user does not name any. The last value of C_max is `auto`, the
+    """Returns the values to sweep if the user does not name any. For C_max, the last value is `auto`, the
     planner's choice."""
     if kind == "alpha":
         return ("0", "0.25", "0.5", "0.75", "1")

@@ -113,7 +113,7 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
         say: a function that receives progress lines.
 
     Raises:
-        ConfigError: the bench directory is not empty.
+        ConfigError: the bench directory already holds a bench.
         EnvironmentProblem: files cannot be written.
         CanzonaError: a rank failed. This is the error of that rank, or WorkerCrashed.
         KeyboardInterrupt: the user stopped the bench.

@@ -39,8 +39,9 @@ def take_turns(
     """Runs all rounds. All ranks have to call this.
 
     Args:
-        stop_requested: returns True if this rank knows of a request to stop.
-        on_turn: called after every turn, outside of the measured time, with the strategy's name and its last loss.
+        stop_requested: a function that returns True if this rank knows of a request to stop.
+        on_turn: a function that is called after every turn, outside of the measured time, with the strategy's name
+            and its last loss.
 
     Returns:
         True after all rounds; False after a request to stop.

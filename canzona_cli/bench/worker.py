@@ -78,8 +78,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def _report(failure: Path, reason: str) -> None:
-    """Writes the reason for a turn's failure, unless another rank has written one: the first failure causes
-    the others."""
+    """Writes the reason for a turn's failure, unless another rank has written one: the first failure causes the
+    later failures."""
     with suppress(FileExistsError), failure.open("x", encoding="utf-8") as file:
         file.write(reason)
 
@@ -101,7 +101,7 @@ def _turn(files: RunFiles, rank: int, round_: int, name: str) -> NoReturn:
         logging.getLogger(__name__).exception("rank %d failed in the turn of %s", rank, name)
         reason = f"rank {rank}: {type(error).__name__}: {error}"
         if isinstance(error, CanzonaError):
-            reason = error.problems[0].reason  # without the rank, because all ranks have the same problem
+            reason = error.problems[0].reason  # the rank is not named, because all ranks have the same problem
         _report(BenchFiles.failure(files, name), redacted(reason))
     sys.stdout.flush()
     sys.stderr.flush()

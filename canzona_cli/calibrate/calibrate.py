@@ -92,7 +92,7 @@ class Calibration:
 
 def prepare_run(config: RunConfig) -> tuple[RunConfig, Layout]:
     """Returns the run that the calibration measures, and its layout: all ranks are data-parallel on one
-    machine, without overlap.
+    machine, and communication does not overlap with computation.
 
     Raises:
         ConfigError: the ranks are on several machines, or there are too few CPU ranks for a collective.
@@ -202,8 +202,8 @@ _TABLES: Mapping[str, tuple[Quantity, int]] = {
     "measured_updates": ("updates", 3),
     "collectives": ("collectives", 3),
 }
-"""The profile fields that are tables with one measurement per row: the measured quantity, and the number of
-leading values in a row that form its key."""
+"""The profile fields that are tables with one measurement per row. Each has the quantity that was measured, and
+the number of leading values in a row that form its key."""
 
 
 def default_path(base: str) -> Path:

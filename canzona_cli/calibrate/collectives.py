@@ -42,7 +42,7 @@ _SYNCHRONISING_BYTES = 64 << 20
 """The size in bytes of each all-reduce before a row, which takes at least 0.2 ms over NVLink."""
 _HEAD_START = 1.5
 """The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row.
-With less, the result for collectives of under 30 us would be the time of their launches."""
+With less, the measured time of collectives under 30 us would be that of their launches."""
 _MAX_SYNCHRONISING = 16
 """The maximum number of all-reduces before a row."""
 _LEAST_S = 1e-6
@@ -62,7 +62,7 @@ class Members:
     """
 
     def __init__(self, team: Team, size: int) -> None:
-        """Makes the groups. Collective over all ranks of the job."""
+        """Makes the groups. All ranks of the job have to call this."""
         self.team, self.size, self.device = team, size, team.device
         # Use the default backend (NCCL or gloo), as a run's collectives do.
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, team.size, size)]

@@ -172,7 +172,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _discard(_: object) -> None:
-    """Returns None, so that a lambda can call a function for its effect only."""
+    """Returns None, so that a lambda can call a function and ignore its result."""
 
 
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")

@@ -35,7 +35,7 @@ class Team:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        """Makes the team's gloo group. Collective over all ranks of the job."""
+        """Makes the team's gloo group. All ranks of the job have to call this."""
         self.rank, self.size, self.device = rank, size, device
         self.member = rank < size
         self._group = dist.new_group(list(range(size)), backend="gloo", timeout=datetime.timedelta(minutes=10))

@@ -261,8 +261,8 @@ def _missing(partial: Path, ranks: list[int], timeout_s: float) -> SaveFailed:
 
 
 def _publish(partial: Path, target: Path) -> Path:
-    """Renames the complete folder `partial` to `target`. An existing checkpoint there is hidden before, and
-    deleted after."""
+    """Renames the complete folder `partial` to `target`. An existing checkpoint there is hidden first, and
+    deleted afterwards."""
     replaced = hidden_path(target, "replaced")
     replaces = os.path.lexists(target)
     if replaces:

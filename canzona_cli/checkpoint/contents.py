@@ -40,11 +40,11 @@ from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
 
 MASTER: Final = "master"
 GROUP: Final = "group:"
-"""The prefix in the keys of values from an optimizer's parameter group, which all its matrices share."""
+"""The key prefix of values from an optimizer's parameter group, which all matrices of the group share."""
 ELEMENTWISE: Final = ("adamw", "muon")
 """The optimizers with elementwise state, which can be divided differently when a run resumes."""
 RANDOM: Final = "random."
-"""The prefix in the names of a rank's random states."""
+"""The name prefix of a rank's random states."""
 _LIKE_WEIGHTS: Final = (MASTER, MOMENTUM, *MOMENTS)
 """The fields that have the shape of the weight."""
 _ORTHOGONALISED: Final = ("muon", "normuon")
@@ -86,7 +86,7 @@ def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
         elif tensor.piece is not None:
             pieces[full_name].append(tensor.piece)
     for full_name, parts in pieces.items():
-        if full_name in manifest.tensors or not _tile(
+        if full_name in manifest.tensors or not _cover_exactly(
             parts, *_rectangle(whole_shape(full_name.rpartition("/")[0], model))
         ):
             yield f"tensors.{full_name}: its pieces overlap or leave gaps"
@@ -156,7 +156,7 @@ def _rectangle(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
 
 
-def _tile(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
+def _cover_exactly(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> bool:
     """Returns True if the pieces cover an (all_rows, all_cols) tensor exactly once.
 
     Only one arrangement is accepted: the rows are divided into bands, each band by columns into rectangles,

@@ -167,7 +167,7 @@ class Reader:
         return {field: self.whole(name, field) for field in self.fields(name)}
 
     def problem(self, reason: str) -> Problem:
-        """Returns the problem of stored state that cannot be used, with the given reason."""
+        """Returns the problem to report for stored state that cannot be used."""
         return problem_of(self._folder, MANIFEST, reason)
 
     def _checked(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The unit of work of a save: a matrix with its state, or a piece of a unit with its state."""
+    """One unit of work in a save: a matrix with its state, or a piece of a unit with its state."""
 
     name: str
     """The name of the matrix or the unit."""

@@ -136,7 +136,7 @@ class CheckpointStore:
     def _paths(self) -> dict[str, Path]:
         """Returns the path of every checkpoint by its name, in the order of steps.
 
-        Includes checkpoints that are hidden because a save is replacing them, or was killed while it did.
+        Includes checkpoints that are hidden because a save is replacing them, or was killed while doing so.
         """
         replaced: dict[str, Path] = {}
         visible: dict[str, Path] = {}

@@ -70,7 +70,7 @@ def run(
         prepare_only: write the run directory and print the command that starts the workers.
         show_config: with `dry_run` or `prepare_only`, also print the resolved configuration.
         quiet: print only warnings, errors and one line at the end.
-        name: the name of the run in this line; empty for the recipe's name.
+        name: the name of the run in that line; empty for the recipe's name.
         printed: the warnings that earlier runs of the same command have printed; they are not repeated.
 
     Raises:
@@ -272,7 +272,7 @@ def _launch(
                 resume_command=command_to_resume,
             ).run()
 
-    with run.records_failure(command_to_resume):
+    with run.record_failure(command_to_resume):
         return run_with_restarts(attempt, restarts, run.files, requests, node_rank=node_rank, say=tell), run
 
 

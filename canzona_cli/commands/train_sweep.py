@@ -43,8 +43,8 @@ def sweep(
 
     Raises:
         CanzonaError: a run cannot be composed. No run has been started.
-        typer.Exit: a run failed or the sweep was stopped. The exit code is the largest one of the runs, or that of
-            the stop.
+        typer.Exit: a run failed or the sweep was stopped. The exit code is the largest exit code of the runs, or
+            that of the stop.
     """
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
     root = _root(runs, step)

@@ -15,7 +15,7 @@ def tune(
         typer.Option(
             "--candidates",
             metavar="N",
-            help="How many layouts to measure: the fastest in simulation, and the one without tuning.",
+            help="How many layouts to measure: the fastest in simulation, and that of an untuned run.",
         ),
     ] = 4,
     everything: Annotated[bool, typer.Option("--all", help="Measure every valid layout that fits in memory.")] = False,

@@ -1,7 +1,7 @@
 """Converts text to token ids: raw bytes, a byte-pair encoding trained on the text, or a local tokenizer.json.
 
-All tokenizers take undecoded bytes: the byte tokenizer needs no decoding, and the others count the invalid
-characters that they replace. Text never produces a special token. `<|endoftext|>` in a document is ordinary
+All tokenizers take undecoded bytes: the byte tokenizer needs no decoding, and the other tokenizers count the
+invalid characters that they replace. Text never produces a special token. `<|endoftext|>` in a document is ordinary
 text; only the writer of a pair adds the end-of-document token.
 """
 
@@ -81,7 +81,7 @@ class ByteTokenizer:
     """The number of invalid UTF-8 sequences that were replaced; always 0."""
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """Returns the token ids of each text, without eod, as one 1-D array per text."""
+        """Returns the token ids of each text as one 1-D array per text; eod is not added."""
         # All texts are converted in one call and returned as views, because there may be many small texts.
         ids = np.frombuffer(b"".join(texts), dtype=np.uint8).astype(np.uint16)
         ends = list(accumulate(map(len, texts), initial=0))

@@ -1,4 +1,4 @@
-"""Detects that a run hangs, and which rank the others wait for.
+"""Detects that a run hangs, and which rank the other ranks wait for.
 
 A run hangs if none of this machine's ranks makes progress for `run.hang_timeout_s`. Every change of phase
 counts as progress, and so do the start and the end of every wait for other ranks. Where a single operation

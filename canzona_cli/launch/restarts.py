@@ -83,10 +83,10 @@ def run_with_restarts(
     node_rank: int,
     say: Callable[[str], None],
 ) -> Outcome:
-    """Repeats the run until an outcome asks for no restart, or somebody stops the run between two attempts.
+    """Repeats the run until an outcome has no restart, or somebody stops the run between two attempts.
 
     Args:
-        attempt: starts the run, watches it to its end, and writes `result.json`.
+        attempt: a function that starts the run, watches it to its end, and writes `result.json`.
     """
     while True:
         outcome = attempt()

@@ -56,7 +56,7 @@ _RECORDED_VARIABLES = (
     *("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
     *("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_NODEID", "SLURM_NTASKS", "CANZONA_CACHE"),
 )
-"""The only environment variables that are recorded, as others may be secrets."""
+"""The only environment variables that are recorded, because other variables may contain secrets."""
 
 
 class RunDirectory:
@@ -135,9 +135,8 @@ class RunDirectory:
         return checkpoint
 
     @contextmanager
-    def records_failure(self, resume_command: str | None = None) -> Iterator[None]:
-        """Records an exception that leaves the block in `result.json`, unless the supervisor has written that
-        file.
+    def record_failure(self, resume_command: str | None = None) -> Iterator[None]:
+        """Writes `result.json` if the block raises an exception, unless the supervisor has written that file.
 
         Args:
             resume_command: the command that resumes the run.

@@ -53,7 +53,8 @@ _LEAVE_OUT = "leave it out: the run's settings and the options of canzona slurm 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """The options of a job, as typed. None keeps the template's value or, without one, the cluster's default."""
+    """The options of a job, as typed. None keeps the template's value; if the template has none, the cluster's
+    default applies."""
 
     job_name: str | None = None
     time: str | None = None
@@ -125,7 +126,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         arguments: the arguments of `canzona train`, or the file that contains them (`write_arguments`).
 
     Raises:
-        ConfigError: the recipe's name is not a valid name of a job.
+        ConfigError: the recipe's name is not a valid job name.
     """
     name = options.job_name or config.name
     if options.job_name is None:

@@ -269,7 +269,7 @@ def run_ranks(
     """
     run = RunDirectory.create(config)
     command = torchrun.build(config, run.path, module=module)
-    with run.records_failure():
+    with run.record_failure():
         run.write_inputs(config_yaml=dump_resolved(config), layout=layout, corpus=corpus, command=command)
         write_more(run.files)
         outcome = Supervision(

@@ -128,7 +128,7 @@ def worker_environment(config: RunConfig) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "TOKENIZERS_PARALLELISM": "false",  # its threads deadlock with forked data workers
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # otherwise each rank of a failing group prints pages of warnings
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds that ranks get to exit after one has failed; torch 2.11: 30
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "15",  # seconds that ranks get to exit after one has failed; default: 30
     }
     if on_gpu:
         # One hardware queue per stream, as streams that share a queue wait for each other. Megatron
@@ -177,8 +177,8 @@ def _rendezvous_options(config: RunConfig, run_dir: Path) -> list[str]:
     node_rank = NODE_RANK_PLACEHOLDER if cluster.node_rank is None else str(cluster.node_rank)
     endpoint, backend = cluster.rdzv_endpoint or ENDPOINT_PLACEHOLDER, ["static"]
     if on_one_machine(config):
-        # torchrun passes --node-rank only to the `static` backend, so the loopback backend gets it by
-        # --rdzv-conf
+        # torchrun passes --node-rank only to the `static` backend, so the loopback backend gets it through
+        # --rdzv-conf.
         backend = [LOOPBACK_BACKEND, "--rdzv-conf", f"rank={node_rank}"]
         endpoint = endpoint.replace("[::1]", LOOPBACK)  # the loopback backend has no other address
     return [

@@ -163,5 +163,5 @@ def _versioned(content: object, version: int | None) -> Mapping[str, object]:
     if version is not None and stored is None:
         raise Damaged("it has no version number")
     if version is not None and stored != version:
-        raise _OtherVersion(f"has version {stored}, this canzona reads version {version}")
+        raise _OtherVersion(f"has version {stored}, but this canzona reads version {version}")
     return content

@@ -48,7 +48,7 @@ class PreparedCorpus:
     the data plus one."""
     max_token_id: int
     eod: int | None
-    """The end-of-document token; None for data of other tools, whose files do not name one."""
+    """The end-of-document token; None for data from other tools, whose files do not record it."""
 
     @property
     def prefix(self) -> Path:
@@ -89,7 +89,7 @@ class Supply:
     needed: int
     """The number of tokens that the run reads in all its steps."""
     available: int
-    """The number of tokens to train on, without held-out tokens."""
+    """The number of tokens to train on, excluding held-out tokens."""
     about: bool = False
     """True if `available` is an estimate, because the built-in corpus has not been prepared yet."""
     sets: Mapping[str, "Supply"] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The records that the ranks and the launcher of a run write. Writers and readers share one type for each.
+"""The records that the ranks and the launcher of a run write. Writers and readers of a record share its type.
 
 In files that readers can do without, fields have defaults, because an older version or an interrupted writer
 may not have written them.

@@ -69,7 +69,7 @@ def mark_training_run() -> None:
 
 
 def lost_output_error() -> OSError | None:
-    """Flushes standard output and error; returns the first error that lost output.
+    """Flushes standard output and error; returns the error that first caused output to be lost.
 
     Returns None if nothing was lost, the reader has exited, or this is a training run.
     """
@@ -93,8 +93,8 @@ def _wrap(stream: TextIO | None, descriptor: int) -> TextIO:
     raw = _Stream(descriptor, "w", closefd=False)
     raw.before = stream
     by_line = descriptor == 2 or raw.isatty()
-    # With UTF, file names that are not valid text are shown with escapes. Other encodings show `?` for
-    # characters that they lack.
+    # In UTF encodings, file names that are not valid text are shown with escapes. Other encodings show `?`
+    # for characters that they lack.
     errors = "backslashreplace" if encoding.lower().startswith("utf") else "replace"
     # An unbuffered stream stays unbuffered, so that a rank's output is written before the rank may die.
     buffer = raw if unbuffered else io.BufferedWriter(raw)

@@ -30,14 +30,14 @@ from canzona_cli.run.words import plural
 
 Record = StepMetrics | ValidationLoss | Event
 _CLOCK_NOISE_S: Final = 1.0
-"""The most seconds that a line may be earlier than the line before it without the clock having been set back:
+"""The largest step back in time between two lines, in seconds, that is not taken for a clock that was set back:
 the launcher and rank 0 write to the same file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The split of the time from the first record of a run's first launch to the last record of its newest
-    launch, in seconds."""
+    """The use that a run made of the time from the first record of its first launch to the last record of its
+    newest launch, in seconds."""
 
     wall_s: float
     kept_s: float

@@ -121,7 +121,7 @@ def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch
 def test_what_breaks_before_the_workers_start_is_in_the_result(tmp_path: Path) -> None:
     for error, status, code in ((KeyboardInterrupt(), "interrupted", 130), (RuntimeError("no"), "failed", 70)):
         run = RunDirectory.create(run_config(root=tmp_path))
-        with pytest.raises(type(error)), run.records_failure():
+        with pytest.raises(type(error)), run.record_failure():
             raise error
         result = read_json(run.files.result)
         assert result is not None
