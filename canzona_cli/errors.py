@@ -162,7 +162,7 @@ def machine_error(error: BaseException) -> EnvironmentProblem | None:
     if not isinstance(error, OSError):
         return None
     if isinstance(error, FileNotFoundError) and not _has_working_directory():
-        reason, fix = "it has been deleted, and paths are relative to it", "change to a directory that exists: cd"
+        reason, fix = "it has been deleted, and paths are relative to it", "cd to a directory that exists"
         return EnvironmentProblem(Problem(key="working directory", reason=reason, fix=fix))
     if error.errno not in _FIXES:
         return None

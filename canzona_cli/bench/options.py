@@ -169,16 +169,16 @@ def page_problems(html: Path | None) -> Iterator[Problem]:
     """Yields a problem if the page cannot be written to `html`, the path of --html."""
     if html is not None and html.suffix.lower() != ".html":
         yield Problem(key="--html", value=html, reason="must end in .html", fix=f"use --html {html.stem}.html")
-    elif html is not None and (reason := _not_writable(html)):
+    elif html is not None and (reason := _write_obstacle(html)):
         yield Problem(key="--html", value=html, reason=reason, fix="choose a file in a writable folder: --html FILE")
 
 
 def _out_problems(out: Path | None) -> Iterator[Problem]:
-    if out is not None and (reason := _not_writable(out)):
+    if out is not None and (reason := _write_obstacle(out)):
         yield Problem(key="--out", value=out, reason=reason, fix="choose a file in a writable folder: --out FILE")
 
 
-def _not_writable(path: Path) -> str:
+def _write_obstacle(path: Path) -> str:
     """Returns the reason why no file can be written to a path; empty if it is writable."""
     existing = existing_folder(path.absolute())
     if path.is_dir():

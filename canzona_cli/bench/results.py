@@ -301,7 +301,7 @@ def content_of(result: BenchResult) -> dict[str, object]:
         "overhead_over_adamw": overhead,
         "withheld": withheld,
         "disagreements": [f"{problem.key}: {problem.value}; {problem.reason}" for problem in disagreeing],
-        "strategies": {name: _measured(bench) for name, bench in result.strategies.items()},
+        "strategies": {name: _measured_json(bench) for name, bench in result.strategies.items()},
         "predicted": {
             name: {
                 **asdict(bench.predicted),
@@ -334,7 +334,7 @@ def _claim(speedup: Speedup | str, disagree: bool) -> Quartiles | str:
     return speedup.ratio if speedup.distinct else "the interquartile ranges of the two times overlap"
 
 
-def _measured(bench: StrategyBench) -> Mapping[str, object]:
+def _measured_json(bench: StrategyBench) -> Mapping[str, object]:
     measured = bench.measured
     iteration, optimizer = Quartiles.of(measured.iteration_s), Quartiles.of(measured.optimizer_s)
     return {

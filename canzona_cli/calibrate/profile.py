@@ -168,7 +168,7 @@ class Recorder:
     write nothing."""
 
     def __init__(self, files: RunFiles, *, writes: bool) -> None:
-        self._path, self._writes = _measured(files), writes
+        self._path, self._writes = _record_path(files), writes
 
     def add(self, measurement: Measurement) -> None:
         self.report(Record(measurements=(measurement,)))
@@ -181,7 +181,7 @@ class Recorder:
 
 def read_record(files: RunFiles) -> Record:
     """Reads the complete lines of the record that rank 0 has written so far."""
-    lines, _ = read_lines(_measured(files), Record)
+    lines, _ = read_lines(_record_path(files), Record)
     return Record(
         measurements=tuple(measurement for line in lines for measurement in line.measurements),
         done=tuple(part for line in lines for part in line.done),
@@ -190,7 +190,7 @@ def read_record(files: RunFiles) -> Record:
     )
 
 
-def _measured(files: RunFiles) -> Path:
+def _record_path(files: RunFiles) -> Path:
     return files.root / "measured.jsonl"
 
 

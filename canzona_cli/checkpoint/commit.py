@@ -47,8 +47,8 @@ each after an attempt has listed the folder."""
 _FIXES: Final[Mapping[int | None, str]] = {
     errno.ENOSPC: "make room on that disk, or keep fewer checkpoints (checkpoint.keep)",
     errno.EDQUOT: "make room within your quota, or keep fewer checkpoints (checkpoint.keep)",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-    errno.EROFS: "have that file system mounted for writing",
+    errno.EFBIG: "raise the file size limit (ulimit -f)",
+    errno.EROFS: "remount that file system for writing",
     errno.EACCES: "make that folder writable",
     errno.EPERM: "make that folder writable",
 }
@@ -75,7 +75,7 @@ def begin(store_root: Path, step: int) -> Path:
                 shutil.rmtree(store_root / name, ignore_errors=name != partial.name)
         partial.mkdir(mode=0o755)
     except OSError as error:
-        raise _save_failed(partial, error) from None
+        raise _save_error(partial, error) from None
     return partial
 
 
@@ -102,7 +102,7 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
             part["tensors"] = {name: asdict(tensor) for name, tensor in tensors.items()}
         _write_atomic(_part_path(partial, rank), json.dumps(part).encode())
     except BaseException as error:
-        failed = error if isinstance(error, SaveFailed) else _save_failed(path, error)
+        failed = error if isinstance(error, SaveFailed) else _save_error(path, error)
         with suppress(OSError):
             path.unlink(missing_ok=True)  # makes room for the part file with the reason
         failure = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
@@ -150,9 +150,9 @@ def finish(
                 path, stored = _shard_path(partial, rank), StoredFile(**part["file"])
                 files[path.name] = stored
                 if (size := path.stat().st_size) != stored.bytes:
-                    raise _rank_failed(partial, rank, f"its file has {size} of the {stored.bytes} bytes it wrote")
+                    raise _rank_error(partial, rank, f"its file has {size} of the {stored.bytes} bytes it wrote")
             for name in (*(tensors.keys() & part["tensors"]), *(scalars.keys() & part["scalars"])):
-                raise _rank_failed(partial, rank, f"{name} is also written by another rank")
+                raise _rank_error(partial, rank, f"{name} is also written by another rank")
             tensors |= {name: parse(StoredTensor, entry) for name, entry in part["tensors"].items()}
             scalars |= part["scalars"]
         for name, text in texts.items():
@@ -166,7 +166,7 @@ def finish(
     except BaseException as error:
         abandon(partial)
         if isinstance(error, OSError):
-            raise _save_failed(partial, error) from None
+            raise _save_error(partial, error) from None
         raise
 
 
@@ -206,7 +206,7 @@ def _failure_marker(partial: Path, rank: int) -> Path:
     return partial / f"part-{rank:05d}.failed"
 
 
-def _save_failed(path: Path, error: BaseException) -> SaveFailed:
+def _save_error(path: Path, error: BaseException) -> SaveFailed:
     """Returns the error that tells the user why `path` could not be written."""
     reason, fix = f"{type(error).__name__}: {error}", ""
     if isinstance(error, OSError):
@@ -228,28 +228,30 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
         for rank in range(world_size):
             path = _part_path(partial, rank)
             if _failure_marker(partial, rank).name in names:
-                raise _rank_failed(partial, rank, "could not write its part or the reason", _FIXES[errno.ENOSPC])
+                raise _rank_error(partial, rank, "could not write its part or the reason", _FIXES[errno.ENOSPC])
             if rank in parts or path.name not in names:
                 continue
             parts[rank] = json.loads(path.read_bytes())
             if "error" in parts[rank]:
-                raise _rank_failed(partial, rank, parts[rank]["error"], parts[rank]["fix"])
+                raise _rank_error(partial, rank, parts[rank]["error"], parts[rank]["fix"])
         if len(parts) == world_size:
             return dict(sorted(parts.items()))
         if time.monotonic() > deadline:
             before, size = size, bytes_written(partial)
             if size == before:
-                raise _missing(partial, [rank for rank in range(world_size) if rank not in parts], timeout_s)
+                raise _missing_parts_error(
+                    partial, [rank for rank in range(world_size) if rank not in parts], timeout_s
+                )
             deadline = time.monotonic() + timeout_s
         time.sleep(poll)
         poll = min(_LONGEST_POLL_S, poll * 1.05)
 
 
-def _rank_failed(partial: Path, rank: int, reason: str, fix: str = "") -> SaveFailed:
+def _rank_error(partial: Path, rank: int, reason: str, fix: str = "") -> SaveFailed:
     return SaveFailed(Problem(key="checkpoint", value=partial, reason=f"rank {rank}: {reason}", fix=fix))
 
 
-def _missing(partial: Path, ranks: list[int], timeout_s: float) -> SaveFailed:
+def _missing_parts_error(partial: Path, ranks: list[int], timeout_s: float) -> SaveFailed:
     named = ", ".join(map(str, ranks[:_NAMED_RANKS]))
     more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
     who = (

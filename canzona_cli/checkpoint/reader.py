@@ -87,7 +87,7 @@ class Reader:
             tensor = self._from_pieces(name, field, 0, shape[0] if len(shape) > 1 else 1).view(shape)
         else:
             tensor = self._open(stored).get_tensor(stored)  # type: ignore[no-untyped-call]
-        return self._checked(name, field, tensor)
+        return self._check_values(name, field, tensor)
 
     def master(self, unit: str, rows: range | None = None) -> torch.Tensor:
         """Reads a unit's fp32 master weight.
@@ -139,7 +139,7 @@ class Reader:
         region = torch.cat(parts) if len(parts) > 1 else next(iter(parts), torch.empty(0, 0))
         if region.shape != (len(rows), len(cols)):
             raise CheckpointInvalid(missing_tensor(f"{unit}/{field}"))
-        return self._checked(unit, field, region)
+        return self._check_values(unit, field, region)
 
     def step(self, unit: str) -> float | None:
         """Returns the stored number of AdamW steps of a unit; None if there is none."""
@@ -170,7 +170,7 @@ class Reader:
         """Returns the problem to report for stored state that cannot be used."""
         return problem_of(self._folder, MANIFEST, reason)
 
-    def _checked(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _check_values(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor unchanged after checking that training can resume with it.
 
         Masters must be finite. Optimizer state must not contain NaN, except for a user's own optimizer.

@@ -221,7 +221,7 @@ def _matrices(trainee: Trainee) -> Iterator[_Contents]:
     for name, saved in trainee.optimizer.matrices.state_dict().items():
         assert isinstance(saved, dict)
         values: dict[str, torch.Tensor | Scalar] = {MASTER: saved["master"]}
-        values |= {key: _storable(name, key, value) for key, value in saved["state"].items()}
+        values |= {key: _check_storable(name, key, value) for key, value in saved["state"].items()}
         values |= {f"{GROUP}{key}": value for key, value in saved["group"].items()}
         tensors: dict[str, torch.Tensor] = {}
         scalars: dict[str, Scalar] = {}
@@ -233,7 +233,7 @@ def _matrices(trainee: Trainee) -> Iterator[_Contents]:
         yield _Contents(part=Part(name=name), tensors=tensors, scalars=scalars)
 
 
-def _storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
+def _check_storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
     if isinstance(key, str) and key != MASTER and "/" not in key and not key.startswith(GROUP):
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in DTYPES:
             return value

@@ -257,16 +257,18 @@ def gpus(usable: bool | None, visible: Sequence[GpuInfo], installed: int) -> Ite
         meaning, fix = "torch took too long to say whether it can use these GPUs", "see torch above"
     yield _finding("gpu", "GPUs", usable is True, value, meaning, fix)
     lacks = missing_for_compiling()
-    yield _needed("driver", visible[0].driver or "installed, version unknown", driver_problem(), "runs torch's CUDA")
+    yield _requirement_finding(
+        "driver", visible[0].driver or "installed, version unknown", driver_problem(), "runs torch's CUDA"
+    )
     version, meaning = installed_version("transformer-engine"), "fused layers, used if installed"
-    yield _needed("Transformer Engine", version or "not installed", fused_layers_problem(), meaning)
+    yield _requirement_finding("Transformer Engine", version or "not installed", fused_layers_problem(), meaning)
     value = f"{lacks} is missing" if lacks else "a C compiler, Python's header files and Triton"
     meaning = "SwiGLU and the loss run unfused on every machine of a run" if lacks else "torch.compile can fuse kernels"
     fix = "install gcc and your Python's development package (python3-dev), or set CC"
     yield _finding("gpu", "compiler", lacks is None, value, meaning, fix)
 
 
-def _needed(name: str, value: str, problem: Problem | None, meaning: str) -> Finding:
+def _requirement_finding(name: str, value: str, problem: Problem | None, meaning: str) -> Finding:
     """Makes the finding for a requirement of GPU ranks, with the problem that a run would report."""
     reason, fix = (problem.reason, problem.fix) if problem else (meaning, "")
     return _finding("gpu", name, problem is None, value, reason, fix)
@@ -292,9 +294,11 @@ def _storage(on_gpus: bool) -> Iterator[Finding]:
     """Checks space and permissions for runs, prepared data and temporary files, and the size of shared
     memory."""
     cache = Path(os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").expanduser()
-    yield _place("runs", Path("runs"), "run directories go here", "run.root")
-    yield _place("cache", cache, "prepared corpora go here", "CANZONA_CACHE")
-    yield _place("temporary", Path(tempfile.gettempdir()), "workers start from here", "TMPDIR", unwritable="fail")
+    yield _folder_finding("runs", Path("runs"), "run directories go here", "run.root")
+    yield _folder_finding("cache", cache, "prepared corpora go here", "CANZONA_CACHE")
+    yield _folder_finding(
+        "temporary", Path(tempfile.gettempdir()), "workers start from here", "TMPDIR", unwritable="fail"
+    )
     shared = Path("/dev/shm")
     if shared.is_dir():
         total = shutil.disk_usage(shared).total
@@ -305,7 +309,7 @@ def _storage(on_gpus: bool) -> Iterator[Finding]:
         yield _finding("storage", "/dev/shm", total >= _GIB, value, meaning, fix, otherwise=otherwise)
 
 
-def _place(name: str, path: Path, meaning: str, setting: str, *, unwritable: Status = "warn") -> Finding:
+def _folder_finding(name: str, path: Path, meaning: str, setting: str, *, unwritable: Status = "warn") -> Finding:
     """Checks that a directory, or its nearest existing parent, is writable and has 2 GiB free."""
     existing, fix = existing_folder(path.expanduser().absolute()), f"{setting}=DIR with a directory you may write to"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):

@@ -38,7 +38,7 @@ class Profile:
     def text(self) -> str:
         return self.path.read_text(encoding="utf-8")
 
-    def text_named(self, name: str) -> str:
+    def text_with_name(self, name: str) -> str:
         """Returns the file's text with another `name`."""
         line = f"name: {name}"
         text, replaced = re.subn(r"^name:.*$", line, self.text, count=1, flags=re.MULTILINE)

@@ -309,7 +309,7 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
     seconds_without: dict[Layout, float] = {}
     """The seconds per sequence of simulated layouts, by layout without recomputation. A layout with more
     recomputation is never faster, so it can be skipped."""
-    simulated, most = 0, _most_simulated(config)
+    simulated, most = 0, _simulation_limit(config)
     margin = MARGIN_WITH_EXPERTS if config.model.num_experts else MARGIN
     for estimated_s, layout in _quickest_first(config, fitting):
         slowest = max(sorted(best)[:count]) * (1 + EQUAL_WITHIN) if len(best) >= count else math.inf
@@ -335,7 +335,7 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
     return LayoutSearch(best=fastest, legal=sum(map(len, fitting)), simulated=simulated)
 
 
-def _most_simulated(config: RunConfig) -> float:
+def _simulation_limit(config: RunConfig) -> float:
     """Returns the maximum number of layouts to simulate."""
     many = config.model.num_layers * len(matrix_shapes(config)) > MANY_MATRICES
     if many and config.execution is Execution.PLANNED:

@@ -58,7 +58,7 @@ def copy(
     from canzona_cli.config.recipes import shown, write_recipe
 
     write_recipe(
-        destination, _valid_profile(name, recipes_dir).text_named(destination.stem), force=force, what="a profile"
+        destination, _valid_profile(name, recipes_dir).text_with_name(destination.stem), force=force, what="a profile"
     )
     typer.echo(f"Wrote {shown(destination)}. Use it with: cluster={shown(destination)}")
 

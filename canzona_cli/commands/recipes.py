@@ -76,7 +76,7 @@ def show(name: Name, overrides: OverrideList = None, as_json: AsJson = False, re
         files = [str(file) for file in composed.files]
         show_page({"version": JSON_VERSION, "files": files, "settings": asdict(composed.config)})
         return
-    typer.echo("# Composed, later files over earlier ones, from")
+    typer.echo("# Composed from these files; later ones override earlier ones:")
     for file in composed.files:
         typer.echo(f"#   {shown(file)}")
     if composed.explicit - {"recipe"}:

@@ -83,7 +83,7 @@ def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:
     if config.run.profile_steps is not None:
         first = config.run.profile_steps[0]
         traces = f"{run.files.profile}/rank-N.json (open one in ui.perfetto.dev)"
-        missing = f"nothing: the run ended before step {first}"
+        missing = f"no traces, because the run ended before step {first}"
         yield f"torch's profiler: {traces if run.files.profile.exists() else missing}"
 
 

@@ -237,7 +237,8 @@ def _launch(
         first_attempt = _prepare_attempt(run, job, corpus, restarts=0)
     if node_rank:
         last = torchrun.node_count(config) - 1
-        tell(f"machine {node_rank} of 0 to {last} starts its ranks; machine 0 shows the run; run directory: {run.path}")
+        where = f"machine {node_rank} (of 0 to {last})"
+        tell(f"{where} starts its ranks; machine 0 shows the run; run directory: {run.path}")
     per_node = torchrun.ranks_per_node(config)
     command_to_resume = resume_command(*command_line, config, run.path)
     restarts = Restarts(most=config.run.restarts)

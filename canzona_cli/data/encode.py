@@ -90,7 +90,7 @@ def encode_in_order(
         while pending:
             yield first()
     except BrokenProcessPool:
-        reason, fix = "a tokenising process died", "usually it runs out of memory: use fewer --workers"
+        reason, fix = "a tokenising process died", "usually because memory ran out: use fewer --workers"
         raise EnvironmentProblem(Problem(key="INPUT", reason=reason, fix=fix)) from None
     finally:
         pool.shutdown(cancel_futures=True)

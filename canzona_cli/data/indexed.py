@@ -320,7 +320,7 @@ def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
         reason = f"{state}: {len(raw):,} bytes, but {expected:,} according to its header"
         raise ConfigError(_problem(idx, reason, again))
     if sequences == 0:
-        raise ConfigError(_problem(idx, "it contains no documents", "prepare it again from inputs with text"))
+        raise ConfigError(_problem(idx, "it contains no documents", "prepare it again from inputs that contain text"))
     lengths = np.frombuffer(raw, dtype="<i4", count=sequences, offset=_HEADER.size)
     offsets = np.frombuffer(raw, dtype="<i8", count=sequences, offset=_HEADER.size + 4 * sequences)
     ends = np.frombuffer(raw, dtype="<i8", count=indices, offset=_HEADER.size + 12 * sequences)

@@ -122,7 +122,7 @@ class Machines:
         if self._nodes == 1 or now < self._next_look:
             return False
         self._next_look = now + _LOOK_S
-        if self._failed_since is None and any(outcome.failed for outcome in self._ended().values()):
+        if self._failed_since is None and any(outcome.failed for outcome in self._outcomes().values()):
             self._failed_since = now
         return self._failed_since is not None and now - self._failed_since > FAILURE_GRACE_S
 
@@ -161,7 +161,7 @@ class Machines:
 
     def _make_verdict(self, here: Outcome, settle: Callable[[Outcome], Outcome], patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s
-        while len(ended := {**self._ended(), 0: here}) < self._nodes and time.monotonic() < deadline:
+        while len(ended := {**self._outcomes(), 0: here}) < self._nodes and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         gone = [self._gone(rank) for rank in range(self._nodes) if rank not in ended]
         verdict = verdict_of(ended, gone)
@@ -191,7 +191,7 @@ class Machines:
             log=self._files.agent_log(node_rank),
         )
 
-    def _ended(self) -> dict[int, Outcome]:
+    def _outcomes(self) -> dict[int, Outcome]:
         """Reads the outcomes of the machines that have ended, by node rank. The machine that ended first, by
         the shared file system's clock, comes first."""
         outcomes: dict[int, Outcome] = {}

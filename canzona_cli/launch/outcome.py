@@ -213,9 +213,9 @@ def _divergence_outcome(workers: Workers, rank: int, error: RankError) -> Outcom
         checkpoints = CheckpointStore(workers.files.checkpoints).checkpoints()
         good = [checkpoint.name for checkpoint in checkpoints if checkpoint.usable and checkpoint.step < error.since]
         last_good = good[-1] if good else None
-        hint = "; there is no checkpoint from before it"
+        hint = "; there is no good checkpoint"
     if last_good is not None:
-        hint = f"; the last checkpoint from before it is {last_good}"
+        hint = f"; the last good checkpoint is {last_good}"
         resume = f"checkpoint.resume={last_good} with "
     problems = (replace(p, reason=f"{p.reason}{hint}", fix=f"{resume}{p.fix}") for p in error.problems)
     return Outcome(

@@ -22,7 +22,7 @@ from canzona_cli.errors import ConfigError, Problem, refuse
 from canzona_cli.huggingface.folder import is_hugging_face, open_folder
 from canzona_cli.model.families import family_problems
 from canzona_cli.run.codec import load_if_valid, read_lines
-from canzona_cli.run.corpus import PreparedCorpus, tokens_wanted
+from canzona_cli.run.corpus import PreparedCorpus, tokens_needed
 from canzona_cli.run.files import RunFiles, json_object, write_text_atomic
 from canzona_cli.run.records import ResumePoint, RunResult, ValidationLoss, read_layout
 from canzona_cli.run.words import clean, layout_words
@@ -102,9 +102,9 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
     of_this_run = files is not None and checkpoint.parent.resolve() == files.checkpoints.resolve()
     if used and not of_this_run and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
         reason = f"belongs to another run, but {files.root} already has checkpoints of its own"
-        fix = "run.dir=DIR of a new run, or checkpoint.resume=auto to continue this one"
+        fix = "run.dir=DIR for a new run, or checkpoint.resume=auto to continue this one"
         raise ConfigError(Problem(key=_KEY, value=asked, reason=reason, fix=fix))
-    return _checked(config, layout, checkpoint, of_this_run=of_this_run)
+    return _check(config, layout, checkpoint, of_this_run=of_this_run)
 
 
 def data_order_warning(resumption: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus) -> str | None:
@@ -114,7 +114,7 @@ def data_order_warning(resumption: Resumption, config: RunConfig, layout: Layout
     """
     if resumption.weights_only:
         return None
-    tokens = [tokens_wanted(config, layout, steps=steps) for steps in (resumption.steps_before, config.train.steps)]
+    tokens = [tokens_needed(config, layout, steps=steps) for steps in (resumption.steps_before, config.train.steps)]
     for data_set in corpus.sets:
         before, now = (math.ceil(read * data_set.share / max(1, data_set.train_tokens)) for read in tokens)
         if before != now:
@@ -243,7 +243,7 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
     raise ConfigError(Problem(key="run.dir", value=str(config.run.dir), reason=reason, fix=fix))
 
 
-def _checked(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run: bool) -> Resumption:
+def _check(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run: bool) -> Resumption:
     manifest, saved = saved_run(checkpoint)
     if manifest.optimizer == NO_OPTIMIZER:
         return _from_weights_of(config, checkpoint, manifest, saved, of_this_run=of_this_run)

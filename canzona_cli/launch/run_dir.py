@@ -122,7 +122,7 @@ class RunDirectory:
             if checkpoint is not None:
                 save(self.files.resume, resume_point(self.files, checkpoint, config))
         except OSError as error:
-            raise _not_writable(self.path, config, error.strerror or str(error)) from None
+            raise _not_writable_error(self.path, config, error.strerror or str(error)) from None
         self._used = self._again = True
         self.earlier = None
         if checkpoint is not None and not checkpoint.weights_only:
@@ -201,12 +201,12 @@ def check_free(config: RunConfig, *, resumes: bool = False) -> None:
     `create` checks again."""
     path = Path(config.run.dir or config.run.root).absolute()
     if config.run.dir is not None and not resumes and holds_run(RunFiles(path)):
-        raise _already_used(path, config)
+        raise _already_used_error(path, config)
     existing = existing_folder(path)
     if not existing.is_dir():
-        raise _not_writable(path, config, f"{existing} is a file")
+        raise _not_writable_error(path, config, f"{existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise _not_writable(path, config, f"{existing} does not allow writing")
+        raise _not_writable_error(path, config, f"{existing} does not allow writing")
 
 
 def prediction_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
@@ -241,10 +241,10 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, resumes:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o755, exist_ok=not must_be_new)
         if (why := unsafe_place(path)) is not None:
-            raise _not_writable(path, config, why)
+            raise _not_writable_error(path, config, why)
         used = holds_run(files)
         if used and not resumes:
-            raise _already_used(path, config)
+            raise _already_used_error(path, config)
         lock = _hold(files, config)
         if not used:
             files.ranks.mkdir(mode=0o755, exist_ok=True)
@@ -253,19 +253,19 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, resumes:
     except FileExistsError as error:
         if must_be_new and path.is_dir():
             raise
-        raise _not_writable(path, config, f"{error.filename or path} is in the way") from None
+        raise _not_writable_error(path, config, f"{error.filename or path} is in the way") from None
     except OSError as error:
-        raise _not_writable(path, config, error.strerror or str(error)) from None
+        raise _not_writable_error(path, config, error.strerror or str(error)) from None
 
 
-def _already_used(path: Path, config: RunConfig) -> ConfigError:
+def _already_used_error(path: Path, config: RunConfig) -> ConfigError:
     result = "finished" if RunFiles(path).result.exists() else "unfinished or still running"
     reason = f"it already holds a run ({result}), and two runs cannot share a directory"
     fix = f"run.dir={next_free(path)}, or leave run.dir out: each run then gets its own directory"
     return ConfigError(Problem(key="run.dir", value=str(config.run.dir or path), reason=reason, fix=fix))
 
 
-def _not_writable(path: Path, config: RunConfig, reason: str) -> EnvironmentProblem:
+def _not_writable_error(path: Path, config: RunConfig, reason: str) -> EnvironmentProblem:
     key = "run.root" if config.run.dir is None else "run.dir"
     reason = f"the run directory {path} cannot be created there: {reason}"
     return EnvironmentProblem(problem_with(config, key, reason, f"{key}=DIR with a directory you may write to"))

@@ -96,7 +96,7 @@ class Supervision:
             outcome = self._run_here()
             outcome = self._machines.conclude(outcome, settle=self._settle)
         finally:
-            outcome = self._completed(outcome)
+            outcome = self._complete(outcome)
             if self._machines.node_rank == 0:
                 _save_result(self.files, outcome, self.say)
             shown_later = outcome.problems and outcome.again_in_s is None  # as the error of the command
@@ -195,10 +195,10 @@ class Supervision:
 
     def _settle(self, outcome: Outcome) -> Outcome:
         """Completes the outcome and decides on a restart. A run that was asked to stop is not restarted."""
-        outcome = self._completed(outcome)
+        outcome = self._complete(outcome)
         return outcome if self.files.stop_requested() else self.restarts.decide(outcome)
 
-    def _completed(self, outcome: Outcome) -> Outcome:
+    def _complete(self, outcome: Outcome) -> Outcome:
         """Adds the newest step and losses, the number of restarts, and the command that resumes the run. The
         step is the newest in the metrics and the ranks' results; the loss comes from the metrics if they have
         one, otherwise from the ranks' results."""

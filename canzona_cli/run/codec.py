@@ -84,7 +84,7 @@ def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = No
         ConfigError: the file cannot be read, is damaged, or has another version.
     """
     try:
-        content = _versioned(parse_json(read_plain(path)), getattr(kind, "VERSION", None))
+        content = _check_version(parse_json(read_plain(path)), getattr(kind, "VERSION", None))
         return parse(kind, content if inside is None else content[inside])
     except Absent:
         raise
@@ -155,7 +155,7 @@ class _OtherVersion(Exception):
     pass
 
 
-def _versioned(content: object, version: int | None) -> Mapping[str, object]:
+def _check_version(content: object, version: int | None) -> Mapping[str, object]:
     """Returns the contents of a file, after checking that it is a JSON object of this version."""
     if not isinstance(content, Mapping):
         raise Damaged("expected a JSON object")

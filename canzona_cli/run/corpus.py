@@ -120,7 +120,7 @@ class Supply:
         return f"{self.times} ({count(self.needed)} tokens needed, {about}{count(self.available)} available)"
 
 
-def tokens_wanted(config: RunConfig, layout: Layout, *, steps: int | None = None) -> int:
+def tokens_needed(config: RunConfig, layout: Layout, *, steps: int | None = None) -> int:
     """Returns the number of tokens that a run reads in all its steps, or in its first `steps`."""
     return (config.train.steps if steps is None else steps) * layout.global_batch_size * config.train.seq_length
 
@@ -134,7 +134,7 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
     Returns:
         The comparison; None if the run reads a user's corpus and `corpus` is None.
     """
-    needed = tokens_wanted(config, layout)
+    needed = tokens_needed(config, layout)
     if corpus is not None:
         sets = {
             part.name: Supply(needed=round(needed * part.share), available=part.train_tokens) for part in corpus.sets

@@ -96,7 +96,7 @@ def test_a_loss_spike_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> No
     assert (outcome.status, outcome.exit_code) == ("diverged", 70)
     (problem,) = outcome.problems
     assert f"at step {SPIKE}:" in problem.reason
-    assert "the last checkpoint from before it is step-00000020" in problem.reason
+    assert "the last good checkpoint is step-00000020" in problem.reason
     assert "checkpoint.resume=step-00000020" in problem.fix
     files = RunFiles(tmp_path / "run")
     assert len(lines(files.metrics)) == SPIKE

@@ -190,7 +190,7 @@ def test_a_run_that_diverged_names_the_last_checkpoint_from_before(
     told = shown(outcome)
     assert told.startswith("The run diverged")
     assert (f"checkpoint.resume={good} with a lower" in told) == (good is not None)
-    assert ("there is no checkpoint from before" in told) == (good is None and since is not None)
+    assert ("there is no good checkpoint" in told) == (good is None and since is not None)
 
 
 @pytest.mark.parametrize(

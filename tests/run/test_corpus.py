@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from canzona_cli.config.schema import DataConfig, RunConfig
-from canzona_cli.run.corpus import MOST_EPOCHS, Supply, data_warnings, supply, tokens_wanted
+from canzona_cli.run.corpus import MOST_EPOCHS, Supply, data_warnings, supply, tokens_needed
 from tests.run.runs import CONFIG, CORPUS, LAYOUT, with_tokens
 
 
@@ -17,7 +17,7 @@ def run_of(steps: int, *, data: DataConfig | None = None, vocab_size: int = 1638
 
 def test_epochs_are_the_tokens_of_all_steps_over_those_of_one_pass() -> None:
     config = run_of(10)
-    assert tokens_wanted(config, LAYOUT) == 10 * 32 * 256
+    assert tokens_needed(config, LAYOUT) == 10 * 32 * 256
     found = supply(config, LAYOUT, with_tokens(10 * 32 * 256 // 5))
     assert found is not None
     assert found.epochs == pytest.approx(5, rel=1e-3)
