@@ -113,7 +113,7 @@ def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, r
     token. Gradients are added to Megatron's buffers, without communication.
 
     Args:
-        config: the result of `profile.shortened`.
+        config: the result of `profile.shorten`.
     """
     [wrapped] = wrap_data_parallel(model.build_model(config, world), config, world)
     sizes = (1, max(2, world.layout.micro_batch_size))

@@ -185,8 +185,8 @@ def test_missing_and_damaged_data_are_told(tmp_path: Path) -> None:
 def test_the_lock_excludes_and_dies_with_its_holder(tmp_path: Path) -> None:
     path = tmp_path / ".p.lock"
     code = (
-        "import sys, time; from pathlib import Path; from canzona_cli.data.locks import exclusive\n"
-        "with exclusive(Path(sys.argv[1])): print('held', flush=True); time.sleep(3600)"
+        "import sys, time; from pathlib import Path; from canzona_cli.data.locks import exclusive_lock\n"
+        "with exclusive_lock(Path(sys.argv[1])): print('held', flush=True); time.sleep(3600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
