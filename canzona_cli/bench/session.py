@@ -187,7 +187,7 @@ def _sweep_problems(kind: SweepKind, layout: Layout) -> Iterator[Problem]:
 
 
 def _ignored_warnings(composed: Composed) -> Iterator[str]:
-    """Yields a warning for each setting of the user that a bench ignores."""
+    """Yields a warning for each of the user's settings that a bench ignores."""
     ignored = {
         "engine.strategy": "--strategies chooses what a bench runs",
         "train.steps": "--rounds and --steps-per-turn set the length of a bench; only the schedule uses train.steps",

@@ -46,7 +46,7 @@ class Team:
             dist.barrier(group=member_group(self._group))
 
     def gather(self, values: Sequence[float]) -> list[tuple[float, ...]]:
-        """Gathers the values of all members, in rank order, on all members."""
+        """Gathers the values of all members on every member, in rank order."""
         return [member.values for member in gather(_Values(values=tuple(values)), group=member_group(self._group))]
 
     def decide(self, value: float) -> float:
