@@ -94,7 +94,7 @@ def test_beside_a_gpu_the_run_keeps_the_very_plan_that_plan_writes_and_says_whic
 
 def test_a_run_leaves_the_trace_and_the_profiles_it_was_asked_for(trained: Trained, tmp_path: Path) -> None:
     text = " ".join(trained.text.split())
-    for part in ("planned `canzona calibrate` measures this machine", "3 steps measured", "1 profiled"):
+    for part in ("planned run `canzona calibrate` on this machine", "3 steps measured", "1 profiled"):
         assert part in text
     run = trained.folder / "run"
     assert f"{run}/trace.json" in trained.text
