@@ -8,12 +8,12 @@
 | `header` | the description of a run, shared by all commands |
 | `errors` | the error messages of all commands |
 | `train*` | `canzona train`: the live view, plain lines for pipes, the dry run |
-| `run`, `run_page`, `compare`, `run_trace` | `canzona report`: a run and its breakdown, runs side by side,
-traces | | `plan`, `layouts` | `canzona plan`, and `canzona recipes layouts` | | `machines` | `canzona
-clusters` and `canzona doctor` | | `bench*`, `tune`, `checkpoint`, `calibrate`, `data` | the command of that
-name |
+| `run`, `run_page`, `compare`, `run_trace` | `canzona report`: a run, its breakdown and trace, and comparisons |
+| `plan`, `layouts`, `beside_megatron` | `canzona plan`, and `canzona recipes layouts` |
+| `machines` | `canzona clusters` and `canzona doctor` |
+| `bench*`, `tune`, `checkpoint`, `calibrate`, `data` | the command of that name |
 
-Most views only show results that were computed elsewhere. The exceptions: `layouts` plans and searches,
+Most views only show results that were computed elsewhere. The exceptions are: `layouts` plans and searches,
 `checkpoint` reads and verifies checkpoints, `header` counts matrices, and `run_page` and `run_trace` read run
 directories.
 """

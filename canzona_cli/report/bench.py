@@ -1,4 +1,4 @@
-"""The screen of `canzona bench`: measured and predicted step times of every strategy, and how they compare."""
+"""The screen of `canzona bench`: the measured and predicted step times of every strategy, compared."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, 
 
 MIB = 1 << 20
 TOLERANCE = 0.20
-"""The relative error above which a prediction is highlighted."""
+"""The relative error of a prediction above which the error is highlighted."""
 NOT_DISTINCT = "not significant"
 """The text shown instead of a speed-up; the note `OVERLAP` below the table explains it."""
 OVERLAP = "not significant: the interquartile ranges of the two times overlap"
 _LEFT_OUT = ("device", "machine", "ranks")
-"""The machine facts that the heading leaves out: the title has device and ranks, and `machine` is a digest."""
+"""The machine facts that the heading omits: the title shows device and ranks, and `machine` is a digest."""
 _UNITS = {"processor": "", "cores": " cores", "memory_gib": " GiB"}
 """The units of the machine facts that are shown without a label."""
 
@@ -64,13 +64,13 @@ class BenchView(Page):
             yield from self._ranks()
 
     def _differences(self) -> Iterator[RenderableType]:
-        """Yields the reasons why measured and predicted times differ, each with its strategies."""
+        """Yields each reason why measured and predicted times differ, with the strategies that it applies to."""
         yield Text("Why measured and predicted differ", style="bold")
         reasons: dict[str, list[str]] = {}
         for name in order(self.result):
             reasons.setdefault(_why(self.result, name), []).append(clean(name))
-        for text, alike in reasons.items():
-            yield wrapped(f"{', '.join(alike)}: {text}", first="  ", rest="    ")
+        for text, names in reasons.items():
+            yield wrapped(f"{', '.join(names)}: {text}", first="  ", rest="    ")
 
     def _steps(self) -> GroupedTable:
         """Returns a table of phases, step times, load balance and memory, with a column group for each
@@ -142,21 +142,21 @@ class BenchView(Page):
         if "adamw" in result.strategies:
             cells = tuple(_overhead_cells(result, name) for name in names)
             groups.append(Columns(title="over AdamW", heads=heads, rows=cells))
-        title = f": time over {reference}'s time, median [quartiles] of the ratios of single rounds"
+        title = f": time divided by {reference}'s time, median [quartiles] of the ratio in each round"
         yield headed("Compared", title)
         labels = [clean(name) for name in names]
         yield GroupedTable(head="strategy", labels=labels, groups=shown_groups(result, groups))
         if len(groups) > 2:
-            yield note("over AdamW: how much longer an iteration takes than with AdamW")
+            yield note("over AdamW: the increase of an iteration's time over AdamW's")
         if any(group.shows(NOT_DISTINCT) for group in groups):
             yield note(OVERLAP)
         alone = [clean(name) for name in names if result.strategies[name].alone]
         if alone:
-            yield note(f"* {', '.join(alone)}: measured alone for lack of memory, not interleaved with {reference}")
+            yield note(f"* {', '.join(alone)}: measured alone, because {reference} did not fit in memory as well")
 
 
 def shown_groups(result: TurnsResult, groups: Sequence[Columns]) -> list[Columns]:
-    """Returns column groups, without `plan` and `error` if the predictions do not describe this machine."""
+    """Returns the column groups; drops `plan` and `error` if the predictions do not describe this machine."""
     return [group if result.planned else group.without("plan", "error") for group in groups]
 
 
@@ -196,10 +196,10 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
 
 
 def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
-    """Returns the row about the origin of predictions, or about the way to get predictions for this machine.
+    """Returns a row that says where predictions come from or, if there are none for this machine, how to get them.
 
     Args:
-        origin: the words for a profile that was calibrated.
+        origin: the words that describe a calibrated profile.
     """
     if not result.planned:
         return {"planned": CALIBRATE}
@@ -226,7 +226,7 @@ def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
 
 
 def _summary(bench: StrategyBench, *, planned: bool) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
-    """Yields the rows below the phases as (label, style, cells); with `planned`, also rows that are only predicted."""
+    """Yields the rows below the phases as (label, style, cells); with `planned`, includes predicted-only rows."""
     measured, predicted = bench.measured, bench.predicted
     for label, values, expected in (
         ("iteration", measured.iteration_s, predicted.iteration_s),
@@ -245,7 +245,7 @@ def _summary(bench: StrategyBench, *, planned: bool) -> Iterator[tuple[str, str,
 def _ratio_cells(
     result: BenchResult, name: str, speedup: Callable[[str], Speedup], seconds: Callable[[Predicted], float]
 ) -> tuple[Cell, Cell]:
-    """Returns the strategy's time over the reference's, measured and predicted."""
+    """Returns the strategy's time divided by the reference's, as measured and as predicted."""
     if name == result.reference:
         return ("1", "1")
     mine, base = (seconds(result.strategies[strategy].predicted) for strategy in (name, result.reference))
@@ -267,8 +267,8 @@ def _losses(result: BenchResult, name: str) -> Text:
     relative = relatives[name]
     if relative != name:
         others = result.strategies[relative].measured.losses
-        apart = max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
-        text.append(f", at most {100 * apart:.2g}% from {clean(relative)}'s")
+        difference = max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
+        text.append(f", at most {100 * difference:.2g}% from {clean(relative)}'s")
     elif name != result.reference and [*relatives.values()].count(name) == 1:
         text.append(", not compared: it computes different updates", style="dim")
     return text
@@ -281,7 +281,7 @@ def _why(result: BenchResult, name: str) -> str:
 
 
 def phase_name(phase: str) -> str:
-    """Returns a phase's label; a total is labelled `  with overlap`, because it is listed below its phase."""
+    """Returns a phase's label; that of a total is `  with overlap`, because it is listed below its phase."""
     return "  with overlap" if phase.endswith("_total") else PHASES[phase].name if phase in PHASES else phase
 
 
@@ -291,7 +291,7 @@ def order(result: BenchResult) -> tuple[str, ...]:
 
 
 def error_text(measured: float | None, predicted: float | None) -> Text:
-    """Returns the prediction's relative error, such as `+12%`; an error above `TOLERANCE` is highlighted."""
+    """Formats a prediction's relative error, such as `+12%`; an error above `TOLERANCE` is highlighted."""
     actual, planned = real(measured), real(predicted)
     if not actual or not planned:  # a value that is missing or 0 has no relative error worth showing
         return Text("")
@@ -343,5 +343,5 @@ def mib(amount: float | None) -> str:
 
 
 def exposed(phases: Mapping[str, float]) -> float:
-    """Returns the seconds for which a step waits for communication."""
+    """Returns the seconds that a step spends waiting for communication."""
     return sum(phases.get(name, 0.0) for name in COMMUNICATION)

@@ -1,5 +1,5 @@
-"""The screens of `canzona bench --simulate`: model sizes on several numbers of GPUs, or a setting at several
-values."""
+"""The screens of `canzona bench --simulate`: model sizes on several numbers of GPUs, or several values of a
+setting."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,12 +77,12 @@ class SimulationView(Page):
         yield (
             "The layout is the one `canzona train` would choose for that many GPUs; all strategies use the same one. "
             "The last columns compare canzona, per sequence, with AdamW and layerwise in their own fastest layouts; "
-            "-: does not fit. optimizer step: from reduced gradients to the next forward pass, without the part that "
-            "is overlapped with other work."
+            "-: does not fit. optimizer step: from reduced gradients to the next forward pass, excluding the part that "
+            "overlaps other work."
         )
         studies = [cell.study for cell in self.simulation.cells if cell.study is not None]
         if any(not strategy.fits for study in studies for strategy in study.strategies.values()):
-            yield "! does not fit into memory with that layout: simulated as if it did, and left out of comparisons"
+            yield "! does not fit in memory in that layout: simulated as if it did, and excluded from comparisons"
         if self.simulation.optimizer != "muon":
             yield (
                 "layerwise: Megatron supports it only for muon; the times are those of the same method with "

@@ -1,4 +1,4 @@
-"""The screen of `canzona bench --sweep`: measured and predicted results of a setting at several values."""
+"""The screen of `canzona bench --sweep`: measured and predicted results for several values of a setting."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +118,7 @@ class _Quantity:
     pair: Callable[[SweepRow], _Pair]
     show: Callable[[float | None], str] = milliseconds
     unit: float = 1e-3
-    """The unit of the curves, expressed in the unit of `pair`: 1e-3 draws seconds as milliseconds."""
+    """The curves' unit, in units of `pair`: with 1e-3, seconds are drawn as milliseconds."""
 
     def columns(self, rows: Sequence[SweepRow]) -> Columns:
         """Returns the two columns of the quantity: measured and predicted."""
@@ -140,7 +140,7 @@ class _Quantity:
 
 
 def _phase(title: str, name: str) -> _Quantity:
-    """Returns the time of a phase as a quantity."""
+    """Returns a quantity that shows the time of a phase."""
     return _Quantity(title=title, pair=lambda row: row.phase(name))
 
 
@@ -161,7 +161,7 @@ class SweepView(Page):
 
     kind: SweepKind
     results: Mapping[str, BenchResult]
-    """The results in the order of the values, keyed by each value as it is shown."""
+    """The result for each value, keyed by the value as shown, in the order of the values."""
 
     widest = 130
 
@@ -190,7 +190,7 @@ class SweepView(Page):
         yield from items("Notes", map(clean, notes))
 
     def _picture(self, rows: Sequence[SweepRow]) -> Picture:
-        """Draws curves over the values, or bars if the values are names."""
+        """Draws curves over numeric values, or one bar for each value and strategy if no value is a number."""
         numeric = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not `auto`
         if not numeric:
             labelled = ((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)
@@ -225,7 +225,7 @@ class SweepView(Page):
         return f"{value:<{width}} {clean(row.strategy)}"
 
     def _groups(self, rows: list[SweepRow]) -> list[Columns]:
-        """Returns the columns of step times, and of the quantities that this setting changes."""
+        """Returns the columns for step times and for the quantities that this setting affects."""
 
         def group(title: str, cells: Callable[[SweepRow], tuple[Cell, ...]], *heads: str) -> Columns:
             return Columns(title=title, heads=heads, rows=tuple(map(cells, rows)))
@@ -261,7 +261,7 @@ class SweepView(Page):
         if self.kind == "optimizer" and self._several:
             references = dict.fromkeys(clean(result.reference) for result in self.results.values())
             base = ", ".join(references)
-            yield f"ratio: time divided by {base}'s time, median [quartiles] of the ratios of single rounds"
+            yield f"ratio: time divided by {base}'s time, median [quartiles] of the ratio in each round"
         if self.kind == "gpus":
             yield "efficiency: sequences per second per rank, relative to the run on the fewest ranks"
             cores = next(iter(self.results.values())).machine.get("cores")

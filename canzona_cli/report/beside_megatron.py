@@ -1,4 +1,4 @@
-"""The screen of `canzona plan --from-megatron`: the cost of a Megatron-LM run's optimizer next to canzona's."""
+"""The screen of `canzona plan --from-megatron`: the cost of a Megatron-LM run's optimizer compared with canzona's."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from canzona_cli.run.words import MISSING, clean, overhead, plural, step_time
 from canzona_cli.simulate.beside_megatron import BesideMegatron, Cost
 
 _SHOWN = 4
-"""The number of arguments that a list names without `-v`."""
+"""The most arguments that a list shows without `-v`."""
 _MODES = {
     "blockwise": "each TP rank orthogonalises its own fragment, so updates depend on TP; canzona's do not",
     "duplicated": "each TP rank gathers and updates whole matrices",
-    "distributed": "not simulated; the figures are those of duplicated",
+    "distributed": "not simulated; the figures shown are for duplicated",
 }
 
 
@@ -80,22 +80,22 @@ class BesideMegatronView(Page):
         if beside.config.model.num_experts:
             yield "canzona", "does not train experts in Megatron's loop yet"
         elif not run.plans_only:
-            yield "canzona", "runs in Megatron's loop by use_in_megatron_lm(), see canzona_cli/library/README.md"
+            yield "canzona", "runs in Megatron's loop through use_in_megatron_lm(), see canzona_cli/library/README.md"
         if run.optimizer == "adamw" and not run.distributed:
-            yield "AdamW", "is simulated with --use-distributed-optimizer, which the file does not have"
+            yield "AdamW", "is simulated with --use-distributed-optimizer, although the file does not set it"
         if run.optimizer == "muon" and beside.muon.strategy == "sc":
-            yield "redundant", "without --use-distributed-optimizer every rank updates every matrix"
+            yield "redundant", "without --use-distributed-optimizer, every rank updates every matrix"
         if run.optimizer == "muon" and beside.layout.tp > 1:
             yield "muon-tp-mode", f"{run.tp_mode}: {_MODES[run.tp_mode]}"
-        for label, arguments in (("not understood", run.not_understood), ("left out", run.left_out)):
+        for label, arguments in (("not understood", run.not_understood), ("not simulated", run.left_out)):
             if arguments:
                 yield label, clean(", ".join(self._some(arguments)))
         if run.no_effect:
-            shown = f": {', '.join(run.no_effect)}" if self.verbose else " (-v names them)"
+            shown = f": {', '.join(run.no_effect)}" if self.verbose else " (-v lists them)"
             yield "no effect", clean(f"{plural(len(run.no_effect), 'other argument')}{shown}")
 
     def _some(self, arguments: Sequence[str]) -> Sequence[str]:
-        """Returns all arguments if verbose or few; otherwise the first few, and the number of the others."""
+        """Returns all arguments if verbose or few; otherwise the first few, and how many more there are."""
         if self.verbose or len(arguments) <= _SHOWN:
             return arguments
         return *arguments[:_SHOWN], f"and {len(arguments) - _SHOWN} more (-v)"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def rank_word(device: Device | None) -> str:
-    """Returns the word for a rank on this device: GPU, CPU rank, or rank if the device is unknown."""
+    """Returns the word for a rank on this device: `GPU`, `CPU rank`, or `rank` if the device is unknown."""
     return {"cuda": "GPU", "cpu": "CPU rank", None: "rank"}[device]
 
 
@@ -46,7 +46,7 @@ def batch_factors(layout: Layout) -> str:
 
 
 def optimizer_words(name: str, strategy: str) -> str:
-    """Returns optimizer and strategy as `muon (canzona)`; only the name for AdamW, or if the two are equal."""
+    """Returns `muon (canzona)`; only the optimizer's name for AdamW, or if the strategy has the same name."""
     return clean(name) if name in ("adamw", strategy) else f"{clean(name)} ({clean(strategy)})"
 
 
@@ -60,8 +60,8 @@ def describe_optimizer(config: RunConfig) -> str:
 
 
 def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
-    """Returns `Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`; no counts without a
-    corpus."""
+    """Returns `Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`; without a corpus, the
+    counts are missing."""
     source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
     if corpus is not None and len(corpus.sets) > 1:
         source = " + ".join(f"{part.share:.1%} {part.name} ({count(part.tokens)} tokens)" for part in corpus.sets)
@@ -102,11 +102,11 @@ def outlook_rows(config: RunConfig, outlook: Outlook) -> list[tuple[str, str]]:
 
 
 def _cost(config: RunConfig, outlook: Outlook) -> str:
-    """Returns the GPU hours of a run and, if the profile has a price, their cost; nothing for CPU ranks."""
+    """Returns the GPU hours of a run and, if the profile has a price, their cost; empty for CPU ranks."""
     if config.cluster.device != "cuda":
         return ""
     price = config.cluster.gpu_hour_price
-    cost = "" if price is None else f", a cost of {outlook.gpu_hours * price:,.0f} at {price:g} an hour"
+    cost = "" if price is None else f", which cost {outlook.gpu_hours * price:,.0f} at {price:g} each"
     return f": {outlook.gpu_hours:,.0f} GPU hours{cost}"
 
 
@@ -118,7 +118,7 @@ def _describes_machine(config: RunConfig) -> bool:
 def describe_plan(obtained: Obtained, config: RunConfig) -> str:
     """Returns a plan's name, load balance, update time on the busiest rank, and file.
 
-    The time is left out if the run's profile does not describe its machine.
+    The update time is omitted if the run's profile does not describe its machine.
     """
     loads = balance(obtained.plan)
     words = f"{obtained.plan.name}: load balance {loads.grid:.2f} (lower bound {loads.lower_bound:.2f})"
@@ -155,7 +155,7 @@ def header_rows(
     earlier: "Earlier | None" = None,
     routed: bool = True,
 ) -> list[tuple[str, str]]:
-    """Returns the description of a run as (label, value) rows; rows whose argument is None are left out.
+    """Returns the description of a run as (label, value) rows; an argument that is None has no row.
 
     Args:
         routed: True to list which parameters are updated as matrices, and which by AdamW.

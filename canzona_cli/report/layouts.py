@@ -89,10 +89,10 @@ class Overview(Page):
             "overhead over AdamW in this layout; -: layerwise or AdamW does not fit"
         )
         first = self.plans[0].config
-        yield wrapped(f"Details of one: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
+        yield wrapped(f"To see one in detail: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
 
     def as_json(self) -> dict[str, object]:
-        """Returns the output of `--json`."""
+        """Returns the JSON of `canzona plan --json`."""
         return {"version": VERSION, "plans": [plan.as_json() for plan in self.plans]}
 
 
@@ -100,7 +100,7 @@ def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview
     """Plans every built-in size.
 
     Args:
-        overrides: the settings for all sizes, without a recipe.
+        overrides: the settings that apply to all sizes; they do not choose a recipe.
 
     Raises:
         ConfigError: an override is not valid.
@@ -140,17 +140,17 @@ def _cells(plan: SizePlan) -> tuple[str, ...]:
 LAYOUTS_VERSION = 1
 SHOWN = 8
 _WORTH_NAMING = 0.005
-"""The least share of an iteration that is listed under `limited by`."""
+"""The smallest share of an iteration that is listed under `limited by`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FastestLayouts(Page):
-    """A table of the fastest layouts; the first, in bold, is the default of the run."""
+    """A table of the fastest layouts; the first, in bold, is the one that the run uses by default."""
 
     config: RunConfig
     search: LayoutSearch
     without: Tried | None = None
-    """The fastest layout if no headroom is left free (`cluster.headroom_gib`); None if it is not faster."""
+    """The fastest layout with `cluster.headroom_gib=0`; None if it is not faster than the first of the table."""
     verbose: bool = False
     """True shows the columns that do not fit in the terminal in a second table."""
 
@@ -185,7 +185,7 @@ class FastestLayouts(Page):
         )
 
     def as_json(self) -> dict[str, object]:
-        """Returns the JSON: additions keep `version`, any other change raises it."""
+        """Returns the JSON of `canzona plan --layouts --json`; only changes other than additions raise `version`."""
         return {
             "version": LAYOUTS_VERSION,
             "recipe": self.config.name,
@@ -253,14 +253,14 @@ class FastestLayouts(Page):
         listed = " and ".join(part for part in (", ".join(reasons[:-1]), *reasons[-1:]) if part)
         spends = f" For one batch, the first spends {listed}." if listed else ""
         return (
-            f"{layout_name(first.layout)} has the shortest simulated step per sequence; besides compute, it takes: "
-            f"{_limits(first) or 'nothing'}. The next, {layout_name(second.layout)}, is "
+            f"{layout_name(first.layout)} has the shortest simulated time per sequence. Besides compute, it spends "
+            f"time on: {_limits(first) or 'nothing'}. The next, {layout_name(second.layout)}, is "
             f"{self._slower(second):.2%} slower.{spends}"
         )
 
 
 def layouts_of(config: RunConfig, *, verbose: bool) -> FastestLayouts:
-    """Searches the fastest layouts of a composed run.
+    """Searches for the fastest layouts of a composed run.
 
     Args:
         verbose: True shows every column, even in a narrow terminal.
@@ -286,13 +286,13 @@ def _without_headroom(config: RunConfig, best: Tried) -> Tried | None:
 
 
 def _room(config: RunConfig) -> str:
-    """Returns the GiB of one GPU that a chosen layout may use: `73.6, which leaves 3.0 of headroom`."""
+    """Returns the GiB per GPU that a chosen layout may use, as `73.6, which leaves 3.0 of headroom`."""
     free = headroom(config)
     return f"{(capacity(config) - free) / GIB:.1f}" + (f", which leaves {free / GIB:.1f} of headroom" if free else "")
 
 
 def _limits(tried: Tried) -> str:
-    """Returns the two largest parts of an iteration besides compute, with their shares."""
+    """Returns the two largest parts of an iteration other than compute, as `updates 5%, pipeline idle 3%`."""
     shares = ((name, seconds / tried.iteration_s) for name, seconds in tried.spent.limits[:2])
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= _WORTH_NAMING)
 
@@ -314,7 +314,7 @@ class LayoutRow:
     memory: Memory | None
     """The memory of the fullest rank in this layout."""
     note: str
-    """The settings with which a layout would fit, or the reason why no layout is legal; empty if one fits."""
+    """The settings that would make a layout fit, or the reason why no layout is legal; empty if a layout fits."""
 
     @property
     def fits(self) -> bool:
@@ -376,7 +376,7 @@ class Layouts(Page):
 
 
 def layouts(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> Layouts:
-    """Chooses a layout for each number of GPUs; the number that `config` sets is ignored."""
+    """Chooses a layout for each number of GPUs; `config.gpus` is ignored."""
     free = replace(config, cluster=replace(with_layers_here(config.cluster), nodes=None))
     return Layouts(config=free, rows=tuple(_row(replace(free, gpus=gpus)) for gpus in gpu_counts))
 

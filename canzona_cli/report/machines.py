@@ -140,7 +140,7 @@ class DiagnosisView(Page):
             yield text.append(f"; {plural(warnings, 'warning')}" if warnings else "", style="default")
             return
         if not diagnosis.torch_checked:
-            text = Text("no failure, but torch took too long to say whether runs are possible here", style="yellow")
+            text = Text("no failures, but torch took too long to say whether runs are possible here", style="yellow")
             yield text.append(f"; {plural(warnings, 'warning')}")
             return
         can = f"CPU and GPU runs (up to gpus={diagnosis.gpus})" if diagnosis.gpus else "CPU runs"

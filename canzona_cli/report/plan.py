@@ -24,7 +24,7 @@ from canzona_cli.simulate.compare import STRATEGIES, Comparison, Study, Variant
 from canzona_cli.simulate.step import StrategyResult
 
 _NO_GAP = 1e-6
-"""The relative gap to the lower bound below which a plan counts as optimal: so small a gap may be rounding."""
+"""A plan is called optimal if its relative gap to the lower bound is smaller than this: it may be rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +35,13 @@ class PlanView(Page):
     written: Path | None = None
     """The plan file; None if nothing was written."""
     compare: Comparison | None = None
-    """The comparison to show instead of the summary."""
+    """The comparison that replaces the summary; None to show the summary."""
     verbose: bool = False
     """True to show everything about the plan."""
     assumptions: bool = False
     """True if the assumptions of the simulation are listed, not only counted."""
     corpus: PreparedCorpus | None = None
-    """The user's corpus; None if it is not there, or for the built-in corpus."""
+    """The user's prepared corpus; None if it does not exist, or if the run uses the built-in corpus."""
 
     widest = 120
 
@@ -154,7 +154,7 @@ class PlanView(Page):
             ),
         )
         yield (
-            "most updates",
+            "busiest rank",
             f"{balance.slowest.describe(mesh)}: {step_time(balance.slowest_s)} (mean {step_time(balance.mean_s)})",
         )
         if mesh.tp > 1:
@@ -203,7 +203,7 @@ class PlanView(Page):
         )
 
     def _updates(self) -> str:
-        """Returns how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each; ...;
+        """Describes how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each; ...;
         plain matmuls, expected RMS error of singular values 0.017`; empty for optimizers without orthogonalisation."""
         shapes_updated = kinds(self.study.config, self.study.plan)
         if shapes_updated[0].form is None:
@@ -283,7 +283,7 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     )
     if not _all_fit(study):
         capacity = study.memory.capacity / GIB
-        yield note(f"! does not fit in {capacity:.1f} GiB: simulated as if it did, and left out of comparisons")
+        yield note(f"! does not fit in {capacity:.1f} GiB: simulated as if it did, and excluded from comparisons")
 
 
 def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:
@@ -304,7 +304,7 @@ def _times_as_long(ratio: float | None) -> str:
 
 
 def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields a table of milliseconds by phase and strategy, each on the rank that finishes last."""
+    """Yields a table of each phase's milliseconds for every strategy, on the rank that finishes last."""
     results = [study.strategies[name].result for name in STRATEGIES]
     shown = [phase for phase in LABELS if any(result.phases.get(phase) for result in results)]
     waits = "exchange includes waits for other hosts; " if "exchange" in shown else ""
@@ -325,7 +325,7 @@ def _times(result: StrategyResult, phases: Sequence[str]) -> list[str]:
 
 
 def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields a table of plans of the same run with other settings."""
+    """Yields a table that compares plans of the same run with other values of a setting."""
     yield headed("Alternatives", f" to this plan, strategy {study.strategy}")
     heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB")
     planned = (f"alpha {study.config.engine.alpha:g}", getattr(study.config.optimizer, "form", ""))
@@ -355,13 +355,13 @@ def _variant_cells(variant: Variant) -> tuple[str, ...]:
 
 
 _CUT = 1.6
-"""The largest scale of the bars, as a multiple of the longest iteration of any strategy but sc. A longer bar
-of sc is cut off."""
+"""The largest scale of the bars, as a multiple of the longest iteration of the strategies other than sc. If sc's
+bar is longer, it is cut off."""
 
 
 def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields maps of the update time of every rank, one for each strategy; pages also have a chart with the
-    sorted times."""
+    """Yields one map of all ranks' update times for each strategy; HTML pages also have a chart of the sorted
+    times."""
     mesh = study.plan.subject.layout
     shown = ((name, study.strategies[name].loads) for name in study.mapped)
     maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
@@ -382,7 +382,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields one bar: the fullest rank's memory by part, and its free memory."""
+    """Yields one bar with the parts of the fullest rank's memory, and its free memory."""
     account, mesh = study.memory, study.plan.subject.layout
     unit = rank_word(study.config.cluster.device)
     free = max(account.capacity - account.total, 0)
@@ -419,4 +419,4 @@ def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
     rows = planned_lanes([event for event in result.events if event.end_s > begin]) if screen.page else slowest_lanes
     yield Lanes(title="enlarged", rows=rows, start_s=begin, end_s=end)
     if not (screen.colour or screen.page):
-        yield note("Lower case: phases fill less than half of the time slice.")
+        yield note("Lower-case letters: phases fill less than half of the time slice.")

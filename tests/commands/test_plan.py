@@ -143,7 +143,7 @@ def test_a_dry_run_without_a_recipe_shows_every_size(tmp_path: Path, typed: tupl
     assert "…" not in result.stdout
     sizes = [line.split()[0] for line in lines if re.match(r"\d", line)]
     assert sizes == ["0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b"]
-    assert lines[-1].startswith("Details of one: canzona plan recipe=")
+    assert lines[-1].startswith("To see one in detail: canzona plan recipe=")
     assert list(tmp_path.iterdir()) == []
 
 

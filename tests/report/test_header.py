@@ -13,7 +13,7 @@ from canzona_cli.simulate.predict import outlook
 
 
 @pytest.mark.parametrize(
-    ("price", "end"), [(None, ": 7,200 GPU hours"), (2.5, ": 7,200 GPU hours, a cost of 18,000 at 2.5 an hour")]
+    ("price", "end"), [(None, ": 7,200 GPU hours"), (2.5, ": 7,200 GPU hours, which cost 18,000 at 2.5 each")]
 )
 def test_a_run_on_gpus_names_its_hours_and_with_a_price_its_cost(price: float | None, end: str) -> None:
     config, layout = resolve(compose_run(["recipe=qwen3-8b", "gpus=16", "train.steps=1000"]).config)
