@@ -2,9 +2,7 @@
 the same code and the same culprit."""
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +14,7 @@ import pytest
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.checkpoint.verify import verify
 from canzona_cli.run.files import RunFiles, read_json
+from tests.dist.ranks import free_port
 from tests.faults.support import REPOSITORY, alive
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -34,7 +33,7 @@ class TwoNodes:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
-        common = (*SMALL, *overrides, f"run.dir={run_dir}", f"cluster.rdzv_endpoint=127.0.0.1:{_free_port()}")
+        common = (*SMALL, *overrides, f"run.dir={run_dir}", f"cluster.rdzv_endpoint=127.0.0.1:{free_port()}")
         self.launchers = [
             subprocess.Popen(
                 [sys.executable, "-m", "canzona_cli.app", "train", *common, f"cluster.node_rank={node}"],
@@ -82,17 +81,6 @@ def two_nodes(tmp_path: Path) -> Iterator[Callable[..., TwoNodes]]:
         run.end()
         for launcher in run.launchers:
             launcher.wait()
-
-
-def _free_port() -> int:
-    """Below the ports of outgoing connections."""
-    while True:
-        port = random.randrange(15_000, 32_000)
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                return port
-        except OSError:
-            continue
 
 
 @pytest.mark.parametrize("victim", ["torchrun", "launcher"])
