@@ -1,5 +1,5 @@
-"""The screens of `canzona calibrate`: progress, then each measured number with its spread, next to the base
-profile's number."""
+"""The screens of `canzona calibrate`: its progress, then each measured number with its spread, compared with the
+base profile's number."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -28,14 +28,14 @@ _SINGLE: Mapping[Quantity, tuple[str, str]] = {
     "tf32_tflops": ("TF32 matmuls", "TFLOP/s"),
     "qr_tflops": ("QR", "TFLOP/s"),
     "eigh_tflops": ("eigendecomposition", "TFLOP/s"),
-    "launch_us": ("launch of an operation", "us"),
+    "launch_us": ("operation launch", "us"),
     "memory_gb_per_s": ("memory bandwidth", "GB/s"),
     "adamw_ns": ("AdamW per element", "ns"),
 }
 
 
 class Progress(TrainView):
-    """Prints one line when each measurement starts; `CalibrationView` shows the result."""
+    """Prints a line as each measurement starts; `CalibrationView` shows the results."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._started = console, time.monotonic()
@@ -48,11 +48,11 @@ class Progress(TrainView):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationView(Page):
-    """The tables of measured numbers next to the base profile's numbers, and the warnings."""
+    """The tables that compare measured numbers with the base profile's numbers, and the warnings."""
 
     calibration: Calibration
     config: RunConfig
-    """The run that the calibration is for; its cluster is the base profile."""
+    """The run that the calibration was made for; its cluster is the base profile."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         calibration = self.calibration
@@ -128,7 +128,7 @@ class CalibrationView(Page):
 
 
 def closing(calibration: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
-    """Yields how the calibration ended, where the profile is, and the command that uses the profile.
+    """Yields lines that say how the calibration ended, where the profile is, and which command uses it.
 
     The lines are meant to be printed unwrapped, so that they can be copied.
     """
@@ -153,7 +153,7 @@ def _assumed(quantity: Quantity, base: ClusterConfig) -> str:
 
 
 def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | None:
-    """Returns the seconds that the links' latency and bandwidth predict for a collective."""
+    """Returns the seconds that a collective should take, given the links' latency and bandwidth."""
     group = Group(size=ranks, per_machine=ranks)
     if kind == "all_reduce":
         return links.all_reduce(bytes_, group).seconds

@@ -1,5 +1,5 @@
-"""The screens of `canzona checkpoint`: the list of checkpoints, the content of one, its verification, and the
-loss of `canzona eval`."""
+"""The screens of `canzona checkpoint` (the list of checkpoints, the contents of one, and their verification) and of
+`canzona eval`."""
 
 import time
 from collections import Counter
@@ -43,7 +43,7 @@ VERSION = 1
 _LAYOUT = "layout.json"
 _MOST_LAYOUT_BYTES = 1 << 16
 _BIGGEST = 5
-_INTACT = "intact: manifest and file sizes are as written; `canzona checkpoint verify` also hashes the content"
+_INTACT = "intact: manifest and file sizes are as written; `canzona checkpoint verify` also hashes the contents"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _cells(checkpoint: StoredCheckpoint) -> tuple[Cell, ...]:
 def _as_json(checkpoint: StoredCheckpoint) -> dict[str, object]:
     manifest, layout = checkpoint.manifest, _saved_layout(checkpoint)
     return {
-        **_judged(checkpoint, checkpoint.problems),
+        **_with_problems(checkpoint, checkpoint.problems),
         "step": checkpoint.step,
         **{name: getattr(manifest, name, None) for name in ("created", "bytes", "world_size", "optimizer", "strategy")},
         "layout": None if layout is None else {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp")},
@@ -99,7 +99,7 @@ def _as_json(checkpoint: StoredCheckpoint) -> dict[str, object]:
 
 @dataclass(frozen=True, kw_only=True)
 class Content(Page):
-    """The content of one checkpoint, and the JSON of `canzona checkpoint show --json`."""
+    """The contents of one checkpoint, and the JSON of `canzona checkpoint show --json`."""
 
     checkpoint: StoredCheckpoint
     manifest: Manifest
@@ -152,7 +152,7 @@ class Content(Page):
             yield "layout", describe_layout(layout, "rank")
 
     def _sizes(self) -> Counter[str]:
-        """Returns the bytes of each full tensor by name; the pieces of a tensor are added up."""
+        """Returns the bytes of each full tensor by name, the sum of its pieces."""
         sizes = Counter[str]()
         for name, tensor in self.manifest.tensors.items():
             sizes[tensor.whole(name)] += tensor_bytes(tensor.dtype, tensor.shape)
@@ -177,10 +177,10 @@ class Content(Page):
         return table
 
 
-def _judged(checkpoint: StoredCheckpoint, problems: Sequence[Problem]) -> dict[str, object]:
-    """Returns a checkpoint and its problems as JSON values."""
-    wrong = [{"file": problem.key, "reason": problem.reason} for problem in problems]
-    return {"name": checkpoint.name, "path": str(checkpoint.path), "sound": not problems, "problems": wrong}
+def _with_problems(checkpoint: StoredCheckpoint, problems: Sequence[Problem]) -> dict[str, object]:
+    """Returns a checkpoint's name, path and problems as JSON values."""
+    shown = [{"file": problem.key, "reason": problem.reason} for problem in problems]
+    return {"name": checkpoint.name, "path": str(checkpoint.path), "sound": not problems, "problems": shown}
 
 
 def _saved_layout(checkpoint: StoredCheckpoint) -> Layout | None:
@@ -199,7 +199,7 @@ class AllVerified(Page):
     root: str
     each: tuple[Verified, ...]
     removed: tuple[str, ...] = ()
-    """The names of the checkpoints that a running job removed during the verification: it keeps only the newest."""
+    """The checkpoints that a running job removed during the verification, because it keeps only the newest ones."""
 
     @property
     def problems(self) -> list[Problem]:
@@ -224,7 +224,7 @@ class AllVerified(Page):
             "removed": list(self.removed),
             "checkpoints": [
                 {
-                    **_judged(verified.checkpoint, verified.problems),
+                    **_with_problems(verified.checkpoint, verified.problems),
                     "bytes": verified.bytes,
                     "seconds": verified.seconds,
                     "foreign": list(verified.foreign),
@@ -247,15 +247,20 @@ class AllVerified(Page):
                 yield wrapped(f"other files in the folder, which canzona ignores: {names}", "yellow", first="    ")
         if self.removed:
             yield wrapped(
-                f"removed during verification, because newer ones were saved: {', '.join(map(clean, self.removed))}",
+                f"removed by the run during verification: {', '.join(map(clean, self.removed))}",
                 "dim",
             )
 
 
 @contextmanager
 def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar on standard error if that is a terminal; yields a function to call with the number
-    of bytes done since its last call."""
+    """Shows a progress bar if standard error is a terminal; yields a function to call with the number of bytes
+    processed since its last call.
+
+    Args:
+        doing: the text in front of the bar, such as `hashing`.
+        total: the number of bytes to process.
+    """
     console = Console(stderr=True, highlight=False)
     columns = (
         TextColumn(doing),
@@ -277,7 +282,7 @@ def verify_all(chosen: Chosen) -> AllVerified:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationView(Page):
-    """The loss, perplexity and bits per byte of a checkpoint, with the data and layout of the evaluation."""
+    """The loss, perplexity and bits per byte of a checkpoint, and the data and layout that evaluated it."""
 
     evaluation: Evaluation
 
@@ -287,7 +292,7 @@ class EvaluationView(Page):
         if evaluation.text_bytes is None:
             bits += " (the data's tokenizer is not known)"
         elif not evaluation.bytes_counted:
-            bits += " (from the corpus's mean bytes per token: its tokenizer does not report each token's bytes)"
+            bits += " (from the corpus's mean bytes per token, because its tokenizer does not report bytes by token)"
         times = f", read {evaluation.epochs:.2g} times" if evaluation.epochs > 1 else ""
         yield from labelled(
             (
@@ -306,4 +311,4 @@ class EvaluationView(Page):
         )
 
 
-_DOCUMENTS = {"held-out": "documents held out", "all": "all documents"}
+_DOCUMENTS = {"held-out": "held-out documents", "all": "all documents"}

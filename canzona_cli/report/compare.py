@@ -104,7 +104,7 @@ def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
 
 
 def setting_value(value: object) -> str:
-    """Returns a value as a user types it; a long list becomes its number of entries, other long text is cut off."""
+    """Returns a value as a user types it; shortens a long list to its number of entries, and cuts other long text."""
     shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else written(value))
     if len(shown) <= _LONGEST_VALUE:
         return shown
@@ -112,7 +112,7 @@ def setting_value(value: object) -> str:
 
 
 _MOST_SETTINGS = 8
-"""The largest number of settings with a column."""
+"""The most settings that get a column."""
 COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
     "loss": ("loss", partial(number, spec=".4f")),
     "best_validation": ("validation", partial(number, spec=".4f")),
@@ -126,7 +126,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralView(Page):
-    """A table with a row for each run: the settings that differ, and the results; the best run is highlighted."""
+    """A table with a row for each run: the settings that differ, and the results. The best run is highlighted."""
 
     several: Several
 
@@ -139,12 +139,12 @@ class SeveralView(Page):
         heads = [*shown, "status", "steps", *(head for head, _ in results.values())]
         rows = [
             [
-                *(setting_value(values[place]) for values in shown.values()),
+                *(setting_value(values[index]) for values in shown.values()),
                 clean(run.status),
                 f"{run.step:,}",
-                *(show(figures[place][name]) for name, (_, show) in results.items()),
+                *(show(figures[index][name]) for name, (_, show) in results.items()),
             ]
-            for place, run in enumerate(several.runs)
+            for index, run in enumerate(several.runs)
         ]
         styles = ["bold green" if run is best else "" if run.status == "done" else "yellow" for run in several.runs]
         yield GroupedTable(head="run", labels=names, groups=columns(heads, rows), styles=styles)
@@ -169,7 +169,7 @@ def run_names(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def several_page(several: Several) -> Document:
-    """Returns the page of several runs: figures, loss curves, step times; for two runs also all differences."""
+    """Returns the page of several runs: figures, loss curves and step times; for two runs, also all differences."""
     return Document(
         kind="canzona report --compare",
         title=plural(len(several.runs), "run"),
@@ -179,14 +179,14 @@ def several_page(several: Several) -> Document:
 
 def _page_parts(several: Several) -> Iterator[RenderableType]:
     runs = dict(zip(run_names(several.runs), several.runs, strict=True))
-    yield headed("Runs", ", the best one is highlighted")
+    yield headed("Runs", ", with the best one highlighted")
     yield SeveralView(several=several)
     training = [Curve(name=name, points=run.losses) for name, run in runs.items()]
     validation = [loss_curve(name, run.validations) for name, run in runs.items()]
     for title, curves in (("Training loss", training), ("Validation loss", validation)):
         yield headed(title, ", nats per token")
         yield Curves(title=title.lower(), curves=curves, numbers=partial(number, spec=".4f"))
-    yield headed("Loss by setting", ", each setting in which the runs differ")
+    yield headed("Loss by setting", ", for each numeric setting that differs between the runs")
     yield SideBySide(*(_losses_by(key, values, several) for key, values in _numeric(several).items()))
     steps = [
         phase_bar(name, run.breakdown.means, run.breakdown.step.mean_s)
@@ -197,12 +197,12 @@ def _page_parts(several: Several) -> Iterator[RenderableType]:
         yield headed("Step", ", measured, mean over ranks, on one scale")
         yield step_bars(steps)
     if len(runs) == 2:
-        yield headed("Differences", ", A is the first run; B / A is above 1 if run B has the larger value")
+        yield headed("Differences", ": A is the first run; B / A is above 1 if run B has the larger value")
         yield ComparedView(compared=compare_two(several))
 
 
 def _numeric(several: Several) -> dict[str, list[float]]:
-    """Returns the numeric settings in which the runs differ, with each run's value."""
+    """Returns the numeric settings that differ between the runs, with each run's value."""
     numeric = {
         key: [number for value in values if (number := real(value)) is not None]
         for key, values in several.settings.items()

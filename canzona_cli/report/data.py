@@ -1,5 +1,5 @@
-"""The screens of `canzona data`: the progress of `prepare` (a bar in a terminal, lines in a pipe), its
-result, and prepared data as text."""
+"""The screens of `canzona data`: the progress of `prepare` (a bar in a terminal, lines in a pipe) and its result,
+and the documents that `show` prints."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -23,10 +23,8 @@ _MOST_NAMES = 3
 
 @contextmanager
 def preparation_progress() -> Iterator[OnProgress]:
-    """Shows the progress of a build on standard error, so that standard output has only the result.
-
-    Yields a function to call with each progress report.
-    """
+    """Shows the progress of a build on standard error, so that standard output has only the result; yields a
+    function to call with each progress report."""
     console = Console(stderr=True, highlight=False)
     columns = (
         SpinnerColumn(),
@@ -45,7 +43,7 @@ def preparation_progress() -> Iterator[OnProgress]:
             is_new_stage = progress.stage != task.description
             if is_new_stage:
                 bar.reset(task.id, description=progress.stage)
-            # Set here, because `update` takes a total of None as "unchanged", not as "unknown".
+            # Set directly, because `update` would read a total of None as "unchanged", not as "unknown".
             task.total = None if _is_learning(progress) else progress.total
             bar.update(task.id, completed=progress.done, facts=_facts(progress, task.speed or 0.0))
             if not console.is_terminal and (is_new_stage or time.monotonic() - printed >= _LINE_INTERVAL_S):
@@ -72,12 +70,13 @@ def _facts(progress: BuildProgress, bytes_per_s: float) -> str:
 
 
 def _is_learning(progress: BuildProgress) -> bool:
-    """Returns True once the sample has been read: the learning after that reports no progress."""
+    """Returns True once the sample has been read; after that, learning the vocabulary reports no progress."""
     return progress.stage == "learn vocabulary" and progress.done == progress.total
 
 
 def print_prepared(built: Built) -> None:
-    """Prints what a build wrote and dropped, notes, and the command that trains on the data."""
+    """Prints the files that a build wrote, the documents that it dropped, notes, and the command to train on the
+    data."""
     console = Console(highlight=False)
     files = [("file", f"{clean(path)} ({size(path.stat().st_size)})") for path in built.files]
     _print_rows(console, [*_facts_of(built.sidecar), *files])
@@ -89,7 +88,7 @@ def print_prepared(built: Built) -> None:
 
 
 def _facts_of(sidecar: Sidecar) -> Iterator[tuple[str, str]]:
-    """Yields (label, value) rows of what was prepared."""
+    """Yields (label, value) rows about the inputs, documents, tokens and tokenizer of prepared data."""
     text = f"{size(sidecar.text_bytes)} of text ({sidecar.text_bytes:,} bytes)"
     yield "inputs", f"{plural(sidecar.input_count, 'input')}, {text}"
     documents = f"{sidecar.documents:,}"
@@ -124,7 +123,7 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
     """Prints a prepared pair: its facts, the lengths of its documents, and the texts that were read.
 
     Args:
-        verbose: True to print all that was read of each document, not only its first lines.
+        verbose: True to print all the text that was read of each document, not only its first lines.
     """
     console = Console(highlight=False)
     pair, lengths = shown.pair, shown.lengths
@@ -155,7 +154,7 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
 
 
 def data_content(shown: DataView) -> dict[str, object]:
-    """Returns the JSON of `canzona data show`; additions do not change `version`."""
+    """Returns the JSON of `canzona data show --json`; additions do not change `version`."""
     return {
         "version": 1,
         "prefix": str(shown.pair.prefix),
@@ -175,7 +174,7 @@ def _print_text(console: Console, title: str, text: str) -> None:
 
 
 def _dropped(sidecar: Sidecar) -> str:
-    """Returns the dropped documents by reason, such as `3: 2 empty, 1 not JSON (a.jsonl:7)`."""
+    """Returns how many documents were dropped and why, such as `3: 2 empty, 1 not JSON (a.jsonl:7)`."""
     counts = ", ".join(f"{number:,} {clean(reason)}" for reason, number in sidecar.dropped.items())
     bad = sum(sidecar.dropped.values()) - sidecar.dropped.get("empty", 0) - sidecar.dropped.get("binary file", 0)
     named = ", ".join(f"{clean(line.path)}:{line.line}" for line in sidecar.bad_lines[:_MOST_NAMES])
@@ -198,6 +197,6 @@ def _notes(built: Built, command: str) -> Iterator[str]:
         yield "the vocabulary was trained on a 64 MiB sample, the same sample in every run"
     requested = built.requested_vocab_size
     if sidecar.tokenizer_kind == "bpe" and requested and sidecar.vocab_size < requested:
-        yield f"the text yields only {sidecar.vocab_size:,} of the {requested:,} requested entries"
+        yield f"the text yields a vocabulary of only {sidecar.vocab_size:,} entries; {requested:,} were requested"
     if "train.eval_interval=0" in command:
-        yield "too few documents to hold any out for validation; --document line makes more, shorter documents"
+        yield "there are too few documents to hold any out for validation; --document line makes each line a document"

@@ -43,13 +43,13 @@ _MOST_WARNINGS = 5
 _MOST_LINES = 4
 """The most lines of the first error that are shown without `-v`."""
 _BRIEF = ("why", "planned", "step", "throughput", "model FLOPs", "peak memory")
-"""The figures at the end of a run."""
+"""The figures that are also shown without `-v`, as at the end of a run."""
 _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "diverged": "bold red"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunView(Page):
-    """A run: the error of the first failing rank, figures, loss curve, breakdown, warnings."""
+    """A run: the error of the first rank that failed, figures, loss curve, breakdown and warnings."""
 
     summary: RunSummary
     verbose: bool = False
@@ -88,7 +88,7 @@ class RunView(Page):
         yield wrapped(clean(f"{what} in {where}{more}"), "dim", first="  ")
 
     def _time_rows(self) -> Iterator[tuple[str, str]]:
-        """Yields the rows of restarts and of goodput, if the run has them."""
+        """Yields the rows for restarts and goodput, if the run has them."""
         summary = self.summary
         if summary.restarts:
             yield "restarts", f"{summary.restarts} (automatic, in the last launch)"
@@ -102,7 +102,7 @@ class RunView(Page):
             yield "goodput", ", ".join([*parts, *(f"{duration(s)} {what}" for what, s in costs.items() if s >= 1)])
 
     def figures(self) -> Iterator[Wrapped]:
-        """Yields the labelled figures and, if the run can be continued, the command for that."""
+        """Yields the labelled figures and, if the run can be continued, the command that continues it."""
         yield from labelled(self._rows(), 11)
         if self.summary.go_on is not None:
             label = Text(f"  {'continue':<11}", style="dim")
@@ -145,7 +145,7 @@ class BreakdownView(Page):
 
     breakdown: Breakdown
     brief: bool = False
-    """True for the bars and the main figures alone, as at the end of a run."""
+    """True to show only the bars and the main figures, as at the end of a run."""
 
     @property
     def _planned(self) -> Prediction | None:
@@ -171,7 +171,7 @@ class BreakdownView(Page):
         yield from labelled(shown)
 
     def _bars(self) -> Bars:
-        """Draws a bar of the measured step, and one of the planned step if there is a plan."""
+        """Draws a bar for the measured step, and another for the planned step if there is one."""
         breakdown, planned = self.breakdown, self._planned
         rows = [phase_bar("measured", breakdown.means, breakdown.step.mean_s)]
         if planned is not None:
@@ -220,14 +220,14 @@ class BreakdownView(Page):
         breakdown = self.breakdown
         unit = "GPU" if self.breakdown.device == "cuda" else "rank"
         added = number(100 * breakdown.in_step_share, ".0f")
-        shares = f"of the mean step; the phases add up to {added}%; those in parentheses overlap others"
-        profiled = f", {breakdown.steps_profiled} profiled" if breakdown.steps_profiled else ""
-        left_out = f"{breakdown.steps_skipped} of warm-up{profiled} left out"
-        steps = f"{plural(breakdown.steps_measured, 'step')} measured, {left_out}"
+        shares = f"of the mean step; the phases add up to {added}%, not counting overlapped ones (in parentheses)"
+        profiled = f" and {breakdown.steps_profiled} profiled" if breakdown.steps_profiled else ""
+        excluded = f"excluding {breakdown.steps_skipped} for warm-up{profiled}"
+        steps = f"{plural(breakdown.steps_measured, 'step')} measured, {excluded}"
         rate, total = number(breakdown.tokens_per_s_per_gpu, ",.0f"), number(breakdown.tokens_per_s, ",.0f")
         rows = [
             *self._plan_rows(),
-            ("shares", f"{shares} and are not added"),
+            ("shares", shares),
             ("step", f"{step_time(breakdown.step.mean_s)}; {steps}"),
             ("throughput", f"{rate} tokens/s per {unit}, {total} in total"),
             ("model FLOPs", f"{number(breakdown.model_tflops_per_gpu, '.3g')} TFLOP/s per {unit}{self._mfu}"),
@@ -257,7 +257,7 @@ class BreakdownView(Page):
             return []
         if planned is None:
             return [("planned", CALIBRATE)]
-        source = f"simulated on profile {clean(planned.profile)}"
+        source = f"simulated with profile {clean(planned.profile)}"
         if self._comparable:
             source += f"{', measured on this machine' if planned.calibrated else ''}; error: planned / mean - 1"
         if not planned.calibrated:
@@ -268,7 +268,7 @@ class BreakdownView(Page):
 
     @property
     def _mfu(self) -> str:
-        """The MFU as text that begins with a comma; empty if the profile's peak does not describe this machine."""
+        """The MFU as text after a comma; empty if the profile's peak rate does not describe this machine."""
         mfu = real(self.breakdown.mfu)
         if mfu is not None:
             if self.breakdown.planned is not None and self._planned is None:
@@ -276,12 +276,12 @@ class BreakdownView(Page):
             peak = number(self.breakdown.peak_tflops_per_gpu, ".4g")
             base = "" if peak == MISSING else f" of the cluster profile's {peak} TFLOP/s (bf16)"
             return f", MFU {100 * mfu:.1f}%{base}"
-        return ", MFU n/a on CPU" if self.breakdown.device == "cpu" else ", MFU n/a (no peak rate known)"
+        return ", MFU n/a on CPU" if self.breakdown.device == "cpu" else ", MFU n/a (peak rate not known)"
 
 
 def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
-    """Returns (name, label, phase) in the order of the step; a phase that is not in `LABELS` is labelled by
-    its name."""
+    """Returns (name, label, phase) for each phase, in the order of a step. A phase that `LABELS` does not have is
+    labelled with its name."""
     known = [name for name in LABELS if name != "other"]
     names = [*known, *(name for name in breakdown.phases if name not in LABELS), "other"]
     rows = []

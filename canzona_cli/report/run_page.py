@@ -1,4 +1,4 @@
-"""The page of `canzona report --html`: a run, as far as its files exist."""
+"""The page of `canzona report --html`. Files that the run does not have, such as a plan, are skipped."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -82,8 +82,8 @@ def _tiles(summary: RunSummary) -> Html:
 
 
 def _faults(summary: RunSummary) -> Iterator[RenderableType]:
-    """Yields the errors of ranks, then warnings; without either, the section is left out of the page."""
-    yield headed("Faults", ", errors in order of time, then warnings")
+    """Yields the errors of ranks, then warnings; without either, the page has no such section."""
+    yield headed("Faults", ", errors in chronological order, then warnings")
     for result in summary.errors:
         if (error := result.error) is not None:
             heading = tag("p", tag("b", f"rank {result.rank}: {error.type}: "), error.message)
@@ -119,7 +119,7 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
 
 
 def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[RenderableType]:
-    """Yields load maps of matrix updates, measured and planned, of the pipeline stage with the slowest rank."""
+    """Yields the measured and planned load maps of matrix updates for the pipeline stage with the slowest rank."""
     hosts = 1
     measured: Mapping[int, Sequence[float]] = {}
     planned: Mapping[int, Sequence[float]] = {}
@@ -144,8 +144,8 @@ def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[Renderabl
 
 
 def _measured_loads(breakdown: Breakdown) -> dict[int, list[float]]:
-    """Returns the seconds of matrix updates of the ranks of each pipeline stage; empty if ranks are missing,
-    or if no rank updated a matrix."""
+    """Returns the seconds that each rank spent on matrix updates, by pipeline stage; empty if ranks are missing, or
+    if no rank updated a matrix."""
     layout = breakdown.layout
     seconds = {times.rank: times.phases.get("matrix_update", 0.0) for times in breakdown.ranks}
     cells = layout.tp * layout.owners
@@ -176,7 +176,7 @@ def _memory(
 
 
 def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None) -> Iterator[RenderableType]:
-    """Yields the measured timeline of the last step of the first ranks, and the planned timeline below it."""
+    """Yields the first ranks' measured timelines of the last step, and the planned timeline below them."""
     try:
         ranks = load_timelines(files)
     except ConfigError as error:
@@ -186,7 +186,8 @@ def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None
     shown = [rank for rank in ranks if rank.steps][:_MOST_RANKS]
     if not shown:
         return
-    more = f"; {len(ranks) - len(shown)} more ranks are in `canzona report --trace`" if len(ranks) > len(shown) else ""
+    hidden = len(ranks) - len(shown)
+    more = f"; `canzona report --trace` shows {plural(hidden, 'more rank')}" if hidden else ""
     yield headed("Timeline", f", phases of each rank over time; each axis has its own scale{more}")
     yield tag("h3", f"measured, step {shown[0].steps[-1].number}")
     yield _measured_lanes(shown, layout)

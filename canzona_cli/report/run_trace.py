@@ -1,7 +1,7 @@
 """The measured and planned timelines of a run as a Chrome trace, for Perfetto and chrome://tracing.
 
-Each rank is a process of the trace. Its `compute` track has the phases of the steps, and transfers in flight
-have tracks by kind, with further tracks where transfers of a kind overlap.
+Each rank is a process of the trace. Its `compute` track shows the phases of the steps. Each kind of transfer in
+flight has its own track, and more tracks where transfers of the same kind overlap.
 
 Ranks on the same machine share a clock. The clocks of different machines are aligned at the ends of steps: a
 step ends after an all-reduce of the loss over all ranks, so all ranks end a step at the same time, up to the
@@ -24,7 +24,7 @@ from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval
 from canzona_cli.run.records import RankTimeline, load_timelines
 
 _TIDS = 100
-"""The number of track ids reserved for a process: ids must be unique across the processes of a trace."""
+"""The number of track IDs reserved for each process, because IDs must be unique across a trace's processes."""
 
 
 def write_trace(run_dir: Path, target: Path) -> int:
@@ -37,7 +37,7 @@ def write_trace(run_dir: Path, target: Path) -> int:
     ranks = load_timelines(files)
     if not ranks:
         reason = "has no timelines"
-        fix = "a run writes its timelines when training ends: give the directory of a run that trained to its end"
+        fix = "give the directory of a run that finished training: timelines are written when training ends"
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix))
     try:
         planned = load_prediction(run_dir)
@@ -53,7 +53,7 @@ def write_trace(run_dir: Path, target: Path) -> int:
         write_text_atomic(target, json.dumps(trace) + "\n")
     except OSError as error:
         reason = f"cannot be written: {error.strerror or error}"
-        raise ConfigError(Problem(key="--trace", value=target, reason=reason, fix="give another file")) from None
+        raise ConfigError(Problem(key="--trace", value=target, reason=reason, fix="choose another file")) from None
     return len(ranks)
 
 
@@ -63,8 +63,8 @@ def trace_events(
     """Yields the events of the trace: the names of processes and tracks, and the intervals, in microseconds.
 
     Args:
-        planned: the plan's prediction, shown after the measured ranks; None for none.
-        layout: the layout that the names of ranks show; None if it is unknown.
+        planned: the plan's prediction, shown after the measured ranks; None to show none.
+        layout: the layout that gives the coordinates in the ranks' names; None if it is unknown.
     """
     shifts = clock_shifts(ranks)
     origin = min(step.start_s + shifts[rank.clock] for rank in ranks for step in rank.steps)
@@ -97,7 +97,7 @@ def trace_events(
 
 
 def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
-    """Distributes intervals over as few tracks as possible, so that no intervals of a track overlap."""
+    """Distributes intervals over as few tracks as possible, so that the intervals of a track do not overlap."""
     rows: list[list[Interval]] = []
     for interval in sorted(intervals, key=lambda part: (part.start_s, part.end_s)):
         free = next((lane for lane in rows if lane[-1].end_s <= interval.start_s), None)
@@ -151,8 +151,8 @@ class _Process:
 
 
 def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
-    """Returns the seconds to add to each clock so that the ends of steps coincide. They are 0 for the first
-    rank's clock, and for clocks without a step that the first rank has as well."""
+    """Returns the seconds to add to each clock so that the ends of steps coincide. The result is 0 for the first
+    rank's clock, and for clocks that have no step in common with it."""
     ends: dict[str, dict[int, list[float]]] = {}
     for rank in ranks:
         for step in rank.steps:
@@ -160,12 +160,12 @@ def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
     reference = ends[ranks[0].clock]
     shifts = {}
     for clock, steps in ends.items():
-        apart = [
+        offsets = [
             statistics.mean(reference[number]) - statistics.mean(steps[number])
             for number in steps
             if number in reference
         ]
-        shifts[clock] = statistics.mean(apart) if apart and clock != ranks[0].clock else 0.0
+        shifts[clock] = statistics.mean(offsets) if offsets and clock != ranks[0].clock else 0.0
     return shifts
 
 

@@ -1,5 +1,5 @@
-"""The live views of a run: in a terminal a frame that is redrawn below the printed lines, in pipes plain
-lines."""
+"""The live views of a run: a frame that is redrawn below the printed lines in a terminal, or plain lines in a
+pipe."""
 
 import math
 import threading
@@ -33,9 +33,9 @@ _SEEN = "tokens seen"
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """The drawing of a `TrainState`. The wide form (loss curve and figures side by side) needs 110 columns
-    and 14 rows; otherwise the figures are in a few lines with a sparkline. Before the first step, only the
-    stage is shown.
+    """The drawing of a `TrainState`. The wide form shows the loss curve and the figures side by side; it needs 110
+    columns and 14 rows. The narrow form shows the figures in a few lines with a sparkline. Before the first step,
+    only the stage is shown.
 
     No line exceeds the console's width.
     """
@@ -150,7 +150,7 @@ class Frame:
         return [*lines, *self._sets(width)]
 
     def _sets(self, width: int) -> Iterator[Text]:
-        """Yields a line with the newest validation loss of each set of a blend; nothing without a blend."""
+        """Yields a line with the newest validation loss of each data set of a blend; nothing without a blend."""
         if self.state.sets:
             line = Text.assemble("  ", ("validation of  ", "dim"), set_losses(self.state.sets), no_wrap=True)
             line.truncate(width, overflow="ellipsis")
@@ -171,11 +171,10 @@ _TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {
 
 
 def make_view(config: RunConfig, layout: Layout, console: Console, *, short: str = "") -> "ConsoleView":
-    """Returns the view for the console: live in an interactive terminal, plain lines in pipes and dumb
-    terminals.
+    """Returns the view for the console: live in an interactive terminal, plain lines in pipes and dumb terminals.
 
     Args:
-        short: the name of the run, to print a single line at the end of the run; empty to print everything.
+        short: the name of the run, to print only warnings and one line at its end; empty to print everything.
     """
     if console.is_terminal and console.is_interactive and not console.is_dumb_terminal:
         return LiveView(config, layout, console, short=short)
@@ -183,10 +182,10 @@ def make_view(config: RunConfig, layout: Layout, console: Console, *, short: str
 
 
 class ConsoleView(TrainView, ABC):
-    """The base of both views: the run's state, and the header printed before training.
+    """The base class of both views. It keeps the run's state and prints the header before training.
 
-    If `short`, the name of the run, is given, the view prints only warnings and one line at the end, which
-    begins with that name.
+    If `short` (the name of the run) is not empty, the view prints only warnings, and at the end one line that begins
+    with this name.
     """
 
     def __init__(
@@ -206,7 +205,7 @@ class ConsoleView(TrainView, ABC):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Creates the attributes that only this kind of view has."""
+        """Creates the attributes that only this subclass has."""
 
     def header(
         self,
@@ -216,11 +215,11 @@ class ConsoleView(TrainView, ABC):
         plan: Obtained | None = None,
         earlier: Earlier | None = None,
     ) -> None:
-        """Prints the description of the run; for a resumed run also loads the earlier steps into the state.
+        """Prints the description of the run; for a resumed run, also loads the earlier steps into the state.
 
         Args:
             plan: the plan that the run executes; None for a run without a plan.
-            earlier: the completed part of the run; None for a run that starts from its first step.
+            earlier: the completed part of a resumed run; None for a run that starts at step 1.
         """
         config, layout = self.state.config, self.state.layout
         rows = header_rows(config, layout, run_dir=run_dir, corpus=corpus, plan=plan, earlier=earlier, routed=False)
@@ -238,9 +237,9 @@ class ConsoleView(TrainView, ABC):
 class LiveView(ConsoleView):
     """A view that is redrawn four times a second; the last frame stays on the screen.
 
-    Records arrive on the caller's thread, and rich draws in its own thread: `_lock` guards the state that
-    both use. `_lock` must not be held while printing: rich's thread takes rich's lock and then `_lock`, so
-    that the opposite order would deadlock.
+    Records arrive on the caller's thread, and rich draws in its own thread; `_lock` guards the state that both use.
+    Do not print while holding `_lock`: rich's thread takes rich's lock and then `_lock`, so the opposite order would
+    deadlock.
     """
 
     _preparing: tuple[str, float] | None = None
@@ -327,8 +326,7 @@ class LiveView(ConsoleView):
 
 
 class PlainView(ConsoleView):
-    """A view that prints plain lines: steps at most every two seconds, and every validation and the last
-    step."""
+    """A view that prints plain lines: a step at most every two seconds, every validation, and the last step."""
 
     _printed_at: float | None = None
     _lines = 0
@@ -353,7 +351,8 @@ class PlainView(ConsoleView):
     def stage(self, event: StageEvent) -> None:
         ended = self.state.add_stage(event)
         stage = self.state.stages[-1]
-        # When stages alternate, only the first is printed, because steps and validations have separate lines.
+        # When training and validation alternate, only the first change is printed, because steps and validations
+        # have lines of their own.
         if stage.name not in REPEATED_STAGES or ended is None or ended.name not in REPEATED_STAGES:
             detail = f": {clean(stage.detail)}" if stage.detail else ""
             self._print(f"{self._time()} {clean(stage.name)}{detail}")
@@ -415,9 +414,9 @@ class PlainView(ConsoleView):
         return f"{_clock(self.state.elapsed):>8}"
 
     def _print(self, line: str, *, always: bool = False) -> None:
-        """Prints a line; a short view prints only lines with `always`."""
+        """Prints a line; a view with a `short` name prints it only if `always` is True."""
         if always or not self._short:
-            # With soft_wrap, the width that the console assumes for a pipe does not break lines.
+            # Without soft_wrap, rich would break lines at the width that it assumes for a pipe.
             self._console.print(Text(line.rstrip()), soft_wrap=True)
 
 
@@ -425,7 +424,7 @@ def closing(state: TrainState, status: RunStatus, message: str, *, short: str = 
     """Returns one line that describes how the run ended.
 
     Args:
-        short: the name of the run, if no other line shows its losses; empty otherwise.
+        short: the name of the run, to begin the line with it and add the losses; empty if other lines show them.
     """
     if short:
         parts = [closing(state, status, message)]

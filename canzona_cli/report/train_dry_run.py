@@ -1,8 +1,5 @@
-"""The screens of `canzona train --dry-run` and `--prepare-only`: the resolved run and the command that starts
-it.
-
-Also the JSON of `canzona validate`.
-"""
+"""The screens of `canzona train --dry-run` and `--prepare-only` (the resolved run and the command that starts it),
+and the JSON of `canzona validate`."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -45,7 +42,7 @@ VERSION = 2
 
 
 def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> dict[str, object]:
-    """Returns a resolved run as JSON values; additions keep `version`, any other change raises it.
+    """Returns a resolved run as JSON values. Only changes other than additions raise `version`.
 
     Args:
         plan: the plan that the run executes; None for a run without a plan.
@@ -62,7 +59,7 @@ def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> d
 
 
 def refused_json(error: CanzonaError) -> dict[str, object]:
-    """Returns the JSON of `canzona validate --json` for a run that is refused, without secrets."""
+    """Returns the JSON of `canzona validate --json` for a refused run; secrets are redacted."""
     problems = [
         {
             "key": problem.key,
@@ -92,26 +89,25 @@ RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun(Page):
-    """A resolved run. Configuration, environment and command are not wrapped, so that they can be copied."""
+    """A resolved run. The configuration, environment and command are not wrapped, so that they can be copied."""
 
     config: RunConfig
     config_yaml: str | None
-    """The configuration to show; None to leave it out."""
+    """The configuration to show; None to omit it."""
     layout: Layout
     corpus: PreparedCorpus | None
-    """The corpus of the run; None if it is not prepared yet, like the built-in one before the first run."""
+    """The corpus of the run; None if it is not prepared yet, as for the built-in corpus before the first run."""
     plan: Obtained | None
     ahead: Outlook
     memory: Memory
     command: LaunchCommand
     card: Card | None = None
-    """The card of the run's recipe; None if it has none for these settings."""
+    """The recorded results of the run's recipe; None if there are none for these settings."""
     prepared: bool = False
-    """True for `--prepare-only`: the run directory is written, and the command is not run."""
+    """True for `--prepare-only`, which writes the run directory but does not run the command."""
 
     def as_json(self) -> dict[str, object]:
-        """Returns the JSON of `canzona train --dry-run`; additions keep `version`, any other change raises
-        it."""
+        """Returns the JSON of `canzona train --dry-run`. Only changes other than additions raise `version`."""
         memory = self.memory
         return {
             **resolved_json(self.config, self.layout, self.plan),
@@ -184,12 +180,12 @@ class DryRun(Page):
     def _memory(self) -> str:
         parts = ", ".join(f"{MEMORY[name].name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
         cluster = self.config.cluster
-        # On CPU ranks the reserve is memory of Python and torch, which `top` counts too; on a GPU it is left
-        # free.
+        # On CPU ranks, the reserve is the memory of Python and torch, which `top` shows as used; on a GPU, it is not
+        # part of the run's memory.
         more = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
         room = self.memory.capacity - self.memory.total
         if room < self.memory.headroom:
-            more += f"; leaves {room / GIB:.2f} of the {cluster.headroom_gib:g} GiB of cluster.headroom_gib"
+            more += f"; leaves {room / GIB:.2f} GiB free, less than cluster.headroom_gib={cluster.headroom_gib:g}"
         return (
             f"{self.memory.total / GIB:.2f} of {self.memory.capacity / GIB:.2f} GiB on the fullest {self._unit} "
             f"({self.memory.worst_rank}): {parts}{more}"
@@ -209,10 +205,10 @@ class DryRun(Page):
         if node_count(self.config) > 1:
             shown = self.command.environment if self._environment_shown else {}
             if "OMP_NUM_THREADS" in shown:
-                yield "OMP_NUM_THREADS fits this machine's cores; `canzona train` on another machine sets its own."
+                yield "OMP_NUM_THREADS suits this machine's cores; `canzona train` sets it on each machine."
             last = node_count(self.config) - 1
             if NODE_RANK_PLACEHOLDER in self.command.argv:
-                yield f"{NODE_RANK_PLACEHOLDER} is cluster.node_rank: 0 to {last}, different on each machine."
+                yield f"{NODE_RANK_PLACEHOLDER} is cluster.node_rank: 0 to {last}, a different one on each machine."
             if not shown.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
                 yield "GLOO_SOCKET_IFNAME is this machine's network interface to machine 0; the others detect theirs."
             if ENDPOINT_PLACEHOLDER in self.command.argv:

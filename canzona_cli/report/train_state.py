@@ -26,7 +26,7 @@ _MOST_POINTS = 2048
 
 @dataclass
 class History:
-    """The (step, value) points of a curve; once there are too many, neighbours are averaged."""
+    """The (step, value) points of a curve. Once there are too many, neighbouring points are averaged."""
 
     points: list[tuple[float, float]] = field(default_factory=list)
     _stride: int = 1
@@ -63,7 +63,7 @@ class Stage:
 
 @dataclass
 class TrainState:
-    """The state of a run, built from the records of its run directory; numbers in them may be missing or not
+    """The state of a run, built from the records in its run directory. Numbers in records may be missing or not
     finite."""
 
     config: RunConfig
@@ -79,9 +79,9 @@ class TrainState:
     non_finite: int = 0
     """The number of logged steps whose loss was missing or not finite."""
     validations: list[tuple[int, float]] = field(default_factory=list)
-    """The validations as (step, loss); NaN for a loss that was not finite."""
+    """The (step, loss) of each validation; the loss is NaN if it was not finite."""
     sets: Mapping[str, float | None] = field(default_factory=dict)
-    """The newest validation loss of each set of a blend."""
+    """The newest validation loss of each data set of a blend, by name."""
     started: float = 0.0
     updated: float | None = None
     """The time at which the newest step arrived, in seconds on `clock`; None before the first step."""
@@ -94,7 +94,7 @@ class TrainState:
         self.started = self.clock()
 
     def go_on(self, earlier: Earlier) -> None:
-        """Adds the loss curve, validations and step of the run that is resumed, but not its speed."""
+        """Takes over the loss curve, validations and step of a resumed run, but not its speed."""
         for metrics in earlier.metrics:
             if (loss := real(metrics.loss)) is not None:
                 self.history.add(metrics.step, loss)
@@ -144,12 +144,12 @@ class TrainState:
 
     @property
     def guarded(self) -> list[str]:
-        """The lines that count skipped steps and fallbacks so far; empty if there were none."""
+        """The lines that report how many steps were skipped and how many fallbacks were used; empty if none."""
         return [] if self.last is None else guard_notes(self.last.skipped, self.last.fallbacks)
 
     @property
     def experts(self) -> str:
-        """The spread of the newest step's tokens over experts; empty for a dense model."""
+        """The text about how evenly the newest step's tokens were spread over experts; empty for a dense model."""
         load = None if self.last is None else real(self.last.expert_load)
         return "" if load is None or self.last is None else experts_words(load, real(self.last.balancing_loss))
 
@@ -159,7 +159,7 @@ class TrainState:
 
     @property
     def unit(self) -> str:
-        """The word for a rank on this hardware."""
+        """The word for a rank: `GPU`, or `rank` on CPUs."""
         return "GPU" if self.config.cluster.device == "cuda" else "rank"
 
     @property
@@ -168,7 +168,7 @@ class TrainState:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The median over the last logged steps, on which a single slow step has little effect."""
+        """The median rate of the last logged steps, so that a single slow step has little effect."""
         return statistics.median(self._rates) if self._rates else None
 
     @property
@@ -195,7 +195,7 @@ class TrainState:
 
     @property
     def eta(self) -> float | None:
-        """The seconds left, or None if unknown. From the second step on, the pace is by wall clock and so
+        """The seconds left, or None if unknown. From the second step on, the pace is measured by wall clock, so it
         includes validations. Between steps, the value counts down."""
         if self.updated is None:
             return None
@@ -214,8 +214,8 @@ class TrainState:
         return pace is not None and self.step < self.total and self.idle > max(30.0, 10 * pace)
 
     def validation_change(self) -> str:
-        """Returns the change from the first validation loss to the newest; a single loss alone, `-` without
-        any."""
+        """Returns the change from the first validation loss to the newest; the loss itself if there is only one, and
+        `-` if there is none."""
         if not self.validations:
             return MISSING
         (_, first), (_, last) = self.validations[0], self.validations[-1]
@@ -225,7 +225,7 @@ class TrainState:
 
 
 def set_losses(sets: Mapping[str, float | None]) -> str:
-    """Returns the losses of the sets of a blend, such as `code 1.2345, web 2.3456`; empty without a blend."""
+    """Returns the losses of a blend's data sets, such as `code 1.2345, web 2.3456`; empty without a blend."""
     return ", ".join(
         f"{clean(name)} {number(math.nan if loss is None else loss, '.4f')}" for name, loss in sets.items()
     )
@@ -237,5 +237,5 @@ def loss_change(first: float, last: float) -> str:
 
 
 def relative_change(first: float, last: float) -> float:
-    """Returns the difference of `last` from `first` in per cent; NaN if `first` is 0 or not finite."""
+    """Returns the change from `first` to `last` in per cent; NaN if `first` is 0 or not finite."""
     return 100 * (last - first) / first if first and math.isfinite(first) else math.nan

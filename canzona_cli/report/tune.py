@@ -17,7 +17,7 @@ from canzona_cli.run.words import clean, layout_code, number, plural
 
 @dataclass(frozen=True, kw_only=True)
 class TuneView(Page):
-    """A table of the layouts, the fastest as measured first and in bold, then the prediction errors."""
+    """A table of the layouts, with the fastest measured one first and in bold, then the prediction errors."""
 
     result: TuneResult
 
@@ -52,7 +52,7 @@ class TuneView(Page):
     def _facts(self) -> Iterator[tuple[str, Text | str]]:
         result = self.result
         yield from predictions(result, f"fitted to steps of {clean(result.fitted_on) or 'none'}").items()
-        which = "all of them" if result.everything else "the fastest as predicted"
+        which = "all of them" if result.everything else "the predicted fastest"
         yield (
             "measured",
             f"{len(result.layouts)} of {plural(result.legal, 'layout')}, {which}, interleaved: "
@@ -84,20 +84,20 @@ class TuneView(Page):
     def _verdict(self) -> str:
         result = self.result
         if result.best == result.chosen:
-            return "The simulator's choice is the fastest as measured."
+            return "The simulator's choice is also the fastest measured layout."
         if result.chosen not in result.layouts:
             return "The simulator's choice could not be measured."
         apart = "" if result.certain else "; their quartile ranges overlap"
         best, chosen = (layout_name(result.layouts[name].layout) for name in (result.best, result.chosen))
         slower = percent(result.slower(result.chosen))
         return (
-            f"{best} is the fastest as measured; the simulator's choice, {chosen}, is {slower} slower per "
+            f"{best} is the fastest measured layout; the simulator's choice, {chosen}, is {slower} slower per "
             f"sequence{apart}."
         )
 
 
 def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
-    """Yields a table of the prediction errors of the step and of its phases."""
+    """Yields a table of the prediction errors for the step and for each phase."""
     unseen = accuracy.step.layouts
     which = "" if unseen == layouts else f" {plural(unseen, 'layout')} that the profile was not fitted to"
     yield headed("Errors of the predictions", f":{which or ' all layouts'}")
@@ -106,8 +106,8 @@ def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     yield rows_table(heads, ((name, _error_cells(errors)) for name, errors in rows.items()), bold=0, needed=5)
     yield note(f"phases: only layouts that spend at least {LEAST_SHARE:.0%} of the step there; mean: mean signed error")
     yield wrapped(
-        f"{plural(accuracy.pairs, 'pair')} of layouts differ by more than {ORDER_MARGIN:.0%} as measured; "
-        f"{accuracy.in_order} of them were predicted in the same order."
+        f"{plural(accuracy.pairs, 'pair')} of layouts differ by more than {ORDER_MARGIN:.0%} when measured; "
+        f"{accuracy.in_order} of them were predicted in the right order."
     )
 
 

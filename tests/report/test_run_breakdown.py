@@ -86,7 +86,7 @@ def test_the_foot_tells_what_was_measured() -> None:
     text = "\n".join(shown(load_breakdown(DATA), 120))
     for part in (
         "muon (layerwise), 4 CPU ranks: TP 2 × DP 2",
-        "402 ms; 298 steps measured, 2 of warm-up left out",
+        "402 ms; 298 steps measured, excluding 2 for warm-up",
         "5,093 tokens/s per rank, 20,373 in total",
         "0.224 TFLOP/s per rank, MFU n/a on CPU",
         "matrix update 1.09",
