@@ -18,9 +18,9 @@ from canzona_cli.config.checks import config_problems
 from canzona_cli.config.compose import Composed
 from canzona_cli.config.execution import AnyStrategy, strategy_of, with_strategy
 from canzona_cli.config.schema import ClusterConfig, Execution, Layout, MomentumConfig, RunConfig
-from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.memory import GIB, MemoryEstimate, capacity, estimate
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
+from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import obtain_plan

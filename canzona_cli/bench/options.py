@@ -13,8 +13,8 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.buffers import exchange_bytes, matrix_shapes
 from canzona_cli.errors import Clash, Problem, clashes, closest, gathered, refuse
+from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.run.machine import existing_folder
 from canzona_cli.run.phases import STRATEGIES
 
@@ -215,7 +215,7 @@ def default_values(kind: SweepKind, config: RunConfig) -> tuple[str, ...]:
 
 def capacities_mib(config: RunConfig) -> tuple[float, ...]:
     """Returns the values of C_max in MiB that allow micro-groups of 1, 2, 4 and 8 matrices of the largest size."""
-    largest = max(math.prod(shape) for shape in matrix_shapes(config)) * max(exchange_bytes(config))
+    largest = max(math.prod(shape) for shape in matrix_shapes(config)) * config.exchange_bytes
     return tuple(times * largest / _MIB for times in (1, 2, 4, 8))
 
 

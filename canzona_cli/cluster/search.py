@@ -19,9 +19,10 @@ from canzona_cli.config.layout_rules import divisors, layout_problems, may_have_
 from canzona_cli.config.schema import Execution, Layout, Recompute, RunConfig
 from canzona_cli.config.settings import problem_with, with_own_values
 from canzona_cli.config.stages import possible_pp, possible_vpp
-from canzona_cli.costs.buffers import default_bucket_elements, matrix_shapes
+from canzona_cli.costs.buffers import default_bucket_elements
 from canzona_cli.costs.memory import MemoryEstimate, estimate
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem, refuse
+from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.planner.attempt import bucket_limits
 from canzona_cli.planner.make import plan_of_run
 from canzona_cli.planner.memory import memory_of

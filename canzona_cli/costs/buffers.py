@@ -1,5 +1,4 @@
-"""Counts a rank's memory, in bytes and elements, without a plan: Megatron's buffers, activations, logits, and
-the scratch of updates.
+"""Counts a rank's memory, in bytes and elements, without a plan: Megatron's buffers, activations and logits.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
 attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp, pp, cp and dp.
@@ -7,43 +6,17 @@ attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 from canzona_cli.config.execution import splitting_of
-from canzona_cli.config.schema import Execution, Layout, Mesh, ModelConfig, MomentumConfig, NorMuonConfig, RunConfig
+from canzona_cli.config.schema import Execution, Layout, Mesh, ModelConfig, Recompute, RunConfig
 from canzona_cli.config.stages import chunk_layers, stage_layers
-from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
+from canzona_cli.costs.scratch import FP32, momentary_bytes
 from canzona_cli.model.families import family_of, replicated_parameters
-from canzona_cli.model.matrices import layer_on_rank, layer_shapes
+from canzona_cli.model.family import Family
+from canzona_cli.model.matrices import Shape, layer_on_rank
 from canzona_cli.optimizers.facts import Algorithm
-from canzona_cli.optimizers.muon_facts import BLOCK
-from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
-
-BATCH_BYTES = 256 << 20
-"""The limit on the bytes of fp32 gradients that an owner copies at once if tp = 1. A single larger matrix is
-copied alone."""
-FP32 = 4
-"""The bytes of an element of masters, optimizer state and scratch."""
-
-
-def in_batches(elements: Sequence[int]) -> list[slice]:
-    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32; a larger matrix is a batch
-    of its own.
-
-    Args:
-        elements: the number of each matrix's elements that are copied.
-    """
-    starts: list[int] = []
-    filled = 0
-    for place, size in enumerate(elements):
-        if not starts or filled + size > BATCH_BYTES // FP32:
-            starts.append(place)
-            filled = 0
-        filled += size
-    return [slice(start, end) for start, end in pairwise([*starts, len(elements)])]
 
 
 def default_bucket_elements(owners: int) -> int:
@@ -58,131 +31,6 @@ def bucket_elements(config: RunConfig, layout: Layout) -> int | None:
     if not config.parallel.overlap_grad_reduce:
         return None
     return config.parallel.bucket_elements or default_bucket_elements(layout.owners)
-
-
-def exchange_bytes(config: RunConfig) -> tuple[int, int]:
-    """Returns the bytes of one weight element and of one gradient element in a TP exchange. C_max limits the
-    larger of these two messages."""
-    return config.train.weight_bytes, 2 if config.engine.exchange_dtype == "bf16" else FP32
-
-
-Shape = tuple[int, int]
-"""The (rows, columns) of a matrix."""
-
-
-def workspace_bytes(
-    config: RunConfig,
-    together: Iterable[Sequence[Shape]],
-    shared: Iterable[tuple[int, int]] = (),
-    beside: Iterable[tuple[int, int]] = (),
-) -> int:
-    """Counts the bytes of scratch that one rank's optimizers keep; 0 if they are not canzona's.
-
-    Each part has the size that the largest matrix (or stack of matrices) needs.
-
-    - Muon, in the type of its matmuls: two iterates and two squares of the short side (four in Gram form),
-      for all stacked matrices of one shape. In fp32: the update direction with Nesterov momentum or NorMuon;
-      without either, on GPUs in bf16, a copy of a matrix that is updated alone in Gram form; and on CPUs one
-      block. A direction covers a whole stack, or on CPUs, except for NorMuon, the matrices in a block.
-    - Shampoo and SOAP, in fp32: one square, one matrix, and one matrix for each preconditioned side.
-    - SOAP-Muon: the scratch of SOAP, and that of Muon in standard form without stacking.
-
-    Args:
-        together: for each optimizer, the shapes of the matrices that it updates in one step.
-        shared: for each shared matrix, the elements of its fragment and of one square.
-        beside: the same for each shared matrix that is interleaved with one of `shared`. These matrices have
-            their own iterates and squares.
-    """
-    if not keeps_workspace(config):
-        return 0
-    how = algorithm(config)
-    if isinstance(config.optimizer, MomentumConfig):
-        return _muon(config, config.optimizer, how, together, shared, beside)
-    if not RULES[how.name].preconditioned:
-        return 0
-    shapes = {shape for batch in together for shape in batch}
-    sides = [side for shape in shapes for side in factored_sides(how, *shape)]
-    # Adam grafting uses the left side's buffer, even if this side has no factor.
-    left = [r * c for r, c in shapes if r <= how.max_preconditioner_dim or how.grafting == "adam"]
-    right = [r * c for r, c in shapes if c <= how.max_preconditioner_dim]
-    largest = max(map(math.prod, shapes), default=0)
-    square = max((side**2 for side in sides), default=0)
-    if sides and config.cluster.device != "cpu":
-        square = max(square, STACKED_SQUARES)
-    scratch = FP32 * (square + largest + sum(max(sizes, default=0) for sizes in (left, right)))
-    if RULES[how.name].orthogonal:
-        scratch += 2 * config.train.weight_bytes * (largest + max((min(shape) ** 2 for shape in shapes), default=0))
-    return scratch
-
-
-def _muon(
-    config: RunConfig,
-    muon: MomentumConfig,
-    how: Algorithm,
-    together: Iterable[Sequence[Shape]],
-    shared: Iterable[tuple[int, int]],
-    beside: Iterable[tuple[int, int]],
-) -> int:
-    """Counts the bytes of scratch of Muon's updates, see `workspace_bytes`."""
-    # All sizes are in elements. `second_...` belong to the second of two interleaved shared matrices.
-    iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
-    half = config.cluster.device == "cuda" and config.train.weight_bytes < FP32
-    for batch in together:
-        for (rows, cols), count in Counter(batch).items():
-            stacked = min(count, stack_of(how, rows, cols, config.cluster))
-            iterate = max(iterate, stacked * rows * cols)
-            square = max(square, stacked * min(rows, cols) ** 2)
-            if form_of(how, rows, cols, config.cluster) == "gram":
-                gram_square = max(gram_square, stacked * min(rows, cols) ** 2)
-                # One matrix may be left over from stacks and is then updated alone.
-                gram_copy = max(gram_copy, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
-            in_block = max(1, min(stacked, BLOCK // (rows * cols)))
-            by_blocks = config.cluster.device == "cpu" and not isinstance(muon, NorMuonConfig)
-            direction = max(direction, (in_block if by_blocks else stacked) * rows * cols)
-            block = max(block, min(in_block * rows, max(1, BLOCK // cols)) * cols)
-    for fragment, side in shared:
-        iterate, direction = max(iterate, fragment), max(direction, fragment)
-        square, gram_square = max(square, side), max(gram_square, side)
-        block = max(block, min(fragment, BLOCK))
-    for fragment, side in beside:
-        second_iterate, second_square = max(second_iterate, fragment), max(second_square, side)
-        direction, block = max(direction, fragment), max(block, min(fragment, BLOCK))
-    fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else gram_copy) + (
-        block if config.cluster.device == "cpu" else 0
-    )
-    products = iterate + square + gram_square + second_iterate + 2 * second_square
-    return config.train.weight_bytes * 2 * products + FP32 * fp32
-
-
-def momentary_bytes(config: RunConfig, shapes: Set[Shape]) -> int:
-    """Counts the bytes that the update of the largest of `shapes` needs in addition to state and
-    `workspace_bytes`, and frees at its end.
-
-    - canzona's optimizers, which have a workspace: nothing for Muon; for a refresh of Shampoo or SOAP, five
-      squares of the longest preconditioned side and one matrix, in fp32;
-    - Megatron's Muon: the fp32 update, its gathered copy and three iterates of the largest matrix, and two
-      Gram matrices of its short side;
-    - other Shampoo and SOAP: four squares of the longest preconditioned side and three matrices, in fp32;
-    - AdamW: three matrices in fp32.
-    """
-    how, width, keeps = algorithm(config), config.train.weight_bytes, keeps_workspace(config)
-    orthogonal = not RULES[how.name].preconditioned and how.name != "adamw"
-    if orthogonal and keeps:
-        return 0
-    rows, cols = max(shapes, key=math.prod)
-    if orthogonal:
-        return (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
-    if how.name == "adamw":
-        return 3 * FP32 * rows * cols
-    sides = [side for shape in shapes for side in factored_sides(how, *shape)]
-    squares, matrices = (5, 1) if keeps else (4, 3)
-    return FP32 * (matrices * rows * cols + squares * max(sides, default=0) ** 2)
-
-
-def keeps_workspace(config: RunConfig) -> bool:
-    """Returns True if canzona's own optimizers update the matrices; these keep their scratch from step to
-    step."""
-    return config.execution.ours and config.optimizer.name != "custom"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,30 +66,26 @@ class StageWeights:
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
     """Counts the elements that a rank of `stage` stores. With pp > 1, a tied output layer is a second copy of
     the embedding."""
-    model = config.model
+    model, first, last = config.model, stage == 0, stage == layout.pp - 1
+    cut, experts, largest, replicated = _layer_weights(model, layout.tp, layout.ep)
     layers = stage_layers(model.num_layers, layout, stage)
-    return _stage_weights(model, layout.tp, layout.pp, layout.ep, stage, layers)
-
-
-@lru_cache(maxsize=1024)
-def _stage_weights(model: ModelConfig, t: int, p: int, ep: int, stage: int, layers: int) -> StageWeights:
-    divided, whole = ([matrix.elements for matrix in part] for part in layer_on_rank(model, "fused", ep))
-    cut, experts = [elements // t for elements in divided], sum(whole)
-    vocabulary = model.vocab_size * model.hidden_size // t
-    first, last = stage == 0, stage == p - 1
+    vocabulary = model.vocab_size * model.hidden_size // layout.tp
     copies = int(first) + int(last and not (first and model.tied_embeddings))
-    others = layers * replicated_parameters(model) + copies * vocabulary + (model.hidden_size if last else 0)
     return StageWeights(
-        matrices=layers * (sum(cut) + experts),
+        matrices=layers * (cut + experts),
         experts=layers * experts,
-        others=others,
-        largest=max(vocabulary if copies else 0, *cut, *whole),
+        others=layers * replicated + copies * vocabulary + (model.hidden_size if last else 0),
+        largest=max(vocabulary if copies else 0, largest),
     )
 
 
-def matrix_shapes(config: RunConfig) -> tuple[tuple[int, int], ...]:
-    """Lists the (rows, columns) of one layer's matrices, as the run's strategy splits them."""
-    return layer_shapes(config.model, splitting_of(config))
+@lru_cache(maxsize=256)
+def _layer_weights(model: ModelConfig, tp: int, ep: int) -> tuple[int, int, int, int]:
+    """Counts the elements of one layer on a rank: of the matrices that tensor parallelism cuts, of the rank's
+    experts if ep exceeds 1, of the largest matrix, and of norms and routers."""
+    divided, whole = layer_on_rank(model, "fused", ep)
+    cut, experts = [matrix.elements // tp for matrix in divided], [matrix.elements for matrix in whole]
+    return sum(cut), sum(experts), max(*cut, *experts), replicated_parameters(model)
 
 
 def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
@@ -251,7 +95,7 @@ def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
     return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
 
 
-def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
+def layer_activations(config: RunConfig, family: Family, layout: Layout, recompute: Recompute) -> int:
     """Counts the bytes that one layer keeps for the backward pass of one micro-batch.
 
     With T = micro-batch * s / c tokens, element size w, and x = t with sequence parallelism, else 1:
@@ -269,7 +113,6 @@ def layer_activations(config: RunConfig, layout: Layout, recompute: str) -> int:
     if recompute == "full":
         return width * stream
     on_cpu = config.cluster.device == "cpu"
-    family = family_of(model)
     activations = family.activations(model, not on_cpu)
     cut = activations.cut * tokens // t + activations.copied * tokens * layout.expert_tp // t
     if layout.cp > 1 and not config.cluster.fused_layers and recompute == "none":
@@ -355,11 +198,11 @@ def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) ->
     return peak
 
 
-def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
+def transient(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> Transient:
     """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
     model, width, t = config.model, config.train.weight_bytes, layout.tp
-    weights, hidden = stage_weights(config, layout, stage), model.hidden_size
-    tokens, layer = micro_batch_tokens(config, layout), layer_activations(config, layout, layout.recompute)
+    weights, hidden, family = stage_weights(config, layout, stage), model.hidden_size, family_of(model)
+    tokens, layer = micro_batch_tokens(config, layout), layer_activations(config, family, layout, layout.recompute)
     activations = layers_in_flight(model.num_layers, layout, stage) * layer
     logits = 0
     if stage == layout.pp - 1:
@@ -367,10 +210,10 @@ def transient(config: RunConfig, layout: Layout, stage: int) -> Transient:
         logits = _output_layer(config, tokens * model.vocab_size // t, tokens * hidden, model.vocab_size * hidden // t)
     # The backward pass of one layer: gradients of its largest activations, the gathered stream, the gradient
     # of the largest weight before it is added to the buffer, and the activations that recomputation restores.
-    largest = family_of(model).activations(model, True).largest * tokens // t
+    largest = family.activations(model, True).largest * tokens // t
     working = width * (largest + 2 * tokens * hidden + weights.largest)
-    working += layer_activations(config, layout, "none") - layer
-    update, adamw = _scratch(config, layout.bare, stage)
+    working += layer_activations(config, family, layout, "none") - layer
+    update, adamw = _step_bytes(config, how, layout, weights)
     return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 
 
@@ -398,13 +241,12 @@ def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> 
     return max(loss, width * (logits + stream + weights))
 
 
-@lru_cache(maxsize=4096)
-def _scratch(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
+def _step_bytes(config: RunConfig, how: Algorithm, layout: Layout, weights: StageWeights) -> tuple[int, int]:
     """Counts the bytes of `Transient.update` and `Transient.adamw`.
 
     Buffers that canzona's engine and optimizers keep from step to step are in `step_buffers`.
     """
-    execution, weights = config.execution, stage_weights(config, layout, stage)
+    execution = config.execution
     # The engine reads the matrices' gradients from the buffer in which they were reduced.
     if execution.everywhere:
         share = FP32 * (weights.others if execution.ours else weights.matrices + weights.others)
@@ -417,7 +259,7 @@ def _scratch(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int]:
     adamw = copies if config.cluster.fused_layers else copies + share
     if execution is Execution.ADAMW:
         return adamw, 0
-    return copies + momentary_bytes(config, set(matrix_shapes(config))), adamw if execution.ours else 0
+    return copies + momentary_bytes(config, how), adamw if execution.ours else 0
 
 
 def stream_elements(config: RunConfig, layout: Layout) -> int:

@@ -23,23 +23,12 @@ from types import MappingProxyType
 from canzona_cli.config.execution import IN_ORDER
 from canzona_cli.config.schema import Execution, Layout, ModelConfig, RunConfig
 from canzona_cli.config.stages import chunk_layers, stage_layers
-from canzona_cli.costs.buffers import (
-    BATCH_BYTES,
-    FP32,
-    Shape,
-    StageWeights,
-    bucket_elements,
-    exchange_bytes,
-    matrix_shapes,
-    stage_weights,
-    stored_shapes,
-    transient,
-    workspace_bytes,
-)
+from canzona_cli.costs.buffers import StageWeights, bucket_elements, stage_weights, stored_shapes, transient
 from canzona_cli.costs.padding import lay_out
+from canzona_cli.costs.scratch import BATCH_BYTES, FP32, least_workspace_bytes
 from canzona_cli.costs.update import RULES, algorithm
 from canzona_cli.model.families import family_of, parameter_count
-from canzona_cli.model.matrices import layer_on_rank
+from canzona_cli.model.matrices import Shape, layer_on_rank, matrix_shapes
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.optimizers.shampoo_facts import factored_sides, packed_elements
 
@@ -125,8 +114,8 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
     Only three stages can need the most: the first has the embedding and the most micro-batches in flight, the
     last has the output layer and the logits, and the second may have one layer more than either.
     """
-    stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    candidates = {stage: _stage_parts(config, layout, stage) for stage in stages}
+    stages, how = sorted({0, min(1, layout.pp - 1), layout.pp - 1}), algorithm(config)
+    candidates = {stage: _stage_parts(config, how, layout, stage) for stage in stages}
     stage = max(candidates, key=lambda s: sum(candidates[s].values()))
     return MemoryEstimate(
         parts=MappingProxyType(candidates[stage]),
@@ -136,14 +125,14 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
     )
 
 
-def _stage_parts(config: RunConfig, layout: Layout, stage: int) -> dict[str, int]:
-    weights, gradients, optimizer, exchange = _lasting(config, layout.bare, stage)
+def _stage_parts(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> dict[str, int]:
+    weights, gradients, optimizer, exchange = _lasting(config, how, layout.bare, stage)
     lasting = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    return {**lasting, **transient(config, layout, stage).parts(), "exchange": exchange}
+    return {**lasting, **transient(config, how, layout, stage).parts(), "exchange": exchange}
 
 
 @lru_cache(maxsize=4096)
-def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, int, int]:
+def _lasting(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> tuple[int, int, int, int]:
     """Counts the bytes of weights, gradients, optimizer and exchange."""
     weights, fullest = stage_weights(config, layout, stage), placement(config, layout, stage)
     # Megatron pads its layer-wise buffers so that undivided parameters fit equal shards. Every rank stores
@@ -151,12 +140,17 @@ def _lasting(config: RunConfig, layout: Layout, stage: int) -> tuple[int, int, i
     stored = weights.others + (weights.matrices if fullest is None else max(weights.matrices, fullest.padded))
     width, grad = config.train.weight_bytes, config.train.gradient_bytes
     layers = stage_layers(config.model.num_layers, layout, stage)
-    state = sum(_bounded_state(config, layout, weights, fullest, layers).values())
-    return width * stored, grad * stored, state, least_step_bytes(config, layout, stage)
+    state = sum(_bounded_state(config, how, layout, weights, fullest, layers).values())
+    step = 0
+    if config.execution is Execution.PLANNED:
+        step = least_step_bytes(config, how, layout, stage)
+    elif config.execution is Execution.REDUNDANT:
+        step = least_workspace_bytes(config, how) + FP32 * _gathered_elements(config, layout)
+    return width * stored, grad * stored, state, step
 
 
 def _bounded_state(
-    config: RunConfig, layout: Layout, weights: StageWeights, fullest: Placement | None, layers: int
+    config: RunConfig, how: Algorithm, layout: Layout, weights: StageWeights, fullest: Placement | None, layers: int
 ) -> dict[str, int]:
     """Counts the bytes of optimizer state on the fullest rank of a stage with `layers` layers.
 
@@ -165,7 +159,7 @@ def _bounded_state(
             owned matrices keeps the state of its share of all parameters (AdamW), of every matrix that its TP
             group stores (if every rank updates everything), or else of every matrix that the rank stores.
     """
-    execution, how = config.execution, algorithm(config)
+    execution = config.execution
     if execution is Execution.ADAMW:
         return optimizer_state(config, how, weights.share(layout, matrices=True), 0, 0)
     if fullest is None:
@@ -187,10 +181,9 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
     - asc, paper: matrices over the same cells in natural order;
     - other strategies, in which matrices have no owners: None.
     """
-    execution = config.execution
+    execution, model = config.execution, config.model
     if not execution.has_owners:
         return None
-    shards, model = layout.owners, config.model
     if execution is Execution.LAYERWISE:
         # Megatron cuts the first stage's buffers only.
         limit = bucket_elements(config, layout) if stage == 0 else None
@@ -202,9 +195,13 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
         ]
         worst, padded = sum(buffer.worst for buffer in buffers), sum(buffer.padded for buffer in buffers)
         return Placement(worst=worst, worst_shapes=MappingProxyType({}), padded=padded)
-    in_order = config.engine.strategy in IN_ORDER
-    layers = stage_layers(model.num_layers, layout, stage)
-    return balanced_placement(matrix_shapes(config), layers, shards * layout.tp, in_order=in_order)
+    return _planned_placement(config, layout, stage)
+
+
+def _planned_placement(config: RunConfig, layout: Layout, stage: int) -> Placement:
+    """Returns the `placement` of a run with a plan."""
+    layers, in_order = stage_layers(config.model.num_layers, layout, stage), config.engine.strategy in IN_ORDER
+    return balanced_placement(matrix_shapes(config), layers, layout.cells, in_order=in_order)
 
 
 def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
@@ -327,7 +324,8 @@ def spare_bytes(config: RunConfig, how: Algorithm, layout: Layout, limit: int) -
         weights = stage_weights(config, layout, stage)
         adamw = sum(optimizer_state(config, how, weights.share(layout, matrices=False), 0, 0).values())
         stored = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
-        needed = least_step_bytes(config, layout, stage) + sum(transient(config, layout, stage).parts().values())
+        needed = sum(transient(config, how, layout, stage).parts().values())
+        needed += least_step_bytes(config, how, layout, stage)
         spare.append(limit - stored - adamw - needed)
     return min(spare)
 
@@ -348,61 +346,41 @@ def element_bytes(config: RunConfig, how: Algorithm, counts: Mapping[Shape, int]
     return sum(optimizer_state(config, how, 0, 1, 0).values()) + factors
 
 
-def least_step_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Estimates the bytes of `step_buffers` that every plan of a stage needs: the size with one matrix per host
-    in each micro-group, or, with tp = 1, with the only possible grouping."""
-    return _least_workspace(config) + _least_buffers(config, layout, stage)
+def least_step_bytes(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> int:
+    """Estimates the bytes of `step_buffers` that every plan of a stage needs.
 
-
-@lru_cache(maxsize=64)
-def _least_workspace(config: RunConfig) -> int:
-    return workspace_bytes(config, [(shape,) for shape in matrix_shapes(config)])
-
-
-def _least_buffers(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Estimates the bytes of the engine's message and gradient buffers that every plan of a stage needs.
-
-    With tp > 1: the messages of two micro-groups with one matrix each, and the matrix's assembled fp32 gradient.
-
-    With tp = 1 nothing is sent, but a gradient that is not contiguous and in fp32 in the gradient buffer is
-    copied, in batches of at most `BATCH_BYTES` or of one matrix. These are all gradients if they are reduced in
-    bf16; otherwise only those of separate q, k and v, whose rows are interleaved in their parameter.
+    With tp > 1: the messages of two micro-groups with one matrix on each host, and the matrix's assembled fp32
+    gradient. With tp = 1 nothing is sent, but gradients are copied (`_copied_elements`), in batches of at most
+    `BATCH_BYTES` or of one matrix.
     """
-    if config.execution is Execution.REDUNDANT:
-        return FP32 * _gathered_elements(config, layout)
-    fullest = placement(config, layout, stage)
-    if fullest is None or config.execution is not Execution.PLANNED:
-        return 0
-    shapes = matrix_shapes(config)
-    largest = max(math.prod(shape) for shape in shapes)
-    if layout.tp > 1:
-        message = largest * (layout.tp - 1) // layout.tp
-        # Gradients and weights have send and receive buffers, in two sets.
-        return 2 * 2 * sum(exchange_bytes(config)) * message + FP32 * largest
-    batch = min(FP32 * fullest.worst, max(BATCH_BYTES, FP32 * largest))
-    if config.train.gradient_bytes != FP32:
-        return batch
-    if config.engine.splitting not in ("qkv", "split"):
-        return 0
-    weights = family_of(config.model).weights(config.model)
-    interleaved = sum(weight.elements for weight in weights if weight.cut == "repeats")
-    copied_share = interleaved / sum(math.prod(shape) for shape in shapes)
-    return min(int(FP32 * fullest.worst * copied_share), batch)
+    elements = [math.prod(shape) for shape in matrix_shapes(config)]
+    largest, workspace = max(elements), least_workspace_bytes(config, how)
+    if layout.tp == 1:
+        copied_share = sum(_copied_elements(config)) / sum(elements)
+        copied = int(FP32 * _planned_placement(config, layout, stage).worst * copied_share)
+        return workspace + min(copied, max(BATCH_BYTES, FP32 * largest))
+    message = largest * (layout.tp - 1) // layout.tp
+    # Gradients and weights have send and receive buffers, in two sets.
+    return workspace + 2 * 2 * (config.train.weight_bytes + config.engine.gradient_bytes) * message + FP32 * largest
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:
     """Counts the elements of the engine's buffers under strategy sc, which gathers one matrix at a time: the
-    rank's fragment, all ranks' fragments, and the assembled matrix.
-
-    With tp = 1, a gradient is copied unless the gradient buffer holds it in fp32 and contiguously. If gradients
-    are reduced in bf16, every gradient is copied; otherwise only the gradients of separate q, k and v matrices.
-    """
+    rank's fragment, all ranks' fragments, and the assembled matrix. With tp = 1 only copies are needed
+    (`_copied_elements`)."""
+    if layout.tp == 1:
+        return max(_copied_elements(config), default=0)
     largest = max(math.prod(shape) for shape in matrix_shapes(config))
-    if layout.tp > 1:
-        return largest // layout.tp + 2 * largest
+    return largest // layout.tp + 2 * largest
+
+
+def _copied_elements(config: RunConfig) -> list[int]:
+    """Lists the elements of the gradients of one layer that are copied with tp = 1, because they are not contiguous
+    and in fp32 in the gradient buffer: all gradients if they are reduced in bf16; otherwise only the gradients of
+    separate q, k and v, whose rows are interleaved in their parameter."""
     if config.train.gradient_bytes != FP32:
-        return largest
+        return [math.prod(shape) for shape in matrix_shapes(config)]
     if config.engine.splitting not in ("qkv", "split"):
-        return 0
+        return []
     interleaved = [weight for weight in family_of(config.model).weights(config.model) if weight.cut == "repeats"]
-    return max(weight.repeats * part.rows * weight.cols for weight in interleaved for part in weight.parts)
+    return [weight.repeats * part.rows * weight.cols for weight in interleaved for part in weight.parts]

@@ -46,16 +46,15 @@ HOSTED: Mapping[int, Share] = MappingProxyType({})
 """The value of `Assignment.shares` if no matrix is shared."""
 
 
-def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
+def shares(config: RunConfig, how: Algorithm, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Returns the costs of all matrices that can be shared, by index.
 
     No matrix can be shared if `engine.mode` is hosted or `why_hosted` gives a reason. Otherwise a matrix can
     be shared if TP cuts its long side and tp divides its short side. Unless `optimizer.form` is gram, the
     short side also has to be at least `GRAM_MIN_SIDE`.
     """
-    if config.engine.mode == "hosted" or why_hosted(config, layout) is not None:
+    if config.engine.mode == "hosted" or why_hosted(config, how, layout) is not None:
         return HOSTED
-    how = algorithm(config)
     return {
         matrix.index: share_of(how, matrix.rows, matrix.cols, layout.tp, config.cluster)
         for matrix in members
@@ -65,9 +64,9 @@ def shares(config: RunConfig, layout: Layout, members: Sequence[Matrix]) -> Mapp
     }
 
 
-def why_hosted(config: RunConfig, layout: Layout) -> str | None:
+def why_hosted(config: RunConfig, how: Algorithm, layout: Layout) -> str | None:
     """Returns the reason why no matrix of a run can be shared; None if it depends on the matrix's shape."""
-    how, engine = algorithm(config), config.engine
+    engine = config.engine
     if engine.strategy in IN_ORDER:
         return f"engine.strategy is {engine.strategy}, which updates each matrix on one host"
     if layout.tp == 1:
@@ -86,7 +85,7 @@ def why_hosted(config: RunConfig, layout: Layout) -> str | None:
 def mode_warnings(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Yields a warning if `engine.mode` asks for shared matrices and no matrix of the run can be shared."""
     requested = config.engine.mode == "shared" and config.execution is Execution.PLANNED
-    if requested and (reason := why_hosted(config, layout)) is not None:
+    if requested and (reason := why_hosted(config, algorithm(config), layout)) is not None:
         yield f"engine.mode=shared is ignored: {reason}"
 
 
@@ -94,8 +93,8 @@ def mode_warnings(config: RunConfig, layout: Layout) -> Iterator[str]:
 def share_of(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> Share:
     """Returns the cost of the shared update of a (rows, cols) matrix."""
     m, n = sorted((rows, cols))
-    scale = gram_scale(a, rows, cols, cluster)
     works = shared_works(a.ns_steps, m, n, tp, width=matmul_bytes(a))
+    scale = gram_scale(a, rows, cols, cluster)
     return Share(fragment=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in works))
 
 

@@ -17,7 +17,7 @@ from canzona_cli.config.schema import (
     OptimizerBase,
     RunConfig,
 )
-from canzona_cli.costs.buffers import in_batches
+from canzona_cli.costs.scratch import in_batches
 from canzona_cli.costs.sharing import Share
 from canzona_cli.costs.update import algorithm, form_of, stack_of
 from canzona_cli.engine.agreement import agree_on_optimizer

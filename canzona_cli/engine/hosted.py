@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.costs.buffers import in_batches
+from canzona_cli.costs.scratch import in_batches
 from canzona_cli.engine.wire import (
     AllToAll,
     Copy,

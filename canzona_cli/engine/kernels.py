@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
 from canzona_cli.megatron.owner_bucket_group import device_seconds
 from canzona_cli.megatron.parallel import gather
+from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.optimizers import graphs, symmetric
 from canzona_cli.optimizers.gram_form import gram_dtype
 from canzona_cli.optimizers.symmetric import Kernel, Shape

@@ -31,6 +31,9 @@ from canzona_cli.fields import CountOrZero, Side
 from canzona_cli.model.families import EMBEDDING, FINAL_NORM, OUTPUT, family_of
 from canzona_cli.model.family import Kind
 
+Shape = tuple[int, int]
+"""The (rows, columns) of a matrix."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
@@ -231,9 +234,14 @@ def _stages_and_chunks(layers: int, layout: Layout) -> Mapping[int, tuple[int, i
 
 
 @lru_cache(maxsize=64)
-def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[tuple[int, int], ...]:
+def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[Shape, ...]:
     """Returns (rows, columns) of one layer's matrices, in registration order."""
     return tuple((matrix.rows, matrix.cols) for matrix in layer_matrices(model, splitting))
+
+
+def matrix_shapes(config: RunConfig) -> tuple[Shape, ...]:
+    """Lists the (rows, columns) of one layer's matrices, as the run's strategy splits them."""
+    return layer_shapes(config.model, splitting_of(config))
 
 
 def stage_matrices(matrices: Sequence[Matrix], stage: int) -> tuple[Matrix, ...]:

@@ -46,9 +46,10 @@ def updates(config: RunConfig, layout: Layout, plan: Plan) -> Updates:
     pipeline = HostedPipeline.of(planning(config), layout)
     taken = _taken(plan, pipeline)
     stage = max(taken, key=taken.__getitem__)
+    possible = shares(config, plan.subject.optimizer, layout, plan.matrices)
     least = max(
         plan.lower_bounds[stage] * pipeline.updating,
-        least_seconds(plan.matrices, plan.costs, stage, layout.owners, shares(config, layout, plan.matrices), pipeline),
+        least_seconds(plan.matrices, plan.costs, stage, layout.owners, possible, pipeline),
         _with_experts(plan, stage, pipeline) if layout.ep > 1 else 0.0,
     )
     return Updates(seconds=taken[stage], least=least)

@@ -17,7 +17,7 @@ from typing import Final
 from canzona_cli.config.execution import PLANNED
 from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.config.settings import affecting
-from canzona_cli.costs.buffers import bucket_elements, exchange_bytes
+from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import GIB, capacity, element_bytes, headroom, spare_bytes
 from canzona_cli.costs.sharing import shares
 from canzona_cli.costs.update import algorithm, update_costs
@@ -155,7 +155,7 @@ def _capacities(members: Sequence[Matrix], asked: int | None) -> list[int]:
 
 @lru_cache(maxsize=16)
 def _prices(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> Prices:
-    costs, possible = update_costs(config, members), shares(config, layout, members)
+    costs, possible = update_costs(config, members), shares(config, algorithm(config), layout, members)
     bounds = tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
     pipeline = HostedPipeline.of(planning(config), layout)
     return Prices(costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
@@ -254,7 +254,7 @@ def _attempts(
         limit: the bytes of one GPU that the run may use.
     """
     free = plan_unbounded(config, layout, shapes)
-    how, asked = free.subject.optimizer, free.subject.settings.capacity(max(exchange_bytes(config)))
+    how, asked = free.subject.optimizer, free.subject.settings.capacity(config.exchange_bytes)
     spare, counts = spare_bytes(config, how, layout, limit), Counter(matrix.shape for matrix in members)
     for careful in (False, True):
         # The elements of matrices that one rank may keep.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
-from canzona_cli.costs.buffers import exchange_bytes, stage_weights
+from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.sharing import Share, shared_bytes, shared_collectives
 from canzona_cli.costs.update import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, group_traffic
@@ -251,7 +251,7 @@ def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
 def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
     """Counts the bytes that each rank sends within its TP group in a step, by stage and then cell."""
     mesh = plan.subject.layout
-    width, grad = exchange_bytes(config)
+    width, grad = config.train.weight_bytes, config.engine.gradient_bytes
     sent = [0] * (mesh.pp * mesh.cells)
     for group, moved in _traffic(plan):
         first = mesh.rank(group.stage, group.owner * mesh.tp)

@@ -23,20 +23,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
-from canzona_cli.costs.buffers import (
-    FP32,
-    Shape,
-    exchange_bytes,
-    in_batches,
-    stage_weights,
-    transient,
-    workspace_bytes,
-)
+from canzona_cli.costs.buffers import stage_weights, transient
 from canzona_cli.costs.memory import Memory, capacity, estimate, factor_bytes, headroom, optimizer_state
+from canzona_cli.costs.scratch import FP32, in_batches, workspace_bytes
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.family import Kind
 from canzona_cli.model.geometry import interleaved_kinds
-from canzona_cli.model.matrices import Matrix
+from canzona_cli.model.matrices import Matrix, Shape
+from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.exchange import group_traffic
 from canzona_cli.planner.order import LANES
 from canzona_cli.planner.plan import Bucket, Place, Plan, per_cell, rank_buckets
@@ -94,7 +88,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
             tuple(tuple(map(_alike, of_host)) for of_host in experts[row]),
         )
         if key not in known:
-            known[key] = list(_owners_buffers(config, copies, groups, experts[row]))
+            known[key] = list(_owners_buffers(config, plan.subject.optimizer, copies, groups, experts[row]))
         buffers += known[key]
     return [
         replace(of_cell, reduction=reduced.get(cell, 0), gathering=gathered.get(cell, 0))
@@ -147,7 +141,11 @@ class _Copies:
 
 
 def _owners_buffers(
-    config: RunConfig, copies: _Copies, groups: Sequence[Sequence[_Placed]], experts: Sequence[Sequence[Matrix]]
+    config: RunConfig,
+    how: Algorithm,
+    copies: _Copies,
+    groups: Sequence[Sequence[_Placed]],
+    experts: Sequence[Sequence[Matrix]],
 ) -> Iterator[StepBuffers]:
     """Yields the buffers of each host of an owner, without the fields `reduction` and `gathering`.
 
@@ -160,10 +158,10 @@ def _owners_buffers(
     if tp == 1:
         gradients, together = copies.batched([placed.matrix for group in groups for placed in group])
         ((of_experts, expert_shapes),) = batches
-        workspace = workspace_bytes(config, [*together, *expert_shapes])
+        workspace = workspace_bytes(config, how, [*together, *expert_shapes])
         yield StepBuffers(gradients=gradients + of_experts, workspace=workspace)
         return
-    widths = exchange_bytes(config)
+    widths = config.train.weight_bytes, config.engine.gradient_bytes
     shared = [placed.matrix for group in groups for placed in group if placed.share is not None]
     groups = [[placed for placed in group if placed.share is None] for group in groups]
     moved = [
@@ -186,6 +184,7 @@ def _owners_buffers(
             gradients=FP32 * copied_most + fragment_copy + batches[rank][0],
             workspace=workspace_bytes(
                 config,
+                how,
                 [*([matrix.shape for matrix in group] for group in hosted), *batches[rank][1]],
                 cut[::LANES],
                 cut[1::LANES],
@@ -290,7 +289,7 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
         if matrix.index not in plan.assignment.shares
     )
     elements, factors = held_elements(plan, stage), per_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
-    buffers, needed = step_buffers(config, plan, stage), transient(config, layout, stage)
+    buffers, needed = step_buffers(config, plan, stage), transient(config, how, layout, stage)
     weights = stage_weights(config, layout, stage)
 
     def varying(cell: int) -> dict[str, int]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.buffers import FP32, exchange_bytes
 from canzona_cli.costs.gradients import least_before_updates
 from canzona_cli.costs.links import Group, Groups, Links, Transfer
+from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.sharing import Share, shared_exchanges, shared_transfers
 from canzona_cli.costs.update import algorithm, implementation, memory_rate, step_factor
 from canzona_cli.model.matrices import Matrix
@@ -128,7 +128,7 @@ class HostedPipeline:
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "HostedPipeline":
         cluster, implemented = config.cluster, implementation(config)
-        width, grad = exchange_bytes(config)
+        width = config.train.weight_bytes
         exchanging = step_factor(cluster, "exchange", implemented)
         # A GPU reads the new and the old weight and writes one of them, so that it need not wait for the
         # finite flags.
@@ -138,7 +138,7 @@ class HostedPipeline:
             links=Links(cluster=cluster),
             group=Groups.of(layout, cluster).tp,
             width=width,
-            grad=grad,
+            grad=config.engine.gradient_bytes,
             buffer=config.train.gradient_bytes,
             taken=select or 2 * width,
             own=0 if cluster.measured_updates else select,  # measured updates include it

@@ -126,7 +126,7 @@ def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
             f"{_MAKE_ANEW} and this run's settings",
         )
     matrices = planned_matrices(config, layout, None)
-    possible = shares(config, layout, matrices)
+    possible = shares(config, plan.subject.optimizer, layout, matrices)
     if (plan.matrices, plan.costs) != (matrices, update_costs(config, matrices)) or any(
         share != possible.get(index) for index, share in plan.assignment.shares.items()
     ):

@@ -16,7 +16,7 @@ from canzona_cli.costs.gradients import NormClip
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.model import hop, passes, units_taken
 from canzona_cli.costs.sharing import shares
-from canzona_cli.costs.update import adamw_seconds, implementation, step_factor, update_costs
+from canzona_cli.costs.update import adamw_seconds, algorithm, implementation, step_factor, update_costs
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.attempt import bucket_limits
 from canzona_cli.planner.bounds import simple_bound
@@ -207,7 +207,7 @@ def _layer(config: RunConfig, layout: Layout) -> _Layer:
         return _Layer(model.duplicated(dense).seconds, model.duplicated(experts).seconds, 0.0, ())
     factor = step_factor(config.cluster, "matrix_update", implementation(config))
     packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
-    possible = shares(config, layout, members)
+    possible = shares(config, algorithm(config), layout, members)
     everything, pieces = 0.0, []
     for matrix, cost in zip(members, costs, strict=True):
         parts = [factor * possible[matrix.index].each] if matrix.index in possible else []

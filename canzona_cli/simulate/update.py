@@ -18,8 +18,8 @@ from typing import Literal
 
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Execution, Layout, RunConfig
-from canzona_cli.costs.buffers import FP32, exchange_bytes
 from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.timeline import Ran, Timeline
 from canzona_cli.costs.update import RULES, algorithm, memory_rate
 from canzona_cli.model.matrices import Matrix
@@ -75,7 +75,7 @@ class UpdateModel:
         self.pipeline = HostedPipeline.of(config, layout)
         self._rate = memory_rate(config.cluster)
         self._whole = config.execution is Execution.REDUNDANT
-        self._fragment_bytes = RULES[algorithm(config).name].fragment_bytes + exchange_bytes(config)[0]
+        self._fragment_bytes = RULES[algorithm(config).name].fragment_bytes + config.train.weight_bytes
 
     def hosted(
         self,

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from canzona_cli.config.schema import Execution, Layout, RunConfig
-from canzona_cli.costs.buffers import FP32, exchange_bytes, stage_weights
+from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.gradients import NormClip
 from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.timeline import Timeline
 from canzona_cli.costs.update import adamw_seconds, implementation, step_factor
 from canzona_cli.model.matrices import Matrix
@@ -165,7 +166,7 @@ class UpdatePhase:
         (`engine.hosted`)."""
         sent = self._hosts is not None and self._layout.tp > 1 and not matrix.replicated
         shared = self._hosts is not None and matrix.index in self._hosts.shares
-        return sent and not shared and exchange_bytes(self._config)[1] == FP32
+        return sent and not shared and self._config.engine.gradient_bytes == FP32
 
     def _merge_alike(self, teams: Iterable[Team]) -> list[Team]:
         """Merges teams of a stage that have the same work into the first of them, which then stands for all

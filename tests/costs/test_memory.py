@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, MuonConfig, Precision, Splitting
-from canzona_cli.costs.buffers import matrix_shapes, stage_weights, workspace_bytes
+from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.memory import (
     GIB,
     MemoryEstimate,
@@ -21,9 +21,10 @@ from canzona_cli.costs.memory import (
     moment_bytes,
     placement,
 )
+from canzona_cli.costs.scratch import workspace_bytes
 from canzona_cli.costs.update import STACK_BYTES, algorithm
 from canzona_cli.model.families import parameter_count
-from canzona_cli.model.matrices import layer_shapes
+from canzona_cli.model.matrices import layer_shapes, matrix_shapes
 from canzona_cli.optimizers.facts import Algorithm
 from tests.sizes import H100, layout, model, run
 
@@ -251,7 +252,8 @@ def test_scratch_of_stacks_is_planned() -> None:
     def scratch(shapes: list[tuple[int, int]], stack: Literal["auto"] | bool) -> int:
         assert isinstance(config.optimizer, MuonConfig)
         optimizer = replace(config.optimizer, stack=stack, form="standard")
-        return workspace_bytes(replace(config, optimizer=optimizer), [shapes])
+        stacking = replace(config, optimizer=optimizer)
+        return workspace_bytes(stacking, algorithm(stacking), [shapes])
 
     k, count = (1024, 5120), 3
     elements, square = 1024 * 5120, 1024**2

@@ -11,6 +11,7 @@ from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from canzona_cli.costs.buffers import micro_batch_tokens, transient
+from canzona_cli.costs.update import algorithm
 from canzona_cli.megatron import parallel
 from canzona_cli.optimizers import cpu_matmuls
 from canzona_cli.planner.memory import plan_memory
@@ -98,7 +99,8 @@ def test_the_loss_takes_as_many_bytes_for_a_logit_as_the_plan_counts(cluster: st
         step()  # compiles
         return most_at_once(step) / (256 * 8192)
 
-    assert run_ranks(1, rank) == [pytest.approx(transient(config, layout, 0).logits / logits, rel=0.01)]
+    needed = transient(config, algorithm(config), layout, 0)
+    assert run_ranks(1, rank) == [pytest.approx(needed.logits / logits, rel=0.01)]
 
 
 def most_at_once(step: Callable[[], object]) -> int:

@@ -15,10 +15,10 @@ from packaging.version import Version
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.update import algorithm, form_of
 from canzona_cli.engine import kernels
 from canzona_cli.engine.kernels import Call, choose_kernels, matmul_shapes
+from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.optimizers import Muon, gram_form, graphs, muon, muon_cuda, symmetric
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.symmetric import Kernel, plain

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canzona_cli.config.schema import Layout, Precision, RunConfig
-from canzona_cli.costs.buffers import exchange_bytes
 from canzona_cli.costs.links import Groups, Links, Transfer
 from canzona_cli.costs.sharing import Share, shared_bytes, shared_exchanges, shared_transfers
 from canzona_cli.engine.wire import Messages
@@ -125,7 +124,7 @@ class Case:
     @property
     def widths(self) -> tuple[tuple[bool, int], ...]:
         """Whether back from hosts, and bytes of an element."""
-        width, grad = exchange_bytes(self.config)
+        width, grad = self.config.train.weight_bytes, self.config.engine.gradient_bytes
         return (False, grad), (True, width)
 
 
@@ -190,7 +189,7 @@ def test_the_plans_traffic_is_what_its_ranks_send(case: Case) -> None:
         for back, size in case.widths:
             for host, route in enumerate(case.routes(group, back=back)):
                 wanted[group.owner * tp + host] += route.sent * size
-    steps, width = case.plan.subject.optimizer.ns_steps, exchange_bytes(case.config)[0]
+    steps, width = case.plan.subject.optimizer.ns_steps, case.config.train.weight_bytes
     for index in case.plan.assignment.shares:
         owner = case.plan.assignment.cells[index].owner
         for host in range(tp):
@@ -241,7 +240,7 @@ def test_simulated_transfers_are_those_of_the_engines_messages(case: Case) -> No
         recorder = _Recorder()
         simulated.run_hosted(own, case.plan.assignment, recorder)
         wanted = []
-        steps, width = case.plan.subject.optimizer.ns_steps, exchange_bytes(case.config)[0]
+        steps, width = case.plan.subject.optimizer.ns_steps, case.config.train.weight_bytes
         for matrix in (case.plan.matrices[index] for group in own for index in group.matrices):
             if matrix.index in case.plan.assignment.shares:
                 moved = shared_transfers(min(matrix.shape), steps, width, links, group_of)

@@ -183,8 +183,8 @@ def test_auto_is_never_slower_than_one_mode_and_faster_with_idle_ranks(size: siz
 
 def test_more_ranks_shorten_fragments_alone() -> None:
     config, mesh, plan = planned_in("shared", "32b", 8, 16)
-    two = shares(config, layout(tp=2, dp=16), plan.matrices)
-    eight = shares(config, mesh, plan.matrices)
+    two = shares(config, plan.subject.optimizer, layout(tp=2, dp=16), plan.matrices)
+    eight = shares(config, plan.subject.optimizer, mesh, plan.matrices)
     for index, share in eight.items():
         assert two[index].each > 2 * share.each
     assert {plan.matrices[index].kind for index in eight} == {"q", "proj", "gate", "up", "down"}

@@ -6,8 +6,10 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, Precision, RunConfig
-from canzona_cli.costs.buffers import BATCH_BYTES, transient
+from canzona_cli.costs.buffers import transient
 from canzona_cli.costs.memory import least_step_bytes
+from canzona_cli.costs.scratch import BATCH_BYTES
+from canzona_cli.costs.update import algorithm
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.memory import batch_bytes, plan_memory, step_buffers
@@ -116,8 +118,8 @@ def test_rings_hold_ones_share_of_all_gradients_and_of_some_buckets_weights() ->
 
 
 def test_weights_on_their_way_need_memory_where_there_are_no_logits() -> None:
-    config, layout, _ = planned("8b", 8, 1)
-    needed = transient(config, layout, 0)
+    config, layout, plan = planned("8b", 8, 1)
+    needed = transient(config, plan.subject.optimizer, layout, 0)
     free = needed.parts()["workspace"]
     assert needed.parts(gathering=needed.logits + free + 7)["workspace"] == free + 7
 
@@ -129,7 +131,7 @@ def test_the_estimate_before_a_plan_counts_the_least_buffers_one_can_have(tp: in
     config = sizes.run("8b", 64, strategy="canzona", tp=tp)
     config = replace(config, engine=replace(config.engine, splitting=splitting, mode="hosted"))  # type: ignore[arg-type]
     config, layout = resolve(config)
-    least = least_step_bytes(config, layout, 0)
+    least = least_step_bytes(config, algorithm(config), layout, 0)
     largest = max(rows * cols for rows, cols in layer_shapes(config.model, splitting))
     small = replace(config, engine=replace(config.engine, c_max_mib=4 * largest / (1 << 20)))
     plan = plan_unbounded(small, layout)

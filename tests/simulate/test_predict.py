@@ -7,8 +7,8 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Splitting
-from canzona_cli.costs.buffers import matrix_shapes
 from canzona_cli.costs.update import algorithm, seconds
+from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.planner.make import make_plan
 from canzona_cli.run.breakdown import Prediction
 from canzona_cli.simulate.predict import predict, simulate_run

@@ -115,6 +115,11 @@ class EngineConfig:
         CURVE | PLAN,
     ] = "fp32"
 
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of a gradient element in a message between TP ranks."""
+        return 2 if self.exchange_dtype == "bf16" else 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -245,6 +250,11 @@ class RunConfig(HashedOnce):
     description: Annotated[str, "One line for `canzona recipes list`.", NOTHING] = ""
 
     __hash__ = HashedOnce.__hash__
+
+    @property
+    def exchange_bytes(self) -> int:
+        """The bytes of an element in the larger of a micro-group's two messages, which C_max limits."""
+        return max(self.train.weight_bytes, self.engine.gradient_bytes)
 
     @property
     def execution(self) -> Execution:

@@ -1,0 +1,159 @@
+"""Counts the bytes of scratch that the updates of matrices need, on one rank."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from canzona_cli.config.schema import MomentumConfig, NorMuonConfig, RunConfig
+from canzona_cli.costs.update import RULES, form_of, stack_of
+from canzona_cli.model.matrices import Shape, matrix_shapes
+from canzona_cli.optimizers.facts import Algorithm
+from canzona_cli.optimizers.muon_facts import BLOCK
+from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
+
+BATCH_BYTES = 256 << 20
+"""The limit on the bytes of fp32 gradients that an owner copies at once if tp = 1. A single larger matrix is
+copied alone."""
+FP32 = 4
+"""The bytes of an element of masters, optimizer state and scratch."""
+
+
+def in_batches(elements: Sequence[int]) -> list[slice]:
+    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32; a larger matrix is a batch
+    of its own.
+
+    Args:
+        elements: the number of each matrix's elements that are copied.
+    """
+    starts: list[int] = []
+    filled = 0
+    for place, size in enumerate(elements):
+        if not starts or filled + size > BATCH_BYTES // FP32:
+            starts.append(place)
+            filled = 0
+        filled += size
+    return [slice(start, end) for start, end in pairwise([*starts, len(elements)])]
+
+
+def workspace_bytes(
+    config: RunConfig,
+    how: Algorithm,
+    together: Iterable[Sequence[Shape]],
+    shared: Iterable[tuple[int, int]] = (),
+    beside: Iterable[tuple[int, int]] = (),
+) -> int:
+    """Counts the bytes of scratch that one rank's optimizers keep; 0 if they are not canzona's.
+
+    Each part has the size that the largest matrix (or stack of matrices) needs.
+
+    - Muon, in the type of its matmuls: two iterates and two squares of the short side (four in Gram form),
+      for all stacked matrices of one shape. In fp32: the update direction with Nesterov momentum or NorMuon;
+      without either, on GPUs in bf16, a copy of a matrix that is updated alone in Gram form; and on CPUs one
+      block. A direction covers a whole stack, or on CPUs, except for NorMuon, the matrices in a block.
+    - Shampoo and SOAP, in fp32: one square, one matrix, and one matrix for each preconditioned side.
+    - SOAP-Muon: the scratch of SOAP, and that of Muon in standard form without stacking.
+
+    Args:
+        together: for each optimizer, the shapes of the matrices that it updates in one step.
+        shared: for each shared matrix, the elements of its fragment and of one square.
+        beside: the same for each shared matrix that is interleaved with one of `shared`. These matrices have
+            their own iterates and squares.
+    """
+    if not keeps_workspace(config):
+        return 0
+    if isinstance(config.optimizer, MomentumConfig):
+        return _muon(config, config.optimizer, how, together, shared, beside)
+    if not RULES[how.name].preconditioned:
+        return 0
+    shapes = {shape for batch in together for shape in batch}
+    sides = [side for shape in shapes for side in factored_sides(how, *shape)]
+    # Adam grafting uses the left side's buffer, even if this side has no factor.
+    left = [r * c for r, c in shapes if r <= how.max_preconditioner_dim or how.grafting == "adam"]
+    right = [r * c for r, c in shapes if c <= how.max_preconditioner_dim]
+    largest = max(map(math.prod, shapes), default=0)
+    square = max((side**2 for side in sides), default=0)
+    if sides and config.cluster.device != "cpu":
+        square = max(square, STACKED_SQUARES)
+    scratch = FP32 * (square + largest + sum(max(sizes, default=0) for sizes in (left, right)))
+    if RULES[how.name].orthogonal:
+        scratch += 2 * config.train.weight_bytes * (largest + max((min(shape) ** 2 for shape in shapes), default=0))
+    return scratch
+
+
+def _muon(
+    config: RunConfig,
+    muon: MomentumConfig,
+    how: Algorithm,
+    together: Iterable[Sequence[Shape]],
+    shared: Iterable[tuple[int, int]],
+    beside: Iterable[tuple[int, int]],
+) -> int:
+    """Counts the bytes of scratch of Muon's updates, see `workspace_bytes`."""
+    # All sizes are in elements. `second_...` belong to the second of two interleaved shared matrices.
+    iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
+    half = config.cluster.device == "cuda" and config.train.weight_bytes < FP32
+    for batch in together:
+        for (rows, cols), count in Counter(batch).items():
+            stacked = min(count, stack_of(how, rows, cols, config.cluster))
+            iterate = max(iterate, stacked * rows * cols)
+            square = max(square, stacked * min(rows, cols) ** 2)
+            if form_of(how, rows, cols, config.cluster) == "gram":
+                gram_square = max(gram_square, stacked * min(rows, cols) ** 2)
+                # One matrix may be left over from stacks and is then updated alone.
+                gram_copy = max(gram_copy, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
+            in_block = max(1, min(stacked, BLOCK // (rows * cols)))
+            by_blocks = config.cluster.device == "cpu" and not isinstance(muon, NorMuonConfig)
+            direction = max(direction, (in_block if by_blocks else stacked) * rows * cols)
+            block = max(block, min(in_block * rows, max(1, BLOCK // cols)) * cols)
+    for fragment, side in shared:
+        iterate, direction = max(iterate, fragment), max(direction, fragment)
+        square, gram_square = max(square, side), max(gram_square, side)
+        block = max(block, min(fragment, BLOCK))
+    for fragment, side in beside:
+        second_iterate, second_square = max(second_iterate, fragment), max(second_square, side)
+        direction, block = max(direction, fragment), max(block, min(fragment, BLOCK))
+    fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else gram_copy) + (
+        block if config.cluster.device == "cpu" else 0
+    )
+    products = iterate + square + gram_square + second_iterate + 2 * second_square
+    return config.train.weight_bytes * 2 * products + FP32 * fp32
+
+
+@lru_cache(maxsize=64)
+def least_workspace_bytes(config: RunConfig, how: Algorithm) -> int:
+    """Counts the `workspace_bytes` of a rank that updates one matrix at a time."""
+    return workspace_bytes(config, how, [(shape,) for shape in matrix_shapes(config)])
+
+
+@lru_cache(maxsize=64)
+def momentary_bytes(config: RunConfig, how: Algorithm) -> int:
+    """Counts the bytes that the update of the model's largest matrix needs in addition to state and
+    `workspace_bytes`, and frees at its end.
+
+    - canzona's optimizers, which have a workspace: nothing for Muon; for a refresh of Shampoo or SOAP, five
+      squares of the longest preconditioned side and one matrix, in fp32;
+    - Megatron's Muon: the fp32 update, its gathered copy and three iterates of the largest matrix, and two
+      Gram matrices of its short side;
+    - other Shampoo and SOAP: four squares of the longest preconditioned side and three matrices, in fp32;
+    - AdamW: three matrices in fp32.
+    """
+    shapes, width, keeps = set(matrix_shapes(config)), config.train.weight_bytes, keeps_workspace(config)
+    orthogonal = not RULES[how.name].preconditioned and how.name != "adamw"
+    if orthogonal and keeps:
+        return 0
+    rows, cols = max(shapes, key=math.prod)
+    if orthogonal:
+        return (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
+    if how.name == "adamw":
+        return 3 * FP32 * rows * cols
+    sides = [side for shape in shapes for side in factored_sides(how, *shape)]
+    squares, matrices = (5, 1) if keeps else (4, 3)
+    return FP32 * (matrices * rows * cols + squares * max(sides, default=0) ** 2)
+
+
+def keeps_workspace(config: RunConfig) -> bool:
+    """Returns True if canzona's own optimizers update the matrices; these keep their scratch from step to
+    step."""
+    return config.execution.ours and config.optimizer.name != "custom"
