@@ -4,7 +4,7 @@
 without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Every
 command shows `planner.memory.memory_of`: `plan_memory` if there is a plan, otherwise the estimate. Both
 functions add up the same parts. They differ in which matrices a rank keeps (`placement`, or the plan) and in
-the size of the engine's buffers (`least_step_bytes`, or `step_buffers`). State is counted as Megatron-core
+the size of the engine's buffers (`least_buffer_bytes`, or `step_buffers`). State is counted as Megatron-core
 0.19 keeps it.
 
 Buffers of the communication library are not tensors; the profile's `reserved_gib` includes them.
@@ -141,11 +141,11 @@ def _lasting(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> t
     width, grad = config.train.weight_bytes, config.train.gradient_bytes
     layers = stage_layers(config.model.num_layers, layout, stage)
     state = sum(_bounded_state(config, how, layout, weights, fullest, layers).values())
-    step = 0
+    step = least_workspace_bytes(config, how)
     if config.execution is Execution.PLANNED:
-        step = least_step_bytes(config, how, layout, stage)
+        step += least_buffer_bytes(config, layout, stage)
     elif config.execution is Execution.REDUNDANT:
-        step = least_workspace_bytes(config, how) + FP32 * _gathered_elements(config, layout)
+        step += FP32 * _gathered_elements(config, layout)
     return width * stored, grad * stored, state, step
 
 
@@ -322,10 +322,10 @@ def spare_bytes(config: RunConfig, how: Algorithm, layout: Layout, limit: int) -
     spare = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
+        needed = sum(transient(config, how, layout, stage).parts().values()) + least_workspace_bytes(config, how)
+        needed += least_buffer_bytes(config, layout, stage)
         adamw = sum(optimizer_state(config, how, weights.share(layout, matrices=False), 0, 0).values())
         stored = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
-        needed = sum(transient(config, how, layout, stage).parts().values())
-        needed += least_step_bytes(config, how, layout, stage)
         spare.append(limit - stored - adamw - needed)
     return min(spare)
 
@@ -346,22 +346,22 @@ def element_bytes(config: RunConfig, how: Algorithm, counts: Mapping[Shape, int]
     return sum(optimizer_state(config, how, 0, 1, 0).values()) + factors
 
 
-def least_step_bytes(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> int:
-    """Estimates the bytes of `step_buffers` that every plan of a stage needs.
+def least_buffer_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
+    """Estimates the bytes of the engine's message and gradient buffers that every plan of a stage needs.
 
     With tp > 1: the messages of two micro-groups with one matrix on each host, and the matrix's assembled fp32
     gradient. With tp = 1 nothing is sent, but gradients are copied (`_copied_elements`), in batches of at most
     `BATCH_BYTES` or of one matrix.
     """
     elements = [math.prod(shape) for shape in matrix_shapes(config)]
-    largest, workspace = max(elements), least_workspace_bytes(config, how)
+    largest = max(elements)
     if layout.tp == 1:
         copied_share = sum(_copied_elements(config)) / sum(elements)
         copied = int(FP32 * _planned_placement(config, layout, stage).worst * copied_share)
-        return workspace + min(copied, max(BATCH_BYTES, FP32 * largest))
+        return min(copied, max(BATCH_BYTES, FP32 * largest))
     message = largest * (layout.tp - 1) // layout.tp
     # Gradients and weights have send and receive buffers, in two sets.
-    return workspace + 2 * 2 * (config.train.weight_bytes + config.engine.gradient_bytes) * message + FP32 * largest
+    return 2 * 2 * (config.train.weight_bytes + config.engine.gradient_bytes) * message + FP32 * largest
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:

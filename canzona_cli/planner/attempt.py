@@ -273,9 +273,3 @@ def _first_of_least(seconds: Sequence[float]) -> int:
     """Returns the index of the first time that is within `ALIKE` of the shortest."""
     least = min(seconds)
     return next(index for index, time in enumerate(seconds) if time <= (1 + ALIKE) * least)
-
-
-def fastest(attempts: Sequence[Attempt], exposure: Exposure) -> Plan:
-    """Returns the plan of the attempt whose balanced assignment adds the fewest seconds to an iteration."""
-    best = attempts[0] if len(attempts) == 1 else min(attempts, key=lambda attempt: attempt.seconds(exposure))
-    return best.plan(exposure)

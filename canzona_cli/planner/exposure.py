@@ -109,11 +109,11 @@ class _StageClock:
     def __init__(self, config: RunConfig, layout: Layout, stage: int, reductions: ReductionModel) -> None:
         self._stage, self._stages, self._turns = stage, layout.pp, layout.pp - 1
         self._config, self._layout = config, layout
+        self._units, self._reductions = units_taken(config, layout), reductions
         self.time: StageTime = stage_time(config, layout, stage)
         self._zero_s = zeroing_seconds(config, layout, stage)
         self._hop_s = self.time.hop.seconds
         self._buffers = Buffers(config, layout, stage, self.time, reductions)
-        self._units, self._reductions = units_taken(config, layout), reductions
 
     @cached_property
     def _others(self) -> list[Chunk]:

@@ -26,7 +26,7 @@ from canzona_cli.fields import PLAN
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.model.shapes import ModelShapes
-from canzona_cli.planner.attempt import Attempt, Prices, fastest
+from canzona_cli.planner.attempt import Attempt, Prices
 from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.exposure import Exposure
 from canzona_cli.planner.memory import held_elements, plan_memory
@@ -120,8 +120,14 @@ def attempt(
         memory_cap: the elements of matrices that a rank may keep; None for no limit.
         c_max: a C_max in elements that saves memory; None for the C_max of the run's settings.
     """
-    attempts = _attempts_with(config, layout, shapes, members, memory_cap, c_max)
-    return fastest(attempts, _exposure(config, layout))
+    return _fastest(config, layout, _attempts_with(config, layout, shapes, members, memory_cap, c_max))
+
+
+def _fastest(config: RunConfig, layout: Layout, attempts: Sequence[Attempt]) -> Plan:
+    """Returns the plan of the best attempt. Its balanced assignment adds the fewest seconds to an iteration."""
+    exposure = _exposure(config, layout)
+    best = attempts[0] if len(attempts) == 1 else min(attempts, key=lambda attempt: attempt.seconds(exposure))
+    return best.plan(exposure)
 
 
 @lru_cache(maxsize=2)
@@ -283,8 +289,7 @@ def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None
 
 @lru_cache(maxsize=32)
 def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
-    attempts = _unbounded_attempts(config, layout.bare, shapes)
-    return fastest(attempts, _exposure(config, layout))
+    return _fastest(config, layout, _unbounded_attempts(config, layout.bare, shapes))
 
 
 @lru_cache(maxsize=16)

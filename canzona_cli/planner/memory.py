@@ -154,14 +154,6 @@ def _owners_buffers(
         experts: by host, the experts with an `expert_rank`.
     """
     tp = len(experts)
-    batches = [copies.batched(of_host) for of_host in experts]
-    if tp == 1:
-        gradients, together = copies.batched([placed.matrix for group in groups for placed in group])
-        ((of_experts, expert_shapes),) = batches
-        workspace = workspace_bytes(config, how, [*together, *expert_shapes])
-        yield StepBuffers(gradients=gradients + of_experts, workspace=workspace)
-        return
-    widths = config.train.weight_bytes, config.engine.gradient_bytes
     shared = [placed.matrix for group in groups for placed in group if placed.share is not None]
     groups = [[placed for placed in group if placed.share is None] for group in groups]
     moved = [
@@ -169,26 +161,27 @@ def _owners_buffers(
     ]
     fragment_copy = _most(FP32 * copies.of_fragment(matrix, tp) for matrix in shared)
     cut = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in shared]
+    messages = (
+        (config.train.weight_bytes, [of_group.weights for of_group in moved]),
+        (config.engine.gradient_bytes, [of_group.gradients for of_group in moved]),
+    )
     for rank in range(tp):
         exchange = 0
-        for width, all_to_alls in zip(
-            widths, ([of_group.weights for of_group in moved], [of_group.gradients for of_group in moved]), strict=True
-        ):
+        for width, all_to_alls in messages:
             sets = min(2, len(groups))
             exchange += sets * width * _most(traffic.sent[rank] for traffic in all_to_alls)
             exchange += sets * width * _most(traffic.received[rank] for traffic in all_to_alls)
         hosted = [[placed.matrix for placed in group if placed.host == rank] for group in groups]
-        copied_most = _most(sum(copies.of_host(matrix, tp, rank) for matrix in group) for group in hosted)
+        if tp == 1:
+            gradients, together = copies.batched([matrix for group in hosted for matrix in group])
+        else:
+            copied_most = _most(sum(copies.of_host(matrix, tp, rank) for matrix in group) for group in hosted)
+            gradients, together = FP32 * copied_most, [[matrix.shape for matrix in group] for group in hosted]
+        of_experts, expert_shapes = copies.batched(experts[rank])
         yield StepBuffers(
             exchange=exchange,
-            gradients=FP32 * copied_most + fragment_copy + batches[rank][0],
-            workspace=workspace_bytes(
-                config,
-                how,
-                [*([matrix.shape for matrix in group] for group in hosted), *batches[rank][1]],
-                cut[::LANES],
-                cut[1::LANES],
-            ),
+            gradients=gradients + fragment_copy + of_experts,
+            workspace=workspace_bytes(config, how, [*together, *expert_shapes], cut[::LANES], cut[1::LANES]),
         )
 
 
