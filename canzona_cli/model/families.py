@@ -1,10 +1,11 @@
 """The known model families, and parameter and FLOP counts of their models."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import Problem
-from canzona_cli.model.family import Copies, Family
+from canzona_cli.model.family import Copies, Family, Kind
 from canzona_cli.model.llama import LLAMA
 from canzona_cli.model.qwen3 import QWEN3
 from canzona_cli.model.qwen3_moe import QWEN3_MOE
@@ -90,6 +91,13 @@ def matrix_copies(model: ModelConfig) -> Copies:
     because the matrices share one buffer and one plan."""
     [copies] = {weight.copies for weight in family_of(model).weights(model)}
     return copies
+
+
+@lru_cache(maxsize=64)
+def interleaved_kinds(model: ModelConfig) -> frozenset[Kind]:
+    """Returns the kinds of matrices whose rows are interleaved with the rows of other matrices in their parameter."""
+    weights = family_of(model).weights(model)
+    return frozenset(part.kind for weight in weights if weight.cut == "repeats" for part in weight.parts)
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> float:

@@ -268,13 +268,6 @@ def stored_shape(matrices: Sequence[Matrix], tp: int) -> tuple[int, int]:
     return (rows // tp if cut_by_rows else rows), first.cols
 
 
-@lru_cache(maxsize=64)
-def interleaved_kinds(model: ModelConfig) -> frozenset[Kind]:
-    """Returns the kinds of matrices whose rows are interleaved with the rows of other matrices in their parameter."""
-    weights = family_of(model).weights(model)
-    return frozenset(part.kind for weight in weights if weight.cut == "repeats" for part in weight.parts)
-
-
 def head_of(matrix: Matrix) -> int | None:
     """Returns the head of a per-head matrix, 5 for `layers.3.q.5`; None for matrices with all heads."""
     match = _HEAD.fullmatch(_layer_of(matrix.name)[1])

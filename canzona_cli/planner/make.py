@@ -29,7 +29,7 @@ from canzona_cli.model.shapes import ModelShapes
 from canzona_cli.planner.attempt import Attempt, Prices
 from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.exposure import Exposure
-from canzona_cli.planner.memory import held_elements, plan_memory
+from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.paper import as_published
 from canzona_cli.planner.pipeline import HostedPipeline, planning
 from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
@@ -124,7 +124,7 @@ def attempt(
 
 
 def _fastest(config: RunConfig, layout: Layout, attempts: Sequence[Attempt]) -> Plan:
-    """Returns the plan of the best attempt. Its balanced assignment adds the fewest seconds to an iteration."""
+    """Returns the plan of the attempt whose balanced assignment adds the fewest seconds to an iteration."""
     exposure = _exposure(config, layout)
     best = attempts[0] if len(attempts) == 1 else min(attempts, key=lambda attempt: attempt.seconds(exposure))
     return best.plan(exposure)
@@ -299,7 +299,7 @@ def _unbounded_attempts(config: RunConfig, layout: Layout, shapes: ModelShapes |
 
 def _most_held(plan: Plan) -> int:
     """Counts the elements of matrices on the cell that keeps the most."""
-    return max(max(held_elements(plan, stage)) for stage in range(plan.subject.layout.pp))
+    return max(max(plan.held_elements(stage)) for stage in range(plan.subject.layout.pp))
 
 
 def _most_received(plan: Plan) -> int:

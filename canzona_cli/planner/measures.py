@@ -12,7 +12,8 @@ from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.sharing import Share, shared_bytes, shared_collectives
 from canzona_cli.costs.update import form_of, stack_of
 from canzona_cli.planner.exchange import GroupTraffic, group_traffic
-from canzona_cli.planner.plan import Bucket, MicroGroup, Place, Plan, rank_buckets
+from canzona_cli.planner.memory import Place
+from canzona_cli.planner.plan import Bucket, MicroGroup, Plan, rank_buckets
 from canzona_cli.planner.reduction import collectives, sent_elements, shares
 
 

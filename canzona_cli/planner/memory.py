@@ -22,18 +22,18 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from canzona_cli.config.schema import Gathering, Layout, Reduction, RunConfig
+from canzona_cli.config.schema import Gathering, Layout, Mesh, Reduction, RunConfig
 from canzona_cli.costs.buffers import stage_weights, transient
 from canzona_cli.costs.memory import Memory, capacity, estimate, factor_bytes, headroom, optimizer_state
 from canzona_cli.costs.scratch import FP32, in_batches, workspace_bytes
 from canzona_cli.costs.sharing import Share
+from canzona_cli.model.families import interleaved_kinds
 from canzona_cli.model.family import Kind
-from canzona_cli.model.geometry import interleaved_kinds
 from canzona_cli.model.matrices import Matrix, Shape
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.exchange import group_traffic
 from canzona_cli.planner.order import LANES
-from canzona_cli.planner.plan import Bucket, Place, Plan, per_cell, rank_buckets
+from canzona_cli.planner.plan import Bucket, Plan, per_cell, rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD, scratch_bytes
 
 
@@ -236,6 +236,26 @@ def _most(sizes: Iterable[int]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """One rank of the job."""
+
+    rank: int
+    stage: int
+    owner: int
+    host: int
+
+    @classmethod
+    def of(cls, mesh: Mesh, stage: int, cell: int) -> "Place":
+        owner, host = divmod(cell, mesh.tp)
+        return cls(rank=mesh.rank(stage, cell), stage=stage, owner=owner, host=host)
+
+    def describe(self, mesh: Mesh) -> str:
+        """Returns the rank as `rank 37: owner 4, host 5`, with its stage if there are several."""
+        stage = f"stage {self.stage}, " if mesh.pp > 1 else ""
+        return f"rank {self.rank}: {stage}owner {self.owner}, host {self.host}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanMemory(Memory):
     """The bytes on the rank that needs the most, under a plan."""
 
@@ -260,30 +280,23 @@ def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
     return max(stages, key=lambda memory: (memory.total, -memory.worst.rank))
 
 
-def held_elements(plan: Plan, stage: int) -> list[int]:
-    """Counts the matrix elements that each cell of a stage holds, at index `owner * tp + host`. A hosted matrix
-    is held whole by its host; a shared matrix is divided evenly among the hosts of its owner."""
-    mesh, shares = plan.subject.layout, plan.assignment.shares
-    placed = (  # (cell, elements, True if every host of the owner holds as many)
-        (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)
-        for matrix, cell in plan.placed[stage]
-    )
-    return per_cell(placed, 0, cells=mesh.cells, tp=mesh.tp)
-
-
 def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
     """Returns the memory of a stage's fullest cell."""
     mesh, how = plan.subject.layout, plan.subject.optimizer
     width, grad = config.train.weight_bytes, config.train.gradient_bytes
+    # Fragments are counted from the plan, because a user's shapes differ from the shapes of `stage_weights`.
+    fragments = sum(m.fragment_elements(mesh.tp) for m, _ in plan.placed[stage] if m.expert_rank in (None, 0))
+    padding = sum(bucket.padding for bucket in rank_buckets(plan.buckets, stage))
     bytes_of = {shape: factor_bytes(how, *shape) for shape in {matrix.shape for matrix, _ in plan.placed[stage]}}
     hosted = (
         (cell, bytes_of[matrix.shape], False)
         for matrix, cell in (plan.placed[stage] if any(bytes_of.values()) else ())
         if matrix.index not in plan.assignment.shares
     )
-    elements, factors = held_elements(plan, stage), per_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
+    elements, factors = plan.held_elements(stage), per_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
     buffers, needed = step_buffers(config, plan, stage), transient(config, how, layout, stage)
     weights = stage_weights(config, layout, stage)
+    stored = weights.others + fragments
 
     def varying(cell: int) -> dict[str, int]:
         """Returns the parts that differ between the cells of a stage."""
@@ -296,10 +309,6 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     # Most of the thousands of cells are equal, so only the first of equal cells is evaluated.
     distinct = {(elements[cell], factors[cell], buffers[cell]): cell for cell in reversed(range(mesh.cells))}
     worst = max(distinct.values(), key=lambda cell: (sum(varying(cell).values()), -cell))
-    # Fragments are counted from the plan, because a user's shapes differ from the shapes of `stage_weights`.
-    held = [m.fragment_elements(mesh.tp) for m, _ in plan.placed[stage] if m.expert_rank in (None, 0)]
-    stored = weights.others + sum(held)
-    padding = sum(bucket.padding for bucket in rank_buckets(plan.buckets, stage))
     place = Place.of(mesh, stage, worst)
     return PlanMemory(
         parts=MappingProxyType(

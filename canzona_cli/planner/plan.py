@@ -167,26 +167,6 @@ class PlanSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """One rank of the job."""
-
-    rank: int
-    stage: int
-    owner: int
-    host: int
-
-    @classmethod
-    def of(cls, mesh: Mesh, stage: int, cell: int) -> "Place":
-        owner, host = divmod(cell, mesh.tp)
-        return cls(rank=mesh.rank(stage, cell), stage=stage, owner=owner, host=host)
-
-    def describe(self, mesh: Mesh) -> str:
-        """Returns the rank as `rank 37: owner 4, host 5`, with its stage if there are several."""
-        stage = f"stage {self.stage}, " if mesh.pp > 1 else ""
-        return f"rank {self.rank}: {stage}owner {self.owner}, host {self.host}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Subject:
     """The inputs of a plan; runs with equal subjects get equal plans."""
 
@@ -260,6 +240,16 @@ class Plan:
         """Returns the update seconds of each cell of a stage, at index `owner * tp + host`."""
         mesh = self.subject.layout
         return self.assignment.loads(self.matrices, self.costs, stage, mesh.owners, mesh.tp)
+
+    def held_elements(self, stage: int) -> list[int]:
+        """Counts the matrix elements that each cell of a stage holds, at index `owner * tp + host`. A hosted matrix
+        is held whole by its host; a shared matrix is divided evenly among the hosts of its owner."""
+        mesh, shares = self.subject.layout, self.assignment.shares
+        placed = (  # (cell, elements, True if every host of the owner holds as many)
+            (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)
+            for matrix, cell in self.placed[stage]
+        )
+        return per_cell(placed, 0, cells=mesh.cells, tp=mesh.tp)
 
     def content(self) -> dict[str, object]:
         """Returns everything that the hash covers, ready for JSON; `from_content` is the inverse."""
