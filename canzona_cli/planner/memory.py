@@ -16,13 +16,12 @@ gathering weights need further memory during the backward and the forward pass (
 All sizes are in bytes on one rank.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from canzona_cli.config.schema import Gathering, Layout, Mesh, Reduction, RunConfig
+from canzona_cli.config.schema import Layout, Mesh, RunConfig
 from canzona_cli.costs.buffers import stage_weights, transient
 from canzona_cli.costs.memory import Memory, capacity, estimate, factor_bytes, headroom, optimizer_state
 from canzona_cli.costs.scratch import FP32, in_batches, workspace_bytes
@@ -33,8 +32,8 @@ from canzona_cli.model.matrices import Matrix, Shape
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.exchange import group_traffic
 from canzona_cli.planner.order import LANES
-from canzona_cli.planner.plan import Bucket, Plan, per_cell, rank_buckets
-from canzona_cli.planner.reduction import GATHERED_AHEAD, scratch_bytes
+from canzona_cli.planner.plan import Plan, per_cell, rank_buckets
+from canzona_cli.planner.reduction import ring_scratch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     for matrix, cell in plan.placed[stage]:
         if matrix.expert_rank is not None:
             experts[cell.number(mesh.tp)].append(matrix)
-    reduced, gathered = _communicated(config, plan, stage)
+    reduced, gathered = ring_scratch(plan, stage, config.train.gradient_bytes, config.train.weight_bytes)
     copies = _Copies(interleaved=interleaved_kinds(config.model), fp32=config.train.gradient_bytes == FP32)
     known: dict[Hashable, list[StepBuffers]] = {}
     buffers: list[StepBuffers] = []
@@ -197,38 +196,6 @@ def batch_bytes(elements: Sequence[int]) -> int:
 def _is_head(matrix: Matrix) -> bool:
     """Returns True if the matrix belongs to one attention head, as `layers.3.q.5` does."""
     return matrix.name.rpartition(".")[2].isdigit()
-
-
-def _communicated(config: RunConfig, plan: Plan, stage: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """Counts the bytes of scratch for the reduction of gradients and for the gathering of weights, by cell.
-
-    The scratch of all buckets' gradients may be needed at the same time. Weights need scratch for the largest
-    `GATHERED_AHEAD` + 1 buckets: those that are being gathered, and one that is copied into place.
-    """
-    mesh, width, grad = plan.subject.layout, config.train.weight_bytes, config.train.gradient_bytes
-
-    def needed(bucket: Bucket, way: Reduction | Gathering, size: int) -> Mapping[int, int]:
-        """Returns the bytes of scratch that each cell needs for a bucket."""
-        scratch = scratch_bytes(bucket, way, mesh.reducers(bucket.expert_rank), size)
-        if bucket.expert_rank is not None:
-            cells = mesh.expert_cells(bucket.expert_rank)
-            return {cells[owner]: held for owner, held in scratch.items()}
-        return {owner * mesh.tp + host: held for owner, held in scratch.items() for host in range(mesh.tp)}
-
-    buckets = [bucket for bucket in plan.buckets if bucket.stage == stage]
-    reduced = Counter[int]()
-    for bucket in buckets:
-        reduced.update(needed(bucket, bucket.reduction, grad))
-    return reduced, _largest(GATHERED_AHEAD + 1, (needed(bucket, bucket.gathering, width) for bucket in buckets))
-
-
-def _largest(count: int, needed: Iterable[Mapping[int, int]]) -> Mapping[int, int]:
-    """Adds up, by cell, the `count` largest sizes in `needed`."""
-    held: dict[int, list[int]] = {}
-    for of_bucket in needed:
-        for cell, size in of_bucket.items():
-            held.setdefault(cell, []).append(size)
-    return {cell: sum(sorted(sizes)[-count:]) for cell, sizes in held.items()}
 
 
 def _most(sizes: Iterable[int]) -> int:

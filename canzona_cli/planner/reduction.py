@@ -15,6 +15,7 @@ over, and the ring is Megatron's collective.
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -26,7 +27,7 @@ from canzona_cli.config.schema import Device, Gathering, Layout, Reduction, RunC
 from canzona_cli.costs.links import Group, Groups, Links, Transfer
 from canzona_cli.costs.update import memory_rate
 from canzona_cli.model.families import matrix_copies
-from canzona_cli.planner.plan import Bucket, PlanSettings, Range
+from canzona_cli.planner.plan import Bucket, Plan, PlanSettings, Range
 
 
 class Segment(NamedTuple):
@@ -163,6 +164,35 @@ def scratch_bytes(bucket: Bucket, way: Reduction | Gathering, owners: int, width
     if way != "ring" or owners == 1 or not handovers(bucket, owners):
         return {}
     return {owner: share * width for owner, share in shares(bucket).items()}
+
+
+def ring_scratch(plan: Plan, stage: int, grad: int, width: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
+    """Counts the bytes of scratch for the reduction of gradients and for the gathering of weights, by cell.
+
+    The scratch of all buckets' gradients may be needed at the same time. Weights need scratch for the largest
+    `GATHERED_AHEAD` + 1 buckets: those that are being gathered, and one that is copied into place.
+
+    Args:
+        grad: the bytes of an element of a gradient.
+        width: the bytes of an element of a weight.
+    """
+    mesh = plan.subject.layout
+
+    def needed(bucket: Bucket, way: Reduction | Gathering, size: int) -> Mapping[int, int]:
+        """Returns the bytes of scratch that each cell needs for a bucket."""
+        scratch = scratch_bytes(bucket, way, mesh.reducers(bucket.expert_rank), size)
+        if bucket.expert_rank is not None:
+            cells = mesh.expert_cells(bucket.expert_rank)
+            return {cells[owner]: held for owner, held in scratch.items()}
+        return {owner * mesh.tp + host: held for owner, held in scratch.items() for host in range(mesh.tp)}
+
+    reduced, gathered = Counter[int](), defaultdict[int, list[int]](list)
+    for bucket in plan.buckets:
+        if bucket.stage == stage:
+            reduced.update(needed(bucket, bucket.reduction, grad))
+            for cell, size in needed(bucket, bucket.gathering, width).items():
+                gathered[cell].append(size)
+    return reduced, {cell: sum(sorted(sizes)[-GATHERED_AHEAD - 1 :]) for cell, sizes in gathered.items()}
 
 
 def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
