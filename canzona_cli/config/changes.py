@@ -20,8 +20,8 @@ class Changes:
     warnings: tuple[str, ...]
     """A warning for each changed setting that alters the loss curve."""
     spread: tuple[str, ...]
-    """A note for each changed setting, apart from the layout, that distributes work differently but leaves
-    the loss curve unchanged."""
+    """A note for each changed setting that distributes work differently but leaves the loss curve unchanged. The
+    layout is not included."""
 
 
 def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
@@ -54,18 +54,19 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
 
 
 def curve_differences(one: RunConfig, other: RunConfig) -> tuple[str, ...]:
-    """Returns the settings that differ between two runs and affect the losses."""
-    values, others = _settings(one), _settings(other)
+    """Returns the keys of the settings that affect the losses and differ between two runs."""
+    first, second = _settings(one), _settings(other)
     keys = dict.fromkeys([*affecting(MODEL), *affecting(OPTIMIZER), *affecting(CURVE)])
-    return tuple(key for key in keys if values.get(key) != others.get(key))
+    return tuple(key for key in keys if first.get(key) != second.get(key))
 
 
 def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem, ...]:
-    """Returns a problem for each model setting in which two runs differ, so that the weights of `old` do not
-    fit `new`.
+    """Returns a problem for each model setting that differs, because the weights of `old` do not fit `new`.
 
     Args:
-        source: the origin of the weights, for messages.
+        old: the run that saved the weights.
+        new: the run that would start from them.
+        source: the path of the weights, for messages.
     """
     before, now = _settings(old), _settings(new)
     return tuple(
@@ -73,7 +74,7 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
             key=key,
             value=now.get(key),
             reason=f"is {_shown(before.get(key))} for the weights in {source}",
-            fix=f"{key}={_shown(before.get(key))}",
+            fix=f"use {key}={_shown(before.get(key))}",
         )
         for key in affecting(MODEL)
         if before.get(key) != now.get(key)
@@ -81,9 +82,9 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
 
 
 def _settings(config: RunConfig) -> dict[str, object]:
-    """Returns all settings by dotted key, with the nulls of the schedule resolved.
+    """Returns all settings by dotted key, with the schedule's nulls resolved.
 
-    These nulls depend on the number of steps, so a change of `train.steps` may change the schedule.
+    The resolved values depend on the number of steps, so a change of `train.steps` may change the schedule.
     """
     schedule = config.schedule.complete(config.train.steps)
     return dict(leaves(asdict(config))) | {f"schedule.{name}": value for name, value in vars(schedule).items()}
@@ -94,17 +95,16 @@ def _impossible(differing: Mapping[str, tuple[object, object]], step: int) -> It
         if key in affecting(MODEL):
             reason = f"does not match the model saved at step {step:,}, which has {_shown(previous)}"
         elif key in affecting(OPTIMIZER) and not (key == "optimizer.source" and _same_class(previous, value)):
-            reason = f"does not match the optimizer whose state was saved at step {step:,}: {_shown(previous)}"
+            reason = f"does not match the optimizer state saved at step {step:,}, which has {_shown(previous)}"
         else:
             continue
         name = "optimizer" if key == "optimizer.name" else key
-        fix = f"{name}={_shown(previous)}, or start another run: run.dir=DIR"
+        fix = f"use {name}={_shown(previous)}, or start another run with run.dir=DIR"
         yield Problem(key=key, value=value, reason=reason, fix=fix)
 
 
 def _same_class(previous: object, value: object) -> bool:
-    """Returns True if two sources name the same class, even in different files, because a user may have moved
-    the class."""
+    """Returns True if two sources name the same class, even in different files: a user may have moved it."""
     return str(previous).rpartition(":")[2] == str(value).rpartition(":")[2]
 
 

@@ -1,5 +1,5 @@
-"""Checks that the settings of a run work together. The arithmetic of layouts is in `config.layout_rules`;
-settings without effect are in `config.unused`."""
+"""Checks that the settings of a run work together. `config.layout_rules` checks the arithmetic of layouts, and
+`config.unused` finds settings that have no effect."""
 
 import os
 import re
@@ -21,10 +21,10 @@ SRUN_OPTIONS = ("--nodes", "--ntasks", "--ntasks-per-node", "--kill-on-bad-exit"
 
 
 def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem]:
-    """Returns a problem for each combination of valid values that cannot work.
+    """Returns a problem for each combination of values that cannot work, although each value is valid.
 
     Args:
-        training: False for plans, which skips the checks that only a run needs.
+        training: False for plans; skips the checks that only a training run needs.
     """
     problems = [
         *_values(config),
@@ -44,7 +44,7 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
 def _values(config: RunConfig) -> Iterator[Problem]:
     train, limit = config.train, settings()["train.global_batch_size"].range.at_most
     if train.global_batch_size is None and train.batch_tokens // train.seq_length > limit:
-        reason = f"is more than {limit:,} sequences of {train.seq_length} tokens, the limit of one step"
+        reason = f"is more than {limit:,} sequences of {train.seq_length} tokens, the limit for one step"
         fix = f"use train.batch_tokens={int(limit) * train.seq_length} or less"
         yield Problem(key="train.batch_tokens", reason=reason, fix=fix)
     if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
@@ -65,11 +65,11 @@ def _values(config: RunConfig) -> Iterator[Problem]:
 def _experts(config: RunConfig) -> Iterator[Problem]:
     experts, chosen = config.model.num_experts, config.model.experts_per_token
     if 0 < experts < chosen:
-        reason = f"is fewer than the {chosen} experts of each token"
+        reason = f"is fewer than model.experts_per_token={chosen}"
         fix = f"use model.num_experts={chosen} or more, or 0 for a dense model"
         yield Problem(key="model.num_experts", value=experts, reason=reason, fix=fix)
     if experts and not config.model.qk_norm:
-        reason = "must be true for a model with experts, because only Qwen3's are supported"
+        reason = "must be true for a model with experts, because only Qwen3's experts are supported"
         yield Problem(key="model.qk_norm", reason=reason, fix="use model.qk_norm=true, or model.num_experts=0")
     if experts and not config.model.gated:
         yield Problem(key="model.gated", reason="experts always have a gate", fix="leave it out")
@@ -93,7 +93,7 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
         room = schedule.decay_steps - schedule.warmup_steps
         if schedule.wsd_decay_steps > room:
             reason = f"only {room} steps are left after the warm-up"
-            fix = f"use schedule.wsd_decay_steps={max(room // 10, 1)}"
+            fix = f"use schedule.wsd_decay_steps={max(room // 10, 1)}, or leave it null"
             yield Problem(key="schedule.wsd_decay_steps", value=schedule.wsd_decay_steps, reason=reason, fix=fix)
 
 
@@ -117,7 +117,7 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
             "soap": "ignores optimizer.precondition_frequency",
             "custom": "does not accept custom classes",
         }.get(optimizer, f"does not support {optimizer}")
-        fix = "use engine.strategy=canzona (or sc, where every rank updates everything), or optimizer=muon"
+        fix = "use engine.strategy=canzona (or sc, in which every rank updates everything), or optimizer=muon"
         yield Problem(key="engine.strategy", reason=f"is Megatron's own layer-wise optimizer, which {why}", fix=fix)
     elif config.train.precision != "bf16":
         reason = "Megatron's layer-wise optimizer needs bf16 weights"
@@ -125,7 +125,7 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
 
 
 def _custom(config: RunConfig) -> Iterator[Problem]:
-    """Checks the class of a custom optimizer and its options."""
+    """Yields the problems with the class of a custom optimizer and with its options."""
     custom = config.optimizer
     if not isinstance(custom, CustomConfig):
         return
@@ -135,15 +135,15 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="optimizer.source", reason="a custom optimizer needs a class", fix=f"write {form}")
         return
     if not colon or not place or not name.isidentifier():
-        reason = "does not name a file or module and a class in it"
+        reason = "must name a file or module, and a class in it"
         yield Problem(key="optimizer.source", reason=reason, fix=f"write {form}")
     elif not place.endswith(".py") and not custom.built_in and place.partition(".")[0] not in custom.allow:
         package = place.partition(".")[0]
         reason = f"would run code from {package}, which optimizer.allow does not list"
         fix = f"if you trust it: optimizer.allow=[{','.join([*custom.allow, package])}]"
         yield Problem(key="optimizer.source", reason=reason, fix=fix)
-    elif (missing := source_problem(place, name)) is not None:
-        yield Problem(key="optimizer.source", reason=missing, fix=f"write {form}")
+    elif (problem := source_problem(place, name)) is not None:
+        yield Problem(key="optimizer.source", reason=problem, fix=f"write {form}")
     for key in sorted({"lr", "weight_decay", "params"} & custom.options.keys()):
         reason = f"{key} is set by canzona itself"
         fix = f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices"
@@ -158,7 +158,7 @@ def _data(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 key="data.blend",
                 reason=reason,
-                fix="add that path to the blend with a weight, and write data.path=null",
+                fix="add that path to the blend with a weight, and set data.path=null",
             )
         elif not data.path and not data.blend:
             fix = "run `canzona data prepare`, then write data.path=PREFIX (for PREFIX.bin and PREFIX.idx)"
@@ -184,7 +184,7 @@ def _data(config: RunConfig) -> Iterator[Problem]:
 def _cluster(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.reserved_gib >= cluster.memory_gib:
-        reason = f"leaves nothing of cluster.memory_gib={cluster.memory_gib}"
+        reason = f"leaves no memory: cluster.memory_gib is {cluster.memory_gib}"
         yield Problem(key="cluster.reserved_gib", reason=reason, fix="lower it, or raise cluster.memory_gib")
     if cluster.device == "cpu" and cluster.transformer_engine:
         fix = "use cluster.transformer_engine=false"
@@ -214,29 +214,29 @@ def _plans_only(config: RunConfig) -> Iterator[Problem]:
 
 
 def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
-    """Checks that the steps to trace or profile are steps of the run."""
+    """Yields a problem if the steps to trace or profile are not steps of the run."""
     last = config.train.steps
     for key in ("trace_steps", "profile_steps"):
         steps = getattr(config.run, key)
         if steps is not None and not 1 <= steps[0] <= steps[1] <= last:
-            reason = f"must be the first and last step to record, in this order, within steps 1 to {last}"
+            reason = f"must be the first and the last step to record, in this order, between 1 and {last}"
             fix = f"for example run.{key}=[{min(3, last)},{min(5, last)}]"
             yield Problem(key=f"run.{key}", value=f"[{steps[0]},{steps[1]}]", reason=reason, fix=fix)
 
 
 def _measurements(config: RunConfig) -> Iterator[Problem]:
-    """Checks the tables of measurements in the cluster profile."""
+    """Yields the problems with the tables of measurements in the cluster profile."""
     table = config.cluster.matmul_tflops
     sizes = [size for size, _ in table]
     if sizes != sorted(set(sizes)):
-        reason = "must be pairs of a matrix size, in ascending order, and a rate in TFLOP/s"
+        reason = "must be pairs of a matrix size and a rate in TFLOP/s, in ascending order of size"
         fix = "for example cluster.matmul_tflops=[[2048,540],[8192,800]]"
         yield Problem(key="cluster.matmul_tflops", value=[list(entry) for entry in table], reason=reason, fix=fix)
     for kind, ranks, size, seconds, busy in config.cluster.collectives:
         if kind not in get_args(Collective) or ranks < 2:
             reason = (
                 f"must be one of {', '.join(get_args(Collective))}, at least 2 ranks, bytes, seconds, and "
-                "the number of processor cores it keeps busy"
+                "the number of processor cores that it keeps busy"
             )
             fix = "for example cluster.collectives=[[all_reduce,2,1048576,0.002,1.5]]"
             yield Problem(key="cluster.collectives", value=[kind, ranks, size, seconds, busy], reason=reason, fix=fix)

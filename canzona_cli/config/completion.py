@@ -1,8 +1,8 @@
-"""Shell completion of overrides: recipe names after `recipe=`, options of the other groups, keys, choices.
+"""Shell completion of overrides: keys, and values after `=` (recipe names, the options of other groups, choices).
 
-Bash splits the command line at every `=` and `:` (COMP_WORDBREAKS), and inserts a completion after the last
-such character. `bash_words` joins the words again before Typer reads them, and removes the part up to this
-character from each completion. This module must stay fast, because it runs at every press of Tab.
+Bash splits the command line at every `=` and `:` (COMP_WORDBREAKS), and inserts a completion after the last such
+character. `bash_words` joins the words again before Typer reads them, and removes everything up to this character
+from each completion. This module must stay fast, because it runs at every press of Tab.
 """
 
 import io
@@ -18,7 +18,7 @@ from canzona_cli.errors import ConfigError
 
 COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
 CALIBRATED = "`canzona calibrate`"
-"""A text in the first line of every calibrated profile."""
+"""The text in the first line of every calibrated profile, by which completion recognises one."""
 
 # Typer's script for bash with two changes: no space follows a key, and files are offered only if there is no
 # other completion.
@@ -37,8 +37,8 @@ complete -o default -F %(complete_func)s %(prog_name)s
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Returns the completions of one `KEY=VALUE`: none if the key does not have a fixed set of values, for
-    which the shell offers files."""
+    """Returns the completions of one `KEY=VALUE`. There are none if the key does not have a fixed set of values; the
+    shell then offers files."""
     key, equals, _ = incomplete.partition("=")
     words = [f"{key}={value}" for value in _values(key)] if equals else [f"{name}=" for name in _keys(incomplete)]
     return [word for word in words if word.startswith(incomplete)]
@@ -93,8 +93,8 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
 def prepare_completion_options(arguments: list[str]) -> None:
     """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and accept a shell's name.
 
-    Without a name, Typer looks for a shell among the parent processes. In a script or a container there may
-    be none.
+    Without a name, Typer looks for a shell among the parent processes, which may not include one in a script or a
+    container.
     """
     from typer import _completion_shared
 
@@ -104,7 +104,7 @@ def prepare_completion_options(arguments: list[str]) -> None:
 
 
 def _profiles_here() -> list[str]:
-    """Lists the calibrated profiles in the current folder."""
+    """Returns the paths of the calibrated profiles in the current folder."""
     profiles = []
     for file in sorted(file for file in Path().glob("*.yaml") if file.is_file()):  # opening a pipe would block
         try:

@@ -1,5 +1,5 @@
-"""Loads the configuration of one run: Hydra composes recipe, groups and overrides, and then the values are
-converted to their types and checked together."""
+"""Loads the configuration of one run: composes the recipe, groups and overrides with Hydra, then converts the values
+to their types and checks them together."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,13 +28,13 @@ from canzona_cli.config.unused import config_warnings, unused_problems
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 WRITTEN: Final = "config.yaml"
-"""The file in a run directory with the settings with which the run was started, without nulls."""
+"""The file in a run directory that records the settings of the run, with all automatic choices filled in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """A checked configuration and the files from which it was composed. `canzona_cli.cluster.fit` resolves
-    its null values later."""
+    """A checked configuration, and the files from which it was composed. `canzona_cli.cluster.fit` replaces its null
+    values later."""
 
     config: RunConfig
     explicit: frozenset[str]
@@ -48,14 +48,14 @@ class Composed:
 def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), training: bool = True) -> Composed:
     """Composes and checks a run.
 
-    Recipes and the options of other groups are searched in `recipes_dirs`, then in $CANZONA_RECIPES_DIR, then
-    among the built-in ones. A bad value does not hide other problems, because the rest is checked with the
-    recipe's value in its place.
+    Recipes and the options of other groups are searched for in `recipes_dirs`, then in $CANZONA_RECIPES_DIR, then
+    among the built-in ones. A bad value does not hide other problems, because the recipe's value replaces it while
+    the rest is checked.
 
     Args:
-        overrides: the settings as `KEY=VALUE`. Without `recipe=...`, the settings of the run in `run.dir` are
-            used, if there is one.
-        training: False for plans, which skips the checks that only a run needs.
+        overrides: the settings as `KEY=VALUE`. Without `recipe=...`, the settings of the run in `run.dir` are used,
+            if there is such a run.
+        training: False for plans; skips the checks that only a training run needs.
 
     Raises:
         ConfigError: the recipe, overrides, types or combinations have problems; all are reported at once.
@@ -69,14 +69,14 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
 
 
 def load_resolved(path: Path) -> RunConfig:
-    """Reads the config.yaml of a run directory, which an older version may have written.
+    """Reads the config.yaml of a run directory, even if an older version of canzona wrote it.
 
     Raises:
         ConfigError: the file has problems; all are reported at once.
     """
     tree = read_yaml(path)
     run = tree.get("run")
-    if isinstance(run, dict) and "tensorboard" in run:  # older runs have this setting instead of `trackers`
+    if isinstance(run, dict) and "tensorboard" in run:  # the setting that `trackers` replaced
         run["trackers"] = ["tensorboard"] if run.pop("tensorboard") else []
     bring_up_to_date(tree)
     unsafe = list(content_problems(tree, shown(path)))
@@ -87,7 +87,7 @@ def load_resolved(path: Path) -> RunConfig:
 
 
 def dump_resolved(config: RunConfig) -> str:
-    """Returns the configuration as YAML, from which `load_resolved` and `recipe=FILE` read an equal configuration."""
+    """Returns the configuration as YAML, which `load_resolved` and `recipe=FILE` read back unchanged."""
     import yaml
 
     text: str = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)

@@ -1,4 +1,4 @@
-"""The facts that follow from the execution of a run's updates (`RunConfig.execution`)."""
+"""The facts that follow from the way a run executes its updates (`RunConfig.execution`)."""
 
 from dataclasses import replace
 from typing import Literal
@@ -15,14 +15,14 @@ matrix on its host."""
 
 
 def strategy_of(config: RunConfig) -> AnyStrategy:
-    """Returns the strategy of a run in tables and records: `engine.strategy`, or adamw."""
+    """Returns the name that tables and records use for a run's strategy: `engine.strategy`, or adamw."""
     return "adamw" if config.execution is Execution.ADAMW else config.engine.strategy
 
 
 def splitting_of(config: RunConfig) -> Splitting:
-    """Returns the run's splitting of weights into matrices.
+    """Returns how the run splits weights into matrices.
 
-    Megatron's own optimizers support only fused and qkv. For these, a finer `engine.splitting` becomes qkv.
+    Megatron's own optimizers support only fused and qkv, so with them a finer `engine.splitting` becomes qkv.
     """
     splitting = config.engine.splitting
     return splitting if config.execution.ours or splitting == "fused" else "qkv"
@@ -34,17 +34,17 @@ def dispatcher_of(config: RunConfig) -> Dispatcher:
 
 
 def overlaps_param_gather(config: RunConfig) -> bool:
-    """Returns True if parameter gathering overlaps with the forward pass. This needs both overlap settings,
-    and a strategy that gathers parameters at all."""
+    """Returns True if parameter gathering overlaps with the forward pass. This needs both overlap settings and a
+    strategy that gathers parameters."""
     parallel = config.parallel
     return parallel.overlap_param_gather and parallel.overlap_grad_reduce and not config.execution.everywhere
 
 
 def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
-    """Returns True if the parameters of an entire model chunk are gathered together.
+    """Returns True if all parameters of a model chunk are gathered together.
 
-    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default). Otherwise it gathers
-    each bucket while the previous one is in use. Runs that execute a plan follow the plan's order instead.
+    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default); otherwise it gathers each
+    bucket while the previous one is in use. Runs that execute a plan follow the plan's order instead.
     """
     planned = config.execution is Execution.PLANNED
     return overlaps_param_gather(config) and layout.vpp > 1 and not planned
@@ -53,8 +53,8 @@ def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
 def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
     """Returns the run with another strategy.
 
-    adamw keeps the learning rates, weight decay, clipping and AdamW settings of the run's optimizer.
-    Strategies other than canzona drop `engine.plan`.
+    With adamw, the run keeps its optimizer's learning rates, weight decay, clipping and AdamW settings. With other
+    strategies except canzona, it loses `engine.plan`.
     """
     if strategy == "adamw":
         optimizer = config.optimizer

@@ -1,6 +1,6 @@
-"""The rules for valid layouts: the divisibility that Megatron-core 0.19 and torchrun require.
+"""The rules for valid layouts: which sizes Megatron-core 0.19 and torchrun require to be divisible by which.
 
-Null values are not checked here; `canzona_cli.cluster.fit` chooses them later according to these rules.
+Null values are not checked here; `canzona_cli.cluster.fit` later chooses values that follow these rules.
 Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build`
 (pipeline stages, see `canzona_cli.config.stages`), `MoELayer.forward` (experts need sequence parallelism),
 `get_batch_on_this_cp_rank` (2 * cp slices of a sequence), `forward_backward_pipelining_with_interleaving`
@@ -26,14 +26,14 @@ def possible_tp(model: ModelConfig, *, whole_experts: bool = False) -> tuple[int
     ascending order.
 
     Args:
-        whole_experts: True if ffn rows need not be divided, because expert parallelism does not cut experts.
+        whole_experts: True if tp need not divide the ffn rows, because expert parallelism keeps experts whole.
     """
     return divisors(math.gcd(*(count for count, _ in _cut_by_tp(model, whole_experts=whole_experts))))
 
 
 def may_have_whole_experts(config: RunConfig) -> bool:
-    """Returns True if a layout of the run may divide experts among ranks (`parallel.ep` above 1), so that
-    each expert stays whole. Unless the user sets `parallel.ep`, this is possible only on GPUs."""
+    """Returns True if the run may have a layout that divides experts among ranks (`parallel.ep` above 1) and so keeps
+    each expert whole. Unless the user sets `parallel.ep`, this is possible only on GPUs."""
     ep, experts = config.parallel.ep, config.model.num_experts
     if experts == 0 or ep is not None:
         return experts > 0 and (ep or 1) > 1
@@ -44,7 +44,7 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
     """Yields one problem if `parts`, the value of `key`, does not divide every count.
 
     Args:
-        counts: the (count, name) pairs: (36, "layers").
+        counts: (count, name) pairs, such as (36, "layers").
     """
     uneven = " or ".join(f"{count} {what}" for count, what in counts if count % parts)
     if uneven:
@@ -53,13 +53,13 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
-    """Returns the problems with the parallelism, the nodes and the batch of a run; some do not have the
-    setting's value yet (`settings.with_own_values`)."""
+    """Returns the problems with the parallelism, the nodes and the batch of a run. Some lack the value of their
+    setting, which `settings.with_own_values` fills in."""
     return [*_parallelism(config), *_machines(config), *_batch(config)]
 
 
 def _cut_by_tp(model: ModelConfig, *, whole_experts: bool) -> list[tuple[int, str]]:
-    """Returns the (count, name) pairs that a tensor-parallel size must divide, see `possible_tp`."""
+    """Returns (count, name) pairs; a tensor-parallel size must divide every count (`possible_tp`)."""
     counts = [
         (model.num_attention_heads, "attention heads"),
         (model.num_query_groups, "key/value heads"),
@@ -86,7 +86,7 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         product = " * ".join(used) + (f" = {copy_ranks}" if len(used) > 1 else "")
         above = -(-config.gpus // copy_ranks) * copy_ranks
         below = above - copy_ranks
-        reason = f"is not a multiple of {product}, the number of ranks for one copy of the model"
+        reason = f"is not a multiple of {product}, the number of ranks that hold one copy of the model"
         fix = f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size"
         yield Problem(key="gpus", reason=reason, fix=fix)
     yield from _expert_parallelism(config)

@@ -40,7 +40,7 @@ def table() -> Mapping[str, Mapping[str, object]]:
 
 
 def meaning(name: str) -> Meaning | None:
-    """Returns the section of the table with a Megatron argument; None for an argument that canzona does not know."""
+    """Returns the table's section that lists a Megatron argument; None for an argument that canzona does not know."""
     sections: tuple[Meaning, ...] = ("same", "muon", "used", "refused", "plans_only", "left_out")
     for section in sections:
         if name in table()[section]:
@@ -49,7 +49,7 @@ def meaning(name: str) -> Meaning | None:
 
 
 def default(name: str) -> object:
-    """Returns Megatron's default for an argument in the table; None if there is none."""
+    """Returns Megatron's default for an argument in the table; None if it has no default or is not in the table."""
     section = meaning(name)
     if section is None or section == "no_effect":
         return None
@@ -58,8 +58,8 @@ def default(name: str) -> object:
 
 
 def limited(section: Meaning) -> Iterator[tuple[str, tuple[object, list[object], str]]]:
-    """Yields the arguments of a table section in which only some values are accepted, each with Megatron's
-    default, the accepted values (canzona's value first), and the reason."""
+    """Yields the arguments in a section of the table that accept only some values, each with Megatron's default, the
+    accepted values (canzona's value first), and the reason."""
     for name, entry in table()[section].items():
         assert isinstance(entry, list)
         megatron_default, accepted, reason = entry
@@ -67,8 +67,8 @@ def limited(section: Meaning) -> Iterator[tuple[str, tuple[object, list[object],
 
 
 def argument_of(flag: str) -> tuple[str, str | None]:
-    """Returns the name of the argument that a flag sets, and the value that the flag implies; None as the
-    value if it follows the flag."""
+    """Returns the name of the argument that a flag sets, and the value that the flag implies (None if the value
+    follows the flag)."""
     name = flag.lstrip("-").replace("-", "_")
     renamed = table()["flags"].get(name)
     if isinstance(renamed, list):
@@ -95,7 +95,7 @@ class Arguments:
     no_effect: list[str] = field(default_factory=list)
     """The arguments without effect on a plan, as in the file."""
     sourced: list[str] = field(default_factory=list)
-    """The scripts that the file includes with `source`. They are not read."""
+    """The scripts that the file includes with `source`, which are not read."""
     nodes: int | None = None
     per_node: int | None = None
     """The number of processes on each node."""
@@ -126,7 +126,7 @@ def read_arguments(path: Path) -> Arguments:
         else:
             _take_script(text, read_script(text), arguments)
     except Unreadable as error:
-        fix = "give a script, a command line, or the arguments that Megatron prints at its start"
+        fix = "give a script, a command line, or the arguments that Megatron prints when it starts"
         raise ConfigError(Problem(key=OPTION, value=str(path), reason=f"{error}", fix=fix)) from None
     return arguments
 
@@ -149,7 +149,7 @@ def _take_printed(text: str, arguments: Arguments) -> None:
 
 
 def _take_value(name: str, value: str, arguments: Arguments) -> None:
-    """Adds an argument whose value is in Python's notation."""
+    """Adds an argument whose value is written in Python's notation, such as `True`."""
     if value in _NOTHING or (meaning(name) is None and value == "False"):
         return
     switch = {"True": "true", "False": "false"}.get(value)
@@ -159,7 +159,7 @@ def _take_value(name: str, value: str, arguments: Arguments) -> None:
 def _take_script(text: str, script: Script, arguments: Arguments) -> None:
     launcher, words = _command_line(script)
     if not any(word.startswith("--") for word in words):
-        raise Unreadable("contains no command with arguments of Megatron")
+        raise Unreadable("contains no command with Megatron arguments")
     for flag, values in _flags(words):
         name, implied = argument_of(flag)
         switch = isinstance(default(name), bool)
@@ -212,6 +212,6 @@ def _flags(words: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _whole(values: Sequence[str] | None, *matches: re.Match[str] | None) -> int | None:
-    """Returns the first whole number among a flag's values and the first groups of matches."""
+    """Returns the first whole number among a flag's values and the matches' first groups; None if there is none."""
     texts = [*(values or ()), *(match[1] for match in matches if match)]
     return next((int(text) for text in texts if text.isdecimal()), None)

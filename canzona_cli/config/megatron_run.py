@@ -23,12 +23,12 @@ class MegatronRun:
     overrides: Mapping[str, str]
     """The overrides for `canzona train`: values by key. The first is `recipe`, unless the user sets it."""
     arguments: Mapping[str, str]
-    """The argument, as in the file, for each key of a setting that it determines."""
+    """The argument, as in the file, that determines each setting, by the setting's key."""
     optimizer: Literal["adamw", "muon"]
     distributed: bool
     """True if data-parallel ranks divide the optimizer's work and state."""
     tp_mode: TpMode
-    """Muon's method to orthogonalise matrices that tensor parallelism divides."""
+    """The method by which Muon orthogonalises matrices that tensor parallelism divides."""
     tp_overlap: bool
     """True if tensor-parallel collectives overlap with matmuls, which canzona does not do."""
     dispatch_overlap: bool
@@ -36,7 +36,7 @@ class MegatronRun:
     not_understood: tuple[str, ...]
     """The arguments that canzona does not know, as in the file."""
     left_out: tuple[str, ...]
-    """The arguments, with their values, that change a step but that canzona neither has nor simulates."""
+    """The arguments, with their values, that change a step in a way that canzona neither offers nor simulates."""
     plans_only: tuple[str, ...]
     """The reasons why canzona cannot train the model; empty if it can."""
     no_effect: tuple[str, ...]
@@ -45,8 +45,8 @@ class MegatronRun:
     def command(
         self, config: RunConfig, user_overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()
     ) -> tuple[str, ...]:
-        """Returns the overrides that give the same run with canzona: those that differ from the recipe, and
-        the user's.
+        """Returns the overrides that train the same model with canzona: the translated values that differ from the
+        recipe, and the user's overrides.
 
         Args:
             config: the run with all overrides.
@@ -63,8 +63,8 @@ class MegatronRun:
         return *recipe, *changed, *user_overrides
 
     def by_argument(self, problem: Problem) -> Problem:
-        """Returns the problem with the argument that determines its setting as the key; unchanged if there is
-        no such argument."""
+        """Returns the problem with the key replaced by the argument that determines the setting; unchanged if no
+        argument determines it."""
         written = self.arguments.get(problem.key)
         return problem if written is None else replace(problem, key=f"{written} ({problem.key})")
 

@@ -12,7 +12,7 @@ from canzona_cli.errors import Problem, closest
 
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
 _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
-"""The texts that need no quotes. Letters alone could mean true or null, and digits alone a number."""
+"""The texts that need no quotes. Letters alone could mean true or null, and digits alone would be a number."""
 _SHORT = {"init": "checkpoint.weights_from"}
 """The short names of settings on the command line."""
 
@@ -29,7 +29,7 @@ class Overrides:
     """The values as text, by dotted key."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...] = ()
-    """The warnings about settings that have several different values on the command line; the last value wins."""
+    """A warning for each setting that the command line sets to several different values; the last value wins."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
@@ -75,17 +75,17 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
 
 
 def _without_spaced(arguments: Sequence[str], problems: list[Problem]) -> list[str]:
-    """Returns the arguments without any `KEY = VALUE`, for each of which it adds one problem."""
-    others = [*arguments]
-    while (place := next((n for n, argument in enumerate(others[1:-1], 1) if argument == "="), None)) is not None:
-        key, _, value = others[place - 1 : place + 2]
+    """Returns the arguments except those of the form `KEY = VALUE` (with spaces); adds a problem for each of these."""
+    rest = [*arguments]
+    while (index := next((n for n, argument in enumerate(rest[1:-1], 1) if argument == "="), None)) is not None:
+        key, _, value = rest[index - 1 : index + 2]
         problems.append(Problem(key=key, value=value, reason="has spaces around `=`", fix=f"write {key}={value}"))
-        del others[place - 1 : place + 2]
-    return others
+        del rest[index - 1 : index + 2]
+    return rest
 
 
 def key_of(override: str) -> str:
-    """Returns the key that `KEY=VALUE` sets, in full if it is a short name."""
+    """Returns the full key that `KEY=VALUE` sets, which may be written as a short name."""
     key = override.partition("=")[0].strip()
     return _SHORT.get(key, key)
 
@@ -126,7 +126,7 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
         return refused
     try:
         override = OverridesParser.create().parse_override(f"{key}={text}")
-    except (RecursionError, ValueError):  # a thousand brackets, or an integer with too many digits for Python
+    except (RecursionError, ValueError):  # for example a thousand brackets, or an integer of 5,000 digits
         return Problem(key=key, value=text, reason="is not a valid value", fix=f"write {key}=VALUE")
     except HydraException as error:
         if _takes_text(key):

@@ -1,7 +1,7 @@
-"""Removed settings, values and options: their replacements, and the updates of stored configurations.
+"""Removed settings, values and options, their replacements, and the update of stored configurations that have them.
 
-To remove a setting, add an entry here. A user of the setting gets a message with the replacement. Older run
-directories and recipes still work if the entry gives the present meaning of the old value.
+To remove a setting, add an entry here. Anyone who uses the setting gets a message with the replacement. Older run
+directories and recipes still work if the entry says what the old value means now.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class RemovedSetting:
     instead: str
     """The fix, as a complete phrase."""
     without_effect: tuple[object, ...] | None = None
-    """The values that can be dropped from a stored configuration without changing training; None for any value."""
+    """The values that a stored configuration can lose without changing training; None if it can lose any value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class RemovedValue:
 
 
 REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {
-    "optimizer.highest_lr": RemovedSetting(instead="leave it out: a learning rate that is too high is a warning"),
+    "optimizer.highest_lr": RemovedSetting(instead="leave it out: canzona warns if a learning rate is too high"),
     "checkpoint.failure_hours": RemovedSetting(
         instead="use checkpoint.every_minutes; a good value is sqrt(2 x seconds a save stalls x hours between failures)"
     ),
@@ -58,11 +58,11 @@ REMOVED_VALUES: Mapping[tuple[str, str], RemovedValue] = {
 REMOVED_OPTIONS: Mapping[str, str] = {
     "--plot": "write --html FILE.html: the page has every chart",
 }
-"""The removed options, with their replacements."""
+"""The removed command-line options, with their replacements."""
 
 
 def removed_setting_problem(key: str, value: object, *, where: str) -> Problem | None:
-    """Returns the problem of a removed setting; None for any other key."""
+    """Returns a problem that names a removed setting's replacement; None for any other key."""
     removed = REMOVED_SETTINGS.get(key)
     if removed is None:
         return None

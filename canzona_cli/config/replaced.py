@@ -1,4 +1,4 @@
-"""Drops the values of a recipe that the command line replaces by setting something else, and resolves learning
+"""Drops a recipe's values that no longer apply because the command line sets a related setting, and resolves learning
 rates."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,26 +17,26 @@ CHOSEN: Final = (
     *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.sequence_parallel"),
     *("train.micro_batch_size", "train.recompute", "cluster.nodes"),
 )
-"""The settings that depend on the number of GPUs and on the cluster. `config.yaml` has the values for the
-GPUs with which the run was started."""
+"""The settings that depend on the number of GPUs and on the cluster. A run's `config.yaml` has the values chosen for
+the GPUs with which it was started."""
 _OVERRULES: Final = {
     "optimizer.lr": "optimizer.lrs",
     "optimizer.min_lr": "optimizer.min_lr_ratio",
     "train.batch_tokens": "train.global_batch_size",
 }
-"""The settings that have no effect if another setting is set, each with this other setting. If a recipe
-builds on a recipe with the other setting and sets the first one, the first one is meant to apply."""
+"""The settings that have no effect if another setting is set, each with this other setting. A recipe that sets the
+first, and builds on a recipe that sets the other, means the first to apply."""
 
 
 def overruling(recipes: Sequence[Path], parsed: Overrides) -> Iterator[str]:
-    """Yields the settings of a recipe that would have no effect because of a recipe on which it builds, see
-    `_OVERRULES`.
+    """Yields the settings of a recipe that would have no effect because a recipe that it builds on sets another one
+    (`_OVERRULES`).
 
     A recipe's learning rate is meant for the recipe's optimizer, so it is not yielded if the command line
     chooses an optimizer.
 
     Args:
-        recipes: the files of the recipe and of those on which it builds, in the order of application.
+        recipes: the files of the recipe and of those that it builds on, in the order of application.
     """
     chain = [dict(leaves(read_yaml(file))) for file in recipes] if len(recipes) > 1 else []
 
@@ -53,13 +53,13 @@ def overruling(recipes: Sequence[Path], parsed: Overrides) -> Iterator[str]:
 def drop_replaced(
     tree: dict[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
 ) -> None:
-    """Drops a recipe's `min_lr_ratio`, number of sequences or source of data if the command line sets `min_lr`,
-    the number of tokens or the path of data.
+    """Drops a recipe's `min_lr_ratio`, number of sequences or data source if the command line instead sets `min_lr`,
+    the number of tokens or a data path.
 
     Args:
-        tree: the values, with those of the command line; changed in place.
-        set_keys: the settings that the command line sets or that are `overruling`.
-        problems: gets a problem for two values of the command line of which only one can apply.
+        tree: the recipe's values, overridden by the command line's; changed in place.
+        set_keys: the settings that the command line sets, and those that `overruling` yields.
+        problems: gets a problem if the command line sets two values of which only one can apply.
     """
     _choose_min_lr(tree, parsed, set_keys, problems)
     _choose_batch(tree, parsed, set_keys)
@@ -74,7 +74,7 @@ def _choose_min_lr(
     if "optimizer.min_lr" not in set_keys:
         return
     if parsed.values.get(ratio) is not None:
-        reason, fix = "is set by optimizer.min_lr, too", "keep one of them"
+        reason, fix = "cannot be combined with optimizer.min_lr", "keep one of them"
         problems.append(Problem(key=ratio, value=parsed.texts[ratio], reason=reason, fix=fix))
     elif isinstance(optimizer := tree.get("optimizer"), dict):
         optimizer["min_lr_ratio"] = None
@@ -83,7 +83,7 @@ def _choose_min_lr(
 def _choose_batch(tree: dict[str, object], parsed: Overrides, set_keys: Collection[str]) -> None:
     """Drops the recipe's number of sequences if the command line sets only the number of tokens.
 
-    If it sets both, the number of sequences takes precedence, and `config_warnings` warns about it.
+    If the command line sets both, the number of sequences takes precedence, and `config_warnings` warns about it.
     """
     if "train.batch_tokens" not in set_keys or parsed.values.get("train.global_batch_size") is not None:
         return
@@ -106,12 +106,12 @@ def _choose_source(tree: dict[str, object], parsed: Overrides) -> None:
 
 
 def choose_again(tree: dict[str, object], written: Mapping[str, object], parsed: Overrides) -> None:
-    """Drops values that were derived from settings that the command line changes: the layout if it sets GPUs
+    """Drops stored values that were derived from settings that the command line changes: the layout if it sets GPUs
     or a cluster, and the schedule if it sets the number of steps.
 
     Args:
-        tree: the values, with those of the command line; changed in place.
-        written: the values in the run directory.
+        tree: the stored values, overridden by the command line's; changed in place.
+        written: the values stored in the run directory.
     """
     if "gpus" in parsed.values or "cluster" in parsed.groups:
         for key in CHOSEN:
@@ -124,7 +124,7 @@ def choose_again(tree: dict[str, object], written: Mapping[str, object], parsed:
 
 
 def _choose_schedule(tree: dict[str, object], written: Mapping[str, object]) -> None:
-    """Sets the schedule's numbers of steps to null if they equal the values that nulls had when the run was started."""
+    """Sets the schedule's numbers of steps to null if they are the values that replaced nulls when the run started."""
     schedule, train = tree.get("schedule"), written.get("train")
     steps = train.get("steps") if isinstance(train, Mapping) else None
     if not isinstance(schedule, dict) or not isinstance(steps, int) or schedule.get("decay_steps") != steps:
@@ -139,13 +139,13 @@ def _choose_schedule(tree: dict[str, object], written: Mapping[str, object]) -> 
 def with_rates(config: RunConfig, set_keys: Collection[str]) -> RunConfig:
     """Resolves `optimizer.lr` from `lrs`, unless the command line sets it, and `min_lr` from `min_lr_ratio`.
 
-    The product is computed in decimals, so that 0.1 times 0.0003 is exactly the float 0.00003.
+    `lr` and `min_lr_ratio` are multiplied as decimals, so that 0.1 times 0.0003 is exactly the float 0.00003.
     """
     optimizer = config.optimizer
     for name in optimizer.lrs.keys() - OPTIMIZERS.keys():
         fix = f"use {', '.join(OPTIMIZERS)}"
         raise ConfigError(
-            Problem(key="optimizer.lrs", value=optimizer.lrs, reason=f"{name} is not an optimizer", fix=fix)
+            Problem(key="optimizer.lrs", value=optimizer.lrs, reason=f"{name} is not a known optimizer", fix=fix)
         )
     # A recipe's rate is meant for Muon, but most custom optimizers are closer to AdamW.
     default_lr = optimizer.lrs.get("adamw", optimizer.lr) if optimizer.name == "custom" else optimizer.lr

@@ -10,13 +10,13 @@ from pathlib import Path
 from canzona_cli.errors import closest
 
 _DYNAMIC = {"globals", "exec", "setattr"}
-"""The calls that may define any name of a module at run time."""
+"""The functions with which a module may define arbitrary names at run time."""
 
 
 def source_problem(place: str, name: str) -> str | None:
     """Returns the reason why a file or module does not have a class, without importing it.
 
-    Returns None if the class exists, or if this is known only when the code runs.
+    Returns None if the class exists, or if only running the code would tell.
 
     Args:
         place: the path of a .py file, or the name of an installed module.
@@ -33,7 +33,7 @@ def source_problem(place: str, name: str) -> str | None:
 
 
 def _located(module: str) -> ModuleSpec | str:
-    """Returns the spec of a module, without importing its parent packages; or a message about the missing part."""
+    """Returns the spec of a module without importing its parent packages, or a message about the missing part."""
     first, *rest = module.split(".")
     try:
         spec = find_spec(first)
@@ -68,5 +68,5 @@ def _missing(path: Path, name: str) -> str | None:
         return None
     classes = [scope.get_name() for scope in module.get_children() if scope.get_type() == "class"]
     near = closest(name, classes)
-    others = f"its classes are {', '.join(classes)}" if classes else "it has no class"
-    return f"{path} has no {name}; " + (others if near is None else f"did you mean {near}?")
+    others = f"its classes are {', '.join(classes)}" if classes else "it has no classes"
+    return f"{path} has no class {name}; " + (others if near is None else f"did you mean {near}?")

@@ -1,5 +1,5 @@
-"""The settings of the hardware: a profile with its rates, written by hand or by `canzona calibrate`, and the
-number of nodes."""
+"""The settings of the hardware: a profile with its rates, written by hand or by `canzona calibrate`, and the nodes of
+a job."""
 
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
@@ -28,8 +28,8 @@ Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_
 
 
 class HashedOnce:
-    """A base class for frozen dataclasses that are keys of caches. It computes their hash, which is slow, only once.
-    Subclasses have to set `__hash__ = HashedOnce.__hash__`, because otherwise `dataclass` generates another hash."""
+    """A base class for frozen dataclasses that are cache keys. It computes their hash only once, because that is slow.
+    Subclasses must set `__hash__ = HashedOnce.__hash__`; otherwise `dataclass` generates a different hash."""
 
     def __hash__(self) -> int:
         if "_hash" not in self.__dict__:
@@ -40,12 +40,12 @@ class HashedOnce:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(HashedOnce):
-    """A hardware profile, and the number of nodes of a job.
+    """A hardware profile, and the nodes of a job.
 
-    A plan file lists the values on which the plan depends in the order of these fields.
+    A plan file lists the values that the plan depends on, in the order of these fields.
     """
 
-    # The upper limits are several times the numbers of any present device: a larger value has a wrong unit.
+    # The upper limits are several times the figures of today's fastest devices: a larger value has a wrong unit.
     name: Annotated[str, "Name of the profile.", PLAN]
     device: Annotated[Device, "The device on which a rank computes.", PLAN]
     gpus_per_node: Annotated[Ranks, "Ranks on one node (GPUs, or CPU processes).", PLAN]
@@ -59,14 +59,14 @@ class ClusterConfig(HashedOnce):
     ]
     reserved_gib: Annotated[
         NotNegative,
-        "The part of memory_gib that the driver and the communication library take.",
+        "Part of memory_gib that the driver and the communication library take.",
         Unit("GiB"),
         PLAN,
     ]
     bf16_tflops: Annotated[
         float,
         Range(at_least=1e-9, at_most=20_000),
-        "Dense bf16 matrix-multiply peak of one GPU; model FLOP utilisation is relative to it.",
+        "Peak rate of dense bf16 matmuls on one GPU; model FLOP utilisation is relative to it.",
         Unit("TFLOP/s"),
         Example("989"),
         PLAN,
@@ -91,15 +91,15 @@ class ClusterConfig(HashedOnce):
     ]
     headroom_gib: Annotated[
         NotNegative,
-        "Memory that chosen layouts and plans leave free if possible, in addition to reserved_gib, because no run has"
-        " confirmed the planned memory on these GPUs. Layouts that you set may use it.",
+        "Memory that automatically chosen layouts and plans leave free if possible, in addition to reserved_gib,"
+        " because no run has confirmed the planned memory on these GPUs. Layouts that you set may use it.",
         Unit("GiB"),
         PLAN,
     ] = 0.0
     transformer_engine: Annotated[
         bool | None,
-        "Build layers from Transformer Engine (fused norms, sequence parallelism, flash attention). null: on a machine"
-        " with GPUs, true if it is installed there; elsewhere, plans for GPUs assume true.",
+        "Build layers with Transformer Engine (fused norms, sequence parallelism, flash attention). null: on a machine"
+        " with GPUs, true if Transformer Engine is installed; on other machines, plans for GPUs assume true.",
         PLAN,
     ] = None
     intra_node_latency_us: Annotated[
@@ -121,12 +121,13 @@ class ClusterConfig(HashedOnce):
     # NCCL logs "24 coll channels" for eight H100, and 24 for the links of eight A100: NVIDIA/nccl issues 1259
     # and 652.
     inter_node_channels: Annotated[
-        Count, "Channels that NCCL uses in an inter-node group per network port: two for the ring of each port.", PLAN
+        Count, "Channels per network port that NCCL uses in an inter-node group: two for each port's ring.", PLAN
     ] = 2
     # NVIDIA/nccl issue 1041; logs of two nodes with eight H100 each say "16 coll channels".
     matmul_tflops: Annotated[
         tuple[tuple[Side, Positive], ...],
-        "Measured rates of bf16 matmuls of n by n matrices: pairs [n, rate] in order of n; empty: estimated.",
+        "Measured rates of bf16 matmuls of n by n matrices, as pairs [n, rate] in ascending order of n; empty: "
+        "estimated.",
         Unit("TFLOP/s"),
         Example("[[2048,540],[8192,800]]"),
         PLAN,
@@ -142,7 +143,7 @@ class ClusterConfig(HashedOnce):
     symmetric_factor: Annotated[
         float,
         Range(at_least=0.25, at_most=1),
-        "Time of a bf16 matmul with a symmetric result by this machine's symmetric kernels, relative to a general"
+        "Time of a bf16 matmul with a symmetric result, using this machine's symmetric kernels, relative to a general"
         " matmul of the same size; 1: there are no such kernels, 0.5: they are ideal.",
         Example("0.6"),
         PLAN,
@@ -208,10 +209,10 @@ class ClusterConfig(HashedOnce):
         Example("2"),
         PLAN,
     ] = None
-    launch_us: Annotated[NotNegative, "Time that launching one operation adds.", Unit("microseconds"), PLAN] = 5.0
+    launch_us: Annotated[NotNegative, "Time added by launching one operation.", Unit("microseconds"), PLAN] = 5.0
     graph_launch_us: Annotated[
         NotNegative,
-        "Time that launching one operation adds if it is replayed in a CUDA graph.",
+        "Time added by launching one operation that is replayed in a CUDA graph.",
         Unit("microseconds"),
         PLAN,
     ] = 1.0
@@ -247,13 +248,13 @@ class ClusterConfig(HashedOnce):
     ] = ()
     cores: Annotated[
         Count | None,
-        "Processor cores that the ranks of one node share; null: each GPU rank has its own device, and CPU ranks share"
-        " the cores of the machine that starts the run. Changes predicted times, never a plan.",
+        "Processor cores that the ranks of one node share. null: no limit for GPU ranks; CPU ranks share the cores of"
+        " the machine that starts the run. Changes predicted times, never a plan.",
         NOTHING,
     ] = None
     crowding: Annotated[
         Factor,
-        "Time of steps with more ranks than cores, relative to an even sharing of the cores: ranks that share a core"
+        "Time of steps with more ranks than cores, relative to an even split of the cores: ranks that share a core"
         " evict each other's data from its caches. Calibration measures with the actual number of ranks, so it leaves"
         " this at 1.",
         NOTHING,
@@ -262,7 +263,7 @@ class ClusterConfig(HashedOnce):
     backward_factor: Annotated[Factor, "Measured time of backward passes, relative to the modelled time.", PLAN] = 1.0
     forward_module_us: Annotated[
         NotNegative,
-        "Measured fixed time of a module (the work around one weight) in the forward pass, for launching operations.",
+        "Measured fixed time of a module (the work around one weight) in the forward pass, to launch its operations.",
         Unit("microseconds"),
         PLAN,
     ] = 0.0
@@ -272,19 +273,17 @@ class ClusterConfig(HashedOnce):
     pass_us: Annotated[
         NotNegative,
         "Fixed time of one micro-batch's forward or backward pass through a model chunk, for any number of layers: the"
-        " schedule's work on the host, and issuing a send and a receive.",
+        " host's work for the schedule, and to issue a send and a receive.",
         Unit("microseconds"),
         PLAN,
     ] = 150.0
     # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32
     # on 2 ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code
-    # runs with NCCL. A busy GPU may hide some of this time; this was not measured, so none of it is assumed
-    # to be
-    # hidden.
+    # runs with NCCL. A busy GPU may hide some of this time, but that was not measured, so none is assumed hidden.
     step_factors: Annotated[
         dict[str, Factor],
-        "Measured time of a phase in complete steps, relative to the sum of its parts, by phase (norm_clip, exchange, "
-        "matrix_update, adamw_update, grad_reduce, param_gather); megatron/PHASE for Megatron's own strategies.",
+        "Measured time of each phase (norm_clip, exchange, matrix_update, adamw_update, grad_reduce, param_gather) in "
+        "complete steps, relative to the sum of the phase's parts; megatron/PHASE for Megatron's own strategies.",
         NOTHING,
     ] = field(default_factory=dict, hash=False)
     measured_on: Annotated[
@@ -295,13 +294,11 @@ class ClusterConfig(HashedOnce):
     ] = field(default_factory=dict, hash=False)
     not_measured: Annotated[
         tuple[str, ...],
-        "Parts that an interrupted calibration did not measure, but copied from the base profile.",
+        "Parts that an interrupted calibration did not measure and copied from the base profile.",
         NOTHING,
     ] = ()
     nodes: Annotated[Ranks | None, "Number of nodes; null: gpus / gpus_per_node, rounded up.", SPREAD] = None
-    node_rank: Annotated[
-        CountOrZero | None, "Number of this node, counted from 0, if nodes are started by hand.", NOTHING
-    ] = None
+    node_rank: Annotated[CountOrZero | None, "Rank of this node, from 0, if nodes are started by hand.", NOTHING] = None
     rdzv_endpoint: Annotated[
         str | None, "host:port that every node can reach; needed if nodes > 1.", Example("node0:29500"), NOTHING
     ] = None
@@ -315,13 +312,13 @@ class ClusterConfig(HashedOnce):
     ] = ()
     srun_args: Annotated[
         tuple[str, ...],
-        "Additional options of srun in a Slurm job, such as those of a container plugin.",
+        "Additional srun options in a Slurm job, such as those of a container plugin.",
         Example('["--container-image=/images/canzona.sqsh"]'),
         NOTHING,
     ] = ()
     command: Annotated[
         tuple[str, ...],
-        "The command that starts canzona in a Slurm job; empty: the command that submitted the job.",
+        "Command that starts canzona in a Slurm job; empty: the command that submitted the job.",
         Example('["apptainer","exec","--nv","canzona.sif","canzona"]'),
         NOTHING,
     ] = ()
@@ -333,7 +330,7 @@ class ClusterConfig(HashedOnce):
 
     @property
     def fused_layers(self) -> bool:
-        """True if layers are built from Transformer Engine. If the setting is null, this is assumed for GPUs."""
+        """True if layers are built with Transformer Engine, which is assumed for GPUs if the setting is null."""
         return self.device == "cuda" if self.transformer_engine is None else self.transformer_engine
 
     @property

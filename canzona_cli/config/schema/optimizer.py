@@ -1,4 +1,4 @@
-"""The settings of every known optimizer, and of a user's custom optimizer."""
+"""The settings of the built-in optimizers and of a user's custom optimizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig(OptimizerBase):
-    """A torch optimizer that updates whole matrices, chosen by its class: a user's class, or one in
+    """A torch optimizer that updates whole matrices. `source` names its class: a user's, or one in
     `canzona_cli/optimizers`."""
 
     name: Annotated[Literal["custom"], "The optimizer.", OPTIMIZER | PLAN]
@@ -46,14 +46,14 @@ class CustomConfig(OptimizerBase):
     ] = field(default_factory=dict, hash=False)
     cost_like: Annotated[
         UpdateName,
-        "The optimizer whose update costs and state sizes plans assume for the class. Update costs in"
-        " cluster.measured_updates under the name custom take precedence.",
+        "Optimizer whose update costs and state sizes plans assume for the class. Update times that"
+        " cluster.measured_updates lists for custom take precedence.",
         SPREAD | PLAN,
     ] = "muon"
 
     @property
     def built_in(self) -> bool:
-        """True if the class is part of canzona. A recipe may name such a class without the user's consent."""
+        """True if the class is part of canzona, so that a recipe may name it without the user's consent."""
         return self.source.startswith("canzona_cli.optimizers.")
 
 

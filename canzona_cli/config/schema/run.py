@@ -1,4 +1,4 @@
-"""The settings of engine, checkpoints and run directory; the complete configuration; and the mesh and layout
+"""The settings of the engine, checkpoints and run directory; the complete configuration; and the mesh and layout
 of a run."""
 
 from dataclasses import dataclass, field, replace
@@ -50,7 +50,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The settings of the engine, which decide which ranks update which matrices, and how."""
+    """The settings that decide which ranks update which matrices, and how."""
 
     strategy: Annotated[
         Strategy,
@@ -68,30 +68,30 @@ class EngineConfig:
     splitting: Annotated[
         Splitting,
         "Splitting of weights into matrices. fused: weights as Megatron stores them; qkv: q, k and v separate (the "
-        "finest that layerwise, and sc with Muon, support); split: gate and up separate too; per_head: also each head "
-        "of q, k and v.",
+        "finest splitting that layerwise, and sc with Muon, support); split: gate and up separate too; per_head: also "
+        "each head of q, k and v.",
         SPREAD | PLAN,
     ] = "split"
     alpha: Annotated[
         float,
         Range(at_least=0, at_most=1),
-        "Quantity that is balanced over data-parallel ranks: 0 communication, 1 compute, in between a mixture.",
+        "Quantity to balance over data-parallel ranks: 0: communication, 1: compute, in between: a mixture of both.",
         SPREAD | PLAN,
     ] = 1.0
     grouping: Annotated[
         Grouping,
-        "Method to divide matrices into micro-groups: greedy (with rollback, as in the paper), auto (by search).",
+        "How matrices are divided into micro-groups: greedy (with rollback, as in the paper) or auto (by search).",
         SPREAD | PLAN,
     ] = "auto"
     mode: Annotated[
         Literal["auto"] | Mode,
-        "Ranks that update a matrix: hosted (only its host), shared (all TP ranks of its owner, if optimizer and "
-        "matrix allow it), auto (chosen for each matrix by search). Strategies paper and asc are always hosted.",
+        "Ranks that update a matrix: hosted (only its host), shared (all TP ranks of its owner, if the optimizer and "
+        "the matrix allow it), or auto (a search chooses for each matrix). Strategies paper and asc always use hosted.",
         SPREAD | PLAN,
     ] = "auto"
     c_max_mib: Annotated[
         Positive | None,
-        "Size limit of one rank's fused exchange; null: chosen.",
+        "Size limit of one rank's fused exchange; null: chosen automatically.",
         Unit("MiB"),
         Example("64"),
         SPREAD | PLAN,
@@ -99,8 +99,8 @@ class EngineConfig:
     reduction: Annotated[
         Reduction | None,
         "How gradients reach their owners, and weights return: reduce (one reduction and one broadcast per owner), or "
-        "ring (a reduce-scatter and an all-gather of equal parts, plus messages between these parts' ranks and the "
-        "owners). null: the faster one for each bucket.",
+        "ring (a reduce-scatter and an all-gather of equal parts, plus messages between the ranks that have these "
+        "parts and the owners). null: the faster one for each bucket.",
         SPREAD | PLAN,
     ] = None
     plan: Annotated[
@@ -111,7 +111,7 @@ class EngineConfig:
     ] = None
     exchange_dtype: Annotated[
         Precision,
-        "Precision of gradients in messages between TP ranks; bf16 halves the messages, but rounds gradients.",
+        "Precision of gradients in messages between TP ranks; bf16 halves the messages but rounds the gradients.",
         CURVE | PLAN,
     ] = "fp32"
 
@@ -123,17 +123,17 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The settings of saving and resuming."""
+    """The settings for saving checkpoints and resuming from them."""
 
-    every_steps: Annotated[Count | None, "Steps between two checkpoints; null: only by time.", NOTHING] = None
-    every_minutes: Annotated[Positive | None, "Minutes between two checkpoints; null: only by steps.", NOTHING] = 30.0
+    every_steps: Annotated[Count | None, "Steps between checkpoints; null: save only by time.", NOTHING] = None
+    every_minutes: Annotated[Positive | None, "Minutes between checkpoints; null: save only by steps.", NOTHING] = 30.0
     at_end: Annotated[
         bool, "Also save after the last step. Preempted and interrupted runs are always saved.", NOTHING
     ] = True
     asynchronous: Annotated[
         bool, "Write checkpoints while training continues; false: training waits for the disk.", NOTHING
     ] = True
-    keep: Annotated[Count, "Number of newest checkpoints to keep.", NOTHING] = 3
+    keep: Annotated[Count, "Number of the newest checkpoints to keep.", NOTHING] = 3
     keep_every: Annotated[
         Count | None,
         "Also keep all checkpoints at multiples of this number of steps; null: keep only the newest.",
@@ -141,8 +141,9 @@ class CheckpointConfig:
     ] = None
     resume: Annotated[
         str,
-        "Checkpoint from which the run resumes. auto: the newest one in the run directory; without any, the run starts "
-        "from step 1. Or the name of one there (step-00000030), or the path of a checkpoint or another run directory.",
+        "Checkpoint from which the run resumes. auto: the newest one in the run directory, or a start at step 1 if "
+        "there is none. Or the name of a checkpoint in the run directory (step-00000030), or the path of a checkpoint "
+        "or of another run directory.",
         NOTHING,
     ] = "auto"
     weights_from: Annotated[
@@ -156,7 +157,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The settings of the run directory, trackers, hang detection, restarts, traces and profiles."""
+    """The settings for the run directory, trackers, hang detection, restarts, traces and profiles."""
 
     dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`.", NOTHING] = None
     root: Annotated[str, "Folder in which run directories are created if `dir` is null.", NOTHING] = "runs"
@@ -169,16 +170,16 @@ class RunSettings:
     ] = ()
     hang_timeout_s: Annotated[
         Positive | None,
-        "Time without progress of a rank after which the run ends and the stuck rank is reported; three times as long "
-        "for start-up, loading, saving and the first step. null: never.",
+        "Time that a rank may make no progress before the run ends and the stuck rank is reported; three times as "
+        "long for start-up, loading, saving and the first step. null: no limit.",
         Unit("seconds"),
         NOTHING,
     ] = 600.0
     restarts: Annotated[
         CountOrZero,
-        "How many times one launch restarts a run whose workers crashed or hung: after 10 s, then 20 s, 40 s, ... "
-        "while the run makes no progress; 0: never. A run is not restarted if it failed twice in the same way at the "
-        "same step, if it diverged, or if it failed because of a user's mistake.",
+        "How many times one launch restarts a run whose workers crashed or hung; 0: never. The wait before a restart "
+        "is 10 s, and doubles while the run makes no progress. A run is not restarted if it failed twice in the same "
+        "way at the same step, if it diverged, or if it failed because of a user's mistake.",
         NOTHING,
     ] = 0
     trace_steps: Annotated[
@@ -191,21 +192,20 @@ class RunSettings:
     profile_steps: Annotated[
         tuple[Count, Count] | None,
         "First and last step to record with torch's profiler: on every rank if there are at most 8, else on rank 0. "
-        "The profiler slows these steps down, so the breakdown leaves them out.",
+        "The profiler slows these steps down, so the breakdown excludes them.",
         Example("[5,7]"),
         NOTHING,
     ] = None
 
 
 class Execution(Enum):
-    """The execution of a run's updates: the ranks that update each weight, and the code that they run."""
+    """The way to execute a run's updates: which ranks update each weight, and with which code."""
 
     PLANNED = "planned"
     """Strategies canzona, paper and asc: a plan gives each matrix an owner and a host, and canzona's engine
     executes the plan."""
     REDUNDANT = "redundant"
-    """Strategy sc with canzona's engine, for optimizers that Megatron does not have: every rank updates every
-    matrix."""
+    """Strategy sc with canzona's engine, for optimizers other than Muon: every rank updates every matrix."""
     MEGATRON_SC = "megatron_sc"
     """Strategy sc with Megatron's own Muon: every rank updates every matrix."""
     LAYERWISE = "layerwise"
@@ -226,8 +226,8 @@ class Execution(Enum):
 
     @property
     def everywhere(self) -> bool:
-        """True if every rank updates every parameter, so that optimizer state is not sharded and parameters
-        are not gathered."""
+        """True if every rank updates every parameter: optimizer state is not sharded, and parameters are not
+        gathered."""
         return self in (Execution.REDUNDANT, Execution.MEGATRON_SC)
 
 
@@ -258,7 +258,7 @@ class RunConfig(HashedOnce):
 
     @property
     def execution(self) -> Execution:
-        """The execution of the run's updates. With AdamW, `engine.strategy` has no effect."""
+        """The way to execute the run's updates. With AdamW, `engine.strategy` has no effect."""
         if self.optimizer.name == "adamw":
             return Execution.ADAMW
         match self.engine.strategy:
@@ -286,13 +286,13 @@ class Mesh:
     cp: Ranks
     dp: Ranks
     ep: Ranks = 1
-    """The number of ranks of a pipeline stage among which the experts of a layer are divided. This is not a
+    """The number of a pipeline stage's ranks among which a layer's experts are divided. Expert parallelism is not a
     separate axis: the rank in cell c has the experts of expert-parallel rank `c % ep`."""
 
     @property
     def owners(self) -> int:
-        """The number of data- and context-parallel ranks, over which gradients are reduced and among which
-        the matrices of a stage are divided."""
+        """The number of data- and context-parallel ranks. Gradients are reduced over these ranks, and a stage's
+        matrices are divided among them."""
         return self.dp * self.cp
 
     @property
@@ -302,12 +302,12 @@ class Mesh:
 
     @property
     def expert_owners(self) -> int:
-        """The number of ranks of a stage that have the same experts and reduce their gradients: the cells
-        with the same `expert_rank`, which `expert_owner` numbers."""
+        """The number of ranks of a stage that have the same experts and reduce their gradients: the cells with the
+        same `expert_rank`. `expert_owner` is the index of a cell among them."""
         return self.cells // self.ep
 
     def reducers(self, expert_rank: int | None) -> int:
-        """Returns the number of ranks that reduce the gradients of a matrix and that may own it.
+        """Returns the number of ranks that reduce a matrix's gradients, one of which owns the matrix.
 
         Args:
             expert_rank: the matrix's `Matrix.expert_rank`.
@@ -316,7 +316,7 @@ class Mesh:
 
     @property
     def expert_tp(self) -> int:
-        """The number of parts into which TP cuts an expert's matrices: 1 if experts are divided among ranks."""
+        """The number of parts into which TP cuts an expert's matrices; 1 if experts are divided among ranks."""
         return self.tp if self.ep == 1 else 1
 
     def expert_rank(self, cell: int) -> int:
@@ -324,7 +324,11 @@ class Mesh:
         return cell % self.ep
 
     def expert_cells(self, rank: int) -> range:
-        """Returns the cells of a stage that have an expert-parallel rank, in the order of `expert_owner`."""
+        """Returns the cells of a stage with an expert-parallel rank, in the order of `expert_owner`.
+
+        Args:
+            rank: the expert-parallel rank.
+        """
         return range(rank, self.cells, self.ep)
 
     def expert_owner(self, cell: int) -> int:
@@ -378,8 +382,8 @@ class Layout(Mesh):
 
     @cached_property
     def bare(self) -> "Layout":
-        """The layout reduced to its tensor-, pipeline-, data- and expert-parallel ranks and its model chunks: a cache
-        key for results that depend only on these. Context-parallel ranks count as data-parallel ranks."""
+        """The layout reduced to its tensor-, pipeline-, data- and expert-parallel ranks and its model chunks. It is a
+        cache key for results that depend only on these. Context-parallel ranks are counted as data-parallel ranks."""
         return replace(
             self,
             cp=1,
@@ -393,7 +397,7 @@ class Layout(Mesh):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The number of ranks along each axis for display: (("TP", 2), ("DP", 4)), without axes of one rank
+        """The number of ranks along each axis, for display: (("TP", 2), ("DP", 4)). Axes with one rank are omitted,
         except DP."""
         axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp), ("EP", self.ep))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")

@@ -1,4 +1,4 @@
-"""The settings of training: model, parallelism, batch, length, learning-rate schedule and data."""
+"""The settings of training: model, parallelism, training job, learning-rate schedule and data."""
 
 import os
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ from canzona_cli.fields import (
 Layers = Annotated[int, Range(at_least=1, at_most=2048)]
 Heads = Annotated[int, Range(at_least=1, at_most=2048)]
 Sequences = Annotated[int, Range(at_least=1, at_most=1 << 16)]
-"""The number of sequences in a step. It has a limit because simulations iterate over the micro-batches."""
+"""A number of sequences in a step, limited because simulations iterate over the micro-batches."""
 Recompute = Literal["none", "selective", "full"]
 NonFinite = Literal["stop", "skip"]
 Divergence = Literal["stop", "warn"]
@@ -38,7 +38,7 @@ Dispatcher = Literal["allgather", "alltoall", "flex"]
 BalancingLoss = Literal["none", "sequence", "global"]
 
 WARMUP_SHARE = 20
-"""The default warm-up is the decay steps divided by this number: a twentieth."""
+"""The divisor that gives the default warm-up: a twentieth of the decay steps."""
 WARMUP_CEILING = 2000
 """The maximum default number of warm-up steps, as in published runs of these model sizes."""
 WSD_DECAY_SHARE = 10
@@ -61,23 +61,23 @@ class ModelConfig:
     rope_base: Annotated[float, Range(at_least=1, at_most=1e12), "Base of the rotary embedding.", CURVE] = 1_000_000.0
     rope_scaling: Annotated[
         Annotated[float, Range(at_least=1, at_most=1e6)] | None,
-        "Factor of Llama 3.1's scaling of the rotary embedding, which stretches a context of 8,192 tokens; null: none.",
+        "Factor by which Llama 3.1's scaling of the rotary embedding stretches a context of 8,192 tokens; null: none.",
         CURVE,
     ] = None
     norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
     qk_norm: Annotated[bool, "Normalise queries and keys per head: true for Qwen3, false for Llama.", MODEL] = True
     num_experts: Annotated[
-        Experts, "Experts of every layer, each a feed-forward network; 0: a dense model.", MODEL | PLAN
+        Experts, "Experts in every layer, each a feed-forward network; 0: a dense model.", MODEL | PLAN
     ] = 0
     experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that process each token.", CURVE] = 2
     balancing_loss: Annotated[
         BalancingLoss,
-        "Loss that spreads tokens evenly over experts, computed over each sequence or over the global batch.",
+        "Loss that spreads tokens evenly over experts, over each sequence or the global batch; none: no such loss.",
         CURVE,
     ] = "sequence"
     balancing_weight: Annotated[Share, "Weight of `balancing_loss`.", CURVE] = 1e-3
     gated: Annotated[
-        bool, "Gate the feed-forward layers (SwiGLU). false: one matrix less per layer; only for plans.", MODEL | PLAN
+        bool, "Gate the feed-forward layers (SwiGLU). false: one matrix fewer per layer; only for plans.", MODEL | PLAN
     ] = True
     init_std: Annotated[
         Positive,
@@ -88,14 +88,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The settings that distribute a model over ranks. dp follows from them: `gpus / (tp * pp * cp)`."""
+    """The settings that distribute a model over ranks. They determine dp: `gpus / (tp * pp * cp)`."""
 
     tp: Annotated[Ranks | None, "Tensor-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     pp: Annotated[Ranks | None, "Pipeline stages; null: chosen.", LAYOUT | PLAN] = None
     vpp: Annotated[
         Count | None,
-        "Model chunks of each pipeline stage (interleaved 1F1B): n chunks divide the idle time at both ends of a step"
-        " by n and multiply the messages by n. 1: each stage has consecutive layers; null: chosen.",
+        "Model chunks of each pipeline stage (interleaved 1F1B). With n chunks, the idle time at both ends of a step is"
+        " divided by n, and the number of messages multiplied by n. 1: each stage has consecutive layers. null: chosen"
+        " automatically.",
         LAYOUT | PLAN,
     ] = None
     cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
@@ -107,13 +108,14 @@ class ParallelConfig:
     ] = None
     dispatcher: Annotated[
         Dispatcher | None,
-        "How tokens reach experts on other ranks. alltoall: every rank gets the tokens of its experts; allgather: every"
-        " rank gets all tokens; flex: like alltoall, with DeepEP's kernels for GPUs. null: alltoall.",
+        "How tokens reach experts on other ranks. alltoall: every rank gets the tokens for its experts; allgather:"
+        " every rank gets all tokens; flex: like alltoall, with DeepEP's kernels, on GPUs only. null: alltoall.",
         NOTHING,
     ] = None
     sequence_parallel: Annotated[
         bool | None,
-        "Shard activations of norms over TP ranks; null: true if tp > 1, for experts or with Transformer Engine.",
+        "Shard the activations of norms over TP ranks. null: true if tp > 1 and the model has experts or uses"
+        " Transformer Engine.",
         NOTHING,
     ] = None
     overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients during the backward pass.", PLAN] = True
@@ -125,7 +127,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The settings of the training job: its length, batch, precision, guards, validation and samples."""
+    """The settings for a run's length, batch, precision, guards, validation and samples."""
 
     steps: Annotated[Count, "Optimizer steps of the run.", NOTHING]
     seq_length: Annotated[Side, "Tokens in a sequence.", CURVE | PLAN]
@@ -153,7 +155,7 @@ class TrainConfig:
     )
     non_finite: Annotated[
         NonFinite,
-        "On NaN or infinite gradients: stop all ranks before any weight changes, or skip and count the step.",
+        "On NaN or infinite gradients: stop all ranks before any weight changes, or skip and count the update.",
         NOTHING,
     ] = "stop"
     loss_spike: Annotated[
@@ -166,10 +168,11 @@ class TrainConfig:
     ] = 8.0
     divergence: Annotated[
         Divergence,
-        "If training diverges: stop (with exit code 70 and the name of the last earlier checkpoint), or warn, continue,"
-        " and fail only if training is still diverged after the last step. Training has diverged if the loss stays"
-        " half-way back to the loss of a uniform guess, or above its initial value, or if a validation is worse than"
-        " before training, twice or at the end. Loss spikes, warm-ups and new data do not count as divergence.",
+        "If training diverges: stop (with exit code 70 and the name of the last checkpoint before the divergence), or"
+        " warn, continue, and fail only if the run has still diverged after the last step. Training has diverged if the"
+        " loss stays more than half-way back to the loss of a uniform guess, or above its initial value, or if"
+        " validation is worse than before training, twice or at the end. Loss spikes, warm-ups and new data do not"
+        " count as divergence.",
         NOTHING,
     ] = "stop"
     seed: Annotated[
@@ -183,8 +186,8 @@ class TrainConfig:
     eval_batches: Annotated[Count, "Global batches per validation, from each set of a blend.", NOTHING] = 8
     sample_every: Annotated[
         CountOrZero,
-        "Steps between text samples from the model (always the most likely token), shown in the live view, events.jsonl"
-        " and trackers. There is also a sample after the last step. 0: no samples.",
+        "Steps between text samples from the model (each token is the most likely one), shown in the live view,"
+        " events.jsonl and trackers. There is also a sample after the last step. 0: no samples.",
         NOTHING,
     ] = 0
     sample_prompt: Annotated[
@@ -201,12 +204,12 @@ class TrainConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of an element of a weight."""
+        """The number of bytes per element of a weight."""
         return 2 if self.precision == "bf16" else 4
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of an element of the gradient buffer."""
+        """The number of bytes per element of the gradient buffer."""
         return 4 if self.grad_reduce_dtype == "fp32" else self.weight_bytes
 
 
@@ -250,25 +253,26 @@ class DataConfig:
     path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension.", CURVE] = None
     blend: Annotated[
         dict[str, Positive] | None,
-        "For prepared, instead of path: the prefixes of several pairs, each with a weight: the relative share of its"
-        " samples.",
+        "For prepared, instead of path: the prefixes of several pairs, each with a weight that gives its relative share"
+        " of the samples.",
         Example("'{data/code:0.7,data/web:0.3}'"),
         CURVE,
     ] = field(default=None, hash=False)
     tokenizer: Annotated[str, "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json.", CURVE] = "byte"
     tokenizer_vocab_size: Annotated[
-        Side, "For bpe: entries of the vocabulary, which is trained on the data.", CURVE
+        Side, "For bpe: number of entries in the vocabulary, which is trained on the data.", CURVE
     ] = 16384
     validation_fraction: Annotated[
         Share, "Share of documents, from the end, that are held out for validation.", CURVE
     ] = 0.02
     cache_dir: Annotated[
         str | None,
-        "Folder of prepared corpora, sample indices and searched layouts; null: $CANZONA_CACHE, else ~/.cache/canzona.",
+        "Folder for prepared corpora, sample indices and layouts found by search; null: $CANZONA_CACHE, else"
+        " ~/.cache/canzona.",
         NOTHING,
     ] = None
 
     @property
     def cache_root(self) -> Path:
-        """The folder of cached files, which canzona can create again."""
+        """The folder for cached files, all of which canzona can create again."""
         return Path(self.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").expanduser().absolute()
