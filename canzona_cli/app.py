@@ -29,7 +29,7 @@ COMMANDS = {
     "validate": "Check a recipe and its overrides; list all mistakes.",
     "recipes": "List, show and copy recipes; show their layouts.",
     "clusters": "List, show and copy hardware profiles.",
-    "data": "Turn text into training data.",
+    "data": "Prepare text for training; show prepared data.",
     "checkpoint": "List, verify, import and export checkpoints.",
     "generate": "Generate text from a checkpoint with transformers.",
     "eval": "Compute the loss of a checkpoint on any prepared data.",

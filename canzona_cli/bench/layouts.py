@@ -165,8 +165,9 @@ class TuneResult(TurnsResult):
 
     @property
     def certain(self) -> bool:
-        """True if the fastest layout is the simulator's choice, or if the interquartile ranges of the two do
-        not overlap."""
+        """True if the measurement settles whether the simulator's choice is the fastest layout: it is the
+        fastest, or its interquartile range does not overlap with that of the fastest. False if the choice was
+        not measured."""
         if self.best == self.chosen or self.chosen not in self.layouts:
             return self.best == self.chosen
         best, chosen = (

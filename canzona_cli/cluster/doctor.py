@@ -226,7 +226,7 @@ def _torch(probed: Mapping[str, object] | str | None) -> Iterator[Finding]:
     yield _finding("torch", "NCCL", bool(nccl), value, "the backend of GPU ranks", otherwise="info")
     lacking = missing_torch_features()
     meaning = "training is correct without them" if lacking else "all features that canzona uses on GPUs"
-    value = f"without {', '.join(lacking)}" if lacking else "complete"
+    value = f"without {', '.join(lacking)}" if lacking else "all that canzona uses are present"
     yield _finding("torch", "features", not lacking, value, meaning, otherwise="info")
 
 
@@ -316,7 +316,7 @@ def _folder_finding(name: str, path: Path, meaning: str, setting: str, *, unwrit
         value = f"{path}: {existing} is not writable"
         return _finding("storage", name, False, value, meaning, fix, otherwise=unwritable)
     free = shutil.disk_usage(existing).free
-    value = f"{path}, {free / _GIB:.1f} GiB free"
+    value = f"{path.expanduser().absolute()}, {free / _GIB:.1f} GiB free"
     return _finding("storage", name, free >= 2 * _GIB, value, meaning, f"free some space, or {fix}")
 
 
@@ -328,7 +328,7 @@ def network() -> Iterator[Finding]:
     yield _finding("network", "loopback", problem is None, value, meaning, LOOPBACK_FIX, otherwise="fail")
     name = socket.gethostname()
     address = _address(name)
-    value = f"{name} is {address or 'not resolved'}"
+    value = f"{name} resolves to {address}" if address else f"{name} does not resolve"
     if address.startswith(("127.", "::1")):
         meaning = "fine on one machine; on several, gloo needs GLOO_SOCKET_IFNAME=INTERFACE"
         yield _finding("network", "host name", False, value, meaning, otherwise="info")

@@ -131,7 +131,7 @@ def show_data(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show prepared data as text: the documents' lengths and the first documents.
+    """Show the documents' lengths and the first documents as text.
 
     Training joins documents in a random order and cuts them into sequences, so a sequence may begin and end
     inside a document.

@@ -22,12 +22,12 @@ class RemovedSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class RemovedValue:
-    """A value that a setting no longer has."""
+    """A value that a setting no longer accepts."""
 
     instead: str
     """The fix, as a complete phrase."""
     stored_as: object
-    """The value that replaces the removed one in stored configurations, with the same loss curve."""
+    """The value that replaces the removed one in stored configurations; it gives the same loss curve."""
 
 
 REMOVED_SETTINGS: Mapping[str, RemovedSetting] = {

@@ -91,8 +91,9 @@ def algorithm(config: RunConfig) -> Algorithm:
 
 
 def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: ClusterConfig) -> RootMethod:
-    """Returns the run's root method; for `auto`, the method whose refresh is fastest on this device for sides
-    of 1024, because the ranking hardly depends on the side."""
+    """Returns the run's root method; for `auto`, the one that the cost model predicts to be fastest on the
+    cluster's devices. One size is compared, sides of 1024 (or `max_preconditioner_dim`, if smaller), because
+    the ranking hardly depends on it."""
     if chosen != "auto":
         return chosen
     side = min(1024, how.max_preconditioner_dim)

@@ -63,13 +63,13 @@ class DataView:
 
 
 def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -> DataView:
-    """Reads a prepared pair.
+    """Reads the documents and statistics to show of a prepared .bin/.idx pair.
 
     Args:
         documents: the number of documents to show.
-        tokens: the maximum number of tokens to show of each document.
-        seq_length: the number of tokens of the training sequence to show; None to show none. It is the start
-            of the data, whereas training reads documents in a random order.
+        tokens: the maximum number of tokens to show per document.
+        seq_length: the length of the training sequence to show, in tokens; None to show no sequence. The
+            sequence is taken from the start of the data, whereas training reads documents in a random order.
 
     Raises:
         ConfigError: the pair is missing or damaged.

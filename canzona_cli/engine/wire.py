@@ -217,7 +217,7 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Write:
-    """The write of a new fragment of a weight, which is made only if the update was finite."""
+    """A write of a fragment's new values into a weight. It is skipped if the update was not finite."""
 
     target: torch.Tensor
     source: torch.Tensor

@@ -248,7 +248,8 @@ def copy_file(source: Path, target: Path) -> None:
     """Copies a file, following links, to a new file, and syncs the copy to the disk.
 
     Raises:
-        ConfigError: the source is not a regular file, cannot be read, or is too large for a settings file.
+        ConfigError: the source is not a regular file, cannot be read, or is larger than
+            `reading.LARGEST`.
         OSError: the target exists already or cannot be written.
     """
     try:

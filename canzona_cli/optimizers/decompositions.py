@@ -217,10 +217,10 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
     """Computes (factor + damping)^(-1/order) of factors (count, side, side) by a coupled Newton iteration.
 
     X converges to the root while M = X^order factor converges to the identity (Guo & Higham 2006,
-    doi:10.1137/050643374; in Shampoo: Anil et al. 2020, arXiv:2002.09018). Polynomials of degree 2 that
-    increase small eigenvalues quickly need 7 or 8 steps, Newton's polynomial needs 20. Eigenvalues below
-    fp32's rounding are damped, so condition numbers stay below 1e7. The error is at most that of `eigh` in
-    fp32. The host does not wait for the device.
+    doi:10.1137/050643374; in Shampoo: Anil et al. 2020, arXiv:2002.09018). Polynomials of degree 2
+    that are fitted to raise small eigenvalues fast need 7 or 8 steps; Newton's polynomial would need 20. The
+    damping is at least fp32's rounding error, so condition numbers stay below 1e7. The error is at most that
+    of `eigh` in fp32. The host does not wait for the device.
 
     Returns:
         The roots (count, side, side), and which of them converged (count,), bool.

@@ -369,8 +369,8 @@ def apply(x: torch.Tensor, q: torch.Tensor, gamma: Number, out: torch.Tensor, *,
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes a b into `out`. If `out` is fp32 and the operands are narrower, the result is not rounded to
-    their dtype."""
+    """Writes the product `a @ b` into `out`. If `out` is fp32 and the operands are narrower, the product is
+    not rounded to their dtype."""
     if out.dtype is a.dtype:
         torch.matmul(a, b, out=out)
     elif a.is_cuda:

@@ -341,8 +341,9 @@ class ReductionModel:
         return transfer.delayed(issue)
 
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
-        """Returns the transfer of a bucket in a ring: the collective of equal parts, the all-to-alls that
-        hand elements over, and the copy of the largest share."""
+        """Returns the transfer of a bucket in a ring: a reduce-scatter or all-gather with equal parts. If the
+        owners' shares differ from these parts, this adds the all-to-alls that move elements between parts and
+        shares, and the copy of the largest share."""
         group = self._group_of(bucket)
         ranks = group.size
         if ranks == 1:
@@ -368,13 +369,14 @@ class ReductionModel:
 
 
 def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
-    """Returns the transfers with `fill_s` reduced to the part that overlaps with the next chain, if the
-    transfers run one after another.
+    """Returns the transfers as they run one after another: `fill_s` is reduced to the part that overlaps with
+    the next chain. It is 0 for the last transfer and wherever a chain does not follow a chain.
 
-    The chain of a reduction to (or a broadcast from) an owner starts on the rank after the owner. Ranks
-    finish it in chain order, and each can then start the next chain. So the next chain starts later by as many
-    hops as there are ranks from this owner to the next. If a launch has several owners,
-    their chains run on several channels, and the channel with the most hops determines the time.
+    The chain of a reduction ends at the owner, so it starts on the next rank; the chain of a broadcast starts
+    at the owner. Ranks finish a chain in ring order, and each can then start the next chain. The next chain
+    therefore starts after as many hops as the next owner is ahead of this one in the ring. If a launch has
+    several owners, their chains run on several channels, and the channel with the most hops determines the
+    time.
     """
     overlaps = [
         replace(transfer, fill_s=max(0.0, 1 - _hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s)

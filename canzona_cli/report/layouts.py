@@ -167,8 +167,8 @@ class FastestLayouts(Page):
         yield rows_table(heads, rows, bold=0, needed=None if self.verbose else len(needed))
         yield note(
             "PP2x5: two stages of five model chunks each; batch: micro-batch x accumulation x DP; slower: time per "
-            f"sequence, relative to the first; GiB: on the fullest rank; a layout may use {_room(config)}; limited by "
-            "(only in wide terminals and with -v): the largest shares besides compute"
+            f"sequence, relative to the first; GiB: on the fullest rank; a layout may use {_room(config)}; limited by, "
+            "shown with -v or in a wide terminal: the largest shares of time besides compute"
         )
         yield Text()
         yield wrapped(self._why())

@@ -153,7 +153,7 @@ def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | No
         yield (
             f"THIS IS A TRIAL RUN. {clean(config.name)} needs {count(tokens.needed)} tokens, but the demonstration "
             f"corpus (Python's own sources) has about {count(tokens.available)}: {tokens.times} epochs, so the model "
-            "will memorize it. For a real run: canzona data prepare FILES --output data/corpus --tokenizer "
+            "will memorise it. For a real run: canzona data prepare FILES --output data/corpus --tokenizer "
             "tokenizer.json, then data=prepared data.path=data/corpus"
         )
     elif tokens is not None and tokens.too_often:
@@ -166,7 +166,7 @@ def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | No
     ids, rows = _token_ids(config, corpus), config.model.vocab_size
     if ids is not None and rows > 2 * ids:
         yield (
-            f"model.vocab_size={rows}, and the data's tokenizer has {ids:,} ids: {1 - ids / rows:.0%} of the "
+            f"model.vocab_size={rows}, but the data's tokenizer has only {ids:,} ids: {1 - ids / rows:.0%} of the "
             "embedding's rows are never used; use data from the model's tokenizer, or a smaller model.vocab_size"
         )
 

@@ -371,12 +371,13 @@ class IterationTimeline:
 
 
 def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
-    """Lists the passes for whose input the rank posts a receive, by the earlier pass after which it posts it.
+    """Groups passes by the moment at which the rank posts the receives of their inputs.
 
-    Keys are (index of the earlier pass, True if the receive also follows the send of that pass). A receive
-    is posted one pass early. A single call in Megatron sends to a neighbour and receives from the same
-    neighbour. With several model chunks (`together`), the call receives from the other neighbour, together
-    with the send of the previous pass in the same direction.
+    Keys are (index of an earlier pass, True to post after the send of that pass, False to post together with
+    it); index -1 is before the first pass. Receives are posted one pass early. Without model chunks, one call
+    in Megatron sends to a neighbour and receives from the same neighbour. With several model chunks
+    (`together`), one call sends the output of the previous pass in the same direction and receives from the
+    other neighbour.
     """
     passes: dict[tuple[int, bool], list[_Pass]] = {}
     last: dict[Direction, int] = {}

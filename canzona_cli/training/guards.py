@@ -144,10 +144,10 @@ class Divergence:
 
 
 class DivergenceGuard:
-    """A detector of divergence, from the training and validation losses of one run.
+    """A divergence detector that follows the training and validation losses of one run.
 
     Args:
-        memory: the memory in the checkpoint that the run resumes from.
+        memory: the losses that the checkpoint remembers; `LossMemory()` in a new run.
     """
 
     def __init__(self, config: RunConfig, memory: LossMemory) -> None:

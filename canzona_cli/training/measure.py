@@ -142,8 +142,9 @@ class StepProfiler:
         torch.distributed.barrier()
 
     def after(self, step: int, *, final: bool) -> None:
-        """Stops the profiler and writes the trace after the last step to profile, or after the run's last
-        step. In that case all ranks wait for each other, as in `before`.
+        """Stops the profiler and writes the trace, after the last step to profile or the run's last step,
+        whichever comes first. All ranks then wait for each other, as in `before`. After other steps this does
+        nothing.
 
         Args:
             final: True if the run ends after this step.
