@@ -143,7 +143,7 @@ def test_a_resolver_without_an_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
     finally:
         ended.set()
     assert found["host name"].status == "warn"
-    assert "not resolved" in found["host name"].value
+    assert "does not resolve" in found["host name"].value
 
 
 def test_every_requirement_is_checked_and_pyproject_has_it() -> None:
