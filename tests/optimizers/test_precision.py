@@ -73,7 +73,7 @@ def test_refreshes_never_run_in_tf32(
     params = reference.weights([(8, 12), (12, 8)])
     optimizer = make(params)
     # Of KL-Shampoo also what is seen of a gradient: eigenvalues are averages of it.
-    paths = ("_refresh", "_refreshed", *(["_factor_inputs"] if isinstance(optimizer, KLShampoo) else []))
+    paths = ("_refresh", "_after_refresh", *(["_factor_inputs"] if isinstance(optimizer, KLShampoo) else []))
     for name in paths:
 
         def listened(*args: object, real: Callable[..., object] = getattr(optimizer, name)) -> object:
