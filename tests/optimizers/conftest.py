@@ -3,8 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from canzona_cli.optimizers import cpu_matmuls, gram_form
+
+# As in ranks. Of these small matrices each thread computes less than it waits for the others, without sleeping.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
