@@ -281,8 +281,8 @@ def test_weights_that_do_not_fit_or_are_missing_are_refused_with_a_fix(config: R
     refused = refusal(beginning(wider, source))
     model = config.model
     assert [(problem.key, problem.value, problem.fix) for problem in refused] == [
-        ("model.num_layers", 7, f"model.num_layers={model.num_layers}"),
-        ("model.vocab_size", 512, f"model.vocab_size={model.vocab_size}"),
+        ("model.num_layers", 7, f"use model.num_layers={model.num_layers}"),
+        ("model.vocab_size", 512, f"use model.vocab_size={model.vocab_size}"),
     ]
     for where in ("step-00000004", "auto", tmp_path / "nowhere", tmp_path):
         assert refusal(beginning(new, where))[0].key == "checkpoint.weights_from"
