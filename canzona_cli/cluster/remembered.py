@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import canzona_cli
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.run.codec import save
 
@@ -47,7 +46,7 @@ def remember(file: Path, result: "DataclassInstance") -> None:
 @cache
 def _code() -> str:
     """Returns a hash of the sources in the `CODE` folders."""
-    root, digest = Path(canzona_cli.__file__).parent, hashlib.sha256()
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
     for folder in CODE:
         for file in sorted((root / folder).rglob("*.py")):
             digest.update(file.read_bytes())
