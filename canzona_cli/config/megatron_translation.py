@@ -1,6 +1,6 @@
 """Translates the arguments of a Megatron-LM run into canzona's settings.
 
-Arguments of a model or an optimizer that canzona cannot plan are refused by name. Arguments of a model that canzona
+Arguments for a model or an optimizer that canzona cannot plan are refused by name. Arguments for a model that canzona
 can plan but not train are listed, and so are arguments that change a step in a way that canzona does not simulate.
 """
 
@@ -28,11 +28,11 @@ _SHAPE: Final = (
 )
 """The settings that identify a built-in model."""
 _TOKENS: Final = 16384
-"""The number of token ids in the recipes' built-in corpus, on which a run without data trains."""
+"""The number of token IDs in the recipes' built-in corpus, on which a run without data is trained."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
 _INTERLEAVED: Final = ("overlap_p2p_comm", "align_param_gather")
-"""The arguments that have an effect only if a stage has several model chunks; otherwise Megatron switches them off."""
+"""The arguments that Megatron switches off unless a stage has several model chunks."""
 _EXCLUDING: Final = (
     ("train_iters", "train_samples", "the length of a run is given in iterations or in samples"),
     (
@@ -51,13 +51,13 @@ def read_megatron_run(path: Path, user_values: Sequence[str]) -> MegatronRun:
         user_values: the user's overrides, which take precedence over the file.
 
     Raises:
-        ConfigError: the file cannot be read; or arguments are missing, impossible, or for a model or an
+        ConfigError: the file cannot be read; or arguments are missing, impossible, or describe a model or an
             optimizer that canzona cannot plan. All problems are reported at once.
     """
     values = {key_of(override): override.partition("=")[2] for override in user_values}
     if values.get("optimizer", "muon") != "muon":
         reason = "--from-megatron compares Megatron's optimizers with canzona's Muon"
-        fix = "leave it out, and use it with the command that --from-megatron shows"
+        fix = "leave it out here, and add it to the command that --from-megatron shows"
         raise ConfigError(Problem(key="optimizer", value=values["optimizer"], reason=reason, fix=fix))
     return translated(read_arguments(path), values)
 
@@ -69,7 +69,7 @@ def translated(arguments: Arguments, user_values: Mapping[str, str]) -> Megatron
         user_values: the user's values by key, which take precedence over the arguments.
 
     Raises:
-        ConfigError: arguments are missing, impossible, or for a model or an optimizer that canzona cannot plan.
+        ConfigError: arguments are missing, impossible, or describe a model or an optimizer that canzona cannot plan.
     """
     translation = _Translation(arguments, user_values)
     run = translation.run()
@@ -145,7 +145,7 @@ class _Translation:
                 self._plans_only.append(f"{self._listed(name)}{remark}: {reason}")
         for name, other, reason in _EXCLUDING:
             if {name, other} <= self._given.values.keys():
-                self._report(name, f"{reason}, and {self._written(other)} is given, too", "keep one of them")
+                self._report(name, f"{reason}, and {self._written(other)} is given too", "keep one of them")
         if self._on("overlap_param_gather") and not self._on("overlap_grad_reduce"):
             self._report("overlap_param_gather", "needs --overlap-grad-reduce", "give both, or none")
         if self._on("overlap_param_gather") and not self._distributed:
@@ -275,7 +275,7 @@ class _Translation:
 
     def _schedule(self, batch: int) -> None:
         def steps(of: str) -> int | None:
-            """Returns a length in steps; the arguments give it in iterations or in samples."""
+            """Returns a length in steps, which the arguments give in iterations or in samples."""
             iterations, samples = self._number(f"{of}_iters", 0), self._number(f"{of}_samples", 0)
             return iterations or samples // batch or None
 
@@ -323,8 +323,8 @@ class _Translation:
                 self._left_out.append(self._listed(name))
 
     def _recipe(self) -> str:
-        """Returns the built-in recipe of the model. If there is none, returns a recipe of the same family,
-        and names the run after the file."""
+        """Returns the built-in recipe for the model. If there is none, returns a recipe of the same family, and names
+        the run after the file."""
         if self._like is not None:
             return self._like
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._given.path.stem).strip("-._") or "megatron"
@@ -351,15 +351,15 @@ class _Translation:
         return any(value == one or _number(value) == _number(one) is not None for one in texts)
 
     def _text(self, name: str) -> str | None:
-        """Returns the value of an argument, or else its default; None without either."""
+        """Returns the value of an argument, or its default if it is not given; None if it has no default either."""
         return self._given.values.get(name, _written(default(name)))
 
     def _on(self, name: str) -> bool:
         return self._text(name) == "true"
 
     def _number(self, name: str, missing: int, *, key: str | None = None) -> int:
-        """Returns the user's value of the setting that an argument determines, or else the argument's value,
-        or else `missing`."""
+        """Returns the user's value of the setting that an argument determines, otherwise the argument's value,
+        otherwise `missing`."""
         key = key or exact_key(name) or ""
         text = self._typed.get(key, self._text(name))
         if text is None:

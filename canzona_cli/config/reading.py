@@ -1,4 +1,4 @@
-"""Reads untrusted YAML and JSON files within limits, before any other code interprets their content.
+"""Reads untrusted YAML and JSON files within limits, before any other code interprets their contents.
 
 Only regular files are accepted. Their size, their depth, and the number and magnitude of their values are
 limited to what canzona needs. All YAML and JSON files are read here. This module is fast to import.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 LARGEST: Final = 256 << 20
-"""The maximum size in bytes of a file that a program wrote."""
+"""The maximum size in bytes of a file that canzona or another program wrote."""
 LARGEST_YAML: Final = 1 << 20
 """The maximum size of a YAML file in bytes; a calibrated profile has 50 KiB."""
 DEEPEST: Final = 32
@@ -29,8 +29,8 @@ LARGEST_INTEGER: Final = 1 << 63
 
 
 class Unreadable(ValueError):
-    """An error for a file that cannot be read, is not valid, or exceeds a limit. The message completes a
-    sentence whose subject is the file: `is not a regular file`."""
+    """An error for a file that cannot be read, is not valid, or exceeds a limit. The message continues a sentence
+    that starts with the file's name: `is not a regular file`."""
 
 
 class Absent(Unreadable, FileNotFoundError):
@@ -41,7 +41,7 @@ def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -
     """Returns the contents of a regular file. Pipes and terminals are refused, so that nothing blocks.
 
     Args:
-        most: the maximum size in bytes; None for no limit, for files that grow during a run.
+        most: the maximum size in bytes; None for no limit, as for files that grow during a run.
         follow: True if the path may be a symbolic link.
 
     Raises:
@@ -118,10 +118,10 @@ def _check(value: object, *, finite: bool) -> None:
     """Checks that a value is not nested too deeply, and contains only text, numbers, booleans and nulls.
 
     Args:
-        finite: True to refuse infinities and NaN too. YAML may contain them; the range of a setting then decides.
+        finite: True to refuse infinities and NaN too. YAML may contain them; the ranges of settings then refuse them.
 
     Raises:
-        Unreadable: the value does not pass these checks.
+        Unreadable: the value fails a check.
     """
     level: Sequence[object] = [value]
     for _ in range(DEEPEST + 1):
@@ -146,8 +146,8 @@ def _check(value: object, *, finite: bool) -> None:
 
 
 def _check_expansion(text: str) -> None:
-    """Checks, before any value is constructed, that values are not nested too deeply and that aliases do not
-    expand to themselves or to too many values.
+    """Checks, before any value is constructed, that values are not nested too deeply, and that aliases neither refer
+    to themselves nor expand to too many values.
 
     Raises:
         Unreadable: an alias refers to itself, values are nested too deeply, or there are too many.
@@ -155,9 +155,9 @@ def _check_expansion(text: str) -> None:
     import yaml
 
     expanded: dict[str | None, int] = {}
-    """The number of values by anchor, without the anchors of unfinished values."""
+    """The number of values by anchor, excluding anchors whose value is not complete yet."""
     open_values: list[tuple[str | None, int]] = []
-    """The lists and mappings that contain the current event: their anchors, and the number of earlier values."""
+    """The lists and mappings that contain the current event: the anchor of each, and the number of values before it."""
     total = 0
     for event in yaml.parse(text, Loader=_loader()):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -181,7 +181,7 @@ def _check_expansion(text: str) -> None:
 
 @cache
 def _loader() -> Any:
-    """Returns PyYAML's safe loader with OmegaConf's rules, based on the loader in C if PyYAML has it."""
+    """Returns PyYAML's safe loader with OmegaConf's rules, based on the C loader if PyYAML was built with it."""
     import yaml
     from yaml.constructor import ConstructorError
 
@@ -211,9 +211,9 @@ _NO_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 def adapter[T](kind: type[T]) -> "TypeAdapter[T]":
-    """Returns the pydantic adapter of a type, from a cache, because creating it takes longer than using it.
+    """Returns the pydantic adapter of a type; cached, because creating it takes longer than using it.
 
-    pydantic's plugins are disabled, because the search for plugins reads the entry points of all installed packages.
+    pydantic's plugins are disabled, because the search for them reads the entry points of all installed packages.
     """
     cached: TypeAdapter[T] = _create_adapter(kind)  # type: ignore[arg-type]
     return cached

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
 GROUPS = ("recipe", "model", "optimizer", "engine", "cluster", "data")
 _FAMILIES = ("qwen3-", "llama3-")
-"""The prefixes of names that users may leave out. The first prefix that completes a name is used."""
+"""The prefixes that users may omit from names. The first prefix that completes a name is used."""
 FROM_FILES = ("recipe", "cluster")
-"""The groups in which an option may be the path of a file."""
+"""The groups whose option may also be the path of a file."""
 
 
 def builtin_recipes_dir() -> Path:
@@ -54,8 +54,8 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
 
 
 def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
-    """Returns the files of a group's options, sorted by name. If several folders have the same name, the
-    first takes precedence. A folder without group folders is itself a folder of recipes."""
+    """Returns the files of a group's options, sorted by name. If several folders have an option with the same name,
+    the first folder takes precedence. A folder without group folders is itself a folder of recipes."""
     options: dict[str, Path] = {}
     for folder in dirs:
         flat = group == "recipe" and not any((folder / name).is_dir() for name in GROUPS)
@@ -65,13 +65,13 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
 
 
 def lies_flat(recipe: Path) -> bool:
-    """Returns True if a recipe is not in a `recipe/` group folder. Hydra then treats it like a file chosen by path."""
+    """Returns True if a recipe is not in a `recipe/` group folder; it is then composed like a file chosen by path."""
     return recipe.parent.name != "recipe"
 
 
 def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
-    """Returns the option with this name, ignoring case and possibly without the prefix of its family (`8b`,
-    `tiny`, `405b`); None if there is none."""
+    """Returns the option with this name, which may omit the prefix of its family (`8b`, `tiny`, `405b`) and is compared
+    ignoring case; None if there is no such option."""
     lowered = {name.lower(): name for name in options}
     for candidate in (option.lower(), *(f"{family}{option.lower()}" for family in _FAMILIES)):
         if candidate in lowered:
@@ -80,7 +80,7 @@ def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | No
 
 
 def shown(path: Path) -> str:
-    """Returns a path for messages: relative to the current folder if it is inside, otherwise unchanged."""
+    """Returns a path for messages: relative to the current folder if it is inside that folder, otherwise unchanged."""
     try:
         return f"./{path.resolve().relative_to(Path.cwd())}"
     except (ValueError, RuntimeError):  # RuntimeError: a symbolic link to itself
@@ -123,10 +123,10 @@ def find_file(group: str, choice: str, dirs: Sequence[Path]) -> Path:
 def find_options(
     chosen: Mapping[str, str], dirs: Sequence[Path], problems: list[Problem]
 ) -> tuple[dict[str, str], dict[str, Path]]:
-    """Returns the full names of the chosen options by group, and the files chosen instead of options.
+    """Returns, by group, the full names of the chosen options, and the files chosen by path.
 
-    For options and files that do not exist, problems are added to `problems`. A misspelt recipe is replaced
-    by the closest one, so that the other values can still be checked.
+    Adds a problem to `problems` for each option or file that does not exist. A misspelt recipe is replaced by the
+    closest one, so that the other values can still be checked.
     """
     options: dict[str, str] = {}
     paths: dict[str, Path] = {}
@@ -142,9 +142,9 @@ def find_options(
                     options[group] = option
         except ConfigError as error:
             problems.extend(error.problems)
-            meant = closest_option(name, group_options(group, dirs))
-            if group == "recipe" and meant is not None:
-                options[group] = meant
+            nearest = closest_option(name, group_options(group, dirs))
+            if group == "recipe" and nearest is not None:
+                options[group] = nearest
     reported = any(problem.key == "recipe" or problem.fix.startswith("write recipe=") for problem in problems)
     if "recipe" not in chosen and not reported:
         names = ", ".join(group_options("recipe", dirs))
@@ -153,7 +153,7 @@ def find_options(
 
 
 def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
-    """Returns the problem of an unknown option. The fix suggests the closest option and lists all."""
+    """Returns a problem for an unknown option. The fix suggests the closest option and lists all options."""
     options = group_options(group, dirs)
     if group == "recipe" and Path(choice).expanduser().is_dir() and (Path(choice) / "config.yaml").is_file():
         return Problem(
@@ -164,7 +164,7 @@ def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
             reason = f"there is no {group} of this name, but there is a file {file}"
             return Problem(key=group, value=choice, reason=reason, fix=f"write {group}={shown(Path(file))}")
     hint = closest_option(choice, options)
-    available = f"there are {', '.join(options)}"
+    available = f"available: {', '.join(options)}"
     fix = f"did you mean {hint}? ({available})" if hint else available
     return Problem(key=group, value=choice, reason=f"there is no such {group}", fix=fix)
 
@@ -182,7 +182,7 @@ def read_yaml(path: Path) -> dict[str, object]:
     if not isinstance(content, dict) or not content:
         raise ConfigError(Problem(key=shown(path), reason="contains no settings", fix="write `key: value` lines"))
     if "hydra" in content:
-        reason = f"would configure Hydra itself, but a recipe may contain only settings of a run (in {shown(path)})"
+        reason = f"would configure Hydra itself, but a recipe may only have settings of a run (in {shown(path)})"
         raise ConfigError(Problem(key="hydra", reason=reason, fix="remove it"))
     return {str(key): value for key, value in content.items()}
 
@@ -200,7 +200,7 @@ def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
 def closest_option(choice: str, options: Mapping[str, Path]) -> str | None:
     """Returns the option most similar to a misspelt or shortened name; None if none is similar.
 
-    Numbers are assumed to be right: h100 may mean h100-80g, but never h200.
+    The numbers in the name are taken to be right: h100 may mean h100-80g, but never h200.
     """
     short = {
         name.removeprefix(family): name for family in reversed(_FAMILIES) for name in options if name.startswith(family)
@@ -209,8 +209,8 @@ def closest_option(choice: str, options: Mapping[str, Path]) -> str | None:
     if len(longer) == 1:
         return longer[0]
     numbers = re.findall(r"\d+", choice)
-    alike = [name for name in (*options, *short) if not numbers or re.findall(r"\d+", name)[-len(numbers) :] == numbers]
-    hint = closest(choice, alike)
+    names = [name for name in (*options, *short) if not numbers or re.findall(r"\d+", name)[-len(numbers) :] == numbers]
+    hint = closest(choice, names)
     return None if hint is None else short.get(hint, hint)
 
 
@@ -232,11 +232,11 @@ _WIDTH = 120
 
 
 def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) -> str:
-    """Returns the text of a self-contained recipe file, with the meaning of each setting as a comment.
+    """Returns the text of a self-contained recipe file, in which a comment explains each setting.
 
     Args:
         config: the configuration to write; null settings stay null.
-        origin: the recipe that it was copied from.
+        origin: the recipe that the file is a copy of.
         notes: additional lines for the comment at the top.
     """
     import yaml
@@ -263,12 +263,12 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
 
 
 def short_recipe_text(name: str, recipe: str, groups: Mapping[str, str], values: Mapping[str, object]) -> str:
-    """Returns the text of a recipe file that builds on another recipe and has only the differences.
+    """Returns the text of a recipe file that builds on another recipe and contains only the differences.
 
     Args:
         name: the name of the new recipe.
-        recipe: the name of the other recipe.
-        groups: the chosen options by group, excluding the recipe.
+        recipe: the name of the recipe that it builds on.
+        groups: the options chosen for the other groups.
         values: the changed settings by dotted key.
     """
     import yaml

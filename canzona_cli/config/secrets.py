@@ -1,9 +1,9 @@
-"""Protects configurations and logs: refuses secrets, code that the user did not name, and characters that are
-unsafe in file names, commands or terminals; and redacts secrets in text.
+"""Protects configurations and logs: refuses secrets, code that the user did not name, and characters that are unsafe
+in file names, commands or terminals; and redacts secrets in text.
 
-A text counts as a secret if its setting is named like a token, key or password, if it has the format of one,
-or if it is the value of an environment variable with such a name. Imports only the standard library and the
-schema, because workers use this module before their slow imports.
+A text is taken for a secret if its setting is named like a token, key or password, if it has the format of one, or if
+it is the value of an environment variable with such a name. This module imports only the standard library and the
+schema, because workers use it before their slow imports.
 """
 
 import logging
@@ -28,7 +28,7 @@ _SECRET_WORDS = frozenset(
 )
 _KEY_KINDS = frozenset(("api", "access", "private", "secret", "signing", "encryption", "ssh", "auth", "license"))
 _PLACES = frozenset(("file", "path", "dir", "folder", "name", "id", "type", "count", "budget"))
-"""The last words of names whose values are a place or an amount, not a secret."""
+"""The last words of names whose value is a path, a label or a count, not a secret."""
 _LOOKS = re.compile(
     r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"  # GitHub, GitLab
@@ -44,14 +44,14 @@ _DIRECTORIES = ("PWD", "OLDPWD")
 """The shell's variables for the current and the previous directory. They are named `PWD` but are not
 passwords, and many paths start with their values."""
 _SHORTEST = 8
-"""The minimum length of an environment variable's value that counts as a secret. Shorter values could be
-ordinary words."""
+"""The minimum length at which an environment variable's value is taken for a secret. Shorter values could be ordinary
+words."""
 
 REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")
 """A reference to another setting by name."""
 _ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
-"""The settings that become arguments of torchrun, as a whole or with their last path component. A leading
-dash would turn them into options."""
+"""The settings whose value, or its last path component, becomes an argument of torchrun. A leading dash would turn the
+argument into an option."""
 _OWN_RULES = ("name", "cluster.rdzv_id")
 """The settings that `canzona_cli.config.checks` checks more strictly."""
 _PROSE = ("description",)
@@ -120,8 +120,8 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
         if unprintable:
             escaped = ", ".join(char.encode("unicode_escape").decode("ascii") for char in unprintable[:4])
             reason = (
-                f"contains unprintable characters ({escaped}), which could disguise a file name, a command or the "
-                "output of a terminal"
+                f"contains unprintable characters ({escaped}), which could disguise a file name, a command or "
+                "terminal output"
             )
             yield Problem(key=key, value=text, reason=reason, fix="leave them out")
         elif key in _ARGUMENTS and Path(text).name.startswith("-"):
@@ -130,7 +130,7 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
-    """Yields a problem if the recipe names custom code or a folder with `..`, which only the command line may name.
+    """Yields a problem if the recipe names custom code, or a folder with `..`: only the command line may name these.
 
     Args:
         explicit: the dotted keys that the command line sets.
@@ -174,8 +174,8 @@ def resolver_problem(key: str, value: str) -> Problem | None:
     if "${" not in REFERENCE.sub("", value):
         return None
     reason = (
-        "a value can refer only to other settings; environment variables and resolvers could write secrets "
-        "to config.yaml in the run directory"
+        "a value can refer only to other settings, because environment variables and resolvers could put secrets "
+        "into config.yaml in the run directory"
     )
     return Problem(key=key, value=value, reason=reason, fix=f'let the shell expand it: {key}="$VARIABLE"')
 
@@ -188,8 +188,8 @@ class RedactingFormatter(logging.Formatter):
 
 
 def _from_environment() -> list[str]:
-    """Returns the values of environment variables that are named like secrets, longest first, because a value
-    may contain another one."""
+    """Returns the values of environment variables that are named like secrets, longest first, because a value may
+    contain another."""
     variables = {
         value
         for name, value in os.environ.items()
@@ -209,7 +209,7 @@ def _hide_named(match: re.Match[str]) -> str:
 
 
 def _texts(value: object, key: str = "", name: str = "", *, names: bool = False) -> Iterator[tuple[str, str, str]]:
-    """Yields (dotted key, name, text) for every text in a tree. Entries of a list have the key and name of the list.
+    """Yields (dotted key, name, text) for every text in a tree. The entries of a list get the list's key and name.
 
     Args:
         names: True to yield names in mappings as texts too, because users choose the names of optimizer options.

@@ -21,20 +21,20 @@ class Setting:
     """The dotted key: `train.steps`."""
     kind: Kind
     choices: tuple[str, ...] = ()
-    """The allowed values of a setting of kind `choice`."""
+    """The allowed values, if the kind is `choice`."""
     optional: bool
-    """True if null (chosen automatically) is allowed."""
+    """True if null is allowed; the help text says what it means."""
     required: bool
-    """True if there is no default, so that recipe or command line must set a value."""
+    """True if there is no default, so that the recipe or the command line must set a value."""
     default: object = None
-    """The default value."""
+    """The default value; None if a value is required."""
     range: Range
-    """The range of a number."""
+    """The allowed range, if the setting is a number."""
     help: str
     """The help text. A test requires one for every setting."""
     unit: str
     affects: Affects | None
-    """The effects of a change; None if the field declares none. A test requires a declaration."""
+    """The effects of a change; None if the field does not declare them. A test requires every field to do so."""
     example: str
     optimizers: frozenset[str] = frozenset()
     """The optimizers that have this `optimizer.*` setting."""
@@ -73,20 +73,20 @@ def _optimizer_settings() -> dict[str, Setting]:
 
 
 def setting_of(key: str) -> Setting | None:
-    """Returns the setting of a dotted key; None for an unknown key. The setting of an entry such as
-    `optimizer.options.momentum` is `optimizer.options`."""
+    """Returns the setting with a dotted key; None for an unknown key. For an entry of a mapping such as
+    `optimizer.options.momentum`, returns the setting `optimizer.options`."""
     return settings().get(mapping_key(key) or key)
 
 
 def mapping_key(key: str) -> str | None:
-    """Returns the key of the mapping to which this key belongs; None if it is not an entry of a mapping."""
+    """Returns the key of the mapping that has `key` as an entry; None if there is no such mapping."""
     return next(
         (name for name, known in settings().items() if known.kind == "mapping" and key.startswith(f"{name}.")), None
     )
 
 
 def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Problem:
-    """Returns a problem with a setting, with the run's value of the setting."""
+    """Returns a problem with a setting that shows the run's value."""
     return Problem(key=key, value=value_of(config, key), reason=reason, fix=fix)
 
 
@@ -99,7 +99,7 @@ def value_of(config: RunConfig, key: str) -> object:
 
 
 def with_own_values(config: RunConfig, problems: Iterable[Problem]) -> list[Problem]:
-    """Returns the problems, in which missing values are filled in from the run."""
+    """Returns the problems; each without a value gets the run's value of its setting."""
     return [
         problem_with(config, problem.key, problem.reason, problem.fix) if problem.value is None else problem
         for problem in problems
@@ -122,7 +122,8 @@ def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
     """Returns the settings whose changes have this effect, in the order of the schema.
 
     Args:
-        section: the section whose settings are returned, by bare name; empty for all settings, by dotted key.
+        section: limits the result to the settings of this section, without its name; empty for all settings, with
+            dotted keys.
     """
     prefix = f"{section}." if section else ""
     return tuple(
@@ -135,7 +136,7 @@ def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
 def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yields the dotted key and the value of every setting in a tree of sections.
 
-    A mapping such as `optimizer.options` is a single value.
+    The mapping of a setting such as `optimizer.options` is yielded as one value.
     """
     for name, value in tree.items():
         if isinstance(value, Mapping) and name in sections():
@@ -145,7 +146,7 @@ def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def nested(values: Mapping[str, object]) -> dict[str, object]:
-    """Returns values by dotted key as a tree of sections, the inverse of `leaves`."""
+    """Converts values by dotted key to a tree of sections; the inverse of `leaves`."""
     tree: dict[str, object] = {}
     for key, value in values.items():
         section = tree
@@ -179,7 +180,7 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
 
 
 def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]]:
-    """Returns the facts in a type hint: the kind of value, the choices, True if None is allowed, and the
+    """Returns what a type hint says about a setting: the kind of value, the choices, whether None is allowed, and the
     annotations."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)

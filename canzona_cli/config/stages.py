@@ -6,7 +6,8 @@ possibly the embedding as a layer of the first part. These parts then have one l
 Llama-3.1 405B with its 126 layers was trained in this way on 16 stages (arXiv 2407.21783, section 3.3.2).
 
 This needs no setting, because for given layers, stages and chunks at most one of these ways gives whole layers. The
-only exception is a model with two parts, which are the same if embedding and loss both count or neither counts.
+only exception is a model with two parts, which are cut in the same place whether both the embedding and the loss count
+or neither does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,11 +27,11 @@ class Counted(NamedTuple):
 
 
 WAYS = (Counted(False, False), Counted(False, True), Counted(True, True))
-"""The ways to count, in order of preference."""
+"""The possible ways to count, in order of preference."""
 
 
 def counted(layers: int, parts: int) -> Counted | None:
-    """Returns the additional parts that count as layers when `layers` layers are cut into `parts` parts of at
+    """Returns which of embedding and loss count as layers when `layers` layers are cut into `parts` parts with at
     least one layer each; None if no way gives whole layers."""
     for way in WAYS:
         each, rest = divmod(layers + sum(way), parts)
@@ -47,16 +48,16 @@ def possible_pp(layers: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def possible_vpp(layers: int, pp: int) -> tuple[int, ...]:
-    """Returns, in ascending order, the possible numbers of model chunks of each of `pp` stages; only 1 for a
-    single stage, which has no other stage to interleave with."""
+    """Returns, in ascending order, the possible numbers of model chunks per stage with `pp` stages. For a single
+    stage, which has no other stage to interleave with, only 1 is possible."""
     if pp == 1:
         return (1,)
     return tuple(vpp for vpp in range(1, layers // pp + 2) if counted(layers, pp * vpp) is not None)
 
 
 def pipeline_problems(layers: int, pp: int | None, vpp: int | None) -> Iterator[Problem]:
-    """Yields the reason why `layers` cannot be cut into `pp` stages of `vpp` model chunks each; a null may still
-    be chosen."""
+    """Yields a problem if `layers` cannot be cut into `pp` stages of `vpp` model chunks each. None stands for a value
+    that is chosen later."""
     if pp is None:
         possible = sorted({chunks for stages in possible_pp(layers) for chunks in possible_vpp(layers, stages)})
         if vpp is not None and vpp not in possible:
@@ -68,7 +69,7 @@ def pipeline_problems(layers: int, pp: int | None, vpp: int | None) -> Iterator[
         reason = f"cannot split {layers} layers into {pp} stages, even if the loss or the embedding counts as a layer"
         yield Problem(key="parallel.pp", value=pp, reason=reason, fix=f"use one of {listed(possible_pp(layers))}")
     elif chunks > 1 and pp == 1:
-        reason = "model chunks interleave pipeline stages, and with parallel.pp=1 there is only one stage"
+        reason = "model chunks interleave pipeline stages, but with parallel.pp=1 there is only one stage"
         yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix="use parallel.vpp=1, or a larger parallel.pp")
     elif counted(layers, pp * chunks) is None:
         reason = f"cannot split {layers} layers into {pp} stages of {chunks} chunks"
@@ -92,12 +93,12 @@ def _parts(layers: int, parts: int) -> tuple[range, ...]:
 
 
 def chunk_layers(layers: int, mesh: Mesh, stage: int, chunk: int) -> range:
-    """Returns the numbers of the layers in a stage's model chunk, in a model with `layers` layers."""
+    """Returns the indices of the layers in a stage's model chunk, in a model with `layers` layers."""
     return _parts(layers, mesh.pp * mesh.vpp)[chunk * mesh.pp + stage]
 
 
 def stage_layers(layers: int, mesh: Mesh, stage: int) -> int:
-    """Counts the layers of a stage. The result does not depend on the number of model chunks."""
+    """Returns the number of layers of a stage, which does not depend on the number of model chunks."""
     return len(_parts(layers, mesh.pp)[stage])
 
 

@@ -24,9 +24,9 @@ class Combination:
     name: str
     """The name of the run's directory, unique in the sweep: `lr=0.001_seed=2`."""
     values: Mapping[str, str]
-    """The swept settings with this run's values, as text."""
+    """This run's values of the swept settings, as text."""
     overrides: tuple[str, ...]
-    """All arguments of the run, with single values."""
+    """All arguments of the run, each with a single value."""
 
     @property
     def words(self) -> str:
@@ -35,14 +35,14 @@ class Combination:
 
 
 def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
-    """Returns the runs of a sweep, always in the same order; the last swept setting changes fastest.
+    """Returns the runs of a sweep, always in the same order; the last swept setting varies fastest.
 
-    Arguments that are not sweeps, or cannot be parsed, are passed on to all runs. Composing a run reports
-    their problems.
+    Arguments that are not sweeps or cannot be parsed are passed on to all runs; composing a run reports problems with
+    them.
 
     Raises:
-        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or
-            are not unique, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
+        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or repeat,
+            `run.dir` is swept, or there are more than `MOST_RUNS` runs.
     """
     problems: list[Problem] = []
     choices = [_values(argument, problems) for argument in arguments]
@@ -98,11 +98,11 @@ def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
         return ()
     twice = sorted(value for value, count in Counter(values).items() if count > 1)
     if twice:
-        reason = f"asks for the same run several times: {', '.join(twice)}"
+        reason = f"lists the same value several times: {', '.join(twice)}"
         problems.append(Problem(key=key, value=text, reason=reason, fix="list each value once"))
     if key == "run.dir":
         reason = "all runs of a sweep are in subdirectories of one directory"
-        problems.append(Problem(key=key, value=text, reason=reason, fix="run.dir=DIR, or leave it out"))
+        problems.append(Problem(key=key, value=text, reason=reason, fix="write run.dir=DIR, or leave it out"))
     return tuple(f"{key}={value}" for value in values)
 
 
@@ -116,7 +116,8 @@ def _name(values: Mapping[str, str]) -> str:
 
 
 def _distinct(combinations: Sequence[Combination]) -> list[Combination]:
-    """Makes names unique: appends the index of the run where unsafe characters were replaced by the same text."""
+    """Makes names unique by appending the run's index to names that are the same after unsafe characters were
+    replaced."""
     count = Counter(run.name for run in combinations)
     return [
         run if count[run.name] == 1 else replace(run, name=f"{run.name}_{number}")

@@ -1,4 +1,4 @@
-"""Composes the files of a run with Hydra into a tree of values, and applies the command line's values to the tree."""
+"""Composes the files of a run into a tree of values with Hydra, and applies the command line's values to the tree."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,14 +29,14 @@ from canzona_cli.errors import ConfigError, Problem, refuse
 SCHEME = "canzona"
 """The URL scheme of the folders that Hydra reads through `_folder_source`."""
 _LONGEST = 10_000
-"""The maximum number of characters in a value with its references resolved. A path has at most 4,096."""
+"""The maximum number of characters in a value after its references are resolved. A path has at most 4,096."""
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 _UNLOADED = re.compile(r"Could not load 'recipe/([^']+)'")
 """Hydra's message about a recipe in `defaults:` that does not exist."""
 _MISSING = "???"
 _PRIMARY = "_canzona_"
-# The option name of a recipe or profile that was chosen as a file. This name lets a recipe build on a
-# built-in recipe with the same name as its file.
+# The option name of a recipe or profile that was chosen by path. Because the option is not named after the file, a
+# recipe can build on a built-in recipe with the same name as its file.
 _GIVEN = "_given_"
 # The setting that marks a section as complete. A section without it only adjusts the file of its group.
 _COMPLETE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
@@ -50,7 +50,7 @@ class RecipeInfo:
     path: Path
     builtin: bool
     shadows: bool
-    """True for a user's recipe that hides a built-in recipe with the same name."""
+    """True if this is a user's recipe that hides a built-in recipe with the same name."""
     model: ModelConfig | None
     """The model; None if the recipe does not define it completely."""
     gpus: int | None
@@ -58,7 +58,7 @@ class RecipeInfo:
     optimizer: str
     description: str
     error: str = ""
-    """The reason why the recipe could not be read, in which case most other fields are empty."""
+    """The reason why the recipe could not be read (most other fields are then empty); empty if it could."""
 
 
 def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
@@ -123,14 +123,14 @@ def composed(
 
 @lru_cache(maxsize=64)
 def _composed_builtin(options: tuple[tuple[str, str], ...], folder: Path) -> tuple[dict[str, object], list[Path]]:
-    """Composes built-in files. Cached, because they do not change during a process and Hydra takes 0.1 s."""
+    """Composes built-in files; cached, because they do not change during a process and Hydra takes 0.1 s."""
     return _composed(dict(options), {}, (folder,))
 
 
 def _composed(
     options: Mapping[str, str], paths: Mapping[str, Path], dirs: Sequence[Path]
 ) -> tuple[dict[str, object], list[Path]]:
-    """Composes a tree of values, see `composed`."""
+    """Composes a tree of values as `composed` does, but without the cache."""
     from hydra import compose, initialize
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -238,7 +238,7 @@ def _stored(options: Mapping[str, str], paths: Mapping[str, Path]) -> Iterator[N
 
 
 def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
-    """Sets `run.dir` to null in the config.yaml of a run directory, so that a run with this file as its
+    """Sets `run.dir` to null if the file is the config.yaml of a run directory, so that a run with this file as its
     recipe does not reuse the directory."""
     run = content.get("run")
     if isinstance(run, dict) and path.name == "config.yaml" and Path(str(run.get("dir"))).name == path.parent.name:
@@ -246,14 +246,14 @@ def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
 
 
 def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object]:
-    """Turns the content of a recipe file into an option of the recipe group: completes its `defaults:` list.
+    """Turns the contents of a recipe file into an option of the recipe group: completes its `defaults:` list.
 
     A complete section (in a run's config.yaml or a copied recipe) replaces the file of its group. If the
     command line chooses an option of this group, the section is removed instead.
 
     Args:
-        content: the content of the file, changed in place.
-        chosen: the groups that the command line chooses.
+        content: the contents of the file, changed in place.
+        chosen: the groups for which the command line chooses an option.
     """
     defaults = content.pop("defaults", [])
     entries: list[object] = list(defaults) if isinstance(defaults, list) else [defaults]
@@ -271,7 +271,7 @@ def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object
 
 
 def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> Problem:
-    """Returns Hydra's error about a recipe's files as a problem, excluding the search path and Hydra's own hints.
+    """Turns Hydra's error about a recipe's files into a problem, without the search path and Hydra's own hints.
 
     Args:
         where: the recipe's file, for messages.
@@ -296,8 +296,8 @@ def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> 
 def with_values(base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
     """Returns a tree with the command line's values applied and references to other settings resolved.
 
-    A problem is added to `problems` for each value that cannot be set, and for each setting whose references
-    cannot be resolved; such a setting is dropped.
+    Adds a problem to `problems` for each value that cannot be set, and for each setting whose references cannot be
+    resolved; drops such settings.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -336,12 +336,12 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
 
 
 def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
-    """Returns the length of a setting or section after its references are resolved; for a cycle, a number
-    above `_LONGEST`. Only texts with references, and the texts to which they refer, are included.
+    """Returns the length of a setting or section after its references are resolved; for a cycle, a number above
+    `_LONGEST`. Only texts with references, and the texts that they refer to, are counted.
 
     Args:
         name: the key of the setting or section.
-        within: the keys whose references are being resolved, to detect cycles.
+        within: the keys whose references are being resolved. Meeting one of them again reveals a cycle.
     """
     length = 0
     for key in (name,) if name in texts else [key for key in texts if key.startswith(f"{name}.")]:
@@ -376,9 +376,9 @@ def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
 
 
 def _defaults_with_experts(tree: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
-    """Returns the defaults of a section that differ for a model with experts: `max_preconditioner_dim` is the
-    width of an expert, but at least 1024. Every expert has its own factors, and factors for the hidden size
-    would take more memory than everything else."""
+    """Returns the defaults that differ for a model with experts: `max_preconditioner_dim` is the width of an expert,
+    but at least 1024. Every expert has its own factors, and factors as large as the hidden size would take more memory
+    than everything else."""
     model = tree.get("model")
     width = model.get("ffn_hidden_size") if isinstance(model, Mapping) and model.get("num_experts") else None
     if "max_preconditioner_dim" not in defaults or not isinstance(width, int):

@@ -45,9 +45,9 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
         if kind is None:
             problems.append(_bad_optimizer(tree, texts))
         elif name in tree or name in sections():
-            value = tree.get(name, {})  # an absent section gets its defaults, if all its settings have one
+            value = tree.get(name, {})  # an absent section gets its defaults, if all its settings have defaults
             if is_dataclass(kind) and not isinstance(value, Mapping):
-                problems.append(Problem(key=name, value=value, reason=f"is a section of settings (in {where})"))
+                problems.append(Problem(key=name, value=value, reason=f"must be a section of settings (in {where})"))
                 continue
             try:
                 parts[name] = adapter(kind).validate_json(json.dumps(value), strict=True)
@@ -59,10 +59,11 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
 
 
 def type_problems(tree: dict[str, object], texts: Mapping[str, str]) -> list[Problem]:
-    """Returns the problems with the types of the command line's values, which need no recipe.
+    """Returns the problems with the types of the command line's values, which can be checked without a recipe.
 
     Args:
-        tree: the values. An optimizer's name is added, if there are settings of an optimizer.
+        tree: the values. If they include optimizer settings but no optimizer, the name of one that has these
+            settings is added.
         texts: see `build`.
     """
     optimizer = tree.get("optimizer")
@@ -94,14 +95,14 @@ def stand_in(base: Mapping[str, object], values: Mapping[str, object], bad: Coll
 
 
 def _among(key: str, keys: Collection[str]) -> bool:
-    """Returns True if a key equals one of `keys`, or if one of the two is a mapping and the other an entry of
-    this mapping."""
+    """Returns True if a key equals one of `keys`, is an entry of one that is a mapping, or is a mapping with one of
+    them as an entry."""
     return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
 
 def _together(problems: list[Problem], where: str) -> list[Problem]:
-    """Returns the problems. If the recipe builds on no other and has no model, one problem replaces all about
-    missing values."""
+    """Merges all problems about missing values into one if even the model is missing, because the recipe then probably
+    lacks its `defaults:` list; otherwise returns the problems unchanged."""
     absent = [problem for problem in problems if problem.reason.startswith((_NO_VALUE, _NOT_CHOSEN, _NOT_SET))]
     if not any(problem.key == "model" for problem in absent):
         return problems
@@ -141,11 +142,11 @@ _BOUNDS = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
-"""The violated bound by pydantic's error type: pydantic's name of the bound, and the words in messages."""
+"""The bound that each pydantic error type reports: pydantic's name for it, and the words used in messages."""
 
 
 def _bound(error: str, context: Mapping[str, float], value: float) -> str:
-    """Describes the bound that a number in a list or mapping violates; empty for any other error."""
+    """Describes the bound that a number in a list or mapping violates; returns an empty text for other errors."""
     if error not in _BOUNDS:
         return ""
     key, name = _BOUNDS[error]
@@ -196,7 +197,7 @@ def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
 
 
 def _explained(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
-    """Turns a pydantic error about a setting into a problem for the user."""
+    """Converts a pydantic error about a setting to a problem with a reason and a fix."""
     if error == "missing":
         return _missing(key, where)
     setting = settings()[key]
@@ -221,11 +222,11 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
     return Problem(key=key, value=shown, reason=f"is {_type_words(value)}, not {expected}{place}", fix=fix)
 
 
-def _bad_inside(key: str, value: object, wrong: str, texts: Mapping[str, str], where: str) -> Problem:
-    """Returns the problem of a list with a wrong entry, or of a mapping's entry with a wrong value.
+def _bad_inside(key: str, value: object, reason: str, texts: Mapping[str, str], where: str) -> Problem:
+    """Returns a problem for a list with a bad entry, or for a mapping's entry with a bad value.
 
     Args:
-        wrong: the reason if it is more specific than a wrong type; otherwise empty.
+        reason: the reason, if it is more specific than a wrong type; otherwise empty.
     """
     setting = setting_of(key)
     assert setting is not None
@@ -235,7 +236,7 @@ def _bad_inside(key: str, value: object, wrong: str, texts: Mapping[str, str], w
         expected = "a number, text, true, false, or a list of them"
     place = "" if on_command_line else f" (in {where})"
     shown = texts.get(key, "null" if value is None else value)
-    return Problem(key=key, value=shown, reason=f"{wrong or f'is not {expected}'}{place}", fix=_example(setting))
+    return Problem(key=key, value=shown, reason=f"{reason or f'is not {expected}'}{place}", fix=_example(setting))
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:

@@ -1,6 +1,6 @@
 """Finds settings on the command line that have no effect, and values that will probably work badly.
 
-If ignoring a setting would change what is trained, the run is refused; otherwise there is a warning.
+If an ignored setting was meant to change what is trained, the run is refused; otherwise there is a warning.
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from canzona_cli.errors import Problem
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[Problem]:
-    """Yields a problem, without the value, for each setting of the command line that was meant to change what
-    is trained but that the run would ignore.
+    """Yields a problem, without the value, for each setting on the command line that was meant to change what is
+    trained but has no effect.
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
-        training: False for planning only, which makes canzona's plan for any strategy.
+        training: False if the run is only planned: the plan is then made for any strategy.
     """
     yield from _unused_data(config, explicit)
     yield from _unused_schedule(config, explicit)
@@ -27,15 +27,15 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[str]:
-    """Yields a warning for each ignored setting of the command line, and for each value that will probably
+    """Yields a warning for each setting on the command line that has no effect, and for each value that will probably
     work badly.
 
     Ignored settings that were meant to change what is trained are refused instead (`unused_problems`).
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
-        training: False for planning only. A plan is then made for any strategy, so settings of plans are not
-            reported.
+        training: False if the run is only planned. The plan is then made for any strategy, so a plan's settings have
+            an effect.
     """
     execution, strategy = config.execution, config.engine.strategy
     if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
@@ -56,13 +56,13 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     if isinstance(config.optimizer, CustomConfig) and "optimizer" in explicit:
         if "optimizer.lr" not in explicit:
             rate = f"optimizer.lr={config.optimizer.lr:g}"
-            yield f"{rate} comes from the recipe, which does not know your optimizer: set optimizer.lr"
+            yield f"{rate} comes from the recipe and was not chosen for your optimizer: set optimizer.lr"
         if "optimizer.cost_like" not in explicit:
             like = config.optimizer.cost_like
             yield f"plans price your optimizer like {like}: set optimizer.cost_like to the most similar optimizer"
     if config.optimizer.lr > (highest := config.optimizer.PLAUSIBLE_LR):
         name = config.optimizer.name
-        yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name} training probably diverges"
+        yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name}, training will probably diverge"
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
     for key, only in (("layout", "contiguous"), ("grouping", "greedy")):
@@ -72,7 +72,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     if tp == 1 and "engine.exchange_dtype" in explicit and not unplanned:
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"
     if tp is not None and tp > config.cluster.gpus_per_node:
-        yield f"parallel.tp={tp} spans nodes of {config.cluster.gpus_per_node} ranks; expect slow tensor parallelism"
+        yield f"parallel.tp={tp} spans several nodes of {config.cluster.gpus_per_node} ranks: it will be slow"
     if "parallel.dispatcher" in explicit and (config.model.num_experts == 0 or config.parallel.ep == 1):
         yield "parallel.dispatcher is ignored: no experts are divided among ranks"
     for key in ("sample_prompt", "sample_tokens"):
@@ -118,7 +118,7 @@ def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Proble
     for key, value in (("data.path", data.path), ("data.blend", data.blend)):
         # A data group or source on the command line replaces the data of the recipe.
         if value and data.source == "stdlib" and (key in explicit or not chosen):
-            reason = "is not read: data.source is stdlib, the sources of Python's standard library"
+            reason = "is not read: data.source is stdlib, the source code of Python's standard library"
             yield Problem(key=key, reason=reason, fix=f"write data=prepared to train on it, or {key}=null")
     for key in ("data.tokenizer", "data.tokenizer_vocab_size"):
         if key in explicit and data.source == "prepared":

@@ -44,7 +44,7 @@ def test_names_are_safe_short_and_never_shared() -> None:
     ("argument", "reason"),
     [
         ("train.seed=1", "no setting has several values"),
-        ("train.seed=1,2,1", "the same run several times: 1"),
+        ("train.seed=1,2,1", "the same value several times: 1"),
         ("optimizer.lr=interval(0,1)", "not a fixed list of values"),
         ("train.seed=shuffle(range(1,9))", "not a fixed list of values"),
         ("run.dir=a,b", "subdirectories of one directory"),
