@@ -1,7 +1,7 @@
 """Bars, timelines and load maps, each drawn with characters in a terminal and as SVG in an HTML page.
 
-In a terminal without colour, each part is drawn with its letter. In a page, text has the same size on every
-screen, and a part shows its value when the pointer is over it.
+In a terminal without colour, each part is drawn with its letter. In a page, text has the same size on every screen,
+and a part shows its value while the pointer is over it.
 """
 
 import itertools
@@ -44,8 +44,8 @@ MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
         )
     }
 )
-"""The parts of a rank's memory, in the order in which they are drawn. Without a plan, one part (`optimizer`)
-stands for all of the optimizer's memory."""
+"""The parts of a rank's memory, in drawing order. Without a plan, one part (`optimizer`) stands for all of the
+optimizer's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Bar:
     faint: bool = False
     """True for a prediction, drawn fainter than the measurement next to it (in pages only)."""
     limit: float | None = None
-    """The amount up to which the bar is continued as empty space; None for no empty space."""
+    """The amount up to which the rest of the bar is drawn as empty space; None for no empty space."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +69,12 @@ class Bars(Picture):
 
     rows: Sequence[Bar]
     scale: float
-    """The amount that the full width stands for; longer bars are cut off."""
+    """The amount that the full width represents; longer bars are cut off."""
     inks: Mapping[str, Ink] = PHASES
     show: Callable[[float], str] = step_time
     """Formats an amount."""
     amounts: bool = False
-    """True if the legend shows the amounts of the first bar's parts."""
+    """True if the legend also shows the amount of each part of the first bar."""
 
     def parts(self, screen: Screen) -> Iterator[Text]:
         width = screen.width - _GUTTER - 2
@@ -135,8 +135,8 @@ def step_bars(rows: Sequence[Bar]) -> Bars:
 def stacked(
     parts: Sequence[tuple[str, float]], total: float, width: int, inks: Mapping[str, Ink], *, colour: bool
 ) -> Text:
-    """Draws a bar in which `width` characters stand for `total`; a part of less than half a character may not
-    show.
+    """Draws a bar in which `width` characters represent `total`; a part of less than half a character may be
+    invisible.
 
     Args:
         parts: (name, amount) from left to right.
@@ -159,8 +159,8 @@ def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Ink], width: int
     parts only.
 
     Args:
-        parts: (name, text after the mark of the part).
-        width: the most characters of a line.
+        parts: (name, the text after the part's mark).
+        width: the most characters per line.
     """
     line = Text()
     for name, label in parts:
@@ -182,7 +182,7 @@ def _stretch(start: float, length: float, css: str, words: str | None = None) ->
 
 
 _FINEST: Final = 1500
-"""The number of intervals that a lane can show; gaps shorter than one such interval are closed."""
+"""The number of intervals that a page's lane can resolve; shorter gaps between equal intervals are closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +192,9 @@ class Lane:
     label: str
     intervals: Sequence[Interval]
     rank: str = ""
-    """The rank, written in front of the label in an HTML page, which shows several ranks."""
+    """The rank, which an HTML page with several ranks writes in front of the label; empty otherwise."""
     begins: bool = False
-    """True for the first lane of a rank."""
+    """True if this is the first lane of a rank."""
 
     @property
     def words(self) -> str:
@@ -279,8 +279,8 @@ def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *,
 
 
 def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """Yields the intervals clipped to start and end, at the resolution of a screen: neighbours of the same
-    name are joined, and an interval too short to see is dropped if it closely follows another."""
+    """Yields the intervals clipped to start and end, at the resolution of a screen: neighbours with the same name are
+    joined, and an interval too short to see is dropped if it closely follows another."""
     finest = (end_s - start_s) / _FINEST
     last: Interval | None = None
     for interval in sorted(intervals, key=lambda part: part.start_s):
@@ -300,12 +300,12 @@ def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iter
 
 
 HEAT_LIMITS: Final = (0.5, 0.9, 1.1, 1.5)
-"""The limits between the colours of a load map, as loads over the mean."""
+"""The limits between the colours of a load map, as multiples of the mean load."""
 _HEAT_STYLES: Final = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
 _MOST_ROWS: Final = 16
 _WIDEST_CELL: Final = 4
 _MOST_WRITTEN: Final = 16
-"""The most owners for which each cell of an HTML page also shows its time as text."""
+"""The most owners with which each cell of a map in an HTML page also shows its time as text."""
 _BETWEEN: Final = 2
 """The number of characters between two maps."""
 
@@ -316,11 +316,11 @@ class LoadMap:
 
     title: str
     loads: Sequence[float]
-    """The seconds of each cell; owner and host have index `owner * hosts + host`."""
+    """The seconds of each cell; the cell of an owner and a host has the index `owner * hosts + host`."""
 
     @property
     def balance(self) -> float | None:
-        """The largest load over the mean; None without any load."""
+        """The largest load divided by the mean; None if all loads are 0."""
         total = sum(self.loads)
         return max(self.loads) * len(self.loads) / total if total > 0 else None
 
@@ -359,8 +359,8 @@ class LoadMaps(Picture):
                 line.append_text(cell).append(" " * _BETWEEN)
             line.rstrip()
             yield line
-        together = owners_a_column(self.owners, width)
-        several = f"; up to {together} owners per column" if together > 1 else ""
+        per_column = owners_a_column(self.owners, width)
+        several = f"; up to {per_column} owners per column" if per_column > 1 else ""
         yield note(f"{self._axes}; a full block is the slowest rank{several}")
 
     def html(self) -> Html:
@@ -402,12 +402,12 @@ class LoadMaps(Picture):
 def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
     """Draws a load map in rows of at most `width` characters.
 
-    The height of a block is the load over the largest load, so a balanced map has full blocks everywhere. The
-    colour is the load over the mean: green around the mean, yellow and red above, blue below. Where not all
-    owners or hosts fit, a character shows the largest load of several.
+    The height of a block shows the load relative to the largest load, so a balanced map has full blocks everywhere.
+    The colour shows the load relative to the mean: green around the mean, yellow and red above, blue below. Where not
+    all owners or hosts fit, a character shows the largest load of several.
 
     Args:
-        loads: the seconds of each cell; owner and host have index `owner * hosts + host`.
+        loads: the seconds of each cell; the cell of an owner and a host has the index `owner * hosts + host`.
         hosts: the number of TP ranks.
     """
     owners = len(loads) // hosts

@@ -1,7 +1,6 @@
 """Curves, drawn with Braille dots in a terminal and as SVG in an HTML page.
 
-In a page, lines and text have the same size on every screen, and the page's script shows the values under the
-pointer.
+In a page, lines and text have the same size on every screen, and the page's script shows the values at the pointer.
 """
 
 import itertools
@@ -21,7 +20,7 @@ from canzona_cli.run.words import number, real
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 _BRAILLE: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""The Unicode bits of the 2 x 4 dots of a Braille character, by column and row."""
+"""The bits that set the 2 x 4 dots of a Unicode Braille character, by column and row."""
 
 
 def sparkline(values: Iterable[object], width: int) -> str:
@@ -46,7 +45,7 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def bar(share: object, width: int) -> str:
-    """Returns a bar that fills the fraction `share` (0 to 1) of `width` characters, to the nearest eighth of one."""
+    """Returns a bar that fills the fraction `share` (0 to 1) of `width` characters, to an eighth of a character."""
     value = real(share)
     if value is None or width < 1:
         return ""
@@ -60,8 +59,8 @@ def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -
 
     Args:
         points: finite values in step order; points in the same column of dots are averaged.
-        width: the characters of a row, labels included; below 20 nothing is drawn.
-        height: the number of rows, step axis included; below 3 nothing is drawn.
+        width: the characters per row, including labels; below 20, nothing is drawn.
+        height: the number of rows, including the step axis; below 3, nothing is drawn.
     """
     if not points or width < 20 or height < 3:
         return []
@@ -97,7 +96,7 @@ def _axis_label(value: float) -> str:
 
 
 def _dot_columns(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[int, float]]:
-    """Returns (column, mean value) for each column of dots with points; the axis is linear in steps."""
+    """Returns (column, mean value) for each column of dots that contains points; the axis is linear in steps."""
     first, last = points[0][0], points[-1][0]
     scale = (columns - 1) / (last - first) if last > first else 0.0
     bins: dict[int, list[float]] = {}
@@ -119,7 +118,7 @@ _MOST_POINTS: Final = 600
 """The most points of a curve. A longer curve is drawn with the lowest and highest point of each stretch, so
 that spikes stay visible."""
 _COLOURS: Final = 8
-"""The number of colours; further curves repeat them, dashed."""
+"""The number of colours; any further curves repeat them with dashed lines."""
 _MOST_NUMBERS: Final = 25
 """The most rows of the table of numbers below a chart."""
 
@@ -133,9 +132,9 @@ class Curve:
     dots: bool = False
     """True if each point is marked with a dot."""
     dashed: bool = False
-    """True for a prediction: a dashed line in the colour of the previous curve."""
+    """True for a prediction, which is a dashed line in the colour of the previous curve."""
     hollow: Collection[float] = ()
-    """The steps whose dots are not filled."""
+    """The steps whose dots are drawn hollow."""
 
 
 def loss_curve(name: str, points: Sequence[tuple[int, float | None]]) -> Curve:
@@ -153,7 +152,8 @@ class Curves(Picture):
     height: int = 220
     """The height of the plot in an HTML page, in pixels."""
     axes: Literal["linear", "log x", "log"] = "linear"
-    """The logarithmic axes: none, x, or both; a logarithmic x axis is labelled at every step."""
+    """`linear`: no axis is logarithmic, `log x`: the x axis, `log`: both. A logarithmic x axis has a label at every
+    step."""
     show: Callable[[float], str] = lambda value: number(value, ".4g")
     """Formats a value."""
     x: str = "step"
@@ -161,7 +161,7 @@ class Curves(Picture):
     rows: int = 9
     """The height in a terminal, in lines."""
     numbers: Callable[[float], str] | None = None
-    """Formats a value of the table below the chart in an HTML page; None for no table."""
+    """Formats a value in the table below the chart in an HTML page; None for no table."""
 
     def parts(self, screen: Screen) -> Iterator[Text]:
         points = self.curves[0].points
@@ -180,8 +180,8 @@ class Curves(Picture):
         assert self.numbers is not None
         steps = sorted({step for curve in curves for step, _ in curve.points})
         if len(steps) > _MOST_NUMBERS:
-            places = (round(place * (len(steps) - 1) / (_MOST_NUMBERS - 1)) for place in range(_MOST_NUMBERS))
-            steps = [steps[place] for place in places]
+            indices = (round(index * (len(steps) - 1) / (_MOST_NUMBERS - 1)) for index in range(_MOST_NUMBERS))
+            steps = [steps[index] for index in indices]
         values = [dict(curve.points) for curve in curves]
         groups = [
             column(curve.name, [self.numbers(points[step]) if step in points else "" for step in steps])
@@ -191,7 +191,7 @@ class Curves(Picture):
 
 
 class SideBySide(Picture):
-    """The small charts of an HTML page, in rows as wide as the page; a terminal does not show them."""
+    """Small charts that fill rows of an HTML page; a terminal does not show them."""
 
     def __init__(self, *pictures: Picture) -> None:
         self._pictures = pictures
@@ -263,8 +263,8 @@ class _Chart:
             yield tag("text", _step(step), x=percent(place), y=self._picture.height + 18, class_=css)
 
     def _written_steps(self) -> list[float]:
-        """Returns the steps that label the x axis: the first, the last and round numbers between them, or all
-        steps."""
+        """Returns the steps that label the x axis: all of them on a logarithmic axis, otherwise the first, the last and
+        round numbers between them."""
         if self._every or len(self._steps) < 3:
             return self._steps
         first, last = self._steps[0], self._steps[-1]
@@ -276,12 +276,12 @@ class _Chart:
         """Returns each curve's CSS classes: a new colour, or for a prediction the colour of the previous
         curve."""
         looks: list[str] = []
-        place = -1
+        index = -1
         for curve in self._curves:
             if not curve.dashed or not looks:
-                place += 1
-            again = curve.dashed or place >= _COLOURS
-            looks.append(f"c{place % _COLOURS}{' again' if again else ''}")
+                index += 1
+            again = curve.dashed or index >= _COLOURS
+            looks.append(f"c{index % _COLOURS}{' again' if again else ''}")
         return looks
 
     def _description(self) -> str:
@@ -307,7 +307,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Returns round bounds (low, high) around the values, and the round numbers that label the axis."""
+    """Returns round bounds (low, high) around the values, and the round numbers that label an axis."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(high) / 2 or 1.0
         low, high = low - pad, high + pad

@@ -1,7 +1,7 @@
 """HTML pages: the text of the terminal views, with SVG charts instead of character charts.
 
-A page is a single file that loads nothing else. It follows the light or dark theme of the system and is
-readable from a width of 400 pixels. `page.html` is the template.
+A page is a single file that loads nothing else. It follows the system's light or dark theme, and is readable on screens
+at least 400 pixels wide. `page.html` is the template.
 """
 
 import base64
@@ -36,7 +36,7 @@ class Section:
 
     title: str
     lead: str = ""
-    """The line below the title: units, explanations."""
+    """The line below the title, such as units or an explanation; empty for none."""
     body: Html
 
 
@@ -54,7 +54,7 @@ class Document:
     sections: Sequence[Section]
 
     def text(self) -> str:
-        """Returns the HTML file. Its security policy allows a browser only the style and script in the file."""
+        """Returns the text of the HTML file, whose security policy allows only its own style and script."""
         from jinja2 import Environment
 
         template, css, script = (
@@ -104,7 +104,7 @@ def document(kind: str, view: Page) -> Document:
 
 
 def sections(parts: Iterable[RenderableType]) -> list[Section]:
-    """Divides a view into sections; a paragraph that starts with bold text starts a section."""
+    """Divides a view into sections; each paragraph that starts with bold text starts a new one."""
     closed: list[Section] = []
     title, lead = "", ""
     body: list[RenderableType] = []

@@ -31,9 +31,9 @@ def show_failure(error: Exception) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorView(Page):
-    """A headline, then for each problem `key = value`, the reason, and the fix after an arrow.
+    """A headline, and for each problem `key = value`, the reason, and the fix after an arrow.
 
-    Consecutive problems with the same reason and fix are listed together above that reason and fix.
+    Consecutive problems with the same reason and fix share one reason and fix, below their keys.
     """
 
     error: CanzonaError
@@ -54,7 +54,7 @@ class ErrorView(Page):
 
 
 def _headline(error: CanzonaError) -> str:
-    """Returns the error's headline, or `BadUsage`'s if only arguments and options of a command are wrong."""
+    """Returns the error's headline, or that of `BadUsage` if only a command's arguments and options are wrong."""
     keys = [problem.key for problem in error.problems]
     typed = keys and all(key.startswith("--") or key.isupper() for key in keys)
     return BadUsage.headline if typed and isinstance(error, ConfigError) else error.headline

@@ -17,8 +17,8 @@ _CLASSES = ("bold", "dim", "yellow", "red", "green")
 
 
 class Html(str):
-    """The markup that needs no escaping. Apart from the fixed texts of `page.*`, only this module creates it
-    from text, so that a run's name cannot inject markup into a page."""
+    """Markup that needs no escaping. Apart from the fixed texts in `page.*`, only this module creates it from text, so
+    that a run's name cannot inject markup into a page."""
 
     __slots__ = ()
 
@@ -31,7 +31,7 @@ NOTHING = Html()
 
 
 class Picture(Page):
-    """The base of the charts: an HTML page shows `html()`, a terminal shows `parts()`."""
+    """The base class of charts: an HTML page shows `html()`, a terminal shows `parts()`."""
 
     @abstractmethod
     def html(self) -> Html:
@@ -39,10 +39,10 @@ class Picture(Page):
 
 
 def tag(name: str, *content: str, **attributes: object) -> Html:
-    """Returns an element. Text in it is escaped; an attribute that is None is left out.
+    """Returns an HTML element. Text in it is escaped, and attributes that are None are omitted.
 
     Args:
-        attributes: the attributes by name, with `_` for `-`; a trailing `_` is dropped (`class_`).
+        attributes: the attributes by name, with `_` instead of `-`; a trailing `_` is dropped (`class_`).
     """
     shown = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(clean(value))}"'
@@ -53,7 +53,7 @@ def tag(name: str, *content: str, **attributes: object) -> Html:
 
 
 def joined(parts: Iterable[str]) -> Html:
-    """Joins parts; parts that are text are escaped."""
+    """Joins pieces of markup and text; text is escaped."""
     return Html("".join(part if isinstance(part, Html) else escape(clean(part, newlines=True)) for part in parts))
 
 
@@ -64,7 +64,7 @@ def facts(rows: Iterable[tuple[str, str]], class_: str | None = None) -> Html:
 
 
 def folded(summary: str, *content: str) -> Html:
-    """Returns content that is hidden until the reader opens its summary."""
+    """Returns content that stays hidden until the reader opens its summary."""
     return tag("details", tag("summary", summary), *content)
 
 
@@ -74,7 +74,7 @@ def percent(share: float) -> str:
 
 
 def key(css: str, name: str) -> Html:
-    """Returns an entry of a legend: a patch of the colour of class `css`, and its name."""
+    """Returns a legend entry: a patch in the colour of the class `css`, and its name."""
     return tag("span", tag("span", class_=f"key {css}"), name)
 
 
@@ -128,7 +128,7 @@ def table_html(table: GroupedTable | rich.table.Table) -> Html:
 
 
 def _in_groups(table: rich.table.Table) -> GroupedTable:
-    """Converts a plain table: its first column becomes the row labels, each other column a group."""
+    """Converts a plain table: its first column becomes the row labels, and each other column a group."""
     first, *others = (list(map(_cell, shown.cells)) for shown in table.columns)
     heads = [str(shown.header) for shown in table.columns]
     return GroupedTable(

@@ -1,4 +1,4 @@
-"""The base of all views, and the wrapped lines they consist of."""
+"""The base class of all views, and the wrapped paragraphs that they consist of."""
 
 import re
 from abc import ABC, abstractmethod
@@ -24,10 +24,10 @@ class Screen:
 
 
 class Page(ABC):
-    """The base of the views: a rich renderable that consists of parts."""
+    """The base class of views: a rich renderable that consists of parts."""
 
     widest: int | None = None
-    """The most characters per line; None for the width of the terminal."""
+    """The most characters per line, in a terminal that is wider; None for no limit."""
 
     @abstractmethod
     def parts(self, screen: Screen) -> Iterable[RenderableType]:
@@ -37,8 +37,7 @@ class Page(ABC):
         options = options.update_width(min(options.max_width, self.widest or options.max_width))
         colour = console.color_system is not None and not options.ascii_only
         screen = Screen(width=options.max_width, colour=colour)
-        # With `soft_wrap`, only paragraphs may be wider than the screen, so that a long path in them is not
-        # broken.
+        # With `soft_wrap`, only paragraphs may be wider than the screen, so that long paths in them stay whole.
         folding = options.update(no_wrap=False, overflow="fold") if options.no_wrap else options
         for part in self.parts(screen):
             yield from console.render(part, options if isinstance(part, Page | Wrapped) else folding)
@@ -48,7 +47,7 @@ class Page(ABC):
 class Wrapped:
     """A paragraph with `first` in front of its first line and `rest` in front of the other lines.
 
-    Lines have no trailing spaces. A word longer than a line, such as a path, is not broken when printed with
+    Lines have no trailing spaces. A word longer than a line, such as a path, stays whole when printed with
     `soft_wrap`, so that it can be copied; otherwise it continues on the next line.
     """
 
@@ -72,7 +71,7 @@ class Wrapped:
 
 
 def _at_spaces(text: Text, width: int) -> Iterator[Text]:
-    """Yields lines of at most `width` columns. A longer word is a line by itself, because rich would break it."""
+    """Yields lines of at most `width` columns. A longer word gets a line of its own, because rich would break it."""
     for paragraph in text.split("\n", allow_blank=True):
         breaks, used = [], 0
         for word in re.finditer(r"\S+\s*", paragraph.plain):

@@ -1,7 +1,7 @@
 """Tables for terminals: plain tables, and tables of column groups.
 
-Both build on rich's tables, but lines have no trailing spaces, and groups that do not fit next to the others
-go below them, so that no number is cut off.
+Both build on rich's tables. Unlike in those, lines have no trailing spaces, and groups of columns that do not fit next
+to the others go below them, so that no number is cut off.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -64,8 +64,7 @@ class Columns:
     """The line above the heads."""
     heads: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    """The rows, each with a cell for each head. A single cell spans the group; an empty tuple is an empty
-    row."""
+    """The rows, each with one cell per head. A single cell spans the group; an empty tuple is an empty row."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -80,11 +79,11 @@ class Columns:
         return max(sum(self.widths) + len(self.widths) - 1, len(self.title), *alone)
 
     def shows(self, text: str) -> bool:
-        """Returns True if any cell is `text`."""
+        """Returns True if the text of any cell is `text`."""
         return any(str(cell) == text for row in self.rows for cell in row)
 
     def without(self, *heads: str) -> "Columns":
-        """Returns the group without the columns with these heads."""
+        """Returns the group without the columns that have these heads."""
         places = [place for place, head in enumerate(self.heads) if head not in heads]
         rows = (row if len(row) < len(self.heads) else tuple(row[place] for place in places) for row in self.rows)
         return replace(self, heads=tuple(self.heads[place] for place in places), rows=tuple(rows))
@@ -113,8 +112,8 @@ def columns(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> list[Column
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedTable:
-    """A table of column groups, split into several tables with the same row labels if it is wider than the
-    terminal; or with some of its groups left out."""
+    """A table of column groups. If it is wider than the terminal, it is split into several tables with the same row
+    labels, or drops its last groups (`needed`)."""
 
     labels: Sequence[Cell]
     """The labels of the rows; every group has the same number of rows."""
@@ -122,12 +121,12 @@ class GroupedTable:
     head: str = ""
     """The head of the label column."""
     sections: Collection[int] = ()
-    """The numbers of the rows above which a rule is drawn."""
+    """The indices of the rows above which a rule is drawn."""
     styles: Sequence[str] = ()
     """The styles of the rows; empty for no styles."""
     needed: int | None = None
-    """The number of groups that are always shown; later groups are shown only if they fit beside the others.
-    None shows all groups."""
+    """The number of groups that are always shown; later groups are shown only if they fit beside the others. None to
+    show all groups."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         gutter = max(len(self.head), *(_text(label).cell_len for label in self.labels))
@@ -137,7 +136,7 @@ class GroupedTable:
             yield self._table(groups)
 
     def _side_by_side(self, width: int) -> Iterator[Sequence[Columns]]:
-        """Yields the groups in order, as lists of as many groups as fit into `width`, but at least one."""
+        """Yields the groups in order, in lists of as many groups as fit into `width`, but at least one."""
         taken: list[Columns] = []
         for number, group in enumerate(self.groups):
             if taken and sum(_GAP + other.width for other in (*taken, group)) > width:
@@ -179,7 +178,7 @@ def rows_table(
         rows: the label of each row, and a cell for each head.
         head: the head of the label column.
         bold: the index of the row shown in bold.
-        needed: the number of columns that are shown even if they do not fit; None for all.
+        needed: the number of columns that are always shown; None for all. Later columns are shown if they fit.
     """
     labels, cells = zip(*rows, strict=True)
     styles = ["bold" if number == bold else "" for number in range(len(labels))]
