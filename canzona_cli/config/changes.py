@@ -20,8 +20,8 @@ class Changes:
     warnings: tuple[str, ...]
     """A warning for each changed setting that alters the loss curve."""
     spread: tuple[str, ...]
-    """A note for each changed setting that distributes work differently but leaves the loss curve unchanged. The
-    layout is not included."""
+    """A note for each changed setting that distributes work differently but leaves the loss curve unchanged.
+    The layout is not included."""
 
 
 def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:

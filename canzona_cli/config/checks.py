@@ -1,5 +1,5 @@
-"""Checks that the settings of a run work together. `config.layout_rules` checks the arithmetic of layouts, and
-`config.unused` finds settings that have no effect."""
+"""Checks that the settings of a run work together. `config.layout_rules` checks the arithmetic of layouts,
+and `config.unused` finds settings that have no effect."""
 
 import os
 import re

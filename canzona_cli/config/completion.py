@@ -1,8 +1,9 @@
-"""Shell completion of overrides: keys, and values after `=` (recipe names, the options of other groups, choices).
+"""Shell completion of overrides: keys, and values after `=` (recipe names, the options of other groups,
+choices).
 
-Bash splits the command line at every `=` and `:` (COMP_WORDBREAKS), and inserts a completion after the last such
-character. `bash_words` joins the words again before Typer reads them, and removes everything up to this character
-from each completion. This module must stay fast, because it runs at every press of Tab.
+Bash splits the command line at every `=` and `:` (COMP_WORDBREAKS), and inserts a completion after the last
+such character. `bash_words` joins the words again before Typer reads them, and removes everything up to this
+character from each completion. This module must stay fast, because it runs at every press of Tab.
 """
 
 import io
@@ -37,8 +38,8 @@ complete -o default -F %(complete_func)s %(prog_name)s
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Returns the completions of one `KEY=VALUE`. There are none if the key does not have a fixed set of values; the
-    shell then offers files."""
+    """Returns the completions of one `KEY=VALUE`. There are none if the key does not have a fixed set of
+    values; the shell then offers files."""
     key, equals, _ = incomplete.partition("=")
     words = [f"{key}={value}" for value in _values(key)] if equals else [f"{name}=" for name in _keys(incomplete)]
     return [word for word in words if word.startswith(incomplete)]
@@ -91,10 +92,11 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
 
 
 def prepare_completion_options(arguments: list[str]) -> None:
-    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and accept a shell's name.
+    """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and accept a shell's
+    name.
 
-    Without a name, Typer looks for a shell among the parent processes, which may not include one in a script or a
-    container.
+    Without a name, Typer looks for a shell among the parent processes, which may not include one in a script
+    or a container.
     """
     from typer import _completion_shared
 

@@ -1,5 +1,5 @@
-"""Loads the configuration of one run: composes the recipe, groups and overrides with Hydra, then converts the values
-to their types and checks them together."""
+"""Loads the configuration of one run: composes the recipe, groups and overrides with Hydra, then converts the
+values to their types and checks them together."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -33,8 +33,8 @@ WRITTEN: Final = "config.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """A checked configuration, and the files from which it was composed. `canzona_cli.cluster.fit` replaces its null
-    values later."""
+    """A checked configuration, and the files from which it was composed. `canzona_cli.cluster.fit` replaces
+    its null values later."""
 
     config: RunConfig
     explicit: frozenset[str]
@@ -48,13 +48,13 @@ class Composed:
 def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), training: bool = True) -> Composed:
     """Composes and checks a run.
 
-    Recipes and the options of other groups are searched for in `recipes_dirs`, then in $CANZONA_RECIPES_DIR, then
-    among the built-in ones. A bad value does not hide other problems, because the recipe's value replaces it while
-    the rest is checked.
+    Recipes and the options of other groups are searched for in `recipes_dirs`, then in $CANZONA_RECIPES_DIR,
+    then among the built-in ones. A bad value does not hide other problems, because the recipe's value
+    replaces it while the rest is checked.
 
     Args:
-        overrides: the settings as `KEY=VALUE`. Without `recipe=...`, the settings of the run in `run.dir` are used,
-            if there is such a run.
+        overrides: the settings as `KEY=VALUE`. Without `recipe=...`, the settings of the run in `run.dir` are
+            used, if there is such a run.
         training: False for plans; skips the checks that only a training run needs.
 
     Raises:

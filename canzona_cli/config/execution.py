@@ -34,8 +34,8 @@ def dispatcher_of(config: RunConfig) -> Dispatcher:
 
 
 def overlaps_param_gather(config: RunConfig) -> bool:
-    """Returns True if parameter gathering overlaps with the forward pass. This needs both overlap settings and a
-    strategy that gathers parameters."""
+    """Returns True if parameter gathering overlaps with the forward pass. This needs both overlap settings
+    and a strategy that gathers parameters."""
     parallel = config.parallel
     return parallel.overlap_param_gather and parallel.overlap_grad_reduce and not config.execution.everywhere
 
@@ -43,8 +43,8 @@ def overlaps_param_gather(config: RunConfig) -> bool:
 def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
     """Returns True if all parameters of a model chunk are gathered together.
 
-    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default); otherwise it gathers each
-    bucket while the previous one is in use. Runs that execute a plan follow the plan's order instead.
+    Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default); otherwise it gathers
+    each bucket while the previous one is in use. Runs that execute a plan follow the plan's order instead.
     """
     planned = config.execution is Execution.PLANNED
     return overlaps_param_gather(config) and layout.vpp > 1 and not planned
@@ -53,8 +53,8 @@ def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
 def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
     """Returns the run with another strategy.
 
-    With adamw, the run keeps its optimizer's learning rates, weight decay, clipping and AdamW settings. With other
-    strategies except canzona, it loses `engine.plan`.
+    With adamw, the run keeps its optimizer's learning rates, weight decay, clipping and AdamW settings. With
+    other strategies except canzona, it loses `engine.plan`.
     """
     if strategy == "adamw":
         optimizer = config.optimizer

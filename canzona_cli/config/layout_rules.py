@@ -26,14 +26,15 @@ def possible_tp(model: ModelConfig, *, whole_experts: bool = False) -> tuple[int
     ascending order.
 
     Args:
-        whole_experts: True if tp need not divide the ffn rows, because expert parallelism keeps experts whole.
+        whole_experts: True if tp need not divide the ffn rows, because expert parallelism keeps experts
+            whole.
     """
     return divisors(math.gcd(*(count for count, _ in _cut_by_tp(model, whole_experts=whole_experts))))
 
 
 def may_have_whole_experts(config: RunConfig) -> bool:
-    """Returns True if the run may have a layout that divides experts among ranks (`parallel.ep` above 1) and so keeps
-    each expert whole. Unless the user sets `parallel.ep`, this is possible only on GPUs."""
+    """Returns True if the run may have a layout that divides experts among ranks (`parallel.ep` above 1) and
+    so keeps each expert whole. Unless the user sets `parallel.ep`, this is possible only on GPUs."""
     ep, experts = config.parallel.ep, config.model.num_experts
     if experts == 0 or ep is not None:
         return experts > 0 and (ep or 1) > 1
@@ -53,8 +54,8 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
-    """Returns the problems with the parallelism, the nodes and the batch of a run. Some lack the value of their
-    setting, which `settings.with_own_values` fills in."""
+    """Returns the problems with the parallelism, the nodes and the batch of a run. Some lack the value of
+    their setting, which `settings.with_own_values` fills in."""
     return [*_parallelism(config), *_machines(config), *_batch(config)]
 
 

@@ -40,7 +40,8 @@ def table() -> Mapping[str, Mapping[str, object]]:
 
 
 def meaning(name: str) -> Meaning | None:
-    """Returns the table's section that lists a Megatron argument; None for an argument that canzona does not know."""
+    """Returns the table's section that lists a Megatron argument; None for an argument that canzona does not
+    know."""
     sections: tuple[Meaning, ...] = ("same", "muon", "used", "refused", "plans_only", "left_out")
     for section in sections:
         if name in table()[section]:
@@ -49,7 +50,8 @@ def meaning(name: str) -> Meaning | None:
 
 
 def default(name: str) -> object:
-    """Returns Megatron's default for an argument in the table; None if it has no default or is not in the table."""
+    """Returns Megatron's default for an argument in the table; None if it has no default or is not in the
+    table."""
     section = meaning(name)
     if section is None or section == "no_effect":
         return None
@@ -58,8 +60,8 @@ def default(name: str) -> object:
 
 
 def limited(section: Meaning) -> Iterator[tuple[str, tuple[object, list[object], str]]]:
-    """Yields the arguments in a section of the table that accept only some values, each with Megatron's default, the
-    accepted values (canzona's value first), and the reason."""
+    """Yields the arguments in a section of the table that accept only some values, each with Megatron's
+    default, the accepted values (canzona's value first), and the reason."""
     for name, entry in table()[section].items():
         assert isinstance(entry, list)
         megatron_default, accepted, reason = entry
@@ -67,8 +69,8 @@ def limited(section: Meaning) -> Iterator[tuple[str, tuple[object, list[object],
 
 
 def argument_of(flag: str) -> tuple[str, str | None]:
-    """Returns the name of the argument that a flag sets, and the value that the flag implies (None if the value
-    follows the flag)."""
+    """Returns the name of the argument that a flag sets, and the value that the flag implies (None if the
+    value follows the flag)."""
     name = flag.lstrip("-").replace("-", "_")
     renamed = table()["flags"].get(name)
     if isinstance(renamed, list):
@@ -212,6 +214,7 @@ def _flags(words: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _whole(values: Sequence[str] | None, *matches: re.Match[str] | None) -> int | None:
-    """Returns the first whole number among a flag's values and the matches' first groups; None if there is none."""
+    """Returns the first whole number among a flag's values and the matches' first groups; None if there is
+    none."""
     texts = [*(values or ()), *(match[1] for match in matches if match)]
     return next((int(text) for text in texts if text.isdecimal()), None)

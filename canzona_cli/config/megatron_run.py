@@ -36,7 +36,8 @@ class MegatronRun:
     not_understood: tuple[str, ...]
     """The arguments that canzona does not know, as in the file."""
     left_out: tuple[str, ...]
-    """The arguments, with their values, that change a step in a way that canzona neither offers nor simulates."""
+    """The arguments, with their values, that change a step in a way that canzona neither offers nor
+    simulates."""
     plans_only: tuple[str, ...]
     """The reasons why canzona cannot train the model; empty if it can."""
     no_effect: tuple[str, ...]
@@ -45,8 +46,8 @@ class MegatronRun:
     def command(
         self, config: RunConfig, user_overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()
     ) -> tuple[str, ...]:
-        """Returns the overrides that train the same model with canzona: the translated values that differ from the
-        recipe, and the user's overrides.
+        """Returns the overrides that train the same model with canzona: the translated values that differ
+        from the recipe, and the user's overrides.
 
         Args:
             config: the run with all overrides.
@@ -63,8 +64,8 @@ class MegatronRun:
         return *recipe, *changed, *user_overrides
 
     def by_argument(self, problem: Problem) -> Problem:
-        """Returns the problem with the key replaced by the argument that determines the setting; unchanged if no
-        argument determines it."""
+        """Returns the problem with the key replaced by the argument that determines the setting; unchanged if
+        no argument determines it."""
         written = self.arguments.get(problem.key)
         return problem if written is None else replace(problem, key=f"{written} ({problem.key})")
 

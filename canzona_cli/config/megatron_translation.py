@@ -1,7 +1,8 @@
 """Translates the arguments of a Megatron-LM run into canzona's settings.
 
-Arguments for a model or an optimizer that canzona cannot plan are refused by name. Arguments for a model that canzona
-can plan but not train are listed, and so are arguments that change a step in a way that canzona does not simulate.
+Arguments for a model or an optimizer that canzona cannot plan are refused by name. Arguments for a model that
+canzona can plan but not train are listed, and so are arguments that change a step in a way that canzona does
+not simulate.
 """
 
 import math
@@ -69,7 +70,8 @@ def translated(arguments: Arguments, user_values: Mapping[str, str]) -> Megatron
         user_values: the user's values by key, which take precedence over the arguments.
 
     Raises:
-        ConfigError: arguments are missing, impossible, or describe a model or an optimizer that canzona cannot plan.
+        ConfigError: arguments are missing, impossible, or describe a model or an optimizer that canzona
+            cannot plan.
     """
     translation = _Translation(arguments, user_values)
     run = translation.run()
@@ -323,8 +325,8 @@ class _Translation:
                 self._left_out.append(self._listed(name))
 
     def _recipe(self) -> str:
-        """Returns the built-in recipe for the model. If there is none, returns a recipe of the same family, and names
-        the run after the file."""
+        """Returns the built-in recipe for the model. If there is none, returns a recipe of the same family,
+        and names the run after the file."""
         if self._like is not None:
             return self._like
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._given.path.stem).strip("-._") or "megatron"
@@ -351,15 +353,16 @@ class _Translation:
         return any(value == one or _number(value) == _number(one) is not None for one in texts)
 
     def _text(self, name: str) -> str | None:
-        """Returns the value of an argument, or its default if it is not given; None if it has no default either."""
+        """Returns the value of an argument, or its default if it is not given; None if it has no default
+        either."""
         return self._given.values.get(name, _written(default(name)))
 
     def _on(self, name: str) -> bool:
         return self._text(name) == "true"
 
     def _number(self, name: str, missing: int, *, key: str | None = None) -> int:
-        """Returns the user's value of the setting that an argument determines, otherwise the argument's value,
-        otherwise `missing`."""
+        """Returns the user's value of the setting that an argument determines, otherwise the argument's
+        value, otherwise `missing`."""
         key = key or exact_key(name) or ""
         text = self._typed.get(key, self._text(name))
         if text is None:

@@ -12,7 +12,8 @@ from canzona_cli.errors import Problem, closest
 
 _BARE_NUMBER = re.compile(r"[-+\w.]+")
 _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
-"""The texts that need no quotes. Letters alone could mean true or null, and digits alone would be a number."""
+"""The texts that need no quotes. Letters alone could mean true or null, and digits alone would be a
+number."""
 _SHORT = {"init": "checkpoint.weights_from"}
 """The short names of settings on the command line."""
 
@@ -29,7 +30,8 @@ class Overrides:
     """The values as text, by dotted key."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...] = ()
-    """A warning for each setting that the command line sets to several different values; the last value wins."""
+    """A warning for each setting that the command line sets to several different values; the last value
+    wins."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
@@ -75,7 +77,8 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
 
 
 def _without_spaced(arguments: Sequence[str], problems: list[Problem]) -> list[str]:
-    """Returns the arguments except those of the form `KEY = VALUE` (with spaces); adds a problem for each of these."""
+    """Returns the arguments except those of the form `KEY = VALUE` (with spaces); adds a problem for each of
+    these."""
     rest = [*arguments]
     while (index := next((n for n, argument in enumerate(rest[1:-1], 1) if argument == "="), None)) is not None:
         key, _, value = rest[index - 1 : index + 2]

@@ -29,8 +29,8 @@ LARGEST_INTEGER: Final = 1 << 63
 
 
 class Unreadable(ValueError):
-    """An error for a file that cannot be read, is not valid, or exceeds a limit. The message continues a sentence
-    that starts with the file's name: `is not a regular file`."""
+    """An error for a file that cannot be read, is not valid, or exceeds a limit. The message continues a
+    sentence that starts with the file's name: `is not a regular file`."""
 
 
 class Absent(Unreadable, FileNotFoundError):
@@ -118,7 +118,8 @@ def _check(value: object, *, finite: bool) -> None:
     """Checks that a value is not nested too deeply, and contains only text, numbers, booleans and nulls.
 
     Args:
-        finite: True to refuse infinities and NaN too. YAML may contain them; the ranges of settings then refuse them.
+        finite: True to refuse infinities and NaN too. YAML may contain them; the ranges of settings then
+            refuse them.
 
     Raises:
         Unreadable: the value fails a check.
@@ -146,8 +147,8 @@ def _check(value: object, *, finite: bool) -> None:
 
 
 def _check_expansion(text: str) -> None:
-    """Checks, before any value is constructed, that values are not nested too deeply, and that aliases neither refer
-    to themselves nor expand to too many values.
+    """Checks, before any value is constructed, that values are not nested too deeply, and that aliases
+    neither refer to themselves nor expand to too many values.
 
     Raises:
         Unreadable: an alias refers to itself, values are nested too deeply, or there are too many.
@@ -157,7 +158,8 @@ def _check_expansion(text: str) -> None:
     expanded: dict[str | None, int] = {}
     """The number of values by anchor, excluding anchors whose value is not complete yet."""
     open_values: list[tuple[str | None, int]] = []
-    """The lists and mappings that contain the current event: the anchor of each, and the number of values before it."""
+    """The lists and mappings that contain the current event: the anchor of each, and the number of values
+    before it."""
     total = 0
     for event in yaml.parse(text, Loader=_loader()):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -181,7 +183,8 @@ def _check_expansion(text: str) -> None:
 
 @cache
 def _loader() -> Any:
-    """Returns PyYAML's safe loader with OmegaConf's rules, based on the C loader if PyYAML was built with it."""
+    """Returns PyYAML's safe loader with OmegaConf's rules, based on the C loader if PyYAML was built with
+    it."""
     import yaml
     from yaml.constructor import ConstructorError
 
@@ -213,7 +216,8 @@ _NO_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 def adapter[T](kind: type[T]) -> "TypeAdapter[T]":
     """Returns the pydantic adapter of a type; cached, because creating it takes longer than using it.
 
-    pydantic's plugins are disabled, because the search for them reads the entry points of all installed packages.
+    pydantic's plugins are disabled, because the search for them reads the entry points of all installed
+    packages.
     """
     cached: TypeAdapter[T] = _create_adapter(kind)  # type: ignore[arg-type]
     return cached

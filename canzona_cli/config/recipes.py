@@ -54,8 +54,8 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
 
 
 def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
-    """Returns the files of a group's options, sorted by name. If several folders have an option with the same name,
-    the first folder takes precedence. A folder without group folders is itself a folder of recipes."""
+    """Returns the files of a group's options, sorted by name. If several folders have an option with the same
+    name, the first folder takes precedence. A folder without group folders is itself a folder of recipes."""
     options: dict[str, Path] = {}
     for folder in dirs:
         flat = group == "recipe" and not any((folder / name).is_dir() for name in GROUPS)
@@ -65,13 +65,14 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
 
 
 def lies_flat(recipe: Path) -> bool:
-    """Returns True if a recipe is not in a `recipe/` group folder; it is then composed like a file chosen by path."""
+    """Returns True if a recipe is not in a `recipe/` group folder; it is then composed like a file chosen by
+    path."""
     return recipe.parent.name != "recipe"
 
 
 def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
-    """Returns the option with this name, which may omit the prefix of its family (`8b`, `tiny`, `405b`) and is compared
-    ignoring case; None if there is no such option."""
+    """Returns the option with this name, which may omit the prefix of its family (`8b`, `tiny`, `405b`) and
+    is compared ignoring case; None if there is no such option."""
     lowered = {name.lower(): name for name in options}
     for candidate in (option.lower(), *(f"{family}{option.lower()}" for family in _FAMILIES)):
         if candidate in lowered:
@@ -80,7 +81,8 @@ def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | No
 
 
 def shown(path: Path) -> str:
-    """Returns a path for messages: relative to the current folder if it is inside that folder, otherwise unchanged."""
+    """Returns a path for messages: relative to the current folder if it is inside that folder, otherwise
+    unchanged."""
     try:
         return f"./{path.resolve().relative_to(Path.cwd())}"
     except (ValueError, RuntimeError):  # RuntimeError: a symbolic link to itself
@@ -125,8 +127,8 @@ def find_options(
 ) -> tuple[dict[str, str], dict[str, Path]]:
     """Returns, by group, the full names of the chosen options, and the files chosen by path.
 
-    Adds a problem to `problems` for each option or file that does not exist. A misspelt recipe is replaced by the
-    closest one, so that the other values can still be checked.
+    Adds a problem to `problems` for each option or file that does not exist. A misspelt recipe is replaced by
+    the closest one, so that the other values can still be checked.
     """
     options: dict[str, str] = {}
     paths: dict[str, Path] = {}

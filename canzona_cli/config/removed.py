@@ -1,7 +1,8 @@
-"""Removed settings, values and options, their replacements, and the update of stored configurations that have them.
+"""Removed settings, values and options, their replacements, and the update of stored configurations that have
+them.
 
-To remove a setting, add an entry here. Anyone who uses the setting gets a message with the replacement. Older run
-directories and recipes still work if the entry says what the old value means now.
+To remove a setting, add an entry here. Anyone who uses the setting gets a message with the replacement. Older
+run directories and recipes still work if the entry says what the old value means now.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ class RemovedSetting:
     instead: str
     """The fix, as a complete phrase."""
     without_effect: tuple[object, ...] | None = None
-    """The values that a stored configuration can lose without changing training; None if it can lose any value."""
+    """The values that a stored configuration can lose without changing training; None if it can lose any
+    value."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""Drops a recipe's values that no longer apply because the command line sets a related setting, and resolves learning
-rates."""
+"""Drops a recipe's values that no longer apply because the command line sets a related setting, and resolves
+learning rates."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,20 +17,20 @@ CHOSEN: Final = (
     *("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.sequence_parallel"),
     *("train.micro_batch_size", "train.recompute", "cluster.nodes"),
 )
-"""The settings that depend on the number of GPUs and on the cluster. A run's `config.yaml` has the values chosen for
-the GPUs with which it was started."""
+"""The settings that depend on the number of GPUs and on the cluster. A run's `config.yaml` has the values
+chosen for the GPUs with which it was started."""
 _OVERRULES: Final = {
     "optimizer.lr": "optimizer.lrs",
     "optimizer.min_lr": "optimizer.min_lr_ratio",
     "train.batch_tokens": "train.global_batch_size",
 }
-"""The settings that have no effect if another setting is set, each with this other setting. A recipe that sets the
-first, and builds on a recipe that sets the other, means the first to apply."""
+"""The settings that have no effect if another setting is set, each with this other setting. A recipe that
+sets the first, and builds on a recipe that sets the other, means the first to apply."""
 
 
 def overruling(recipes: Sequence[Path], parsed: Overrides) -> Iterator[str]:
-    """Yields the settings of a recipe that would have no effect because a recipe that it builds on sets another one
-    (`_OVERRULES`).
+    """Yields the settings of a recipe that would have no effect because a recipe that it builds on sets
+    another one (`_OVERRULES`).
 
     A recipe's learning rate is meant for the recipe's optimizer, so it is not yielded if the command line
     chooses an optimizer.
@@ -53,8 +53,8 @@ def overruling(recipes: Sequence[Path], parsed: Overrides) -> Iterator[str]:
 def drop_replaced(
     tree: dict[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
 ) -> None:
-    """Drops a recipe's `min_lr_ratio`, number of sequences or data source if the command line instead sets `min_lr`,
-    the number of tokens or a data path.
+    """Drops a recipe's `min_lr_ratio`, number of sequences or data source if the command line instead sets
+    `min_lr`, the number of tokens or a data path.
 
     Args:
         tree: the recipe's values, overridden by the command line's; changed in place.
@@ -83,7 +83,8 @@ def _choose_min_lr(
 def _choose_batch(tree: dict[str, object], parsed: Overrides, set_keys: Collection[str]) -> None:
     """Drops the recipe's number of sequences if the command line sets only the number of tokens.
 
-    If the command line sets both, the number of sequences takes precedence, and `config_warnings` warns about it.
+    If the command line sets both, the number of sequences takes precedence, and `config_warnings` warns about
+    it.
     """
     if "train.batch_tokens" not in set_keys or parsed.values.get("train.global_batch_size") is not None:
         return
@@ -106,8 +107,8 @@ def _choose_source(tree: dict[str, object], parsed: Overrides) -> None:
 
 
 def choose_again(tree: dict[str, object], written: Mapping[str, object], parsed: Overrides) -> None:
-    """Drops stored values that were derived from settings that the command line changes: the layout if it sets GPUs
-    or a cluster, and the schedule if it sets the number of steps.
+    """Drops stored values that were derived from settings that the command line changes: the layout if it
+    sets GPUs or a cluster, and the schedule if it sets the number of steps.
 
     Args:
         tree: the stored values, overridden by the command line's; changed in place.
@@ -124,7 +125,8 @@ def choose_again(tree: dict[str, object], written: Mapping[str, object], parsed:
 
 
 def _choose_schedule(tree: dict[str, object], written: Mapping[str, object]) -> None:
-    """Sets the schedule's numbers of steps to null if they are the values that replaced nulls when the run started."""
+    """Sets the schedule's numbers of steps to null if they are the values that replaced nulls when the run
+    started."""
     schedule, train = tree.get("schedule"), written.get("train")
     steps = train.get("steps") if isinstance(train, Mapping) else None
     if not isinstance(schedule, dict) or not isinstance(steps, int) or schedule.get("decay_steps") != steps:

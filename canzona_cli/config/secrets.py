@@ -1,9 +1,9 @@
-"""Protects configurations and logs: refuses secrets, code that the user did not name, and characters that are unsafe
-in file names, commands or terminals; and redacts secrets in text.
+"""Protects configurations and logs: refuses secrets, code that the user did not name, and characters that are
+unsafe in file names, commands or terminals; and redacts secrets in text.
 
-A text is taken for a secret if its setting is named like a token, key or password, if it has the format of one, or if
-it is the value of an environment variable with such a name. This module imports only the standard library and the
-schema, because workers use it before their slow imports.
+A text is taken for a secret if its setting is named like a token, key or password, if it has the format of
+one, or if it is the value of an environment variable with such a name. This module imports only the standard
+library and the schema, because workers use it before their slow imports.
 """
 
 import logging
@@ -44,14 +44,14 @@ _DIRECTORIES = ("PWD", "OLDPWD")
 """The shell's variables for the current and the previous directory. They are named `PWD` but are not
 passwords, and many paths start with their values."""
 _SHORTEST = 8
-"""The minimum length at which an environment variable's value is taken for a secret. Shorter values could be ordinary
-words."""
+"""The minimum length at which an environment variable's value is taken for a secret. Shorter values could be
+ordinary words."""
 
 REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")
 """A reference to another setting by name."""
 _ARGUMENTS = ("run.dir", "cluster.rdzv_endpoint")
-"""The settings whose value, or its last path component, becomes an argument of torchrun. A leading dash would turn the
-argument into an option."""
+"""The settings whose value, or its last path component, becomes an argument of torchrun. A leading dash would
+turn the argument into an option."""
 _OWN_RULES = ("name", "cluster.rdzv_id")
 """The settings that `canzona_cli.config.checks` checks more strictly."""
 _PROSE = ("description",)
@@ -130,7 +130,8 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
-    """Yields a problem if the recipe names custom code, or a folder with `..`: only the command line may name these.
+    """Yields a problem if the recipe names custom code, or a folder with `..`: only the command line may name
+    these.
 
     Args:
         explicit: the dotted keys that the command line sets.
@@ -188,8 +189,8 @@ class RedactingFormatter(logging.Formatter):
 
 
 def _from_environment() -> list[str]:
-    """Returns the values of environment variables that are named like secrets, longest first, because a value may
-    contain another."""
+    """Returns the values of environment variables that are named like secrets, longest first, because a value
+    may contain another."""
     variables = {
         value
         for name, value in os.environ.items()
@@ -209,10 +210,12 @@ def _hide_named(match: re.Match[str]) -> str:
 
 
 def _texts(value: object, key: str = "", name: str = "", *, names: bool = False) -> Iterator[tuple[str, str, str]]:
-    """Yields (dotted key, name, text) for every text in a tree. The entries of a list get the list's key and name.
+    """Yields (dotted key, name, text) for every text in a tree. The entries of a list get the list's key and
+    name.
 
     Args:
-        names: True to yield names in mappings as texts too, because users choose the names of optimizer options.
+        names: True to yield names in mappings as texts too, because users choose the names of optimizer
+            options.
     """
     if isinstance(value, Mapping):
         for inner_key, inner in value.items():

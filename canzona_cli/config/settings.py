@@ -34,7 +34,8 @@ class Setting:
     """The help text. A test requires one for every setting."""
     unit: str
     affects: Affects | None
-    """The effects of a change; None if the field does not declare them. A test requires every field to do so."""
+    """The effects of a change; None if the field does not declare them. A test requires every field to do
+    so."""
     example: str
     optimizers: frozenset[str] = frozenset()
     """The optimizers that have this `optimizer.*` setting."""
@@ -122,8 +123,8 @@ def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
     """Returns the settings whose changes have this effect, in the order of the schema.
 
     Args:
-        section: limits the result to the settings of this section, without its name; empty for all settings, with
-            dotted keys.
+        section: limits the result to the settings of this section, without its name; empty for all settings,
+            with dotted keys.
     """
     prefix = f"{section}." if section else ""
     return tuple(
@@ -180,8 +181,8 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
 
 
 def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]]:
-    """Returns what a type hint says about a setting: the kind of value, the choices, whether None is allowed, and the
-    annotations."""
+    """Returns what a type hint says about a setting: the kind of value, the choices, whether None is allowed,
+    and the annotations."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)
         kind, choices, optional, inner_marks = _kind(inner)

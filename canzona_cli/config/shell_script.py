@@ -1,9 +1,9 @@
 """Reads the commands of a shell script and replaces their variables, without running anything.
 
-The script is read as if it were started without arguments. Some values stay unknown and are marked in the words that
-contain them: variables that the script does not set, `$(commands)`, and values set under a condition that the script
-alone does not decide. In conditions, unset variables are empty, and tests of files are undecided. The body of a loop
-is read once.
+The script is read as if it were started without arguments. Some values stay unknown and are marked in the
+words that contain them: variables that the script does not set, `$(commands)`, and values set under a
+condition that the script alone does not decide. In conditions, unset variables are empty, and tests of files
+are undecided. The body of a loop is read once.
 """
 
 import ast
@@ -21,8 +21,8 @@ from canzona_cli.config.reading import Unreadable
 LARGEST: Final = 1 << 20
 """The maximum number of characters in a value after its variables are replaced."""
 _MARK: Final = "\ue000"
-"""The character on both sides of an unknown part of a word. A `?` follows the first one, unless the part is just an
-unset variable."""
+"""The character on both sides of an unknown part of a word. A `?` follows the first one, unless the part is
+just an unset variable."""
 _ENDS: Final = " \t\n;&|()<>"
 _NAME: Final = re.compile(r"[A-Za-z_]\w*|[0-9@*#?]")
 _ASSIGNED: Final = re.compile(r"([A-Za-z_]\w*)(\+?)=")

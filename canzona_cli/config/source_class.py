@@ -33,7 +33,8 @@ def source_problem(place: str, name: str) -> str | None:
 
 
 def _located(module: str) -> ModuleSpec | str:
-    """Returns the spec of a module without importing its parent packages, or a message about the missing part."""
+    """Returns the spec of a module without importing its parent packages, or a message about the missing
+    part."""
     first, *rest = module.split(".")
     try:
         spec = find_spec(first)

@@ -5,9 +5,9 @@ part `c * pp + s`. If the layers do not divide evenly, the loss counts as a laye
 possibly the embedding as a layer of the first part. These parts then have one layer less than the others.
 Llama-3.1 405B with its 126 layers was trained in this way on 16 stages (arXiv 2407.21783, section 3.3.2).
 
-This needs no setting, because for given layers, stages and chunks at most one of these ways gives whole layers. The
-only exception is a model with two parts, which are cut in the same place whether both the embedding and the loss count
-or neither does.
+This needs no setting, because for given layers, stages and chunks at most one of these ways gives whole
+layers. The only exception is a model with two parts, which are cut in the same place whether both the
+embedding and the loss count or neither does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,8 +31,8 @@ WAYS = (Counted(False, False), Counted(False, True), Counted(True, True))
 
 
 def counted(layers: int, parts: int) -> Counted | None:
-    """Returns which of embedding and loss count as layers when `layers` layers are cut into `parts` parts with at
-    least one layer each; None if no way gives whole layers."""
+    """Returns which of embedding and loss count as layers when `layers` layers are cut into `parts` parts
+    with at least one layer each; None if no way gives whole layers."""
     for way in WAYS:
         each, rest = divmod(layers + sum(way), parts)
         if rest == 0 and each - any(way) >= 1:
@@ -48,16 +48,16 @@ def possible_pp(layers: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def possible_vpp(layers: int, pp: int) -> tuple[int, ...]:
-    """Returns, in ascending order, the possible numbers of model chunks per stage with `pp` stages. For a single
-    stage, which has no other stage to interleave with, only 1 is possible."""
+    """Returns, in ascending order, the possible numbers of model chunks per stage with `pp` stages. For a
+    single stage, which has no other stage to interleave with, only 1 is possible."""
     if pp == 1:
         return (1,)
     return tuple(vpp for vpp in range(1, layers // pp + 2) if counted(layers, pp * vpp) is not None)
 
 
 def pipeline_problems(layers: int, pp: int | None, vpp: int | None) -> Iterator[Problem]:
-    """Yields a problem if `layers` cannot be cut into `pp` stages of `vpp` model chunks each. None stands for a value
-    that is chosen later."""
+    """Yields a problem if `layers` cannot be cut into `pp` stages of `vpp` model chunks each. None stands for
+    a value that is chosen later."""
     if pp is None:
         possible = sorted({chunks for stages in possible_pp(layers) for chunks in possible_vpp(layers, stages)})
         if vpp is not None and vpp not in possible:

@@ -37,12 +37,12 @@ class Combination:
 def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     """Returns the runs of a sweep, always in the same order; the last swept setting varies fastest.
 
-    Arguments that are not sweeps or cannot be parsed are passed on to all runs; composing a run reports problems with
-    them.
+    Arguments that are not sweeps or cannot be parsed are passed on to all runs; composing a run reports
+    problems with them.
 
     Raises:
-        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or repeat,
-            `run.dir` is swept, or there are more than `MOST_RUNS` runs.
+        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or
+            repeat, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
     """
     problems: list[Problem] = []
     choices = [_values(argument, problems) for argument in arguments]

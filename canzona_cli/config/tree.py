@@ -1,4 +1,5 @@
-"""Composes the files of a run into a tree of values with Hydra, and applies the command line's values to the tree."""
+"""Composes the files of a run into a tree of values with Hydra, and applies the command line's values to the
+tree."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -238,8 +239,8 @@ def _stored(options: Mapping[str, str], paths: Mapping[str, Path]) -> Iterator[N
 
 
 def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
-    """Sets `run.dir` to null if the file is the config.yaml of a run directory, so that a run with this file as its
-    recipe does not reuse the directory."""
+    """Sets `run.dir` to null if the file is the config.yaml of a run directory, so that a run with this file
+    as its recipe does not reuse the directory."""
     run = content.get("run")
     if isinstance(run, dict) and path.name == "config.yaml" and Path(str(run.get("dir"))).name == path.parent.name:
         run["dir"] = None
@@ -271,7 +272,8 @@ def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object
 
 
 def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> Problem:
-    """Turns Hydra's error about a recipe's files into a problem, without the search path and Hydra's own hints.
+    """Turns Hydra's error about a recipe's files into a problem, without the search path and Hydra's own
+    hints.
 
     Args:
         where: the recipe's file, for messages.
@@ -296,8 +298,8 @@ def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> 
 def with_values(base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
     """Returns a tree with the command line's values applied and references to other settings resolved.
 
-    Adds a problem to `problems` for each value that cannot be set, and for each setting whose references cannot be
-    resolved; drops such settings.
+    Adds a problem to `problems` for each value that cannot be set, and for each setting whose references
+    cannot be resolved; drops such settings.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -336,8 +338,8 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
 
 
 def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
-    """Returns the length of a setting or section after its references are resolved; for a cycle, a number above
-    `_LONGEST`. Only texts with references, and the texts that they refer to, are counted.
+    """Returns the length of a setting or section after its references are resolved; for a cycle, a number
+    above `_LONGEST`. Only texts with references, and the texts that they refer to, are counted.
 
     Args:
         name: the key of the setting or section.
@@ -376,9 +378,9 @@ def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
 
 
 def _defaults_with_experts(tree: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:
-    """Returns the defaults that differ for a model with experts: `max_preconditioner_dim` is the width of an expert,
-    but at least 1024. Every expert has its own factors, and factors as large as the hidden size would take more memory
-    than everything else."""
+    """Returns the defaults that differ for a model with experts: `max_preconditioner_dim` is the width of an
+    expert, but at least 1024. Every expert has its own factors, and factors as large as the hidden size would
+    take more memory than everything else."""
     model = tree.get("model")
     width = model.get("ffn_hidden_size") if isinstance(model, Mapping) and model.get("num_experts") else None
     if "max_preconditioner_dim" not in defaults or not isinstance(width, int):

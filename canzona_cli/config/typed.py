@@ -59,7 +59,8 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
 
 
 def type_problems(tree: dict[str, object], texts: Mapping[str, str]) -> list[Problem]:
-    """Returns the problems with the types of the command line's values, which can be checked without a recipe.
+    """Returns the problems with the types of the command line's values, which can be checked without a
+    recipe.
 
     Args:
         tree: the values. If they include optimizer settings but no optimizer, the name of one that has these
@@ -95,14 +96,14 @@ def stand_in(base: Mapping[str, object], values: Mapping[str, object], bad: Coll
 
 
 def _among(key: str, keys: Collection[str]) -> bool:
-    """Returns True if a key equals one of `keys`, is an entry of one that is a mapping, or is a mapping with one of
-    them as an entry."""
+    """Returns True if a key equals one of `keys`, is an entry of one that is a mapping, or is a mapping with
+    one of them as an entry."""
     return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
 
 def _together(problems: list[Problem], where: str) -> list[Problem]:
-    """Merges all problems about missing values into one if even the model is missing, because the recipe then probably
-    lacks its `defaults:` list; otherwise returns the problems unchanged."""
+    """Merges all problems about missing values into one if even the model is missing, because the recipe then
+    probably lacks its `defaults:` list; otherwise returns the problems unchanged."""
     absent = [problem for problem in problems if problem.reason.startswith((_NO_VALUE, _NOT_CHOSEN, _NOT_SET))]
     if not any(problem.key == "model" for problem in absent):
         return problems
@@ -146,7 +147,8 @@ _BOUNDS = {
 
 
 def _bound(error: str, context: Mapping[str, float], value: float) -> str:
-    """Describes the bound that a number in a list or mapping violates; returns an empty text for other errors."""
+    """Describes the bound that a number in a list or mapping violates; returns an empty text for other
+    errors."""
     if error not in _BOUNDS:
         return ""
     key, name = _BOUNDS[error]

@@ -1,5 +1,5 @@
-"""Finds the setting that a user means by an unknown key: a misspelt or removed setting, or a name from Megatron,
-Hugging Face, torchtitan, torchtune or NeMo."""
+"""Finds the setting that a user means by an unknown key: a misspelt or removed setting, or a name from
+Megatron, Hugging Face, torchtitan, torchtune or NeMo."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -80,8 +80,8 @@ _NAMES: Final[Mapping[str, str]] = {
     "parallel.cp": "context_parallel_size context_parallel_degree context_parallel cp_size",
 }
 RENAMED: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() for name in names.split()}
-"""canzona's key for each name in other programs whose values mean the same. `resume` is `run.dir`, because a run
-continues in its directory."""
+"""canzona's key for each name in other programs whose values mean the same. `resume` is `run.dir`, because a
+run continues in its directory."""
 
 _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
     "expert experts moe": (
@@ -136,14 +136,14 @@ _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
         "leave it out; metrics.jsonl in the run directory has a line for every step",
     ),
 }
-"""The reason and the fix for names of features that canzona does not have. A word matches names that contain it
-between dots or underscores; a word with underscores matches the part of a name after its last dot. In a fix, `{}` is
-replaced by the matching word."""
+"""The reason and the fix for names of features that canzona does not have. A word matches names that contain
+it between dots or underscores; a word with underscores matches the part of a name after its last dot. In a
+fix, `{}` is replaced by the matching word."""
 
 
 def instead(name: str) -> Problem | None:
-    """Returns a problem with advice for the name, dotted or not, of a feature that canzona does not have; None for any
-    other name."""
+    """Returns a problem with advice for the name, dotted or not, of a feature that canzona does not have;
+    None for any other name."""
     flat = name.replace("-", "_").lower()
     words, last = {*flat.replace(".", "_").split("_")}, flat.rpartition(".")[2]
     if {flat, last} & RENAMED.keys():
@@ -172,7 +172,8 @@ def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
 
 
 def as_override(option: str, value: str, *, exact: bool) -> str | None:
-    """Returns an option as an override, such as `gpus=4` for `--gpus 4`; None if it does not resemble a setting.
+    """Returns an option as an override, such as `gpus=4` for `--gpus 4`; None if it does not resemble a
+    setting.
 
     Args:
         value: the option's value; empty if it has none.
@@ -195,8 +196,8 @@ NEAR = 0.8
 
 
 def exact_key(word: str) -> str | None:
-    """Returns the key of the setting with this dotted key, bare name, or name in another program; None if there is no
-    such setting, or if several share the bare name."""
+    """Returns the key of the setting with this dotted key, bare name, or name in another program; None if
+    there is no such setting, or if several share the bare name."""
     flat = word.replace("-", "_").lower()
     if flat in RENAMED or flat in settings():
         return RENAMED.get(flat, flat)
@@ -207,8 +208,9 @@ def exact_key(word: str) -> str | None:
 def closest_key(key: str) -> str | None:
     """Returns the setting that the user probably meant by `key`; None if none is similar enough.
 
-    The bare name has more weight than the section: `tp` means `parallel.tp`, and `train.lr` means `optimizer.lr`.
-    Missing words have little weight: `num_heads` means `num_attention_heads`, although `num_layers` looks more like it.
+    The bare name has more weight than the section: `tp` means `parallel.tp`, and `train.lr` means
+    `optimizer.lr`. Missing words have little weight: `num_heads` means `num_attention_heads`, although
+    `num_layers` looks more like it.
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
     last = flat.rpartition(".")[2]

@@ -10,8 +10,8 @@ from canzona_cli.errors import Problem
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[Problem]:
-    """Yields a problem, without the value, for each setting on the command line that was meant to change what is
-    trained but has no effect.
+    """Yields a problem, without the value, for each setting on the command line that was meant to change what
+    is trained but has no effect.
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
@@ -27,15 +27,15 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[str]:
-    """Yields a warning for each setting on the command line that has no effect, and for each value that will probably
-    work badly.
+    """Yields a warning for each setting on the command line that has no effect, and for each value that will
+    probably work badly.
 
     Ignored settings that were meant to change what is trained are refused instead (`unused_problems`).
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
-        training: False if the run is only planned. The plan is then made for any strategy, so a plan's settings have
-            an effect.
+        training: False if the run is only planned. The plan is then made for any strategy, so a plan's
+            settings have an effect.
     """
     execution, strategy = config.execution, config.engine.strategy
     if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:

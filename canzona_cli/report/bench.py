@@ -64,7 +64,8 @@ class BenchView(Page):
             yield from self._ranks()
 
     def _differences(self) -> Iterator[RenderableType]:
-        """Yields each reason why measured and predicted times differ, with the strategies that it applies to."""
+        """Yields each reason why measured and predicted times differ, with the strategies that it applies
+        to."""
         yield Text("Why measured and predicted differ", style="bold")
         reasons: dict[str, list[str]] = {}
         for name in order(self.result):
@@ -196,7 +197,8 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
 
 
 def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
-    """Returns a row that says where predictions come from or, if there are none for this machine, how to get them.
+    """Returns a row that says where predictions come from or, if there are none for this machine, how to get
+    them.
 
     Args:
         origin: the words that describe a calibrated profile.
@@ -226,7 +228,8 @@ def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
 
 
 def _summary(bench: StrategyBench, *, planned: bool) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
-    """Yields the rows below the phases as (label, style, cells); with `planned`, includes predicted-only rows."""
+    """Yields the rows below the phases as (label, style, cells); with `planned`, includes predicted-only
+    rows."""
     measured, predicted = bench.measured, bench.predicted
     for label, values, expected in (
         ("iteration", measured.iteration_s, predicted.iteration_s),

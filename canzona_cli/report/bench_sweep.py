@@ -190,7 +190,8 @@ class SweepView(Page):
         yield from items("Notes", map(clean, notes))
 
     def _picture(self, rows: Sequence[SweepRow]) -> Picture:
-        """Draws curves over numeric values, or one bar for each value and strategy if no value is a number."""
+        """Draws curves over numeric values, or one bar for each value and strategy if no value is a
+        number."""
         numeric = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not `auto`
         if not numeric:
             labelled = ((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)

@@ -1,4 +1,5 @@
-"""The screen of `canzona plan --from-megatron`: the cost of a Megatron-LM run's optimizer compared with canzona's."""
+"""The screen of `canzona plan --from-megatron`: the cost of a Megatron-LM run's optimizer compared with
+canzona's."""
 
 import shlex
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,5 @@
-"""The screens of `canzona calibrate`: its progress, then each measured number with its spread, compared with the
-base profile's number."""
+"""The screens of `canzona calibrate`: its progress, then each measured number with its spread, compared with
+the base profile's number."""
 
 import time
 from collections.abc import Iterator, Mapping

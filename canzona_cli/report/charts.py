@@ -1,7 +1,7 @@
 """Bars, timelines and load maps, each drawn with characters in a terminal and as SVG in an HTML page.
 
-In a terminal without colour, each part is drawn with its letter. In a page, text has the same size on every screen,
-and a part shows its value while the pointer is over it.
+In a terminal without colour, each part is drawn with its letter. In a page, text has the same size on every
+screen, and a part shows its value while the pointer is over it.
 """
 
 import itertools
@@ -44,8 +44,8 @@ MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
         )
     }
 )
-"""The parts of a rank's memory, in drawing order. Without a plan, one part (`optimizer`) stands for all of the
-optimizer's memory."""
+"""The parts of a rank's memory, in drawing order. Without a plan, one part (`optimizer`) stands for all of
+the optimizer's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,8 +279,8 @@ def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *,
 
 
 def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """Yields the intervals clipped to start and end, at the resolution of a screen: neighbours with the same name are
-    joined, and an interval too short to see is dropped if it closely follows another."""
+    """Yields the intervals clipped to start and end, at the resolution of a screen: neighbours with the same
+    name are joined, and an interval too short to see is dropped if it closely follows another."""
     finest = (end_s - start_s) / _FINEST
     last: Interval | None = None
     for interval in sorted(intervals, key=lambda part: part.start_s):
@@ -402,9 +402,9 @@ class LoadMaps(Picture):
 def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
     """Draws a load map in rows of at most `width` characters.
 
-    The height of a block shows the load relative to the largest load, so a balanced map has full blocks everywhere.
-    The colour shows the load relative to the mean: green around the mean, yellow and red above, blue below. Where not
-    all owners or hosts fit, a character shows the largest load of several.
+    The height of a block shows the load relative to the largest load, so a balanced map has full blocks
+    everywhere. The colour shows the load relative to the mean: green around the mean, yellow and red above,
+    blue below. Where not all owners or hosts fit, a character shows the largest load of several.
 
     Args:
         loads: the seconds of each cell; the cell of an owner and a host has the index `owner * hosts + host`.

@@ -1,5 +1,5 @@
-"""The screens of `canzona checkpoint` (the list of checkpoints, the contents of one, and their verification) and of
-`canzona eval`."""
+"""The screens of `canzona checkpoint` (the list of checkpoints, the contents of one, and their verification)
+and of `canzona eval`."""
 
 import time
 from collections import Counter
@@ -199,7 +199,8 @@ class AllVerified(Page):
     root: str
     each: tuple[Verified, ...]
     removed: tuple[str, ...] = ()
-    """The checkpoints that a running job removed during the verification, because it keeps only the newest ones."""
+    """The checkpoints that a running job removed during the verification, because it keeps only the newest
+    ones."""
 
     @property
     def problems(self) -> list[Problem]:
@@ -254,8 +255,8 @@ class AllVerified(Page):
 
 @contextmanager
 def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar if standard error is a terminal; yields a function to call with the number of bytes
-    processed since its last call.
+    """Shows a progress bar if standard error is a terminal; yields a function to call with the number of
+    bytes processed since its last call.
 
     Args:
         doing: the text in front of the bar, such as `hashing`.

@@ -104,7 +104,8 @@ def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
 
 
 def setting_value(value: object) -> str:
-    """Returns a value as a user types it; shortens a long list to its number of entries, and cuts other long text."""
+    """Returns a value as a user types it; shortens a long list to its number of entries, and cuts other long
+    text."""
     shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else written(value))
     if len(shown) <= _LONGEST_VALUE:
         return shown
@@ -126,7 +127,8 @@ COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralView(Page):
-    """A table with a row for each run: the settings that differ, and the results. The best run is highlighted."""
+    """A table with a row for each run: the settings that differ, and the results. The best run is
+    highlighted."""
 
     several: Several
 
@@ -169,7 +171,8 @@ def run_names(runs: Sequence[RunSummary]) -> list[str]:
 
 
 def several_page(several: Several) -> Document:
-    """Returns the page of several runs: figures, loss curves and step times; for two runs, also all differences."""
+    """Returns the page of several runs: figures, loss curves and step times; for two runs, also all
+    differences."""
     return Document(
         kind="canzona report --compare",
         title=plural(len(several.runs), "run"),

@@ -1,6 +1,7 @@
 """Curves, drawn with Braille dots in a terminal and as SVG in an HTML page.
 
-In a page, lines and text have the same size on every screen, and the page's script shows the values at the pointer.
+In a page, lines and text have the same size on every screen, and the page's script shows the values at the
+pointer.
 """
 
 import itertools
@@ -45,7 +46,8 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def bar(share: object, width: int) -> str:
-    """Returns a bar that fills the fraction `share` (0 to 1) of `width` characters, to an eighth of a character."""
+    """Returns a bar that fills the fraction `share` (0 to 1) of `width` characters, to an eighth of a
+    character."""
     value = real(share)
     if value is None or width < 1:
         return ""
@@ -96,7 +98,8 @@ def _axis_label(value: float) -> str:
 
 
 def _dot_columns(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[int, float]]:
-    """Returns (column, mean value) for each column of dots that contains points; the axis is linear in steps."""
+    """Returns (column, mean value) for each column of dots that contains points; the axis is linear in
+    steps."""
     first, last = points[0][0], points[-1][0]
     scale = (columns - 1) / (last - first) if last > first else 0.0
     bins: dict[int, list[float]] = {}
@@ -152,8 +155,8 @@ class Curves(Picture):
     height: int = 220
     """The height of the plot in an HTML page, in pixels."""
     axes: Literal["linear", "log x", "log"] = "linear"
-    """`linear`: no axis is logarithmic, `log x`: the x axis, `log`: both. A logarithmic x axis has a label at every
-    step."""
+    """`linear`: no axis is logarithmic, `log x`: the x axis, `log`: both. A logarithmic x axis has a label at
+    every step."""
     show: Callable[[float], str] = lambda value: number(value, ".4g")
     """Formats a value."""
     x: str = "step"
@@ -263,8 +266,8 @@ class _Chart:
             yield tag("text", _step(step), x=percent(place), y=self._picture.height + 18, class_=css)
 
     def _written_steps(self) -> list[float]:
-        """Returns the steps that label the x axis: all of them on a logarithmic axis, otherwise the first, the last and
-        round numbers between them."""
+        """Returns the steps that label the x axis: all of them on a logarithmic axis, otherwise the first,
+        the last and round numbers between them."""
         if self._every or len(self._steps) < 3:
             return self._steps
         first, last = self._steps[0], self._steps[-1]

@@ -1,5 +1,5 @@
-"""The screens of `canzona data`: the progress of `prepare` (a bar in a terminal, lines in a pipe) and its result,
-and the documents that `show` prints."""
+"""The screens of `canzona data`: the progress of `prepare` (a bar in a terminal, lines in a pipe) and its
+result, and the documents that `show` prints."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -75,8 +75,8 @@ def _is_learning(progress: BuildProgress) -> bool:
 
 
 def print_prepared(built: Built) -> None:
-    """Prints the files that a build wrote, the documents that it dropped, notes, and the command to train on the
-    data."""
+    """Prints the files that a build wrote, the documents that it dropped, notes, and the command to train on
+    the data."""
     console = Console(highlight=False)
     files = [("file", f"{clean(path)} ({size(path.stat().st_size)})") for path in built.files]
     _print_rows(console, [*_facts_of(built.sidecar), *files])

@@ -1,7 +1,7 @@
 """HTML pages: the text of the terminal views, with SVG charts instead of character charts.
 
-A page is a single file that loads nothing else. It follows the system's light or dark theme, and is readable on screens
-at least 400 pixels wide. `page.html` is the template.
+A page is a single file that loads nothing else. It follows the system's light or dark theme, and is readable
+on screens at least 400 pixels wide. `page.html` is the template.
 """
 
 import base64

@@ -54,7 +54,8 @@ class ErrorView(Page):
 
 
 def _headline(error: CanzonaError) -> str:
-    """Returns the error's headline, or that of `BadUsage` if only a command's arguments and options are wrong."""
+    """Returns the error's headline, or that of `BadUsage` if only a command's arguments and options are
+    wrong."""
     keys = [problem.key for problem in error.problems]
     typed = keys and all(key.startswith("--") or key.isupper() for key in keys)
     return BadUsage.headline if typed and isinstance(error, ConfigError) else error.headline

@@ -150,7 +150,8 @@ class FastestLayouts(Page):
     config: RunConfig
     search: LayoutSearch
     without: Tried | None = None
-    """The fastest layout with `cluster.headroom_gib=0`; None if it is not faster than the first of the table."""
+    """The fastest layout with `cluster.headroom_gib=0`; None if it is not faster than the first of the
+    table."""
     verbose: bool = False
     """True shows the columns that do not fit in the terminal in a second table."""
 
@@ -185,7 +186,8 @@ class FastestLayouts(Page):
         )
 
     def as_json(self) -> dict[str, object]:
-        """Returns the JSON of `canzona plan --layouts --json`; only changes other than additions raise `version`."""
+        """Returns the JSON of `canzona plan --layouts --json`; only changes other than additions raise
+        `version`."""
         return {
             "version": LAYOUTS_VERSION,
             "recipe": self.config.name,
@@ -314,7 +316,8 @@ class LayoutRow:
     memory: Memory | None
     """The memory of the fullest rank in this layout."""
     note: str
-    """The settings that would make a layout fit, or the reason why no layout is legal; empty if a layout fits."""
+    """The settings that would make a layout fit, or the reason why no layout is legal; empty if a layout
+    fits."""
 
     @property
     def fits(self) -> bool:

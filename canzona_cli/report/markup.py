@@ -17,8 +17,8 @@ _CLASSES = ("bold", "dim", "yellow", "red", "green")
 
 
 class Html(str):
-    """Markup that needs no escaping. Apart from the fixed texts in `page.*`, only this module creates it from text, so
-    that a run's name cannot inject markup into a page."""
+    """Markup that needs no escaping. Apart from the fixed texts in `page.*`, only this module creates it from
+    text, so that a run's name cannot inject markup into a page."""
 
     __slots__ = ()
 

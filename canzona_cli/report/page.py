@@ -71,7 +71,8 @@ class Wrapped:
 
 
 def _at_spaces(text: Text, width: int) -> Iterator[Text]:
-    """Yields lines of at most `width` columns. A longer word gets a line of its own, because rich would break it."""
+    """Yields lines of at most `width` columns. A longer word gets a line of its own, because rich would break
+    it."""
     for paragraph in text.split("\n", allow_blank=True):
         breaks, used = [], 0
         for word in re.finditer(r"\S+\s*", paragraph.plain):

@@ -24,7 +24,8 @@ from canzona_cli.simulate.compare import STRATEGIES, Comparison, Study, Variant
 from canzona_cli.simulate.step import StrategyResult
 
 _NO_GAP = 1e-6
-"""A plan is called optimal if its relative gap to the lower bound is smaller than this: it may be rounding."""
+"""A plan is called optimal if its relative gap to the lower bound is smaller than this: it may be
+rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +204,9 @@ class PlanView(Page):
         )
 
     def _updates(self) -> str:
-        """Describes how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each; ...;
-        plain matmuls, expected RMS error of singular values 0.017`; empty for optimizers without orthogonalisation."""
+        """Describes how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each;
+        ...; plain matmuls, expected RMS error of singular values 0.017`; empty for optimizers without
+        orthogonalisation."""
         shapes_updated = kinds(self.study.config, self.study.plan)
         if shapes_updated[0].form is None:
             return ""
@@ -355,8 +357,8 @@ def _variant_cells(variant: Variant) -> tuple[str, ...]:
 
 
 _CUT = 1.6
-"""The largest scale of the bars, as a multiple of the longest iteration of the strategies other than sc. If sc's
-bar is longer, it is cut off."""
+"""The largest scale of the bars, as a multiple of the longest iteration of the strategies other than sc. If
+sc's bar is longer, it is cut off."""
 
 
 def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:

@@ -280,8 +280,8 @@ class BreakdownView(Page):
 
 
 def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
-    """Returns (name, label, phase) for each phase, in the order of a step. A phase that `LABELS` does not have is
-    labelled with its name."""
+    """Returns (name, label, phase) for each phase, in the order of a step. A phase that `LABELS` does not
+    have is labelled with its name."""
     known = [name for name in LABELS if name != "other"]
     names = [*known, *(name for name in breakdown.phases if name not in LABELS), "other"]
     rows = []

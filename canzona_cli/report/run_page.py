@@ -119,7 +119,8 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
 
 
 def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[RenderableType]:
-    """Yields the measured and planned load maps of matrix updates for the pipeline stage with the slowest rank."""
+    """Yields the measured and planned load maps of matrix updates for the pipeline stage with the slowest
+    rank."""
     hosts = 1
     measured: Mapping[int, Sequence[float]] = {}
     planned: Mapping[int, Sequence[float]] = {}
@@ -144,8 +145,8 @@ def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[Renderabl
 
 
 def _measured_loads(breakdown: Breakdown) -> dict[int, list[float]]:
-    """Returns the seconds that each rank spent on matrix updates, by pipeline stage; empty if ranks are missing, or
-    if no rank updated a matrix."""
+    """Returns the seconds that each rank spent on matrix updates, by pipeline stage; empty if ranks are
+    missing, or if no rank updated a matrix."""
     layout = breakdown.layout
     seconds = {times.rank: times.phases.get("matrix_update", 0.0) for times in breakdown.ranks}
     cells = layout.tp * layout.owners

@@ -1,7 +1,7 @@
 """The measured and planned timelines of a run as a Chrome trace, for Perfetto and chrome://tracing.
 
-Each rank is a process of the trace. Its `compute` track shows the phases of the steps. Each kind of transfer in
-flight has its own track, and more tracks where transfers of the same kind overlap.
+Each rank is a process of the trace. Its `compute` track shows the phases of the steps. Each kind of transfer
+in flight has its own track, and more tracks where transfers of the same kind overlap.
 
 Ranks on the same machine share a clock. The clocks of different machines are aligned at the ends of steps: a
 step ends after an all-reduce of the loss over all ranks, so all ranks end a step at the same time, up to the
@@ -24,7 +24,8 @@ from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval
 from canzona_cli.run.records import RankTimeline, load_timelines
 
 _TIDS = 100
-"""The number of track IDs reserved for each process, because IDs must be unique across a trace's processes."""
+"""The number of track IDs reserved for each process, because IDs must be unique across a trace's
+processes."""
 
 
 def write_trace(run_dir: Path, target: Path) -> int:
@@ -97,7 +98,8 @@ def trace_events(
 
 
 def lanes(intervals: Iterable[Interval]) -> list[list[Interval]]:
-    """Distributes intervals over as few tracks as possible, so that the intervals of a track do not overlap."""
+    """Distributes intervals over as few tracks as possible, so that the intervals of a track do not
+    overlap."""
     rows: list[list[Interval]] = []
     for interval in sorted(intervals, key=lambda part: (part.start_s, part.end_s)):
         free = next((lane for lane in rows if lane[-1].end_s <= interval.start_s), None)
@@ -151,8 +153,8 @@ class _Process:
 
 
 def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
-    """Returns the seconds to add to each clock so that the ends of steps coincide. The result is 0 for the first
-    rank's clock, and for clocks that have no step in common with it."""
+    """Returns the seconds to add to each clock so that the ends of steps coincide. The result is 0 for the
+    first rank's clock, and for clocks that have no step in common with it."""
     ends: dict[str, dict[int, list[float]]] = {}
     for rank in ranks:
         for step in rank.steps:

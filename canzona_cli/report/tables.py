@@ -1,7 +1,7 @@
 """Tables for terminals: plain tables, and tables of column groups.
 
-Both build on rich's tables. Unlike in those, lines have no trailing spaces, and groups of columns that do not fit next
-to the others go below them, so that no number is cut off.
+Both build on rich's tables. Unlike in those, lines have no trailing spaces, and groups of columns that do not
+fit next to the others go below them, so that no number is cut off.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -64,7 +64,8 @@ class Columns:
     """The line above the heads."""
     heads: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    """The rows, each with one cell per head. A single cell spans the group; an empty tuple is an empty row."""
+    """The rows, each with one cell per head. A single cell spans the group; an empty tuple is an empty
+    row."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -112,8 +113,8 @@ def columns(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> list[Column
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedTable:
-    """A table of column groups. If it is wider than the terminal, it is split into several tables with the same row
-    labels, or drops its last groups (`needed`)."""
+    """A table of column groups. If it is wider than the terminal, it is split into several tables with the
+    same row labels, or drops its last groups (`needed`)."""
 
     labels: Sequence[Cell]
     """The labels of the rows; every group has the same number of rows."""
@@ -125,8 +126,8 @@ class GroupedTable:
     styles: Sequence[str] = ()
     """The styles of the rows; empty for no styles."""
     needed: int | None = None
-    """The number of groups that are always shown; later groups are shown only if they fit beside the others. None to
-    show all groups."""
+    """The number of groups that are always shown; later groups are shown only if they fit beside the others.
+    None to show all groups."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         gutter = max(len(self.head), *(_text(label).cell_len for label in self.labels))
@@ -178,7 +179,8 @@ def rows_table(
         rows: the label of each row, and a cell for each head.
         head: the head of the label column.
         bold: the index of the row shown in bold.
-        needed: the number of columns that are always shown; None for all. Later columns are shown if they fit.
+        needed: the number of columns that are always shown; None for all. Later columns are shown if they
+            fit.
     """
     labels, cells = zip(*rows, strict=True)
     styles = ["bold" if number == bold else "" for number in range(len(labels))]

@@ -1,5 +1,5 @@
-"""The screens of `canzona train --dry-run` and `--prepare-only` (the resolved run and the command that starts it),
-and the JSON of `canzona validate`."""
+"""The screens of `canzona train --dry-run` and `--prepare-only` (the resolved run and the command that starts
+it), and the JSON of `canzona validate`."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -89,14 +89,16 @@ RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun(Page):
-    """A resolved run. The configuration, environment and command are not wrapped, so that they can be copied."""
+    """A resolved run. The configuration, environment and command are not wrapped, so that they can be
+    copied."""
 
     config: RunConfig
     config_yaml: str | None
     """The configuration to show; None to omit it."""
     layout: Layout
     corpus: PreparedCorpus | None
-    """The corpus of the run; None if it is not prepared yet, as for the built-in corpus before the first run."""
+    """The corpus of the run; None if it is not prepared yet, as for the built-in corpus before the first
+    run."""
     plan: Obtained | None
     ahead: Outlook
     memory: Memory
@@ -107,7 +109,8 @@ class DryRun(Page):
     """True for `--prepare-only`, which writes the run directory but does not run the command."""
 
     def as_json(self) -> dict[str, object]:
-        """Returns the JSON of `canzona train --dry-run`. Only changes other than additions raise `version`."""
+        """Returns the JSON of `canzona train --dry-run`. Only changes other than additions raise
+        `version`."""
         memory = self.memory
         return {
             **resolved_json(self.config, self.layout, self.plan),

@@ -63,8 +63,8 @@ class Stage:
 
 @dataclass
 class TrainState:
-    """The state of a run, built from the records in its run directory. Numbers in records may be missing or not
-    finite."""
+    """The state of a run, built from the records in its run directory. Numbers in records may be missing or
+    not finite."""
 
     config: RunConfig
     layout: Layout
@@ -144,12 +144,14 @@ class TrainState:
 
     @property
     def guarded(self) -> list[str]:
-        """The lines that report how many steps were skipped and how many fallbacks were used; empty if none."""
+        """The lines that report how many steps were skipped and how many fallbacks were used; empty if
+        none."""
         return [] if self.last is None else guard_notes(self.last.skipped, self.last.fallbacks)
 
     @property
     def experts(self) -> str:
-        """The text about how evenly the newest step's tokens were spread over experts; empty for a dense model."""
+        """The text about how evenly the newest step's tokens were spread over experts; empty for a dense
+        model."""
         load = None if self.last is None else real(self.last.expert_load)
         return "" if load is None or self.last is None else experts_words(load, real(self.last.balancing_loss))
 
@@ -195,8 +197,8 @@ class TrainState:
 
     @property
     def eta(self) -> float | None:
-        """The seconds left, or None if unknown. From the second step on, the pace is measured by wall clock, so it
-        includes validations. Between steps, the value counts down."""
+        """The seconds left, or None if unknown. From the second step on, the pace is measured by wall clock,
+        so it includes validations. Between steps, the value counts down."""
         if self.updated is None:
             return None
         pace = self.step_s
@@ -214,8 +216,8 @@ class TrainState:
         return pace is not None and self.step < self.total and self.idle > max(30.0, 10 * pace)
 
     def validation_change(self) -> str:
-        """Returns the change from the first validation loss to the newest; the loss itself if there is only one, and
-        `-` if there is none."""
+        """Returns the change from the first validation loss to the newest; the loss itself if there is only
+        one, and `-` if there is none."""
         if not self.validations:
             return MISSING
         (_, first), (_, last) = self.validations[0], self.validations[-1]

@@ -1,5 +1,5 @@
-"""The settings of the hardware: a profile with its rates, written by hand or by `canzona calibrate`, and the nodes of
-a job."""
+"""The settings of the hardware: a profile with its rates, written by hand or by `canzona calibrate`, and the
+nodes of a job."""
 
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
@@ -28,8 +28,9 @@ Collective = Literal["all_reduce", "reduce", "broadcast", "all_gather", "reduce_
 
 
 class HashedOnce:
-    """A base class for frozen dataclasses that are cache keys. It computes their hash only once, because that is slow.
-    Subclasses must set `__hash__ = HashedOnce.__hash__`; otherwise `dataclass` generates a different hash."""
+    """A base class for frozen dataclasses that are cache keys. It computes their hash only once, because that
+    is slow. Subclasses must set `__hash__ = HashedOnce.__hash__`; otherwise `dataclass` generates a different
+    hash."""
 
     def __hash__(self) -> int:
         if "_hash" not in self.__dict__:
@@ -330,7 +331,8 @@ class ClusterConfig(HashedOnce):
 
     @property
     def fused_layers(self) -> bool:
-        """True if layers are built with Transformer Engine, which is assumed for GPUs if the setting is null."""
+        """True if layers are built with Transformer Engine, which is assumed for GPUs if the setting is
+        null."""
         return self.device == "cuda" if self.transformer_engine is None else self.transformer_engine
 
     @property

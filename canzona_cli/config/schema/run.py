@@ -1,5 +1,5 @@
-"""The settings of the engine, checkpoints and run directory; the complete configuration; and the mesh and layout
-of a run."""
+"""The settings of the engine, checkpoints and run directory; the complete configuration; and the mesh and
+layout of a run."""
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -286,13 +286,13 @@ class Mesh:
     cp: Ranks
     dp: Ranks
     ep: Ranks = 1
-    """The number of a pipeline stage's ranks among which a layer's experts are divided. Expert parallelism is not a
-    separate axis: the rank in cell c has the experts of expert-parallel rank `c % ep`."""
+    """The number of a pipeline stage's ranks among which a layer's experts are divided. Expert parallelism is
+    not a separate axis: the rank in cell c has the experts of expert-parallel rank `c % ep`."""
 
     @property
     def owners(self) -> int:
-        """The number of data- and context-parallel ranks. Gradients are reduced over these ranks, and a stage's
-        matrices are divided among them."""
+        """The number of data- and context-parallel ranks. Gradients are reduced over these ranks, and a
+        stage's matrices are divided among them."""
         return self.dp * self.cp
 
     @property
@@ -302,8 +302,8 @@ class Mesh:
 
     @property
     def expert_owners(self) -> int:
-        """The number of ranks of a stage that have the same experts and reduce their gradients: the cells with the
-        same `expert_rank`. `expert_owner` is the index of a cell among them."""
+        """The number of ranks of a stage that have the same experts and reduce their gradients: the cells
+        with the same `expert_rank`. `expert_owner` is the index of a cell among them."""
         return self.cells // self.ep
 
     def reducers(self, expert_rank: int | None) -> int:
@@ -316,7 +316,8 @@ class Mesh:
 
     @property
     def expert_tp(self) -> int:
-        """The number of parts into which TP cuts an expert's matrices; 1 if experts are divided among ranks."""
+        """The number of parts into which TP cuts an expert's matrices; 1 if experts are divided among
+        ranks."""
         return self.tp if self.ep == 1 else 1
 
     def expert_rank(self, cell: int) -> int:
@@ -382,8 +383,9 @@ class Layout(Mesh):
 
     @cached_property
     def bare(self) -> "Layout":
-        """The layout reduced to its tensor-, pipeline-, data- and expert-parallel ranks and its model chunks. It is a
-        cache key for results that depend only on these. Context-parallel ranks are counted as data-parallel ranks."""
+        """The layout reduced to its tensor-, pipeline-, data- and expert-parallel ranks and its model chunks.
+        It is a cache key for results that depend only on these. Context-parallel ranks are counted as
+        data-parallel ranks."""
         return replace(
             self,
             cp=1,
@@ -397,7 +399,7 @@ class Layout(Mesh):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The number of ranks along each axis, for display: (("TP", 2), ("DP", 4)). Axes with one rank are omitted,
-        except DP."""
+        """The number of ranks along each axis, for display: (("TP", 2), ("DP", 4)). Axes with one rank are
+        omitted, except DP."""
         axes = (("TP", self.tp), ("PP", self.pp), ("CP", self.cp), ("DP", self.dp), ("EP", self.ep))
         return tuple((name, ranks) for name, ranks in axes if ranks > 1 or name == "DP")
