@@ -1,5 +1,5 @@
-"""The differences between a resumed run and the saved run, by effect: resuming is impossible, the loss curve
-changes, or only the distribution of work changes."""
+"""The differences between a resumed run and the saved run, grouped by effect: they make resuming impossible,
+change the loss curve, or change only the distribution of work."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass

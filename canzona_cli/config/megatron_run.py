@@ -41,7 +41,7 @@ class MegatronRun:
     plans_only: tuple[str, ...]
     """The reasons why canzona cannot train the model; empty if it can."""
     no_effect: tuple[str, ...]
-    """The arguments without effect on a plan, as in the file."""
+    """The arguments that have no effect on a plan, as in the file."""
 
     def command(
         self, config: RunConfig, user_overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()

@@ -122,7 +122,7 @@ class _Branch:
 
 
 class _Reader:
-    """A reader of a script, with its position and the variables and commands so far."""
+    """A reader of a script: its position, and the variables and commands that it has read so far."""
 
     def __init__(self, text: str, variables: dict[str, str]) -> None:
         self.text, self.at, self.variables = text, 0, variables

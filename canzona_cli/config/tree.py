@@ -33,7 +33,7 @@ _LONGEST = 10_000
 """The maximum number of characters in a value after its references are resolved. A path has at most 4,096."""
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 _UNLOADED = re.compile(r"Could not load 'recipe/([^']+)'")
-"""Hydra's message about a recipe in `defaults:` that does not exist."""
+"""Hydra's message about a recipe that `defaults:` names but that does not exist."""
 _MISSING = "???"
 _PRIMARY = "_canzona_"
 # The option name of a recipe or profile that was chosen by path. Because the option is not named after the file, a

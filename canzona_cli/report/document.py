@@ -166,7 +166,7 @@ def _text(part: RenderableType) -> Text | None:
 
 
 def _title(text: Text) -> str:
-    """Returns the bold start of a line, or the text of a bold line; empty if the line does not start in bold."""
+    """Returns the bold text at the start of a line; empty if the line does not start in bold."""
     if str(text.style) == "bold":
         return text.plain.strip()
     ends = [span.end for span in text.spans if span.start == 0 and str(span.style) == "bold"]

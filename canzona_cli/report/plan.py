@@ -250,7 +250,7 @@ def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
 
 
 def _above(gap: float) -> str:
-    """Returns a plan's relative distance from its lower bound, in words."""
+    """Describes a plan's relative distance from its lower bound, such as `1.5% above it`."""
     if gap < _NO_GAP:
         return "optimal"
     return f"{100 * gap:.1f}% above it" if gap >= 0.0005 else "less than 0.1% above it"

@@ -234,7 +234,7 @@ def set_losses(sets: Mapping[str, float | None]) -> str:
 
 
 def loss_change(first: float, last: float) -> str:
-    """Returns a change of loss, such as `9.7213 → 4.3121 (-55.6%)`."""
+    """Returns a change in loss, such as `9.7213 → 4.3121 (-55.6%)`."""
     return f"{number(first, '.4f')} → {number(last, '.4f')} ({number(relative_change(first, last), '+.1f')}%)"
 
 
