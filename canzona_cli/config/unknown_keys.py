@@ -80,8 +80,8 @@ _NAMES: Final[Mapping[str, str]] = {
     "parallel.cp": "context_parallel_size context_parallel_degree context_parallel cp_size",
 }
 RENAMED: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() for name in names.split()}
-"""canzona's key for each setting name in other programs that takes the same values. `resume` is `run.dir`, because a
-run continues in its directory."""
+"""canzona's key for each setting name in other programs that takes the same values. `resume` is `run.dir`,
+because a run continues in its directory."""
 
 _DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
     "expert experts moe": (
