@@ -132,8 +132,8 @@ def write_error(key: str, value: object, error: OSError, *, fix: str, what: str 
     """Returns the error for a path, given by the user as `key`, that cannot be written.
 
     Args:
-        what: the thing that cannot be written there, as the subject of the message: `the run's files`; empty for the
-            path itself.
+        what: the thing that cannot be written there, as the subject of the message: `the run's files`; empty
+            for the path itself.
     """
     reason = f"{what} cannot be written: {error.strerror or error}".lstrip()
     return EnvironmentProblem(Problem(key=key, value=value, reason=reason, fix=fix))

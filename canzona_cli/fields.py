@@ -30,7 +30,8 @@ class Affects(Flag):
     OPTIMIZER = auto()
     """The saved optimizer state no longer fits: resuming is refused."""
     PLAN = auto()
-    """Plans depend on the value after the layout is resolved: runs with different values do not share plans."""
+    """Plans depend on the value after the layout is resolved: runs with different values do not share
+    plans."""
 
 
 NOTHING = Affects.NOTHING

@@ -79,13 +79,15 @@ class LayoutBench:
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """The measured seconds of each phase of the step: the mean over ranks, then the median over rounds."""
+        """The measured seconds of each phase of the step: the mean over ranks, then the median over
+        rounds."""
         means = [turn.means for turn in self.measured]
         present = [phase for phase in IN_STEP if any(phase in turn for turn in means)]
         return {phase: statistics.median(turn.get(phase, 0.0) for turn in means) for phase in present}
 
     def phase_error(self, phase: str) -> float | None:
-        """Returns the prediction error of a phase; None if the phase takes less than `LEAST_SHARE` of the step."""
+        """Returns the prediction error of a phase; None if the phase takes less than `LEAST_SHARE` of the
+        step."""
         seconds = self.phases.get(phase, 0.0)
         if seconds < LEAST_SHARE * self.median_s:
             return None
@@ -421,7 +423,8 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
 
 
 def _unsettled_notes(layouts: Mapping[str, LayoutBench], turns: Turns) -> Iterator[str]:
-    """Yields a note that names the layouts whose updates were still redone after all warm-up steps, if any."""
+    """Yields a note that names the layouts whose updates were still redone after all warm-up steps, if
+    any."""
     limit = turns.steps_per_turn + turns.settling
     names = [name for name, layout in layouts.items() if any(len(turn.losses) == limit for turn in layout.measured)]
     if names:

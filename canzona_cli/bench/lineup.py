@@ -1,4 +1,5 @@
-"""The lineup of a bench: the strategies that run, and the process groups that they share. Does not import torch.
+"""The lineup of a bench: the strategies that run, and the process groups that they share. Does not import
+torch.
 
 All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and
 asc also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together; they
@@ -69,7 +70,8 @@ class Entrant:
 
     @cached_property
     def predicted(self) -> Predicted:
-        """The simulator's prediction. CPU ranks share the profile's number of cores, or else this machine's."""
+        """The simulator's prediction. CPU ranks share the profile's number of cores, or else this
+        machine's."""
         prediction = predict(self.config, self.layout, self.plan)
         return Predicted(
             iteration_s=prediction.iteration_s,
@@ -117,7 +119,8 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
             strategy.
 
     Raises:
-        ConfigError: the run, or a strategy that the user named, is impossible; all problems are reported at once.
+        ConfigError: the run, or a strategy that the user named, is impossible; all problems are reported at
+            once.
         DoesNotFit: the reference, or a strategy that the user named, does not fit into memory.
     """
     base = composed.config
@@ -219,7 +222,8 @@ def _possible_strategies(
 
 
 def _with_option_fix(problem: Problem, strategy: AnyStrategy) -> Problem:
-    """Rewrites the problem of a strategy that the user named: its fix now suggests a change to `--strategies`."""
+    """Rewrites the problem of a strategy that the user named: its fix now suggests a change to
+    `--strategies`."""
     if problem.key == "engine.strategy":
         return Problem(key="--strategies", value=strategy, reason=problem.reason, fix=f"leave {strategy} out")
     return replace(problem, fix=f"leave {strategy} out of --strategies; or {problem.fix}")

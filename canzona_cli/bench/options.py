@@ -214,7 +214,8 @@ def default_values(kind: SweepKind, config: RunConfig) -> tuple[str, ...]:
 
 
 def capacities_mib(config: RunConfig) -> tuple[float, ...]:
-    """Returns the values of C_max in MiB that allow micro-groups of 1, 2, 4 and 8 matrices of the largest size."""
+    """Returns the values of C_max in MiB that allow micro-groups of 1, 2, 4 and 8 matrices of the largest
+    size."""
     largest = max(math.prod(shape) for shape in matrix_shapes(config)) * config.exchange_bytes
     return tuple(times * largest / _MIB for times in (1, 2, 4, 8))
 

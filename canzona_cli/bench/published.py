@@ -69,13 +69,15 @@ class Series:
     profile: str = "h100-80g"
     recompute: Literal["none", "selective", "full"] = "none"
     also_recomputed: str | None = None
-    """The parts that the run recomputed and canzona cannot recompute, so that predicted memory is too high."""
+    """The parts that the run recomputed and canzona cannot recompute, so that predicted memory is too
+    high."""
     step_s: dict[int, float]
     """The seconds of a step, by number of GPUs."""
     memory_bytes: dict[int, int] = field(default_factory=dict)
     """The peak memory that torch allocated on a GPU, by number of GPUs."""
     why_not_fitted: str | None = None
-    """The reason why the series is used neither to fit the profile nor to compute errors; null if it is used."""
+    """The reason why the series is used neither to fit the profile nor to compute errors; null if it is
+    used."""
     source: str
     date: object
     """The year, month or day of publication."""
@@ -104,7 +106,8 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A published figure that cannot be predicted, because its layout is unknown or impossible with canzona."""
+    """A published figure that cannot be predicted, because its layout is unknown or impossible with
+    canzona."""
 
     name: str
     figure: str
@@ -242,8 +245,9 @@ def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSerie
     """Yields pairs of layouts of one model, each with True if they are predicted in the measured order of
     time per sequence.
 
-    A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence length in
-    the same publication. Between publications, software may make a larger difference than layouts do.
+    A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence
+    length in the same publication. Between publications, software may make a larger difference than layouts
+    do.
     """
     for a, b in combinations(compared, 2):
         if _conditions(a.series) != _conditions(b.series) or a.series.layout == b.series.layout:

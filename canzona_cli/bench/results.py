@@ -7,8 +7,9 @@ turns on the same batches, and a round is one turn of each of its strategies. If
 into memory together, there are several measurement groups.
 
 Strategies that compute the same update must have the same losses; otherwise their times are not compared. All
-strategies start from the same weights and see the same batches, so the losses of the first step, before any update,
-differ only by the order of sums in the forward pass. After that, rounding makes bf16 runs diverge slowly.
+strategies start from the same weights and see the same batches, so the losses of the first step, before any
+update, differ only by the order of sums in the forward pass. After that, rounding makes bf16 runs diverge
+slowly.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,23 +37,26 @@ class Measured:
     """The seconds of a complete training step on the slowest rank, by round, averaged over the measured steps
     of the turn."""
     optimizer_s: tuple[float, ...]
-    """The seconds from reduced gradients to the next forward pass, by round. The time of exchange, matrix updates
-    and AdamW's update is the slowest rank's. The time of norm and clip, and of the wait for gathered parameters, is
-    that of the rank that arrives last, because the times of other ranks include the wait for this rank."""
+    """The seconds from reduced gradients to the next forward pass, by round. The time of exchange, matrix
+    updates and AdamW's update is the slowest rank's. The time of norm and clip, and of the wait for gathered
+    parameters, is that of the rank that arrives last, because the times of other ranks include the wait for
+    this rank."""
     processor_s: tuple[float, ...]
     """The processor seconds of one step by round, summed over ranks. With more ranks than cores, they show
     the amount of work better than wall time does."""
     phases: Mapping[str, OverRanks]
     """The seconds of each phase of a step and of the `_total`s, by their names in the breakdown."""
     load_balance: float
-    """The time of matrix updates on the slowest rank relative to the mean of all ranks; 1.0 without updates."""
+    """The time of matrix updates on the slowest rank relative to the mean of all ranks; 1.0 without
+    updates."""
     losses: tuple[float, ...]
     """The loss of each training step, including warm-up steps."""
     tensor_bytes: tuple[int, ...]
-    """The bytes of buffers, masters, optimizer state, messages and scratch memory, by rank. Activations are not
-    included."""
+    """The bytes of buffers, masters, optimizer state, messages and scratch memory, by rank. Activations are
+    not included."""
     update_s: tuple[float, ...] = ()
-    """The seconds of matrix updates in one step by rank, averaged over the measured steps; empty if not recorded."""
+    """The seconds of matrix updates in one step by rank, averaged over the measured steps; empty if not
+    recorded."""
 
     @property
     def means(self) -> dict[str, float]:
@@ -84,7 +88,8 @@ class StrategyBench:
     sitting: int
     """The index of the measurement group in which the strategy was measured."""
     arithmetic: str = ""
-    """A key for the updates. Strategies with the same key compute the same updates, so their losses must agree."""
+    """A key for the updates. Strategies with the same key compute the same updates, so their losses must
+    agree."""
     alone: bool = False
     """True if the strategy ran alone, because it did not fit into memory together with the reference."""
 
@@ -146,17 +151,20 @@ class BenchResult(TurnsResult):
     which have only the standard form; otherwise empty."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
-        """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement group."""
+        """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement
+        group."""
         bench = self.strategies[strategy]
         return Speedup.of(bench.measured.optimizer_s, self.references[bench.sitting].optimizer_s)
 
     def iteration_speedup(self, strategy: str) -> Speedup:
-        """Returns the ratio of a strategy's complete step to the reference's in the same measurement group."""
+        """Returns the ratio of a strategy's complete step to the reference's in the same measurement
+        group."""
         bench = self.strategies[strategy]
         return Speedup.of(bench.measured.iteration_s, self.references[bench.sitting].iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
-        """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW, or if AdamW was not measured.
+        """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW, or if AdamW was not
+        measured.
 
         If the strategy and AdamW ran in different measurement groups, they are compared through the ratio of
         each to the reference in its group.
@@ -254,7 +262,8 @@ def loss_references(result: BenchResult) -> dict[str, str]:
 def _loss_problems(
     name: str, losses: tuple[float, ...], reference: str, expected: tuple[float, ...]
 ) -> Iterator[Problem]:
-    """Yields a problem for the first step at which two strategies' losses differ by more than the tolerance."""
+    """Yields a problem for the first step at which two strategies' losses differ by more than the
+    tolerance."""
     for step, (loss, expected_loss) in enumerate(
         zip(losses[:COMPARED_STEPS], expected[:COMPARED_STEPS], strict=True), 1
     ):
@@ -275,7 +284,8 @@ _FIX = "write it again with `canzona bench ... --out FILE.json`"
 
 
 def content_of(result: BenchResult) -> dict[str, object]:
-    """Returns the contents of bench.json: the figures, and under `result` the data that they are computed from.
+    """Returns the contents of bench.json: the figures, and under `result` the data that they are computed
+    from.
 
     A speed-up that is not certain is null; `withheld` gives the reason.
     """

@@ -116,7 +116,8 @@ def read_samples(files: RunFiles) -> dict[str, Samples]:
 def summarise(samples: Samples, *, warm_up_rounds: int, steps_per_turn: int, skipped: int = 1) -> Measured:
     """Summarises a strategy's samples, excluding warm-up rounds and the first steps of each turn.
 
-    In the first step of a turn, parameters are already gathered and the caches contain another strategy's data.
+    In the first step of a turn, parameters are already gathered and the caches contain another strategy's
+    data.
 
     Args:
         skipped: the number of steps to exclude at the start of each turn.

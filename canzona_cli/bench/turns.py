@@ -40,8 +40,8 @@ def take_turns(
 
     Args:
         stop_requested: a function that returns True if this rank knows of a request to stop.
-        on_turn: a function that is called after every turn, outside of the measured time, with the strategy's name
-            and its last loss.
+        on_turn: a function that is called after every turn, outside of the measured time, with the strategy's
+            name and its last loss.
 
     Returns:
         True after all rounds; False after a request to stop.
@@ -77,7 +77,8 @@ class _Measured:
 
 
 def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Samples]:
-    """Gathers the measurements of all ranks on every rank; returns them by strategy. All ranks have to call this."""
+    """Gathers the measurements of all ranks on every rank; returns them by strategy. All ranks have to call
+    this."""
     samples = {}
     for name, strategy in strategies.items():
         steps = tuple(

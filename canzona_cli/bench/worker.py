@@ -1,9 +1,10 @@
 """One rank of a measurement group: `python -m canzona_cli.bench.worker SITTING_DIR`, started by torchrun.
 
-Strategies take their turns in this process. Each turn of a layout runs in a separate process, because Megatron
-supports only one layout in a process. On CPUs the separate process is a fork of this one, which has imported
-everything but computed nothing. On GPUs it is a new Python process, because device state does not survive a fork. If
-a layout fails on one rank, its turn ends on all ranks and it has no further turns; the other layouts continue.
+Strategies take their turns in this process. Each turn of a layout runs in a separate process, because
+Megatron supports only one layout in a process. On CPUs the separate process is a fork of this one, which has
+imported everything but computed nothing. On GPUs it is a new Python process, because device state does not
+survive a fork. If a layout fails on one rank, its turn ends on all ranks and it has no further turns; the
+other layouts continue.
 """
 
 import logging
@@ -78,8 +79,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def _report(failure: Path, reason: str) -> None:
-    """Writes the reason for a turn's failure, unless another rank has written one: the first failure causes the
-    later failures."""
+    """Writes the reason for a turn's failure, unless another rank has written one: the first failure causes
+    the later failures."""
     with suppress(FileExistsError), failure.open("x", encoding="utf-8") as file:
         file.write(reason)
 

@@ -3,7 +3,8 @@ profile.
 
 A loop over a single operation differs from a training step: its caches are warm, and ranks arrive at the same
 time. Therefore two short benches run with the new profile, one with data-parallel ranks and one with pairs of
-tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a factor in the profile.
+tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a factor in the
+profile.
 """
 
 import json
@@ -50,7 +51,8 @@ from canzona_cli.run.machine import cores
 
 WORKER_MODULE = "canzona_cli.calibrate.worker"
 NOISE = 0.2
-"""The relative spread (interquartile range divided by median) above which a measurement is reported as noisy."""
+"""The relative spread (interquartile range divided by median) above which a measurement is reported as
+noisy."""
 VERSION = 1
 """The version of the `--json` output; additions do not change it."""
 
@@ -72,7 +74,8 @@ class Calibration:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The warnings about the quality of the measurements: a busy machine, large spreads, missing parts."""
+        """The warnings about the quality of the measurements: a busy machine, large spreads, missing
+        parts."""
         warnings = []
         if self.load > cores() / 2:
             warnings.append(
@@ -202,8 +205,8 @@ _TABLES: Mapping[str, tuple[Quantity, int]] = {
     "measured_updates": ("updates", 3),
     "collectives": ("collectives", 3),
 }
-"""The profile fields that are tables with one measurement per row. Each has the quantity that was measured, and
-the number of leading values in a row that form its key."""
+"""The profile fields that are tables with one measurement per row. Each has the quantity that was measured,
+and the number of leading values in a row that form its key."""
 
 
 def default_path(base: str) -> Path:

@@ -1,8 +1,9 @@
 """Measures collectives on the real backend by kind, group size and bytes.
 
-On CPU ranks, the result is the time that a collective adds to a loop of computation, in all groups of the same size
-at once. In a loop of collectives alone, every rank is awake, every cache is warm and every core is free: in
-training steps of four ranks on two cores, collectives took two to six times as long as in such a loop.
+On CPU ranks, the result is the time that a collective adds to a loop of computation, in all groups of the
+same size at once. In a loop of collectives alone, every rank is awake, every cache is warm and every core is
+free: in training steps of four ranks on two cores, collectives took two to six times as long as in such a
+loop.
 
 On GPUs, launching a collective takes as long as the collective itself, and so does the skew between ranks
 after a barrier. Therefore a row of several collectives is timed between two events on the device. Before the
@@ -34,8 +35,8 @@ _CALLS = 4
 """The maximum number of collectives, with computation between them, in a sample on CPU ranks; fewer if they
 take long."""
 _SIDE, _TOUCHED = 384, 1 << 20
-"""The computation between collectives on CPU ranks: a bf16 matmul of square matrices with this many rows, then
-this many bytes read and written. Together they take about a millisecond."""
+"""The computation between collectives on CPU ranks: a bf16 matmul of square matrices with this many rows,
+then this many bytes read and written. Together they take about a millisecond."""
 _PILOTS = 2
 """The number of measurements that estimate a duration in advance."""
 _SYNCHRONISING_BYTES = 64 << 20
@@ -47,7 +48,8 @@ _MAX_SYNCHRONISING = 16
 """The maximum number of all-reduces before a row."""
 _LEAST_S = 1e-6
 _LARGE_S = 1.5
-"""The limit in seconds for the repetitions of the largest size. If they would take longer, it is not measured."""
+"""The limit in seconds for the repetitions of the largest size. If they would take longer, it is not
+measured."""
 
 Transfer = Callable[[], None]
 Make = Callable[[int, "Members"], Transfer]
@@ -81,7 +83,8 @@ class Members:
 
 
 def group_sizes(ranks: int) -> list[int]:
-    """Returns the group sizes to measure: the powers of two from 2 up to the number of ranks, and that number."""
+    """Returns the group sizes to measure: the powers of two from 2 up to the number of ranks, and that
+    number."""
     sizes = [2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks]
     return sizes if ranks in sizes or ranks == 1 else [*sizes, ranks]
 
@@ -164,7 +167,8 @@ def _repetitions(budget_s: float, pilot: float) -> int:
 
 
 def _slowest(team: Team, seconds: Sequence[float]) -> list[float]:
-    """Returns each repetition's longest time over all ranks, because a collective ends when its last rank does."""
+    """Returns each repetition's longest time over all ranks, because a collective ends when its last rank
+    does."""
     return [max(each) for each in zip(*team.gather(seconds), strict=True)]
 
 
@@ -236,7 +240,8 @@ def _reduce_scatter(size: int, members: Members) -> Transfer:
 
 
 def _all_to_all(size: int, members: Members) -> Transfer:
-    """Prepares an all-to-all of equal parts. `size` bytes go to the other ranks, and one more part stays here."""
+    """Prepares an all-to-all of equal parts. `size` bytes go to the other ranks, and one more part stays
+    here."""
     sent = members.buffer(max(1, size * members.size // (members.size - 1)), torch.float32)
     received = torch.empty_like(sent)
     return lambda: _finish(dist.all_to_all_single(received, sent, group=members.group, async_op=True))

@@ -328,8 +328,9 @@ class Group:
     def _memory(
         self, variant: Variant, rows: int, cols: int
     ) -> tuple[list[torch.nn.Parameter], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Allocates masters, gradients, weights and scratch for rounding. If updates are stacked, the tensors of
-        each kind are evenly spaced in one block, as for experts; otherwise every tensor has its own block."""
+        """Allocates masters, gradients, weights and scratch for rounding. If updates are stacked, the tensors
+        of each kind are evenly spaced in one block, as for experts; otherwise every tensor has its own
+        block."""
         optimizer, dtype = variant.config.optimizer, _dtype(variant.config)
         stacked = isinstance(optimizer, MomentumConfig) and bool(optimizer.stack)
         sizes = [self.count] if stacked else [1] * self.count

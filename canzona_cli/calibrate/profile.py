@@ -115,8 +115,9 @@ class Measurement:
 
     quantity: Quantity
     key: tuple[str | int, ...] = ()
-    """The row in the quantity's table: (n,) for matmul_tflops, (label, rows, columns) for updates, (kind, ranks,
-    bytes) for collectives, (sequences,) for forward and backward; empty for quantities without a table."""
+    """The row in the quantity's table: (n,) for matmul_tflops, (label, rows, columns) for updates, (kind,
+    ranks, bytes) for collectives, (sequences,) for forward and backward; empty for quantities without a
+    table."""
     spread: Quartiles
     repetitions: int
     """The number of samples, summed over the ranks that measured."""
@@ -244,8 +245,9 @@ def profile_of(
 ) -> ClusterConfig:
     """Returns the base profile of `config`, updated with the measured values.
 
-    Rows of `measured_updates` and `collectives` that this calibration did not measure are kept if the base was
-    calibrated on this machine, and dropped otherwise. `matmul_tflops` is replaced only if all its sizes were measured.
+    Rows of `measured_updates` and `collectives` that this calibration did not measure are kept if the base
+    was calibrated on this machine, and dropped otherwise. `matmul_tflops` is replaced only if all its sizes
+    were measured.
 
     Args:
         name: the profile's name.

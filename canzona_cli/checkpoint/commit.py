@@ -197,7 +197,8 @@ def _shard_path(partial: Path, rank: int) -> Path:
 
 
 def _part_path(partial: Path, rank: int) -> Path:
-    """Returns the path of the part file, in which a rank reports that it has written its share, or the error."""
+    """Returns the path of the part file, in which a rank reports that it has written its share, or the
+    error."""
     return partial / f"part-{rank:05d}.json"
 
 

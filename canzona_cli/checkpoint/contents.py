@@ -68,7 +68,8 @@ class Verified:
 
 
 def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> list[Problem]:
-    """Lists the entries of a checkpoint's manifest that do not belong to the model, without opening other files."""
+    """Lists the entries of a checkpoint's manifest that do not belong to the model, without opening other
+    files."""
     reasons = list(_reasons(manifest, model))
     if not reasons:
         return []
@@ -226,7 +227,8 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
 
 @contextmanager
 def as_checkpoint_errors(checkpoint: Path) -> Iterator[None]:
-    """Turns a ConfigError inside the block into CheckpointInvalid, because the saved settings are at fault."""
+    """Turns a ConfigError inside the block into CheckpointInvalid, because the saved settings are at
+    fault."""
     try:
         yield
     except ConfigError as error:

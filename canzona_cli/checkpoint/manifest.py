@@ -1,10 +1,11 @@
 """The manifest of a checkpoint, and the names of the folders in a store of checkpoints.
 
-A checkpoint is a folder `step-00000030`: one safetensors file for each rank that writes tensors, `config.yaml` and
-`layout.json` of the run, and `manifest.json`, written last. Tensors have the names of the model, not of any
-rank (`layers.3.q/master`, `layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`). Each
-tensor is stored whole or in pieces with their positions, so a run with another layout can read it. Visible
-folders are complete; hidden folders are being written, replaced or removed.
+A checkpoint is a folder `step-00000030`: one safetensors file for each rank that writes tensors,
+`config.yaml` and `layout.json` of the run, and `manifest.json`, written last. Tensors have the names of the
+model, not of any rank (`layers.3.q/master`, `layers.3.q/momentum_buffer`,
+`embedding.word_embeddings.weight/exp_avg`). Each tensor is stored whole or in pieces with their positions, so
+a run with another layout can read it. Visible folders are complete; hidden folders are being written,
+replaced or removed.
 
 This module does not import torch, so that commands start fast.
 """
@@ -237,7 +238,8 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
 def manifest_text(manifest: Manifest) -> str:
     """Returns the text of `manifest.json`.
 
-    The first line contains the SHA-256 of the rest. Infinities are written as `Infinity`, an extension of JSON.
+    The first line contains the SHA-256 of the rest. Infinities are written as `Infinity`, an extension of
+    JSON.
     """
     values: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     tables = [_table(name, values.pop(name)) for name in ("files", "tensors", "scalars")]

@@ -188,7 +188,8 @@ class Reader:
         return tensor
 
     def _stored(self, unit: str) -> Sequence[tuple[str, Block]]:
-        """Lists the tensors in which a unit is stored, each with the unit's block in it, in the order of rows."""
+        """Lists the tensors in which a unit is stored, each with the unit's block in it, in the order of
+        rows."""
         if unit not in self._sources:
             raise CheckpointInvalid(missing_tensor(unit))
         return sorted(self._sources[unit], key=lambda source: source[1].unit_row)
@@ -204,7 +205,8 @@ class Reader:
         return part
 
     def _from_pieces(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
-        """Reads `rows` rows, starting at `row`, of a unit that is stored in pieces, as a (rows, columns) tensor."""
+        """Reads `rows` rows, starting at `row`, of a unit that is stored in pieces, as a (rows, columns)
+        tensor."""
         shape = unit_shape(name, self.model)
         region = torch.empty(rows, shape[-1])
         missing = region.numel()

@@ -111,7 +111,8 @@ class _HashedFile:
         self._descriptor, self._hash_thread, self._started = descriptor, hash_thread, 0
 
     def add(self, data: memoryview) -> None:
-        """Writes the data while another thread hashes it; both release the GIL. Keeps no reference to the data."""
+        """Writes the data while another thread hashes it; both release the GIL. Keeps no reference to the
+        data."""
         failed = Event()
         hashed = self._hash_thread.submit(_hash, self.hasher, data, failed)
         try:

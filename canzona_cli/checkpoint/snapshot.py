@@ -88,7 +88,8 @@ class Snapshots:
         self._writers: Mapping[Part, int] = {}
 
     def take(self) -> Shard:
-        """Copies this rank's share of the state to host memory. All ranks have to call this between two steps.
+        """Copies this rank's share of the state to host memory. All ranks have to call this between two
+        steps.
 
         The copy overwrites the memory of the shard that the previous call returned, so that shard must
         already have been written to disk.
@@ -115,7 +116,8 @@ class Snapshots:
         return Shard(tensors=saved, scalars=scalars)
 
     def _agree(self, contents: Sequence[_Contents]) -> Mapping[Part, int]:
-        """Returns the rank that writes each part, with the same result on every rank. All ranks have to call this.
+        """Returns the rank that writes each part, with the same result on every rank. All ranks have to call
+        this.
 
         The assignment is computed again only if the holdings of some rank have changed, for example after the
         first update has created state.
@@ -284,7 +286,8 @@ _MEGATRON = "megatron."
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """Returns the random states of torch (host and device), Megatron's tracker, Python and numpy, as tensors."""
+    """Returns the random states of torch (host and device), Megatron's tracker, Python and numpy, as
+    tensors."""
     version, words, gauss = random.getstate()
     assert version == _PYTHON_VERSION
     states = {

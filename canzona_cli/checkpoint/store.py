@@ -325,7 +325,8 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
 
 
 def _newest_run(runs: Path) -> Path:
-    """Returns the current directory if it is a run directory, otherwise the run under `runs` that was saved last."""
+    """Returns the current directory if it is a run directory, otherwise the run under `runs` that was saved
+    last."""
     if RunFiles(Path()).checkpoints.is_dir():
         return Path()
     try:

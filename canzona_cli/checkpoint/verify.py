@@ -29,7 +29,8 @@ _SHARDS = ".safetensors"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest and checks, without reading them, that all files exist with the right sizes.
+    """Reads a checkpoint's manifest and checks, without reading them, that all files exist with the right
+    sizes.
 
     Raises:
         CheckpointInvalid: the manifest is not valid, or files are missing or have another size. The error
@@ -43,7 +44,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, list[Problem]]:
-    """Hashes every file of a checkpoint, several at a time, and compares the files' tensors with the manifest.
+    """Hashes every file of a checkpoint, several at a time, and compares the files' tensors with the
+    manifest.
 
     Returns:
         The manifest, and a problem for every file that does not match the manifest.
@@ -72,7 +74,8 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
 
 
 def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes | None = None) -> Problem | None:
-    """Checks the size and the hash of one file of a checkpoint; returns the problem, or None if there is none."""
+    """Checks the size and the hash of one file of a checkpoint; returns the problem, or None if there is
+    none."""
     reason = _size_problem(folder, name, entry)
     if reason is None:
         try:
@@ -116,7 +119,8 @@ def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
 def limit_problems(
     problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: str = "checkpoint"
 ) -> list[Problem]:
-    """Returns the first `most` problems; if there are more, a last problem with key `key` gives their number."""
+    """Returns the first `most` problems; if there are more, a last problem with key `key` gives their
+    number."""
     shown = list(problems[:most])
     if len(problems) > len(shown):
         shown.append(Problem(key=key, reason=f"and {len(problems) - len(shown)} more"))

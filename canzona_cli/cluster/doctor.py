@@ -65,7 +65,8 @@ class Finding:
     group: Group
     name: str
     status: Status
-    """The severity. info: worth knowing; warn: something will be slow or unavailable; fail: no run is possible."""
+    """The severity. info: worth knowing; warn: something will be slow or unavailable; fail: no run is
+    possible."""
     value: str
     """The value on this machine."""
     meaning: str
@@ -92,7 +93,8 @@ class Diagnosis:
     slurm: bool
     """True if jobs can be submitted from here."""
     torch_checked: bool
-    """True if the check of torch finished; False if it took too long, so that nothing is known about torch."""
+    """True if the check of torch finished; False if it took too long, so that nothing is known about
+    torch."""
 
     @property
     def ok(self) -> bool:

@@ -27,12 +27,14 @@ SHORTEST_SUGGESTED_SEQUENCE = 512
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Chooses a value for every layout setting that is null; returns the completed configuration and its layout.
+    """Chooses a value for every layout setting that is null; returns the completed configuration and its
+    layout.
 
     Resolving the result again changes nothing.
 
     Raises:
-        ConfigError: the settings are impossible, or leave a matrix optimizer without matrices; lists every problem.
+        ConfigError: the settings are impossible, or leave a matrix optimizer without matrices; lists every
+            problem.
         DoesNotFit: no possible layout fits the profile's memory; lists changes that would make one fit.
     """
     routing(config)

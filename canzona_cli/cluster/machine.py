@@ -254,8 +254,8 @@ def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
     """Returns a problem if NCCL_SOCKET_IFNAME is set but matches no usable network interface; otherwise None.
 
     Args:
-        chosen: the value of NCCL_SOCKET_IFNAME: prefixes of names, or full names after a leading `=`, separated by
-            commas. A leading `^` excludes the matches instead. None or empty if it is not set.
+        chosen: the value of NCCL_SOCKET_IFNAME: prefixes of names, or full names after a leading `=`,
+            separated by commas. A leading `^` excludes the matches instead. None or empty if it is not set.
         alone: True if the run uses only this machine, so that the loopback interface is usable.
     """
     if not chosen:

@@ -23,7 +23,8 @@ MAX_FILES: Final = 500
 
 
 def search_file(config: RunConfig, count: int) -> Path:
-    """Returns the file for the result of a search. Its name is a hash of everything that the result depends on.
+    """Returns the file for the result of a search. Its name is a hash of everything that the result depends
+    on.
 
     Args:
         count: the number of layouts that the search returns.

@@ -345,8 +345,9 @@ def _simulation_limit(config: RunConfig) -> float:
 
 
 def _eligible(config: RunConfig) -> list[list[Layout]]:
-    """Returns the layouts to choose from: those that leave the profile's headroom free, or, if there are none, those
-    that fit. Layouts that differ only in recomputation are in one list, in order of increasing recomputation."""
+    """Returns the layouts to choose from: those that leave the profile's headroom free, or, if there are
+    none, those that fit. Layouts that differ only in recomputation are in one list, in order of increasing
+    recomputation."""
     roomy, fitting = list[list[Layout]](), list[list[Layout]]()
     for _, alike in groupby(possible_layouts(config), attrgetter("tp", "pp", "vpp", "cp", "ep", "micro_batch_size")):
         several, fits = list(alike), list[Layout]()

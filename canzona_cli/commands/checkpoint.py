@@ -97,8 +97,9 @@ def import_(
 ) -> None:
     """Import the weights of a Hugging Face folder as step 0, or a Megatron checkpoint at its own step.
 
-    The new checkpoint has fp32 masters, so training can start from its weights with any layout and optimizer. If a
-    Megatron checkpoint has the state of Muon or AdamW, the state is imported too, and training can continue.
+    The new checkpoint has fp32 masters, so training can start from its weights with any layout and optimizer.
+    If a Megatron checkpoint has the state of Muon or AdamW, the state is imported too, and training can
+    continue.
     """
     from canzona_cli.checkpoint.staging import check_empty, stage_folder
     from canzona_cli.commands.output import progress, warn_about

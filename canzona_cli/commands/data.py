@@ -87,8 +87,9 @@ def prepare(
 ) -> None:
     """Tokenise text for `canzona train data=prepared data.path=PREFIX`.
 
-    An existing PREFIX is replaced only when the new one is complete. After a failure or a kill, the same command
-    continues after the last finished input file, and writes exactly the same bytes as an uninterrupted run.
+    An existing PREFIX is replaced only when the new one is complete. After a failure or a kill, the same
+    command continues after the last finished input file, and writes exactly the same bytes as an
+    uninterrupted run.
     """
     import signal
 

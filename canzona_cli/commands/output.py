@@ -41,7 +41,8 @@ def warn(warnings: Iterable[str], printed: set[str] | None = None) -> None:
     """Prints each distinct warning as a yellow line on standard error.
 
     Args:
-        printed: the warnings that have already been printed and are not repeated; new warnings are added to it.
+        printed: the warnings that have already been printed and are not repeated; new warnings are added to
+            it.
     """
     for warning in dict.fromkeys(warnings):
         if printed is None or warning not in printed:
@@ -51,7 +52,8 @@ def warn(warnings: Iterable[str], printed: set[str] | None = None) -> None:
 
 
 def warn_about(composed: "Composed", *notes: str, training: bool = True, printed: set[str] | None = None) -> None:
-    """Prints the warnings of a composed run and of its cluster profile, and `notes`, except those in `printed`."""
+    """Prints the warnings of a composed run and of its cluster profile, and `notes`, except those in
+    `printed`."""
     from canzona_cli.cluster.profiles import profile_warnings
 
     from_profile = profile_warnings(composed.config.cluster, training=training)

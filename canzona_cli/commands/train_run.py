@@ -181,7 +181,8 @@ def _earlier_corpus(config: RunConfig) -> PreparedCorpus | None:
 
 
 def _prepare(job: _Job, format: _Format) -> None:
-    """Writes everything that the workers need to the run directory, so that another launcher can start them."""
+    """Writes everything that the workers need to the run directory, so that another launcher can start
+    them."""
     config, layout = job.config, job.layout
     check_free(config, resumes=True)
     resumption(config, layout)
@@ -223,7 +224,8 @@ def _launch(
     """Checks the run, prepares data and run directory, and supervises the ranks of this node until they end.
 
     Args:
-        command_line: the overrides and recipe folders on the command line, for the command that resumes the run.
+        command_line: the overrides and recipe folders on the command line, for the command that resumes the
+            run.
     """
     config, layout, node_rank = job.config, job.layout, job.node_rank
     _check(job)
@@ -288,7 +290,8 @@ def _check(job: _Job) -> None:
 
 @contextmanager
 def _show_progress(view: TrainView, requests: Requests) -> Iterator[Callable[[str, float], None]]:
-    """Shows the progress of preparations before the launch, and restores the terminal before an error is shown."""
+    """Shows the progress of preparations before the launch, and restores the terminal before an error is
+    shown."""
     shown = False
 
     def on_progress(what: str, fraction: float) -> None:

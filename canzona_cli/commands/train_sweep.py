@@ -42,9 +42,8 @@ def sweep(
         requests: the stop requests of signals, which raise exceptions while no run trains.
 
     Raises:
-        CanzonaError: a run cannot be composed. No run has been started.
-        typer.Exit: a run failed or the sweep was stopped. The exit code is the largest exit code of the runs, or
-            that of the stop.
+        CanzonaError: a run cannot be composed. No run has been started. typer.Exit: a run failed or the sweep
+            was stopped. The exit code is the largest exit code of the runs, or that of the stop.
     """
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
     root = _root(runs, step)
@@ -116,7 +115,8 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *
 
 
 def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
-    """Shows a row for each started run, the names of the other runs, and the commands to resume and to report."""
+    """Shows a row for each started run, the names of the other runs, and the commands to resume and to
+    report."""
     started = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
     typer.echo()
     if started:

@@ -1,4 +1,5 @@
-"""`canzona tune`: measures the simulator's best layouts on real ranks, and writes a recipe with the fastest."""
+"""`canzona tune`: measures the simulator's best layouts on real ranks, and writes a recipe with the
+fastest."""
 
 from pathlib import Path
 from typing import Annotated

@@ -188,7 +188,8 @@ def _take_script(text: str, script: Script, arguments: Arguments) -> None:
 
 
 def _command_line(script: Script) -> tuple[list[str], list[str]]:
-    """Finds the command with the most flags; returns the words up to the Python script, and the words after it.
+    """Finds the command with the most flags; returns the words up to the Python script, and the words after
+    it.
 
     All lines that begin with a flag form one command, because a file may contain only arguments.
     """

@@ -35,7 +35,8 @@ class Overrides:
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
-    """Parses every argument with Hydra's override grammar. Problems are returned in the result, not raised."""
+    """Parses every argument with Hydra's override grammar. Problems are returned in the result, not
+    raised."""
     groups: dict[str, str] = {}
     values: dict[str, object] = {}
     texts: dict[str, str] = {}
@@ -94,7 +95,8 @@ def key_of(override: str) -> str:
 
 
 def text_value(text: str) -> str:
-    """Returns a text as the value of an override, quoted if Hydra's grammar might read it as something else."""
+    """Returns a text as the value of an override, quoted if Hydra's grammar might read it as something
+    else."""
     if _PLAIN.fullmatch(text):
         return text
     # In Hydra's grammar a backslash is an escape only before a quote, so only such backslashes are doubled.

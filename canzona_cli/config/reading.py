@@ -64,7 +64,8 @@ def parse_json(text: bytes) -> object:
     """Parses a JSON text.
 
     Raises:
-        Unreadable: the text is not JSON, is nested too deeply, or has a number that is too large or not finite.
+        Unreadable: the text is not JSON, is nested too deeply, or has a number that is too large or not
+            finite.
     """
     try:
         value: object = json.loads(text, parse_constant=_no_number)
@@ -79,10 +80,12 @@ def parse_json(text: bytes) -> object:
 
 
 def parse_yaml(text: bytes) -> object:
-    """Parses a YAML text by OmegaConf's rules: duplicate keys are errors, `1e3` is a number, and a date is text.
+    """Parses a YAML text by OmegaConf's rules: duplicate keys are errors, `1e3` is a number, and a date is
+    text.
 
     Raises:
-        Unreadable: the text is not valid, is nested too deeply, expands to too many values, or refers to itself.
+        Unreadable: the text is not valid, is nested too deeply, expands to too many values, or refers to
+            itself.
     """
     from yaml import MarkedYAMLError, YAMLError, load
 

@@ -92,7 +92,8 @@ def bring_up_to_date(tree: dict[str, object]) -> None:
 
 
 def _place(tree: dict[str, object], key: str) -> tuple[dict[str, object] | None, str]:
-    """Returns the section that contains a setting (None if the setting is not set), and the setting's bare name."""
+    """Returns the section that contains a setting (None if the setting is not set), and the setting's bare
+    name."""
     first, dot, name = key.partition(".")
     section = tree.get(first) if dot else tree
     name = name if dot else first

@@ -93,8 +93,9 @@ def _choose_batch(tree: dict[str, object], parsed: Overrides, set_keys: Collecti
 
 
 def _choose_source(tree: dict[str, object], parsed: Overrides) -> None:
-    """Changes `data.source` from stdlib to prepared if the command line sets a path or a blend, but no data group or
-    source, so that users may leave out `data=prepared`. The recipe's tokenizer settings are dropped."""
+    """Changes `data.source` from stdlib to prepared if the command line sets a path or a blend, but no data
+    group or source, so that users may leave out `data=prepared`. The recipe's tokenizer settings are
+    dropped."""
     location = parsed.values.get("data.path") or parsed.values.get("data.blend")
     data = tree.get("data")
     if not location or "data" in parsed.groups or "data.source" in parsed.values or not isinstance(data, dict):

@@ -79,7 +79,8 @@ def redacted(text: str) -> str:
 
 
 def shown_value(key: str, value: object) -> object:
-    """Returns a setting's value for an error message: `***` if the setting is named like a secret, else redacted."""
+    """Returns a setting's value for an error message: `***` if the setting is named like a secret, else
+    redacted."""
     if isinstance(value, bool | int | float | None):
         return value
     if secret_name(key.rpartition(".")[2]):
@@ -109,7 +110,8 @@ def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def safety_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem for each secret, for unprintable characters, and for torchrun arguments with a leading dash."""
+    """Yields a problem for each secret, for unprintable characters, and for torchrun arguments with a leading
+    dash."""
     tree = asdict(config)
     yield from secret_problems(tree)
     for key, _, text in _texts(tree, names=True):

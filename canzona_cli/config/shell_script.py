@@ -301,7 +301,8 @@ class _Reader:
             self._record(words)
 
     def _keyword(self, words: list[str]) -> list[str] | None:
-        """Applies the keyword at the beginning of a command; returns the words after it, or None without a keyword."""
+        """Applies the keyword at the beginning of a command; returns the words after it, or None without a
+        keyword."""
         first, branch = words[0], self._open[-1] if self._open else None
         if first in ("if", "while"):
             self._open.append(_Branch(reading=True))

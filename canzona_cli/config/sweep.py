@@ -1,4 +1,5 @@
-"""Expands a command line with Hydra's sweeps (`A,B`, `range(1,4)`) into one run for each combination of values."""
+"""Expands a command line with Hydra's sweeps (`A,B`, `range(1,4)`) into one run for each combination of
+values."""
 
 import itertools
 import re

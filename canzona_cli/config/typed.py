@@ -118,7 +118,8 @@ def _together(problems: list[Problem], where: str) -> list[Problem]:
 def _invalid(
     name: str, value: object, error: ValidationError, texts: Mapping[str, str], where: str
 ) -> Iterator[Problem]:
-    """Yields a problem for each value of a section that pydantic refused; only one for each list or mapping entry."""
+    """Yields a problem for each value of a section that pydantic refused; only one for each list or mapping
+    entry."""
     lists = set()
     for detail in error.errors(include_url=False):
         location, entry = detail["loc"], detail["input"]

@@ -159,7 +159,8 @@ def _unused_clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Pr
 
 
 def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    """Yields problems with settings that only canzona's engine supports, if the run does not use this engine."""
+    """Yields problems with settings that only canzona's engine supports, if the run does not use this
+    engine."""
     execution, engine, optimizer = config.execution, config.engine, config.optimizer
     adamw = execution is Execution.ADAMW
     if execution is Execution.PLANNED:

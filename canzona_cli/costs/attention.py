@@ -24,7 +24,8 @@ where queries are two blocks with and without it: 157 operations instead of 138 
 backward, in four modules."""
 QK_NORM_PASSES = 5.8
 """The time of a norm over rows of 128 elements (QK-norm), relative to a norm over full rows with as many
-elements in total: 345 us to 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396, 2026-01)."""
+elements in total: 345 us to 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396,
+2026-01)."""
 
 
 def core_attention(

@@ -90,7 +90,8 @@ def _layer_weights(model: ModelConfig, tp: int, ep: int) -> tuple[int, int, int,
 
 def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
     """Counts, by (rows, columns), the matrices of one layer that the ranks of a TP group store together, as
-    the run's strategy splits them. If experts are divided among ranks, only one rank's experts are included."""
+    the run's strategy splits them. If experts are divided among ranks, only one rank's experts are
+    included."""
     cut, whole = layer_on_rank(config.model, splitting_of(config), layout.ep)
     return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
 
@@ -169,8 +170,8 @@ def warmup_forwards(layout: Layout, stage: int) -> int:
 def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
     """Counts the layers whose activations a stage holds at its peak; a layer counts once per micro-batch.
 
-    Megatron runs `warmup_forwards` forward passes, then alternates forward and backward passes. After every pp
-    micro-batches it moves to the next chunk, and in backward passes to the previous chunk.
+    Megatron runs `warmup_forwards` forward passes, then alternates forward and backward passes. After every
+    pp micro-batches it moves to the next chunk, and in backward passes to the previous chunk.
 
     Args:
         layers: the number of layers in the model.
@@ -223,9 +224,9 @@ def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> 
 
     The loss of bf16 logits needs an fp32 softmax at the same time as the logits or, later, their gradient.
     Megatron's fused loss, which runs on GPUs, first makes an fp32 gradient at the same time as both
-    (tests/dist/test_peak_memory.py). The loss of fp32 logits overwrites the logits with their softmax and then
-    with their gradient. The backward pass needs the gradients of the logits, the input and the weights. On
-    processors without bf16 instructions it also needs fp32 copies of both factors and of the result.
+    (tests/dist/test_peak_memory.py). The loss of fp32 logits overwrites the logits with their softmax and
+    then with their gradient. The backward pass needs the gradients of the logits, the input and the weights.
+    On processors without bf16 instructions it also needs fp32 copies of both factors and of the result.
 
     Args:
         logits: the logits of a micro-batch on one rank.

@@ -110,7 +110,8 @@ def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Tran
     """
 
     def reached(parts: int) -> float:
-        """Returns the expected number of `parts` nodes or ranks that have at least one of a token's experts."""
+        """Returns the expected number of `parts` nodes or ranks that have at least one of a token's
+        experts."""
         return parts * (1.0 - (1.0 - 1.0 / parts) ** chosen)
 
     outside = (group.machines - 1) / group.machines

@@ -168,7 +168,8 @@ def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
 
 
 GLOO_THREADS = 2
-"""The number of a group's collectives that gloo runs at the same time (default of torch's ProcessGroupGloo)."""
+"""The number of a group's collectives that gloo runs at the same time (default of torch's
+ProcessGroupGloo)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +278,8 @@ class Links:
         return Transfer(latency_s=hops * (group.size - 1) / group.size, link=link, link_s=size / rate)
 
     def all_to_all(self, sent: Sequence[float], received: Sequence[float], group: Group) -> Transfer:
-        """Returns the transfer of an all-to-all, which takes as long as its busiest sender or receiver (incast).
+        """Returns the transfer of an all-to-all, which takes as long as its busiest sender or receiver
+        (incast).
 
         The share of a rank's traffic that goes over the network is the share of its peers on other nodes.
 
@@ -325,7 +327,8 @@ class Links:
     def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
         """Interpolates the profile's measurements of a collective within a node; None without measurements.
 
-        Times are linear in bytes between two rows. Beyond the last row they are extrapolated from the last two.
+        Times are linear in bytes between two rows. Beyond the last row they are extrapolated from the last
+        two.
         """
         if group.machines > 1 or group.size == 1 or not self.cluster.collectives:
             return None

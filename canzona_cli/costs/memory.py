@@ -69,8 +69,9 @@ class MemoryEstimate(Memory):
 
     parts: Mapping[str, int]
     """The bytes of weights, gradients, optimizer, activations, logits, workspace and exchange. Memory that is
-    never needed at the same time counts once: `workspace` is only what exceeds the logits and activations freed
-    earlier. `exchange` is the minimum for the engine's buffers and its optimizers' scratch under any plan."""
+    never needed at the same time counts once: `workspace` is only what exceeds the logits and activations
+    freed earlier. `exchange` is the minimum for the engine's buffers and its optimizers' scratch under any
+    plan."""
 
     @property
     def forward(self) -> int:
@@ -155,9 +156,10 @@ def _bounded_state(
     """Counts the bytes of optimizer state on the fullest rank of a stage with `layers` layers.
 
     Args:
-        fullest: the matrices whose state the fullest rank keeps; None if matrices have no owners. A rank without
-            owned matrices keeps the state of its share of all parameters (AdamW), of every matrix that its TP
-            group stores (if every rank updates everything), or else of every matrix that the rank stores.
+        fullest: the matrices whose state the fullest rank keeps; None if matrices have no owners. A rank
+            without owned matrices keeps the state of its share of all parameters (AdamW), of every matrix
+            that its TP group stores (if every rank updates everything), or else of every matrix that the rank
+            stores.
     """
     execution = config.execution
     if execution is Execution.ADAMW:
@@ -214,7 +216,8 @@ def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[i
 
 @lru_cache(maxsize=4096)
 def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> Placement:
-    """Returns the placement by `lay_out` of `layers` layers; the parameters of a layer have `sizes` elements."""
+    """Returns the placement by `lay_out` of `layers` layers; the parameters of a layer have `sizes`
+    elements."""
     loads = [0] * shards
     padded = 0
     parameters = sizes * layers
@@ -265,8 +268,8 @@ def optimizer_state(config: RunConfig, how: Algorithm, others: int, whole: int, 
 
     - sc: nothing is sharded, neither for matrices nor for AdamW's parameters
       (`Float16OptimizerWithFloat16Params`). In canzona's engine every rank keeps whole matrices;
-    - layerwise, asc, paper, canzona: the state of each matrix (layerwise: of each TP fragment) is on one rank,
-      and AdamW's parameters are sharded over D * c by `DistributedOptimizer`;
+    - layerwise, asc, paper, canzona: the state of each matrix (layerwise: of each TP fragment) is on one
+      rank, and AdamW's parameters are sharded over D * c by `DistributedOptimizer`;
     - with fp32 weights, matrices have masters in canzona's engine only (its sc, asc, paper and canzona),
       because no other tensor holds the whole matrix.
 
@@ -349,9 +352,9 @@ def element_bytes(config: RunConfig, how: Algorithm, counts: Mapping[Shape, int]
 def least_buffer_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
     """Estimates the bytes of the engine's message and gradient buffers that every plan of a stage needs.
 
-    With tp > 1: the messages of two micro-groups with one matrix on each host, and the matrix's assembled fp32
-    gradient. With tp = 1 nothing is sent, but gradients are copied (`_copied_elements`), in batches of at most
-    `BATCH_BYTES` or of one matrix.
+    With tp > 1: the messages of two micro-groups with one matrix on each host, and the matrix's assembled
+    fp32 gradient. With tp = 1 nothing is sent, but gradients are copied (`_copied_elements`), in batches of
+    at most `BATCH_BYTES` or of one matrix.
     """
     elements = [math.prod(shape) for shape in matrix_shapes(config)]
     largest = max(elements)
@@ -375,9 +378,9 @@ def _gathered_elements(config: RunConfig, layout: Layout) -> int:
 
 
 def _copied_elements(config: RunConfig) -> list[int]:
-    """Lists the elements of the gradients of one layer that are copied with tp = 1, because they are not contiguous
-    and in fp32 in the gradient buffer: all gradients if they are reduced in bf16; otherwise only the gradients of
-    separate q, k and v, whose rows are interleaved in their parameter."""
+    """Lists the elements of the gradients of one layer that are copied with tp = 1, because they are not
+    contiguous and in fp32 in the gradient buffer: all gradients if they are reduced in bf16; otherwise only
+    the gradients of separate q, k and v, whose rows are interleaved in their parameter."""
     if config.train.gradient_bytes != FP32:
         return [math.prod(shape) for shape in matrix_shapes(config)]
     if config.engine.splitting not in ("qkv", "split"):

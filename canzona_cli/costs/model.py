@@ -48,14 +48,16 @@ class Module:
 
     part: Part
     layer: int
-    """The index of the layer in the model; -1 for the embedding, the number of layers for the output layer."""
+    """The index of the layer in the model; -1 for the embedding, the number of layers for the output
+    layer."""
     forward_s: float
     backward_s: float
     """The seconds of the backward pass without recomputation."""
     again_s: float
     """The seconds of forward work that the backward pass repeats (activation recomputation)."""
     weights: int
-    """The elements of the module's weight on this rank; 0 for a tied output layer on the embedding's stage."""
+    """The elements of the module's weight on this rank; 0 for a tied output layer on the embedding's
+    stage."""
     moves: tuple[Transfer, Transfer]
     """The collectives of the forward pass, and of the backward pass with recomputation. `cores` counts the
     cores of all groups that one owner's ranks are in."""
@@ -129,8 +131,8 @@ class StageTime:
 def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     """Returns the times of the modules of `stage`.
 
-    Let T = micro-batch * s / c tokens, h the hidden size, a query heads and g key-value heads of d elements, f
-    the width of the MLP, t = tp, and x = t with sequence parallelism, else 1. Per micro-batch and rank:
+    Let T = micro-batch * s / c tokens, h the hidden size, a query heads and g key-value heads of d elements,
+    f the width of the MLP, t = tp, and x = t with sequence parallelism, else 1. Per micro-batch and rank:
     - qkv: matmul T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm
       and rotary embedding 4 T (a+g)d/t elements through memory. With c > 1, keys and values are all-gathered
       before core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; this
@@ -198,7 +200,8 @@ class _MicroBatch:
     stream: int
     """The elements of the residual stream."""
     memory_s: float
-    """The seconds of elementwise work for each element of each fused pass, multiplied by `ELEMENTWISE_PASSES`."""
+    """The seconds of elementwise work for each element of each fused pass, multiplied by
+    `ELEMENTWISE_PASSES`."""
     accumulate_s: float
     """The seconds to add one element's gradient to its buffer."""
     exchange: Transfer

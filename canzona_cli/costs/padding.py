@@ -59,7 +59,8 @@ def lay_out(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[P
 
 
 def _chunks(sizes: Sequence[int], shards: int, bucket: int | None) -> Iterator[list[int]]:
-    """Cuts parameters into buckets, last created first. A bucket closes when both conditions of `lay_out` hold."""
+    """Cuts parameters into buckets, last created first. A bucket closes when both conditions of `lay_out`
+    hold."""
     chunk: list[int] = []
     chunk_total = chunk_max = 0
     for parameter in reversed(range(len(sizes))):

@@ -4,8 +4,9 @@ A stream runs its tasks one after another, in the order in which they were added
 stream is free and all tasks it waits for have ended. It takes `seconds` at a fixed rate (computation,
 latency), then `link_s` on its link, where each of n simultaneous transfers gets an n-th of the rate.
 
-On a timeline with `cores`, a task that keeps cores busy takes `seconds + link_s` while there are enough cores.
-If the running tasks need more cores than there are, all of them slow down equally, as under a fair scheduler.
+On a timeline with `cores`, a task that keeps cores busy takes `seconds + link_s` while there are enough
+cores. If the running tasks need more cores than there are, all of them slow down equally, as under a fair
+scheduler.
 
 The result is deterministic: of simultaneous tasks, the one added first goes first.
 """
@@ -257,7 +258,8 @@ class Timeline:
         return [self._ran(index, start[index], end, previous[index]) for index in range(len(tasks))]
 
     def _previous(self) -> list[int | None]:
-        """Returns the index of the previous task on the stream of each task; None for the first task of a stream."""
+        """Returns the index of the previous task on the stream of each task; None for the first task of a
+        stream."""
         previous: list[int | None] = []
         last: dict[Hashable, int] = {}
         for index, task in enumerate(self.tasks):

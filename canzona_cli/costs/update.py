@@ -52,9 +52,9 @@ ADAMW_BYTES = {True: 30, False: 86}
 and both moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes (False): decay 8,
 first moment 12, second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
 MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
-"""The bytes of memory traffic per element that Megatron's Muon (emerging-optimizers 0.3) causes in
-addition to canzona's. The passes of Megatron's: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice
-16, weight 12 and its copy 4 + w; casts to and from bf16 6 each."""
+"""The bytes of memory traffic per element that Megatron's Muon (emerging-optimizers 0.3) causes in addition
+to canzona's. The passes of Megatron's: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling
+twice 16, weight 12 and its copy 4 + w; casts to and from bf16 6 each."""
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
 """The conditions under which form auto chooses the Gram form: its time is at most this share of the standard
 form's, and the short side is at least this long. In smaller matrices rounding errors average out over fewer
@@ -192,8 +192,9 @@ def seconds(
 
 @lru_cache(maxsize=1024)
 def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
-    """Returns the form in which a (rows, cols) matrix is orthogonalised. `auto` chooses the Gram form if it is
-    accurate enough (`gram_holds`), faster by `GRAM_GAIN`, and the matrix is large enough (`GRAM_MIN_SIDE`).
+    """Returns the form in which a (rows, cols) matrix is orthogonalised. `auto` chooses the Gram form if it
+    is accurate enough (`gram_holds`), faster by `GRAM_GAIN`, and the matrix is large enough
+    (`GRAM_MIN_SIDE`).
 
     The form depends only on the algorithm, the shape and the profile, so a matrix has the same form on every
     rank.
@@ -255,8 +256,8 @@ def period_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -
 
 
 def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
-    """Returns the seconds that AdamW takes to update `elements` elements on one device: measured, or else from
-    memory traffic alone."""
+    """Returns the seconds that AdamW takes to update `elements` elements on one device: measured, or else
+    from memory traffic alone."""
     if cluster.adamw_ns is not None:
         return elements * cluster.adamw_ns * 1e-9
     return elements * ADAMW_BYTES[cluster.fused_layers] / memory_rate(cluster)
@@ -361,7 +362,8 @@ def _modelled(
 
 
 def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
-    """Returns the profile's measured seconds of one update; None without a measurement of exactly this update."""
+    """Returns the profile's measured seconds of one update; None without a measurement of exactly this
+    update."""
     if not cluster.measured_updates:
         return None
     key = (prefix + label(a), rows, cols)
@@ -430,7 +432,8 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     - soap-muon: soap and muon;
     - adamw: 15 per element.
 
-    A side longer than `max_preconditioner_dim` is not preconditioned, and the terms of its preconditioner are 0.
+    A side longer than `max_preconditioner_dim` is not preconditioned, and the terms of its preconditioner are
+    0.
     """
     return min(
         step.flops + sum(part.flops for part in parts) / a.refresh_period for step, parts in _works(a, rows, cols)

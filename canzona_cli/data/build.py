@@ -110,7 +110,8 @@ class Built:
     vocabulary_sampled: bool
     """True if a bpe was trained on a sample of the text."""
     requested_vocab_size: int | None
-    """The requested vocabulary size of a bpe, which a small corpus may not reach; None for other tokenizers."""
+    """The requested vocabulary size of a bpe, which a small corpus may not reach; None for other
+    tokenizers."""
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -245,8 +246,8 @@ def _tokenise(
 
 
 def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tally | CanzonaError]:
-    """Yields the batches and tallies of all inputs. An error is not raised but yielded as the last item, so that
-    problems in earlier batches, which are processed later, are reported before it."""
+    """Yields the batches and tallies of all inputs. An error is not raised but yielded as the last item, so
+    that problems in earlier batches, which are processed later, are reported before it."""
     try:
         for source in sources:
             yield from reader.read(source)

@@ -129,7 +129,8 @@ class TokenBytes:
     values: npt.NDArray[np.float64]
     """The bytes of each token, shape [vocab_size]. If `counted`, special tokens have 0 bytes."""
     counted: bool
-    """True if the bytes of each token were counted; False if every value is the corpus's mean bytes per token."""
+    """True if the bytes of each token were counted; False if every value is the corpus's mean bytes per
+    token."""
 
 
 def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
@@ -356,7 +357,8 @@ def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, bl
 
 
 def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
-    """Yields the problems that prevent sample texts: an unknown tokenizer, or a prompt that fills the sequence."""
+    """Yields the problems that prevent sample texts: an unknown tokenizer, or a prompt that fills the
+    sequence."""
     prompt = config.train.sample_prompt
     if config.train.sample_every == 0:
         return

@@ -1,4 +1,5 @@
-"""Turns batches of text into tokens, in this process or in a pool of processes, in the order of the batches."""
+"""Turns batches of text into tokens, in this process or in a pool of processes, in the order of the
+batches."""
 
 import hashlib
 import json

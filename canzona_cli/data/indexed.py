@@ -178,7 +178,8 @@ class PairWriter:
         If a rename fails, all files of the pair are removed.
 
         Args:
-            companions: the (path, text) of further files of the pair, which are written before the .idx is renamed.
+            companions: the (path, text) of further files of the pair, which are written before the .idx is
+                renamed.
         """
         for path, text in companions:
             self._temporaries.append(temporary_path(path))
@@ -334,7 +335,8 @@ def _check_body(
     offsets: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
 ) -> PairInfo:
-    """Checks that sequence lengths, byte offsets and document ends are consistent with each other and the .bin."""
+    """Checks that sequence lengths, byte offsets and document ends are consistent with each other and the
+    .bin."""
     again = "prepare it again with canzona data prepare ... --overwrite"
     problems: list[Problem] = []
     tokens = int(lengths.sum(dtype=np.int64))

@@ -1,4 +1,5 @@
-"""Implements `canzona data prepare`: checks all arguments first, then builds one pair while holding its lock."""
+"""Implements `canzona data prepare`: checks all arguments first, then builds one pair while holding its
+lock."""
 
 import os
 import shlex

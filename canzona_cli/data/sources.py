@@ -37,8 +37,8 @@ class Source:
     path: Path | None
     """The file; None for standard input."""
     format: InputFormat
-    """The format. Only standard input can be auto: it is JSONL if its first non-blank character is `{`, otherwise
-    text."""
+    """The format. Only standard input can be auto: it is JSONL if its first non-blank character is `{`,
+    otherwise text."""
     size: int | None
     """The size in bytes on disk; None if it is not known in advance."""
     from_folder: bool = False

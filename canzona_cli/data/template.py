@@ -31,7 +31,8 @@ def template_problem(template: str) -> str:
 
 
 def fill(template: str, record: Mapping[str, object], key: str) -> str:
-    """Returns the text of an object: the template filled with its fields, or with each message of its list `key`.
+    """Returns the text of an object: the template filled with its fields, or with each message of its list
+    `key`.
 
     Raises:
         Unfilled: a field is missing or has no text, or the list contains something other than messages.

@@ -1,8 +1,8 @@
 """Converts text to token ids: raw bytes, a byte-pair encoding trained on the text, or a local tokenizer.json.
 
 All tokenizers take undecoded bytes: the byte tokenizer needs no decoding, and the other tokenizers count the
-invalid characters that they replace. Text never produces a special token. `<|endoftext|>` in a document is ordinary
-text; only the writer of a pair adds the end-of-document token.
+invalid characters that they replace. Text never produces a special token. `<|endoftext|>` in a document is
+ordinary text; only the writer of a pair adds the end-of-document token.
 """
 
 import hashlib
@@ -69,7 +69,8 @@ def narrow(ids: Sequence[int], vocab_size: int) -> TokenArray:
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """The tokenizer in which every byte is a token and id 256 ends a document. It is lossless for any input."""
+    """The tokenizer in which every byte is a token and id 256 ends a document. It is lossless for any
+    input."""
 
     kind: Literal["byte"] = "byte"
     name: str = "byte"
@@ -298,7 +299,8 @@ def tokenizer_file(spec: str) -> Path:
 
 
 def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
-    """Loads a local tokenizer.json, with the additional tokens of the tokenizer_config.json in the same folder.
+    """Loads a local tokenizer.json, with the additional tokens of the tokenizer_config.json in the same
+    folder.
 
     Args:
         spec: the path of the file, or of its folder.
@@ -338,7 +340,8 @@ def read_backend(path: Path) -> "RustTokenizer":
 
 
 def _tokenizer_error(error: BaseException, value: str, what: str) -> ConfigError:
-    """Returns a ConfigError for an error of the tokenizers library; re-raises other errors, such as Ctrl-C."""
+    """Returns a ConfigError for an error of the tokenizers library; re-raises other errors, such as
+    Ctrl-C."""
     # The library raises plain Exception or, after a panic in Rust, a PanicException, which is a
     # BaseException.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -376,8 +379,9 @@ def _apply_config(backend: "RustTokenizer", path: Path) -> str | None:
 
 
 def _display_name(path: Path) -> str:
-    """Returns the name to show for a tokenizer file: `Qwen3-0.6B` for the tokenizer.json in a Hugging Face folder of
-    this name, `new/tokenizer.json` in a folder `new` without other files of a model; otherwise the file's name."""
+    """Returns the name to show for a tokenizer file: `Qwen3-0.6B` for the tokenizer.json in a Hugging Face
+    folder of this name, `new/tokenizer.json` in a folder `new` without other files of a model; otherwise the
+    file's name."""
     if path.name != "tokenizer.json":
         return path.stem
     folder = path.resolve().parent
@@ -386,7 +390,8 @@ def _display_name(path: Path) -> str:
 
 
 def _find_eod(backend: "RustTokenizer", named: str | None, path: Path) -> int:
-    """Returns the id of the token `named`; if that is None, of the first of `EOD_CANDIDATES` in the tokenizer.
+    """Returns the id of the token `named`; if that is None, of the first of `EOD_CANDIDATES` in the
+    tokenizer.
 
     Raises:
         ConfigError: there is no such token.

@@ -68,7 +68,8 @@ def build_engine(
         chunks: the model's chunks, wrapped with the plan's buffers, or without sharding if there is no plan.
         plan: the plan of strategies canzona, paper and asc; None for sc, where every rank updates all
             matrices of its stage.
-        adamw: Megatron's settings for AdamW (`optimizer="adam"`) and clipping; None to derive them from `config`.
+        adamw: Megatron's settings for AdamW (`optimizer="adam"`) and clipping; None to derive them from
+            `config`.
         overrides: see `build_adamw`.
         reads_weights: see `CanzonaOptimizer`.
 
@@ -142,7 +143,8 @@ class _RankPart:
 
 
 def _planned_part(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World) -> _RankPart:
-    """Returns the matrices that the plan gives this rank. The rank in a shared matrix's cell counts its fallbacks."""
+    """Returns the matrices that the plan gives this rank. The rank in a shared matrix's cell counts its
+    fallbacks."""
     parameters = matrix_parameters(chunks, plan, world)
     matrices = sorted(_updated_matrices(plan, world), key=_buffer_order(parameters))
     shared, cells = plan.assignment.shares, plan.assignment.cells
@@ -190,7 +192,8 @@ def _buffer_order(parameters: Iterable[str]) -> Order:
 def _masters(
     matrices: Sequence[Matrix], shape: Callable[[Matrix], tuple[int, int]], device: torch.device
 ) -> dict[int, torch.nn.Parameter]:
-    """Allocates the fp32 weights of matrices. Weights of one shape are views of one tensor (count, rows, columns)."""
+    """Allocates the fp32 weights of matrices. Weights of one shape are views of one tensor (count, rows,
+    columns)."""
     masters: dict[int, torch.nn.Parameter] = {}
     for alike in by_key(matrices, shape):
         block = torch.empty(len(alike), *shape(alike[0]), dtype=torch.float32, device=device)

@@ -196,8 +196,10 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         """Returns the state as entries of one of Megatron's checkpoints (`ShardedState`). Collective.
 
         Args:
-            is_loading: True if a checkpoint will be read into the result, which is then given to `load_state_dict`.
-            metadata: Megatron's metadata of the checkpoint; `distrib_optim_sharding_type` must be fully_reshardable.
+            is_loading: True if a checkpoint will be read into the result, which is then given to
+                `load_state_dict`.
+            metadata: Megatron's metadata of the checkpoint; `distrib_optim_sharding_type` must be
+                fully_reshardable.
 
         Raises:
             Unsupported: on all ranks together, if the state of any rank cannot be in such a checkpoint.

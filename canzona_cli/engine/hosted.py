@@ -125,7 +125,8 @@ class HostedGroup:
         ]
 
     def _checks(self, finite: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields the masters of equal matrices (count, rows, columns), each with a view of their flags (count,)."""
+        """Yields the masters of equal matrices (count, rows, columns), each with a view of their flags
+        (count,)."""
         each = [(master.detach(), flag) for master, flag in zip(self._masters, finite.unbind(), strict=True)]
         for alike in by_key(each, lambda pair: pair[0].shape):
             masters, flags = [master for master, _ in alike], [flag for _, flag in alike]
@@ -238,7 +239,8 @@ class HostedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosting:
-    """One TP rank's view of its owner's micro-groups, or of its own experts, with the memory to update them."""
+    """One TP rank's view of its owner's micro-groups, or of its own experts, with the memory to update
+    them."""
 
     wiring: Wiring
     matrices: tuple[Matrix, ...]

@@ -93,7 +93,8 @@ class Fallbacks:
     """A callback for optimizers that logs each fallback with the matrix's name, and counts the fallbacks.
 
     Args:
-        hosted: the matrices whose fallbacks this rank logs and counts; fallbacks of other matrices are ignored.
+        hosted: the matrices whose fallbacks this rank logs and counts; fallbacks of other matrices are
+            ignored.
         masters: the optimizers' parameters, by matrix index.
     """
 
@@ -155,7 +156,8 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
         `CanzonaOptimizer`'s `stats_group` together contribute every element once."""
 
     def begin(self) -> None:
-        """Starts the part of the next update that needs reduced gradients but not their norm. No state changes."""
+        """Starts the part of the next update that needs reduced gradients but not their norm. No state
+        changes."""
 
     def discard(self) -> None:
         """Waits for what `begin` started and discards it, because this step does not update the matrices."""
@@ -168,11 +170,13 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:
         """Returns the number of updates of the last step that were not finite or needed their optimizer's
-        fallback: (1,), on the device. Only one rank of `CanzonaOptimizer`'s `stats_group` counts an update."""
+        fallback: (1,), on the device. Only one rank of `CanzonaOptimizer`'s `stats_group` counts an
+        update."""
 
     @property
     def captures(self) -> int:
-        """The number of CUDA graphs that the optimizers of this rank's whole matrices have captured so far."""
+        """The number of CUDA graphs that the optimizers of this rank's whole matrices have captured so
+        far."""
         return sum(group.optimizer.captures for group in self.groups if isinstance(group.optimizer, Muon))
 
     @abstractmethod
@@ -201,7 +205,8 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Does nothing, because gradients are read from Megatron's buffers. Returns False: no inf was found."""
+        """Does nothing, because gradients are read from Megatron's buffers. Returns False: no inf was
+        found."""
         return False
 
     @property

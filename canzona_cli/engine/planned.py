@@ -124,8 +124,8 @@ class PlannedOptimizer(MasterOptimizer):
     # --- failed updates ---
 
     def fallbacks(self) -> torch.Tensor:
-        """Counts, as the base class says, the updates of the matrices that this rank hosts: (1,), on the device.
-        TP rank 0 also counts those of shared matrices."""
+        """Counts, as the base class says, the updates of the matrices that this rank hosts: (1,), on the
+        device. TP rank 0 also counts those of shared matrices."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
         if self._sharing is not None:
             count += self._sharing.fallbacks()

@@ -15,7 +15,8 @@ _WEIGHTS: Final = "use sharded_state_dict and load_state_dict (Megatron-LM: --ck
 
 
 def refuse_masters(state_dict: object) -> None:
-    """Raises Unsupported if the caller wants masters to be copied from a loaded state instead of the weights."""
+    """Raises Unsupported if the caller wants masters to be copied from a loaded state instead of the
+    weights."""
     if state_dict is not None:
         reason = "masters of matrices are copied from the weights"
         fix = "call it without state_dict (Megatron-LM: remove --load-main-params-from-ckpt)"

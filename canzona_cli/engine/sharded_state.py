@@ -41,8 +41,9 @@ from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 
 _LIKE_WEIGHTS: Final = {MUONS_MASTER: (MUONS_MASTER, ADAMWS_MASTER), MOMENTUM: (MOMENTUM, MOMENTS[0])}
-"""The fields of matrices that are laid out like weights, each with its name in checkpoints of Megatron's Muon, then in
-those of its AdamW. AdamW's first moment can serve as momentum: both are moving averages of gradients."""
+"""The fields of matrices that are laid out like weights, each with its name in checkpoints of Megatron's
+Muon, then in those of its AdamW. AdamW's first moment can serve as momentum: both are moving averages of
+gradients."""
 _ADAMW: Final = {ADAMWS_MASTER: (ADAMWS_MASTER, MUONS_MASTER), **{name: (name,) for name in MOMENTS}}
 """AdamW's fields, each with its name in checkpoints of Megatron's distributed optimizer, then in those of its
 other optimizers."""
@@ -140,7 +141,8 @@ def unsupported(
 
     Args:
         metadata: Megatron's metadata of the checkpoint.
-        formats: the supported formats of AdamW's state; None among them means state that Megatron does not shard.
+        formats: the supported formats of AdamW's state; None among them means state that Megatron does not
+            shard.
     """
     sharding = metadata.get("distrib_optim_sharding_type")
     if sharding not in formats:
@@ -181,7 +183,8 @@ class ShardedState:
         self._targets: dict[str, dict[str, torch.Tensor]] = {}
         """The tensors that each matrix's state is loaded into, by matrix name."""
         self.has_masters = True
-        """False if the checkpoint to load was saved by fp32 training, where weights may be the only masters."""
+        """False if the checkpoint to load was saved by fp32 training, where weights may be the only
+        masters."""
 
     def to_save(self, model: StateDict, metadata: Mapping[str, object]) -> dict[object, object]:
         """Returns the state in the form that Megatron's layer-wise Muon with AdamW has. Collective.

@@ -27,7 +27,8 @@ class SharedMatrix:
         master: the rank's fragment, fp32, which `optimizer` updates.
         optimizer: the optimizer of all shared matrices of this rank.
         weight, reduced: views of the rank's fragment of the weight and of the reduced gradient.
-        scratch: flat fp32 scratch, at least as long as the fragment, which all shared matrices of the rank use.
+        scratch: flat fp32 scratch, at least as long as the fragment, which all shared matrices of the rank
+            use.
     """
 
     def __init__(
@@ -237,5 +238,6 @@ class Sharing:
 
 
 def lies_flat(gradient: torch.Tensor) -> bool:
-    """Returns True if an optimizer can use a fragment's reduced gradient without a copy: fp32 and contiguous."""
+    """Returns True if an optimizer can use a fragment's reduced gradient without a copy: fp32 and
+    contiguous."""
     return gradient.dtype is torch.float32 and gradient.is_contiguous()

@@ -56,7 +56,8 @@ class Fragments:
         return whole.view(view.shape)[view.index]
 
     def blocks(self, matrix: Matrix, *, whole: bool) -> Iterator[geometry.Block]:
-        """Locates a matrix, or this rank's fragment of it, in its parameter as a single TP rank would store it."""
+        """Locates a matrix, or this rank's fragment of it, in its parameter as a single TP rank would store
+        it."""
         stored = geometry.stored_blocks(matrix.name, matrix.shape, self._model)
         held = stored if whole else geometry.matrix_blocks(matrix, self._model, tp=self.tp, rank=self._rank)
         return geometry.in_whole_parameter(matrix, held, self._model)
@@ -99,7 +100,8 @@ received and weights of group i - 1 are sent, so two sets of each direction are 
 
 @dataclass(frozen=True, kw_only=True)
 class Messages:
-    """The send and receive buffers of one direction, each flat and as long as the largest micro-group needs."""
+    """The send and receive buffers of one direction, each flat and as long as the largest micro-group
+    needs."""
 
     sends: tuple[torch.Tensor, ...]
     receives: tuple[torch.Tensor, ...]
@@ -147,7 +149,8 @@ class AllToAll:
         self.receive = messages.receives[self._place][: route.received]
 
     def start(self) -> torch.distributed.Work | None:
-        """Starts sending the packed message. Returns the handle to wait for; None if nothing is communicated."""
+        """Starts sending the packed message. Returns the handle to wait for; None if nothing is
+        communicated."""
         if self.route.travels:
             self._work = torch.distributed.all_to_all_single(
                 self.receive,

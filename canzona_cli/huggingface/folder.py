@@ -202,7 +202,8 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
 
 
 def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
-    """Composes a run from `overrides`; settings that they do not set come from the folder's model and tokenizer.
+    """Composes a run from `overrides`; settings that they do not set come from the folder's model and
+    tokenizer.
 
     If `overrides` do not name a recipe, the built-in recipe with the closest number of parameters is used.
 
@@ -313,7 +314,8 @@ def _for_corpus_tokenizer(run: RunFiles) -> Beside:
 
 
 def _settings_of(text: str, eod: int | None) -> str:
-    """Returns the text of `tokenizer_config.json`: the eos token, and a class that reads any tokenizer.json."""
+    """Returns the text of `tokenizer_config.json`: the eos token, and a class that reads any
+    tokenizer.json."""
     from tokenizers import Tokenizer
 
     settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -1,8 +1,9 @@
 """Translates a model's settings from and to Hugging Face's `config.json`, and its units to tensor names.
 
-Sources: the configuration classes of transformers, and the published files. Version 5 of transformers nests the
-rotary embedding's base in `rope_parameters` and calls `torch_dtype` `dtype`. Both forms are read. Exports have the
-older form, which version 5 reads too. Each tensor is one unit (`canzona_cli.model.geometry`), with the same rows.
+Sources: the configuration classes of transformers, and the published files. Version 5 of transformers nests
+the rotary embedding's base in `rope_parameters` and calls `torch_dtype` `dtype`. Both forms are read. Exports
+have the older form, which version 5 reads too. Each tensor is one unit (`canzona_cli.model.geometry`), with
+the same rows.
 """
 
 import re

@@ -1,4 +1,5 @@
-"""Generates text from a checkpoint, with a model class of transformers and the checkpoint's masters as weights."""
+"""Generates text from a checkpoint, with a model class of transformers and the checkpoint's masters as
+weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -45,7 +45,8 @@ def row_ranges(shape: Sequence[int]) -> Iterator[range]:
 def import_weights(
     source: HuggingFaceFolder, config: RunConfig, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Path:
-    """Writes the weights as a checkpoint of step 0 into a run directory, and copies the files beside the weights.
+    """Writes the weights as a checkpoint of step 0 into a run directory, and copies the files beside the
+    weights.
 
     The checkpoint appears only when it is complete. The other files are copied first, to the run's
     `huggingface` folder.

@@ -44,12 +44,13 @@ class Card:
     """The largest difference from the card that a correct run may have. It was chosen from reruns on other
     layouts and with other matmul implementations (`recipes/README.md`)."""
     again: Literal["tests", "person"] = "tests"
-    """The way the run is repeated: by the tests (`make test-sweep`, up to the first validation), or by a person
-    if that takes too long for a test."""
+    """The way the run is repeated: by the tests (`make test-sweep`, up to the first validation), or by a
+    person if that takes too long for a test."""
 
     @property
     def words(self) -> str:
-        """The card in a line: `validation loss 1.8839 ± 0.02 at step 120 (recorded on 2 cores, 2026-11-26)`."""
+        """The card in a line: `validation loss 1.8839 ± 0.02 at step 120 (recorded on 2 cores,
+        2026-11-26)`."""
         step, loss = max(self.validation.items())
         where = f"recorded on {self.machine}, {self.date}"
         return f"validation loss {number(loss, '.4f')} ± {self.tolerance:g} at step {step:,} ({where})"

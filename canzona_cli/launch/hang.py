@@ -24,7 +24,8 @@ from canzona_cli.run.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE,
 from canzona_cli.run.records import Incident
 
 _LONGEST_LOOK_S: Final = 5.0
-"""The most seconds of silence that one call of `look` adds, so that a suspended machine is not taken for a hang."""
+"""The most seconds of silence that one call of `look` adds, so that a suspended machine is not taken for a
+hang."""
 _AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0
@@ -48,7 +49,8 @@ class HangReport:
     step: int
     where: str
     reason: str
-    """The rank's activity and its duration, then the activity of the other ranks. The rank itself is not named."""
+    """The rank's activity and its duration, then the activity of the other ranks. The rank itself is not
+    named."""
     elsewhere: bool = False
     """True if all ranks of this machine only wait, for the network or for a rank of another machine."""
 
@@ -136,7 +138,8 @@ class HangWatch:
         return None if already else f"no progress for {self._silent_s:.0f} s: {_describe_ranks(signs)}"
 
     def write_stacks(self) -> None:
-        """Makes every rank with a heartbeat write its Python stacks to its log, and waits a second for that."""
+        """Makes every rank with a heartbeat write its Python stacks to its log, and waits a second for
+        that."""
         # Ranks without a heartbeat could not write anything, and their process ids may have been reused.
         alive = time.monotonic() - _NO_BEAT_S
         pids = [sign.pid for sign in self._beats.signs() if sign.beat > alive and not sign.ended]

@@ -21,8 +21,8 @@ from canzona_cli.run.codec import load_if_valid, save
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 
 MEETING_PATIENCE_S = 300.0
-"""The seconds within which all machines must arrive. Slurm starts a step's tasks together; starting them by hand
-takes longer."""
+"""The seconds within which all machines must arrive. Slurm starts a step's tasks together; starting them by
+hand takes longer."""
 END_PATIENCE_S = 30.0
 """The seconds that machine 0 waits, after its own workers have ended, for the outcomes of the other machines.
 A rank that has lost a peer notices at once, and torchrun then gives the other ranks 15 seconds to exit."""
@@ -33,7 +33,8 @@ FAILURE_GRACE_S = 20.0
 """The seconds that this machine's workers get to notice a failure on another machine. The launcher stops them
 afterwards, as NCCL may wait forever."""
 HANG_GRACE_S = 15.0
-"""The seconds that a machine whose ranks all only wait gives the other machines to report the hanging rank."""
+"""The seconds that a machine whose ranks all only wait gives the other machines to report the hanging
+rank."""
 _LOOK_S = 2.0
 _POLL_S = 0.2
 

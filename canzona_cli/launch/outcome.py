@@ -33,7 +33,8 @@ _SECONDARY = re.compile(
     r"|remote process exited|ncclremoteerror|peer .*(gone|died|closed)|failed to (recv|send)|end of file",
     re.IGNORECASE,
 )
-"""The error messages of a rank that has lost another rank. They are consequences of a failure, not its cause."""
+"""The error messages of a rank that has lost another rank. They are consequences of a failure, not its
+cause."""
 _SECONDARY_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "BrokenPipeError", "ConnectionResetError")
 _FAILS_AGAIN = (ExitCode.CONFIG, ExitCode.MEMORY, ExitCode.CHECKPOINT)
 """The exit codes of runs that would fail again if they were started unchanged."""
@@ -47,7 +48,8 @@ class Outcome(RunResult):
     """The outcome of a run: the fields of `result.json`, and details of a failure for the terminal."""
 
     traceback: tuple[str, ...] = ()
-    """The last lines of the failing rank's traceback; empty for a user's mistake, which the message explains."""
+    """The last lines of the failing rank's traceback; empty for a user's mistake, which the message
+    explains."""
     problems: tuple[Problem, ...] = ()
     """The problems that explain the failure to the user; empty if there are none, as for a crash."""
     error_type: str = ""
@@ -64,8 +66,8 @@ class Outcome(RunResult):
         return self.status != "done" and self.exit_code not in _FAILS_AGAIN
 
     def error(self) -> CanzonaError:
-        """Returns the error that the command reports when it exits. It has the rank's own problems or, without
-        any, the message."""
+        """Returns the error that the command reports when it exits. It has the rank's own problems or,
+        without any, the message."""
         kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit, CheckpointInvalid, Hang)
         kind = next((kind for kind in kinds if kind.exit_code == self.exit_code), WorkerCrashed)
         if self.error_type == SaveFailed.__name__:
@@ -207,7 +209,8 @@ def _failure_outcome(workers: Workers, first: RankResult) -> Outcome:
 
 
 def _divergence_outcome(workers: Workers, rank: int, error: RankError) -> Outcome:
-    """Returns the outcome of a run that diverged, with the last good checkpoint from before the divergence."""
+    """Returns the outcome of a run that diverged, with the last good checkpoint from before the
+    divergence."""
     last_good, hint, resume = None, "", ""
     if error.since is not None:
         checkpoints = CheckpointStore(workers.files.checkpoints).checkpoints()

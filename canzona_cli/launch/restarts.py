@@ -1,7 +1,7 @@
 """Restarts a failed run within the same launch, and builds the command that resumes a run.
 
-A launch restarts a run after a wait, at most `run.restarts` times. On one machine, `canzona resume` only needs
-the run's directory; in a Slurm job and on several machines, the command repeats what was typed.
+A launch restarts a run after a wait, at most `run.restarts` times. On one machine, `canzona resume` only
+needs the run's directory; in a Slurm job and on several machines, the command repeats what was typed.
 """
 
 import os

@@ -148,7 +148,8 @@ def _from_weights(config: RunConfig) -> Resumption:
 def _from_weights_of(
     config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, of_this_run: bool = False
 ) -> Resumption:
-    """Returns a resumption from only the weights of a checkpoint; the two models must have the same shapes."""
+    """Returns a resumption from only the weights of a checkpoint; the two models must have the same
+    shapes."""
     source = str(checkpoint)
     refuse([*family_problems(saved.model, config.model, source), *shape_problems(saved, config, source)])
     return _first_step(

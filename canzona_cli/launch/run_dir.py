@@ -60,7 +60,8 @@ _RECORDED_VARIABLES = (
 
 
 class RunDirectory:
-    """A run directory that this launch has claimed for as long as this object lives. Create it with `create`."""
+    """A run directory that this launch has claimed for as long as this object lives. Create it with
+    `create`."""
 
     def __init__(self, files: RunFiles, *, lock: IO[str] | None = None, used: bool = False) -> None:
         self.files = files
@@ -210,8 +211,8 @@ def check_free(config: RunConfig, *, resumes: bool = False) -> None:
 
 
 def prediction_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
-    """Predicts the step time of a resolved run. For a calibrated profile, adds the reasons why the profile may
-    not match this machine.
+    """Predicts the step time of a resolved run. For a calibrated profile, adds the reasons why the profile
+    may not match this machine.
 
     Args:
         plan: the plan of a strategy that executes one; None for other strategies.

@@ -22,7 +22,8 @@ FIRST_PORT = 20_000
 connections."""
 _PORTS = 10_000
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""The first of the step IDs that Slurm reserves for the batch script, interactive shells and external processes."""
+"""The first of the step IDs that Slurm reserves for the batch script, interactive shells and external
+processes."""
 
 
 @dataclass(frozen=True, kw_only=True)

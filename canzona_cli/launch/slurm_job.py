@@ -53,8 +53,8 @@ _LEAVE_OUT = "leave it out: the run's settings and the options of canzona slurm 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """The options of a job, as typed. None keeps the template's value; if the template has none, the cluster's
-    default applies."""
+    """The options of a job, as typed. None keeps the template's value; if the template has none, the
+    cluster's default applies."""
 
     job_name: str | None = None
     time: str | None = None
@@ -311,8 +311,8 @@ def _seconds(time: str) -> int | None:
 
 
 def _with_directives(text: str, changes: dict[str, str | None], removed: set[str]) -> str:
-    """Changes, adds and removes `#SBATCH --NAME=VALUE` lines of the script. New lines follow the last existing
-    one."""
+    """Changes, adds and removes `#SBATCH --NAME=VALUE` lines of the script. New lines follow the last
+    existing one."""
     lines = text.splitlines()
     places = [index for index, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
     given = {lines[index].removeprefix(_DIRECTIVE).partition("=")[0]: lines[index] for index in places}

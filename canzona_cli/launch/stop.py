@@ -64,7 +64,8 @@ class SaveWatch:
         """The time of the last progress, in seconds of the monotonic clock; 0 if there was none."""
 
     def look(self) -> bool:
-        """Returns True if there is an unfinished checkpoint now, and updates `moved` if its size has changed."""
+        """Returns True if there is an unfinished checkpoint now, and updates `moved` if its size has
+        changed."""
         try:
             names = [path.name for path in self._root.iterdir()]
         except OSError:
@@ -77,8 +78,8 @@ class SaveWatch:
 
 
 def checkpoint_to_resume(files: RunFiles, *, thorough: bool = True) -> str | None:
-    """Returns the name of the newest checkpoint, which a new start in this directory would resume from; None if
-    there is none or it is damaged.
+    """Returns the name of the newest checkpoint, which a new start in this directory would resume from; None
+    if there is none or it is damaged.
 
     Args:
         thorough: True also hashes the files; False checks only the manifest and the sizes of the files.

@@ -65,7 +65,8 @@ class Supervision:
     machines: InitVar[Machines | None] = None
     """The link to the launchers of the other machines; None for a run on one machine."""
     grace_s: float = STOP_GRACE_S
-    """The seconds between the first request to stop, or the last progress of a save, and killing the workers."""
+    """The seconds between the first request to stop, or the last progress of a save, and killing the
+    workers."""
     hang_timeout_s: float | None = None
     """The seconds without progress on any rank after which the run is stopped as hung; None for no limit."""
     requests: Requests = field(default_factory=Requests)
@@ -255,12 +256,13 @@ def run_ranks(
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
 ) -> RunFiles:
-    """Runs ranks on this machine for a purpose other than training, until they end, in their own run directory.
+    """Runs ranks on this machine for a purpose other than training, until they end, in their own run
+    directory.
 
     Args:
         config: the resolved configuration; the ranks use `run.dir`, or a new directory under `run.root`.
-        write_more: a function that writes further files for the ranks, besides configuration, layout and corpus.
-        grace_s, hang_timeout_s: as in `Supervision`.
+        write_more: a function that writes further files for the ranks, besides configuration, layout and
+            corpus. grace_s, hang_timeout_s: as in `Supervision`.
 
     Raises:
         KeyboardInterrupt: somebody stopped the ranks.

@@ -96,7 +96,8 @@ class Monitor:
         self._show(partial(self._view.close, status, message))
 
     def _show(self, show: Callable[[], None]) -> None:
-        """Calls the view. If the view raises, which is a bug in canzona, the run continues without a display."""
+        """Calls the view. If the view raises, which is a bug in canzona, the run continues without a
+        display."""
         try:
             show()
         except Exception as error:

@@ -201,7 +201,8 @@ def _unstack_keys(stacked: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _stack_queries(tensor: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Reshapes `[block, batch, heads, head_dim]` to `[batch * groups, heads of a group * block, head_dim]`."""
+    """Reshapes `[block, batch, heads, head_dim]` to `[batch * groups, heads of a group * block,
+    head_dim]`."""
     return tensor.permute(1, 2, 0, 3).reshape(len(keys), -1, tensor.size(-1))
 
 

@@ -13,7 +13,8 @@ from canzona_cli.megatron.attention import CausalAttention
 
 
 def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
-    """Returns the specification of a layer, built from Transformer Engine's modules or from Megatron's own."""
+    """Returns the specification of a layer, built from Transformer Engine's modules or from Megatron's
+    own."""
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
     spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_norm, normalization="RMSNorm")

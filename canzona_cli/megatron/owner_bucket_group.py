@@ -197,7 +197,8 @@ def _replace(
     owners: ProcessGroup,
     names: Mapping[torch.nn.Parameter, str],
 ) -> None:
-    """Replaces the bucket groups of matrices in Megatron's lists, one list for each model chunk in forward order.
+    """Replaces the bucket groups of matrices in Megatron's lists, one list for each model chunk in forward
+    order.
 
     Args:
         planned: the plan's buckets of the lists, in the order in which their gradients become ready.
@@ -227,7 +228,8 @@ def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGr
 
 
 def matrix_groups(chunks: Sequence[DistributedDataParallel]) -> list[OwnerBucketGroup]:
-    """Returns the bucket groups of the plan's matrices, in the order in which their gradients become ready."""
+    """Returns the bucket groups of the plan's matrices, in the order in which their gradients become
+    ready."""
     groups = [group for group in bucket_groups(chunks) if isinstance(group, OwnerBucketGroup)]
     return sorted(groups, key=lambda group: group.first, reverse=True)
 
@@ -353,7 +355,8 @@ def grouped_time_ratio(
 
 
 def device_seconds(operation: Callable[[], None]) -> float:
-    """Returns the seconds that `operation` takes on the current stream, between two events. The host waits."""
+    """Returns the seconds that `operation` takes on the current stream, between two events. The host
+    waits."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     operation()

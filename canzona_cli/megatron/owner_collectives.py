@@ -51,12 +51,14 @@ def gathering_method(bucket: Bucket, group: ProcessGroup) -> BucketMethod:
 
 
 def reduce_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
-    """Starts a reduction of each tensor to its owner, as for a bucket, and returns the handles to wait for."""
+    """Starts a reduction of each tensor to its owner, as for a bucket, and returns the handles to wait
+    for."""
     return _start_each(parts, group, _reduce)
 
 
 def broadcast_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
-    """Starts a broadcast of each tensor from its owner, as for a bucket, and returns the handles to wait for."""
+    """Starts a broadcast of each tensor from its owner, as for a bucket, and returns the handles to wait
+    for."""
     return _start_each(parts, group, _broadcast)
 
 

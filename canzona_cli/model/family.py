@@ -53,7 +53,8 @@ class Weight:
 
     @property
     def inside(self) -> str:
-        """The prefix of its units' names in a layer: `experts.17.` for an expert's weight, otherwise empty."""
+        """The prefix of its units' names in a layer: `experts.17.` for an expert's weight, otherwise
+        empty."""
         return "" if self.expert is None else f"experts.{self.expert}."
 
     @property
@@ -90,7 +91,8 @@ class Norm:
 
     name: str
     fused: str | None = None
-    """The name if Transformer Engine fuses the norm into the following linear layer; None if it never does."""
+    """The name if Transformer Engine fuses the norm into the following linear layer; None if it never
+    does."""
     elements: int
     part: Part
     """The module that uses the norm's output."""

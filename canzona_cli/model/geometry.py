@@ -119,7 +119,8 @@ def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[
 
 
 def in_whole_parameter(matrix: Matrix, held: Sequence[Block], model: ModelConfig) -> Iterator[Block]:
-    """Locates blocks of a matrix in its parameter as a single TP rank would store it: `unit` is the parameter.
+    """Locates blocks of a matrix in its parameter as a single TP rank would store it: `unit` is the
+    parameter.
 
     Args:
         held: the blocks of a stored matrix or of a fragment (`stored_blocks`, `matrix_blocks`).

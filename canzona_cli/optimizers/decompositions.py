@@ -276,7 +276,8 @@ def newton_step(step: int, order: Order, x: torch.Tensor | None, m: torch.Tensor
 
 
 def newton_converged(m: torch.Tensor) -> torch.Tensor:
-    """Returns a bool (count,) for each M before the last step (count, side, side): True if the iteration converges."""
+    """Returns a bool (count,) for each M before the last step (count, side, side): True if the iteration
+    converges."""
     side = m.size(-1)
     distance = (m - torch.eye(side, dtype=m.dtype, device=m.device)).square_().sum((-2, -1)).div_(side).sqrt_()
     return distance <= _LARGEST_DISTANCE

@@ -79,7 +79,8 @@ class Algorithm:
     """True for a user's own optimizer, whose measurements are labelled separately."""
     ns_steps: int = 5
     form: Literal["auto"] | Form = "standard"
-    """The form of Muon's Newton-Schulz iteration; with auto, `costs.update.form_of` decides for each shape."""
+    """The form of Muon's Newton-Schulz iteration; with auto, `costs.update.form_of` decides for each
+    shape."""
     refresh_period: int = 10
     """The number of steps between refreshes of roots or eigenbases (Shampoo, SOAP, KL-Shampoo)."""
     spread: bool = False

@@ -32,10 +32,10 @@ Error. With u the unit roundoff, relative and elementwise, take roundings to be 
 / 3 (Higham, Mary 2019, doi:10.1137/18M1226312). In a segment of k steps two roundings are amplified. Relative
 to the root mean square of the m singular values, they contribute:
 
-- The rounding of the Gram matrix. An error E with |E|_F^2 = u^2 / 3 |R|_F^2 has become Q E Q by the last step,
-  where Q is the product of the first k - 1 polynomials, and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The last
-  polynomial a + b A + c A A multiplies it by |b|: |b| u / 3^0.5 |R|_F |Q|_F^2 / m^1.5. Small singular values
-  suffer most, because the segment stretches them most.
+- The rounding of the Gram matrix. An error E with |E|_F^2 = u^2 / 3 |R|_F^2 has become Q E Q by the last
+  step, where Q is the product of the first k - 1 polynomials, and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The
+  last polynomial a + b A + c A A multiplies it by |b|: |b| u / 3^0.5 |R|_F |Q|_F^2 / m^1.5. Small singular
+  values suffer most, because the segment stretches them most.
 - The rounding of Q. The error E X has |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj. This is at most what it would
   be if the rows of Q and X were unrelated, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, because Q is small where
   X is large.
@@ -68,7 +68,8 @@ matrices are 0.009 to 0.145, the largest for 16 x 16 matrices."""
 LARGEST_NORM = 2.0**6
 """The largest starting norm in fp16; its square is well inside fp16's range."""
 LOWEST, PER_OCTAVE = -24, 8
-"""The exponent of the smallest power of two among the values of alpha, and the number of values per power of two."""
+"""The exponent of the smallest power of two among the values of alpha, and the number of values per power of
+two."""
 ALPHAS = tuple(2.0 ** (LOWEST + i // PER_OCTAVE) * (1 + (i % PER_OCTAVE + 0.5) / PER_OCTAVE) for i in range(192))
 """The values of alpha, from 2^-24 to 1, spaced so that any number in between is at most 6% away. All are
 exact in bf16, so subtracting alpha from R's diagonal adds no error. A mean above 1 comes from a matrix that
@@ -89,7 +90,8 @@ def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def starting_norm(side: int, dtype: torch.dtype) -> float:
-    """Returns t, a power of two: the Frobenius norm that an X of this short side and `dtype` must start with."""
+    """Returns t, a power of two: the Frobenius norm that an X of this short side and `dtype` must start
+    with."""
     return min(LARGEST_NORM, 2.0 ** ((side.bit_length() - 1) // 2)) if dtype is torch.float16 else 1.0
 
 
@@ -308,7 +310,8 @@ def alpha_numbers(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
 
 
 def nearest(mean: float) -> int:
-    """Returns the index of the alpha closest to `mean`; the last index for a `mean` that is too large or NaN."""
+    """Returns the index of the alpha closest to `mean`; the last index for a `mean` that is too large or
+    NaN."""
     if not mean < ALPHAS[-1]:
         return len(ALPHAS) - 1
     mantissa, exponent = math.frexp(max(mean, 2.0**LOWEST))

@@ -85,9 +85,10 @@ class KroneckerOptimizer(MatrixOptimizer):
                 would rotate the first moment into those directions.
             max_preconditioner_dim: A side longer than this is not preconditioned and does not have a factor,
                 which would take side^2 / 2 elements and O(side^3) operations per refresh.
-            spread: Compute refreshes, from the third on, in parts, one in each step of a period, so that no step
-                is much longer than others. A refresh is computed from the factors of the period's first step
-                and used from its last step on (Anil et al. 2020, arXiv:2002.09018, use roots just as late).
+            spread: Compute refreshes, from the third on, in parts, one in each step of a period, so that no
+                step is much longer than others. A refresh is computed from the factors of the period's first
+                step and used from its last step on (Anil et al. 2020, arXiv:2002.09018, use roots just as
+                late).
             on_fallback: Called when a decomposition failed, or when an update was bounded (`LONGEST`).
             precision: The precision of a step's matmuls ("tf32": on TF32 units where a GPU has them).
                 Refreshes are always fp32.
@@ -304,7 +305,8 @@ class KroneckerOptimizer(MatrixOptimizer):
         """Orthonormalises the columns of a part of `next_Q`, which is a factor times its eigenbasis.
 
         Returns:
-            The new eigenbasis, (length, length), after the last part; otherwise, and if it is not finite, None.
+            The new eigenbasis, (length, length), after the last part; otherwise, and if it is not finite,
+            None.
         """
         state, period, report = self.state[p], self.precondition_frequency, partial(self._report, p)
         basis, following, what = state[f"Q_{side}"], state[f"next_Q_{side}"], f"the QR of {side}"
@@ -361,7 +363,8 @@ def pack(square: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Unpacks a symmetric matrix that `pack` packed into `out` (side, side), contiguous, and returns `out`."""
+    """Unpacks a symmetric matrix that `pack` packed into `out` (side, side), contiguous, and returns
+    `out`."""
     side = len(out)
     half = (side + 1) // 2
     rest = side - half

@@ -125,5 +125,6 @@ def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _stacks(run: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cuts a run (count, rows, cols) into stacks of matrices that fit in a block together, or single matrices."""
+    """Cuts a run (count, rows, cols) into stacks of matrices that fit in a block together, or single
+    matrices."""
     return run.split(max(1, BLOCK // run[0].numel()))  # type: ignore[no-untyped-call,no-any-return]

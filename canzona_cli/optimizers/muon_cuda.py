@@ -32,7 +32,8 @@ def direction(
 
 
 def set_rates(rates: torch.Tensor, lr: float, weight_decay: float) -> None:
-    """Writes the rates of this step to the device: `rates` (3,) <- 1 - lr weight_decay, lr, lr weight_decay."""
+    """Writes the rates of this step to the device: `rates` (3,) <- 1 - lr weight_decay, lr, lr
+    weight_decay."""
     rates[0].fill_(1 - lr * weight_decay)
     rates[1].fill_(lr)
     rates[2].fill_(lr * weight_decay)

@@ -1,4 +1,5 @@
-"""NorMuon: Muon with neuron-wise (row-wise) normalisation of the update (Li et al. 2025, arXiv:2510.05491)."""
+"""NorMuon: Muon with neuron-wise (row-wise) normalisation of the update (Li et al. 2025,
+arXiv:2510.05491)."""
 
 from collections.abc import Mapping
 from typing import Unpack

@@ -138,7 +138,8 @@ class Shampoo(KroneckerOptimizer):
         pack(m[0], self.state[p][f"residual_{side}"])
 
     def _before_first_part(self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]) -> dict[str, torch.Tensor]:
-        """Returns X (`next_root`) and M (`residual`, the identity) of a Newton iteration that has converged."""
+        """Returns X (`next_root`) and M (`residual`, the identity) of a Newton iteration that has
+        converged."""
         roots = super()._before_first_part(p, state)
         sides = [(side, length) for side, length in self._lengths(p) if f"next_root_{side}" in roots]
         return {**roots, **{f"residual_{side}": _identity(p, length) for side, length in sides}}

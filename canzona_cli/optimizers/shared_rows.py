@@ -161,7 +161,8 @@ def _polynomial(
     Yields once for each matmul, in an order in which most gathers overlap with the next matmul.
 
     Args:
-        free: Scratch as large as the fragment, which has at least as many elements as this rank's rows of a square.
+        free: Scratch as large as the fragment, which has at least as many elements as this rank's rows of a
+            square.
     """
     rows = ranks.rows(r.size(0))
     s, q = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all"))

@@ -111,8 +111,8 @@ class SOAP(KroneckerOptimizer):
 
         The first moment is rotated into the new basis, the second is not. Where the second moment is close to
         zero in a new direction, updates would be thousands of learning rates long. If the root mean square of
-        the update exceeds `LONGEST`, each element of the second moment is raised to the smallest value at which
-        that element of the update is no larger than `LONGEST`.
+        the update exceeds `LONGEST`, each element of the second moment is raised to the smallest value at
+        which that element of the update is no larger than `LONGEST`.
         """
         state = self.state[p]
         done: int = state["step"] - 1

@@ -195,9 +195,10 @@ def _balanced(stage: PoolProblem) -> Owners:
     1. Pack units into owners; this suffices if owners hold many units.
     2. Pack units into the cells of the grid and deal the cells to owners.
 
-    A heuristic is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp = 1
-    the two are the same. If matrices may be shared, each heuristic is tried with the cost to one host and with the
-    cost to all ranks (`PoolProblem.together`). The search stops at the first result that reaches the bound.
+    A heuristic is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp
+    = 1 the two are the same. If matrices may be shared, each heuristic is tried with the cost to one host and
+    with the cost to all ranks (`PoolProblem.together`). The search stops at the first result that reaches the
+    bound.
     """
     best: Owners = {}
     lowest = float("inf")
@@ -260,7 +261,8 @@ def _cut_by_elements(stage: PoolProblem, alpha: float) -> Owners:
 
 
 def _cut(stage: PoolProblem, weights: Sequence[Sequence[float]], alpha: float) -> Owners:
-    """Cuts buckets between owners in natural order, by the weights of each bucket's parts (`balanced_cuts`)."""
+    """Cuts buckets between owners in natural order, by the weights of each bucket's parts
+    (`balanced_cuts`)."""
     return {
         part.unit: owner
         for parts, owners in zip(stage.parts, balanced_cuts(weights, stage.owners, alpha), strict=True)
@@ -340,7 +342,8 @@ def deal(loads: Sequence[float], owners: int) -> list[int]:
 def _capped(stage: PoolProblem, weights: Sequence[float], elements: Sequence[int], cap: int) -> dict[int, Cell] | None:
     """Assigns matrices to cells of at most `cap` elements; returns None if a unit finds no room.
 
-    The heaviest units are assigned first, each to the owner with the lowest weight so far whose hosts have room.
+    The heaviest units are assigned first, each to the owner with the lowest weight so far whose hosts have
+    room.
     """
     loads = [[0.0] * stage.tp for _ in range(stage.owners)]
     room = [[cap] * stage.tp for _ in range(stage.owners)]

@@ -29,7 +29,8 @@ ALIKE = 0.001
 
 BUCKET_SIZES = (1.0, 0.5, 2.0, 0.25, 4.0, 8.0)
 """The sizes at which buckets of matrices are closed, as multiples of Megatron's default. Small buckets leave
-less to reduce after the backward pass and to gather before the forward pass, large ones pay fewer latencies."""
+less to reduce after the backward pass and to gather before the forward pass, large ones pay fewer
+latencies."""
 
 
 def bucket_limits(default: int) -> tuple[int, ...]:
@@ -121,7 +122,8 @@ class Attempt:
 
     @property
     def _is_free(self) -> bool:
-        """True if no setting restricts the choice of owners: buckets are laid out by owner, and alpha is 1."""
+        """True if no setting restricts the choice of owners: buckets are laid out by owner, and alpha is
+        1."""
         return self._by_owner and self._asked.alpha == 1
 
     @property
@@ -132,7 +134,8 @@ class Attempt:
         return asked.strategy == "canzona" and asked.layout == "owner" and several
 
     def _best(self, exposure: Exposure) -> Candidate:
-        """Returns the first candidate that adds at most `ALIKE` more seconds to an iteration than the fastest.
+        """Returns the first candidate that adds at most `ALIKE` more seconds to an iteration than the
+        fastest.
 
         Candidates are, in this order: the balanced assignment with units exchanged between owners
         (`few_owners`), the balanced assignment (both with renumbered owners), and owners in natural order in
@@ -187,7 +190,8 @@ class Attempt:
         return self._assigned(self._asked, limit, shared=self._asked.mode == "shared")
 
     def _shared_where_faster(self, hosted: Assignment, limit: int | None, exposure: Exposure) -> Assignment:
-        """Shares matrices if the mode is auto, the assignment `hosted` leaves ranks idle, and sharing is faster."""
+        """Shares matrices if the mode is auto, the assignment `hosted` leaves ranks idle, and sharing is
+        faster."""
         if self._asked.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
             return hosted
         members, costs, layout = self._members, self._costs, self._layout
@@ -218,7 +222,8 @@ class Attempt:
         return self._assignments[key]
 
     def _leaves_idle(self, assignment: Assignment) -> bool:
-        """Returns True if some stage's busiest rank takes longer than `SHARING_GAIN` times the lower bound."""
+        """Returns True if some stage's busiest rank takes longer than `SHARING_GAIN` times the lower
+        bound."""
         layout = self._layout
         busiest = (
             max(assignment.loads(self._members, self._costs, stage, layout.owners, layout.tp))
@@ -245,7 +250,8 @@ class Attempt:
         return Candidate(assignment=assignment, limit=limit, buckets=chosen, seconds=seconds)
 
     def _ways(self, assignment: Assignment, limit: int | None, exposure: Exposure) -> tuple[tuple[Bucket, ...], ...]:
-        """Returns the buckets of `typical_pools`, once for each choice of how they are reduced and gathered."""
+        """Returns the buckets of `typical_pools`, once for each choice of how they are reduced and
+        gathered."""
         key = assignment.cells, limit
         if key not in self._laid_out:
             typical = typical_pools(self._members)

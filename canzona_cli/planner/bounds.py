@@ -120,10 +120,12 @@ def lower_bound(
        least 1 / tp of the fullest owner's sum;
     3. pack the matrices of one unit, which have one owner, into tp cells.
 
-    With tp = 1, a cell is an owner, and relaxation 2 is the exact problem. `packing_bound` bounds each relaxation.
+    With tp = 1, a cell is an owner, and relaxation 2 is the exact problem. `packing_bound` bounds each
+    relaxation.
 
-    A matrix that may be shared (in `shares`) has the price of its cheaper mode: in relaxations 1 and 3, the hosted
-    update or one rank's part of the shared update; in relaxation 2, the hosted update or all ranks' parts.
+    A matrix that may be shared (in `shares`) has the price of its cheaper mode: in relaxations 1 and 3, the
+    hosted update or one rank's part of the shared update; in relaxation 2, the hosted update or all ranks'
+    parts.
     """
     on_one_cell: dict[int, list[float]] = defaultdict(list)  # by unit, the seconds of each matrix on one cell
     on_all_cells: dict[int, float] = defaultdict(float)  # by unit, the seconds of its matrices on all the owner's cells

@@ -104,7 +104,8 @@ class Pool(NamedTuple):
     """The matrices' `Matrix.expert_rank`."""
 
     def cell(self, owner: int, mesh: Mesh) -> Cell:
-        """Returns the cell of an owner: for experts, the cell that stores them; otherwise the first cell of its row."""
+        """Returns the cell of an owner: for experts, the cell that stores them; otherwise the first cell of
+        its row."""
         if self.expert_rank is None:
             return Cell(owner=owner, host=0)
         return Cell.at(mesh.expert_cells(self.expert_rank)[owner], mesh)
@@ -117,7 +118,8 @@ def pools(matrices: Sequence[Matrix]) -> list[Pool]:
 
 
 def typical_pools(matrices: Sequence[Matrix]) -> list[Pool]:
-    """Lists the pools without the experts of later expert-parallel ranks, which are equal to the first rank's."""
+    """Lists the pools without the experts of later expert-parallel ranks, which are equal to the first
+    rank's."""
     return [pool for pool in pools(matrices) if pool.expert_rank in (None, 0)]
 
 
@@ -270,10 +272,11 @@ class _Owned(NamedTuple):
 def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
     """Orders a bucket's parameters so that owners have few ranges.
 
-    A parameter with two owners links the first to the last. Links are joined into chains without cycles, in which
-    every owner has at most one incoming and one outgoing link. Owners follow chain by chain, and a linking
-    parameter is placed on the border between its owners. Any other parameter with two owners is placed after
-    its first owner or before its last owner if the border there is free, otherwise at the end of the bucket.
+    A parameter with two owners links the first to the last. Links are joined into chains without cycles, in
+    which every owner has at most one incoming and one outgoing link. Owners follow chain by chain, and a
+    linking parameter is placed on the border between its owners. Any other parameter with two owners is
+    placed after its first owner or before its last owner if the border there is free, otherwise at the end of
+    the bucket.
     """
     after: dict[int, _Owned] = {}
     before: dict[int, _Owned] = {}

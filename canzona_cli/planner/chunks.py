@@ -1,8 +1,9 @@
 """The data-parallel traffic of a pipeline stage: the buckets of its gradient buffers, in Megatron's order.
 
-A `Chunk` has what the simulator and the planner's `Exposure` need of a bucket: the times of its reduction and its
-gathering, and the module of the stage that completes its gradients in the backward pass. This module is the first in
-the forward pass with a parameter in the bucket, so it is also the first that needs the gathered parameters.
+A `Chunk` has what the simulator and the planner's `Exposure` need of a bucket: the times of its reduction and
+its gathering, and the module of the stage that completes its gradients in the backward pass. This module is
+the first in the forward pass with a parameter in the bucket, so it is also the first that needs the gathered
+parameters.
 """
 
 import heapq
@@ -49,7 +50,8 @@ def in_order(streams: Iterable[Sequence[Chunk]]) -> list[Chunk]:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The order in which a stage's chunks are gathered under a plan: the order in which the forward pass needs them."""
+    """The order in which a stage's chunks are gathered under a plan: the order in which the forward pass
+    needs them."""
 
     overlapped: Sequence[int] = ()
     """The chunks gathered while matrices are updated: AdamW's parameters of the first model chunk."""

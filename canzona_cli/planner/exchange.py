@@ -79,7 +79,8 @@ def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -
     """Returns the traffic if each host sends `to_each[host]` elements to every other rank, and for each
     (host, home, elements) in `homes` further elements to one rank.
 
-    Sums instead of single messages are computed, because grouping `auto` compares hundreds of candidate groups.
+    Sums instead of single messages are computed, because grouping `auto` compares hundreds of candidate
+    groups.
     """
     total, others = sum(to_each), len(to_each) - 1
     sent, received = [others * mine for mine in to_each], [total - mine for mine in to_each]

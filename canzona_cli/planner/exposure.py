@@ -124,7 +124,8 @@ class _StageClock:
         return [*self._others, *self._buffers.matrices(buckets, matrices)]
 
     def outlined(self, outlines: Sequence[Outline], matrices: Sequence[Matrix]) -> list[Chunk]:
-        """Returns the chunks of AdamW's parameters, followed by estimated chunks of matrices (`Exposure.roughly`)."""
+        """Returns the chunks of AdamW's parameters, followed by estimated chunks of matrices
+        (`Exposure.roughly`)."""
         chunks: dict[Stream, list[Chunk]] = {stream: [] for stream in STREAMS}
         for bucket in outlines:
             reduced, gathered = (

@@ -1,10 +1,12 @@
 """The short form of a plan's content in files, in which similar experts of a layer share an entry.
 
-    {"name": "layers.3.experts.*.gate", ..., "count": 4, "each": {"name": {"from": 0, "by": 1}, "owner": [0, 4, 2, 6]}}
+    {"name": "layers.3.experts.*.gate", ..., "count": 4, "each": {"name": {"from": 0, "by": 1}, "owner": [0,
+    4, 2, 6]}}
 
-stands for four entries. `each` has the fields in which the entries differ, with a list of values, or with the first
-value and a step. In text fields, such as `name`, the values replace the `*`. Every other field has one value for all
-entries. Names in a bucket are merged_families to `["decoder.layers.3.mlp.experts.linear_fc1.weight*", [0, 1, 2, 3]]`.
+stands for four entries. `each` has the fields in which the entries differ, with a list of values, or with the
+first value and a step. In text fields, such as `name`, the values replace the `*`. Every other field has one
+value for all entries. Names in a bucket are merged_families to
+`["decoder.layers.3.mlp.experts.linear_fc1.weight*", [0, 1, 2, 3]]`.
 """
 
 import re
@@ -62,7 +64,8 @@ def _merged(entries: Iterable[Entry]) -> list[dict[str, object]]:
 
 
 def _family(entry: Entry) -> object:
-    """Returns a key that is equal for all entries of a family; entries without an expert index have unique keys."""
+    """Returns a key that is equal for all entries of a family; entries without an expert index have unique
+    keys."""
     parts = [_NUMBERED.fullmatch(f"{entry[field]}") for field in _TEXTS]
     if None in parts:
         return entry["index"]

@@ -38,8 +38,10 @@ def micro_groups(
 ) -> tuple[MicroGroup, ...]:
     """Returns the micro-groups of every owner in order of execution.
 
-    - grouping greedy: the paper's groups, see `paper.rolled_back`, on hosts that `assign` chose in the same way;
-    - grouping auto: of the candidates in `_searched` within `CLOSE` of the fastest, the one with the fewest groups.
+    - grouping greedy: the paper's groups, see `paper.rolled_back`, on hosts that `assign` chose in the same
+      way;
+    - grouping auto: of the candidates in `_searched` within `CLOSE` of the fastest, the one with the fewest
+      groups.
 
     With tp = 1 nothing is exchanged, and every owner has one group.
 
@@ -101,7 +103,8 @@ def slowest(
 
 
 class Grouped:
-    """The search for owners' micro-groups, with a cache for owners that have the same costs on the same hosts."""
+    """The search for owners' micro-groups, with a cache for owners that have the same costs on the same
+    hosts."""
 
     def __init__(self, settings: PlanSettings, pipeline: HostedPipeline) -> None:
         self.settings, self.pipeline = settings, pipeline
@@ -190,7 +193,8 @@ def _fewest_of_the_fastest(
 
 def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
     """Yields the candidates of grouping auto: every host's costliest matrix, then every host's second, and so
-    on, cut at capacities that double from the largest matrix to C_max. No other order gained 0.01% of an iteration.
+    on, cut at capacities that double from the largest matrix to C_max. No other order gained 0.01% of an
+    iteration.
 
     Each is also yielded with a separate first and last group, because nothing overlaps with their exchanges.
     The first group has every host's first matrix; the last group has the last matrix of every host, or only
@@ -230,7 +234,8 @@ def _ends(order: Sequence[Job], late: Set[int]) -> tuple[list[Job], list[Job], l
 
 
 def _cut(jobs: Iterable[Job], tp: int, capacity: int | None) -> list[list[Job]]:
-    """Cuts jobs into consecutive groups. A group is closed before the job that would take a host above `capacity`."""
+    """Cuts jobs into consecutive groups. A group is closed before the job that would take a host above
+    `capacity`."""
     groups: list[list[Job]] = [[]]
     hosted = [0] * tp
     for job in jobs:
@@ -251,8 +256,9 @@ def _rounds(jobs: Sequence[Job], tp: int) -> list[Job]:
 
 
 GAIN = 0.98
-"""The largest ratio of the slowest owner's time with sharing to its time without at which a stage shares matrices.
-Sharing must gain something, because it changes owners, and buckets may then take longer to communicate."""
+"""The largest ratio of the slowest owner's time with sharing to its time without at which a stage shares
+matrices. Sharing must gain something, because it changes owners, and buckets may then take longer to
+communicate."""
 
 
 def best_of(

@@ -52,7 +52,8 @@ class _Grid:
         cells."""
 
     def place_others(self) -> Iterator[tuple[int, int]]:
-        """Yields (matrix, cell) for the matrices that all ranks store; leaves out matrices that find no room."""
+        """Yields (matrix, cell) for the matrices that all ranks store; leaves out matrices that find no
+        room."""
         stage, mesh = self._stage, self._mesh
         tp, ep = mesh.tp, mesh.ep
         for unit in sorted(stage.units, key=lambda unit: (-stage.cost(unit), unit)):

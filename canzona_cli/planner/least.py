@@ -1,4 +1,5 @@
-"""A lower bound of the seconds of matrix updates with their exchanges: no assignment of a run's matrices is faster.
+"""A lower bound of the seconds of matrix updates with their exchanges: no assignment of a run's matrices is
+faster.
 
 `bounds.lower_bound` bounds only the computation. The slowest rank also has exchanges: the weight of a hosted
 matrix is sent back, and a shared matrix waits for the squares of other ranks. So the fastest plan may have a
@@ -108,7 +109,8 @@ class _Ways:
     hosted: float
     """The seconds from packing the gradient to storing the weight, if the matrix is hosted."""
     on_each: float
-    """The seconds of every rank's work, excluding waits, if the matrix is shared; infinite if it may not be shared."""
+    """The seconds of every rank's work, excluding waits, if the matrix is shared; infinite if it may not be
+    shared."""
     alone: float
     """The seconds with waits, if the matrix is the only shared matrix of its owner. With several shared
     matrices, the work of one may hide the waits of another."""
@@ -130,13 +132,15 @@ def least_seconds(
     shares: Mapping[int, Share],
     pipeline: HostedPipeline,
 ) -> float:
-    """Returns a lower bound of the slowest owner's seconds in a stage, as `HostedPipeline.seconds` counts them.
+    """Returns a lower bound of the slowest owner's seconds in a stage, as `HostedPipeline.seconds` counts
+    them.
 
-    A first bound lets the ranks of an owner divide its work evenly. A better bound t is then bisected. For each t, the
-    sets of units that one owner may update within t are listed, and weights are chosen for kinds of units so that no
-    set weighs more than 1. If all units together weigh more than the number of owners, every assignment takes longer
-    than t (a dual solution of the linear program that covers all units with sets). With tp = 1 nothing is exchanged,
-    and units are packed into owners. Experts with an `expert_rank` are left out, see `_with_experts`.
+    A first bound lets the ranks of an owner divide its work evenly. A better bound t is then bisected. For
+    each t, the sets of units that one owner may update within t are listed, and weights are chosen for kinds
+    of units so that no set weighs more than 1. If all units together weigh more than the number of owners,
+    every assignment takes longer than t (a dual solution of the linear program that covers all units with
+    sets). With tp = 1 nothing is exchanged, and units are packed into owners. Experts with an `expert_rank`
+    are left out, see `_with_experts`.
 
     Args:
         shares: the costs of the matrices that may be shared, by index.

@@ -80,7 +80,8 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
 
 
 def settings(config: RunConfig) -> PlanSettings:
-    """Collects a run's planner settings. Strategies without a plan, sc and layerwise, are planned as canzona."""
+    """Collects a run's planner settings. Strategies without a plan, sc and layerwise, are planned as
+    canzona."""
     engine = config.engine
     asked = PlanSettings(
         strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
@@ -154,7 +155,8 @@ def _attempts_with(
 
 
 def _capacities(members: Sequence[Matrix], asked: int | None) -> list[int]:
-    """Returns falling values of C_max in elements, below the value that the user set, down to the largest matrix."""
+    """Returns falling values of C_max in elements, below the value that the user set, down to the largest
+    matrix."""
     largest = max(matrix.elements for matrix in members if matrix.expert_rank is None)
     return [times * largest for times in _CAPACITIES if asked is None or times * largest < asked]
 
@@ -208,7 +210,8 @@ def plan_of_run(config: RunConfig, layout: Layout) -> Plan | None:
 def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
     """Makes the plan of a resolved run (see `cluster.fit.resolve`), the same on every rank and node.
 
-    The last 8 plans are cached, because the search for a layout has already made the plan of the chosen layout.
+    The last 8 plans are cached, because the search for a layout has already made the plan of the chosen
+    layout.
 
     Args:
         shapes: the user's own shapes, planned instead of `config.model` (which is then their `stand_in`).
@@ -312,7 +315,8 @@ def _most_received(plan: Plan) -> int:
 
 
 def _with_less(plan: Plan) -> Iterator[Plan]:
-    """Yields the plan, then the plan without the rings that the planner chose, because their scratch takes memory."""
+    """Yields the plan, then the plan without the rings that the planner chose, because their scratch takes
+    memory."""
     yield plan
     without = plain(plan.buckets, plan.subject.settings)
     if without != plan.buckets:

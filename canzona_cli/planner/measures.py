@@ -53,8 +53,9 @@ class Communication:
     each value is the largest of all ranks."""
 
     dp_reduce_bytes: int
-    """The bytes of gradients that a rank sends for reductions over n owners, padding included: (n - 1) / n of AdamW's
-    gradients and of buckets that are reduced for each owner, and the whole of buckets that are reduced in a ring."""
+    """The bytes of gradients that a rank sends for reductions over n owners, padding included: (n - 1) / n of
+    AdamW's gradients and of buckets that are reduced for each owner, and the whole of buckets that are
+    reduced in a ring."""
     dp_gather_bytes: int
     """The bytes of weights that a rank sends for gatherings, counted as in `dp_reduce_bytes`."""
     tp_exchange_bytes: int
@@ -66,9 +67,11 @@ class Communication:
     dp_gathers: int
     """The number of collectives that gather the matrices' weights."""
     reduced_by: Mapping[Reduction, int]
-    """The number of buckets that are reduced in each way, the most frequent way first; empty with one owner."""
+    """The number of buckets that are reduced in each way, the most frequent way first; empty with one
+    owner."""
     gathered_by: Mapping[Gathering, int]
-    """The number of buckets that are gathered in each way, the most frequent way first; empty with one owner."""
+    """The number of buckets that are gathered in each way, the most frequent way first; empty with one
+    owner."""
     tp_exchanges: int
     """The number of collectives over the TP group: at most two all-to-alls for each micro-group, and the
     collectives of shared matrices."""
@@ -76,7 +79,8 @@ class Communication:
     """The elements of each bucket's busiest owner, summed over buckets, relative to even shares. 1.0 if all
     owners have equally many elements of each bucket. alpha trades this balance against load balance."""
     padding_fraction: float
-    """The padding in the matrices' buffers, in elements per element of a matrix; 0.5 means 50% more memory."""
+    """The padding in the matrices' buffers, in elements per element of a matrix; 0.5 means 50% more
+    memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +203,8 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
 
 
 class _RankTraffic(NamedTuple):
-    """The elements that a rank of a stage sends to reduce and to gather, and the collectives of its matrices."""
+    """The elements that a rank of a stage sends to reduce and to gather, and the collectives of its
+    matrices."""
 
     reduced: float
     gathered: float

@@ -7,11 +7,12 @@ has only one group), and each set is as large as the rank's largest group. A hos
 fp32 gradients of one group. Shared matrices need a buffer for the fp32 gradient of one fragment if the
 gradient is not already contiguous and in fp32, and scratch for the squares of two interleaved matrices.
 
-With tp = 1 there are no messages, and gradients are used in place if they are contiguous and in fp32. Gradients of q,
-k and v are not contiguous, because they are interleaved in their parameter; and if gradients are reduced in bf16, none
-is in fp32. Gradients that cannot be used in place are copied in batches of at most `BATCH_BYTES`, or of one
-matrix. The matrices' optimizers keep scratch of their own (`workspace`). Some ways of reducing gradients and
-gathering weights need further memory during the backward and the forward pass (`reduction`, `gathering`).
+With tp = 1 there are no messages, and gradients are used in place if they are contiguous and in fp32.
+Gradients of q, k and v are not contiguous, because they are interleaved in their parameter; and if gradients
+are reduced in bf16, none is in fp32. Gradients that cannot be used in place are copied in batches of at most
+`BATCH_BYTES`, or of one matrix. The matrices' optimizers keep scratch of their own (`workspace`). Some ways
+of reducing gradients and gathering weights need further memory during the backward and the forward pass
+(`reduction`, `gathering`).
 
 All sizes are in bytes on one rank.
 """
@@ -43,7 +44,8 @@ class StepBuffers:
     exchange: int = 0
     """The bytes of message buffers: gradients and weights, sent and received."""
     gradients: int = 0
-    """The bytes of the whole fp32 gradients of a group or batch, and of the gradient of one shared fragment."""
+    """The bytes of the whole fp32 gradients of a group or batch, and of the gradient of one shared
+    fragment."""
     workspace: int = 0
     """The bytes of scratch that the optimizers keep."""
     reduction: int = 0
@@ -130,7 +132,8 @@ class _Copies:
         return 0 if matrix.kind not in self.interleaved and self.fp32 else matrix.elements // tp
 
     def batched(self, matrices: Sequence[Matrix]) -> tuple[int, list[list[Shape]]]:
-        """Returns the fp32 bytes of the largest batch of gradients that are copied, and the shapes of each batch.
+        """Returns the fp32 bytes of the largest batch of gradients that are copied, and the shapes of each
+        batch.
 
         Args:
             matrices: matrices that one rank stores whole.

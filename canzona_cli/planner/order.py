@@ -1,4 +1,5 @@
-"""The order of an owner's work within a step: micro-groups, then shared matrices. The engine executes this order.
+"""The order of an owner's work within a step: micro-groups, then shared matrices. The engine executes this
+order.
 
 A micro-group goes through three stages, with an all-to-all after the first and the second
 (`planner.exchange`):
@@ -39,7 +40,8 @@ def order(groups: int) -> Iterator[tuple[int, int]]:
 
 
 LANES = 2
-"""The number of shared matrices that are interleaved. Matrices at even and at odd places have separate scratch."""
+"""The number of shared matrices that are interleaved. Matrices at even and at odd places have separate
+scratch."""
 
 
 def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -106,7 +108,8 @@ def _in_period(how: Algorithm, matrix: Matrix, config: RunConfig) -> Sequence[fl
 
 
 def by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[list[Matrix]]:
-    """Lists the matrices that each rank updates. If `cells` is None, a rank updates all matrices of its stage."""
+    """Lists the matrices that each rank updates. If `cells` is None, a rank updates all matrices of its
+    stage."""
     by_cell: dict[tuple[int, Cell | None], list[Matrix]] = {}
     for matrix in matrices:
         by_cell.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)

@@ -1,9 +1,10 @@
 """Packs items into bins so that the fullest bin is as low as possible: scheduling on identical machines (P ||
 Cmax). `planner.bounds` has lower bounds.
 
-Items of the same cost are interchangeable and a model has few distinct costs, so the functions here work on the number
-of items of each cost. A packing therefore takes hardly longer with more items or bins. Results are deterministic: ties
-are broken by the lower index, and searches stop after a number of nodes, never after a time.
+Items of the same cost are interchangeable and a model has few distinct costs, so the functions here work on
+the number of items of each cost. A packing therefore takes hardly longer with more items or bins. Results are
+deterministic: ties are broken by the lower index, and searches stop after a number of nodes, never after a
+time.
 """
 
 import heapq
@@ -212,8 +213,9 @@ class _Filler:
 
 
 def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> list[Pattern]:
-    """Repeatedly pools the items of the fullest bin with those of one other bin and divides them anew. Stops when the
-    fullest bin is close to `bound`, when no other bin helps, or after `_EXCHANGES_PER_BIN` exchanges per bin."""
+    """Repeatedly pools the items of the fullest bin with those of one other bin and divides them anew. Stops
+    when the fullest bin is close to `bound`, when no other bin helps, or after `_EXCHANGES_PER_BIN` exchanges
+    per bin."""
     packed = list(patterns)
     loads = [classes.load(pattern) for pattern in packed]
     for _ in range(_EXCHANGES_PER_BIN * len(packed)):
@@ -292,7 +294,8 @@ class HostPacker:
         return self._look_up(matrices)[1][0].height if matrices else 0.0
 
     def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[Row, ...]]:
-        """Returns the places of the matrices in falling order of cost, and rows whose entries are in this order."""
+        """Returns the places of the matrices in falling order of cost, and rows whose entries are in this
+        order."""
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
         key = tuple((self._costs[matrices[p]], self._shares.get(matrices[p])) for p in order)
         if key not in self._known:
@@ -310,7 +313,8 @@ class HostPacker:
         counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
 
         def divided(count: int) -> tuple[list[int], float]:
-            """Returns the places of the hosted matrices, and each rank's seconds for the `count` shared matrices."""
+            """Returns the places of the hosted matrices, and each rank's seconds for the `count` shared
+            matrices."""
             together = set(possible[:count])
             hosted = [place for place in range(len(items)) if place not in together]
             return hosted, sum(share.each for place, (_, share) in enumerate(items) if share and place in together)

@@ -34,8 +34,8 @@ def even_start(weights: Sequence[float], owners: int) -> list[int]:
 def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float) -> list[list[int]]:
     """Cuts each bucket into consecutive shares; returns the owner of each piece of each bucket.
 
-    alpha = 0 balances every bucket, alpha = 1 the total over buckets. If the fullest rank then has more weight than
-    with `even_start` for every bucket, the owners of `even_start` are returned.
+    alpha = 0 balances every bucket, alpha = 1 the total over buckets. If the fullest rank then has more
+    weight than with `even_start` for every bucket, the owners of `even_start` are returned.
 
     Args:
         buckets: the weights of each bucket's pieces, in natural order.

@@ -108,14 +108,15 @@ class HostedPipeline:
     taken: int = 0
     """The bytes of memory traffic to unpack a weight element after its exchange."""
     own: int = 0
-    """The bytes of memory traffic to store a weight element that its host stores itself, excluding the rounded
-    copy, which is part of the update."""
+    """The bytes of memory traffic to store a weight element that its host stores itself, excluding the
+    rounded copy, which is part of the update."""
     byte_s: float = 0.0
     """The seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
     """The seconds to launch the copy of a fragment."""
     replay_s: float = 0.0
-    """The seconds to launch a micro-group's updates as one graph; 0 if each operation is launched separately."""
+    """The seconds to launch a micro-group's updates as one graph; 0 if each operation is launched
+    separately."""
     steps: int = 0
     """The number of Newton-Schulz steps."""
     updating: float = 1.0
@@ -192,7 +193,8 @@ class HostedPipeline:
         return self.updating * self.replay_s
 
     def alone(self, jobs: Sequence[Job]) -> float:
-        """Returns the seconds that a host takes to update matrices that no other rank of its TP group stores."""
+        """Returns the seconds that a host takes to update matrices that no other rank of its TP group
+        stores."""
         each = (self.each_alone(job.seconds, job.matrix.elements) for job in jobs)
         return self.begin_s + sum(each) if jobs else 0.0
 
@@ -207,7 +209,8 @@ class HostedPipeline:
         return self.updating * seconds + self.own * elements * self.byte_s
 
     def least(self, job: Job) -> "Least":
-        """Returns lower bounds on the seconds that a hosted matrix takes, whatever other matrices its owner updates."""
+        """Returns lower bounds on the seconds that a hosted matrix takes, whatever other matrices its owner
+        updates."""
         load = self._new_load([job])
         packing, hosts, storing = ([sum(s for _, s in parts) for parts in stage] for stage in load.work)
         others = [packing[rank] + storing[rank] for rank in range(self.tp) if rank != job.host]

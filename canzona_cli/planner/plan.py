@@ -153,7 +153,8 @@ class PlanSettings:
     splitting: Splitting = "split"
     alpha: float = 1.0
     c_max_bytes: int | None = None
-    """C_max, the largest number of bytes that a host receives in one fused exchange; None if the planner chooses it."""
+    """C_max, the largest number of bytes that a host receives in one fused exchange; None if the planner
+    chooses it."""
     grouping: Grouping = "auto"
     reduction: Reduction | None = None
     """The way in which every bucket is reduced; None if `planner.reduction` chooses it for each bucket."""
@@ -193,7 +194,8 @@ class Subject:
 
 
 VERSION = 9
-"""The version of plan files. A change of their content or its meaning raises it; other versions are not read."""
+"""The version of plan files. A change of their content or its meaning raises it; other versions are not
+read."""
 _CONTENT = ("version", "subject", "lower_bounds", "matrices", "buckets", "micro_groups")
 _MATRIX = tuple(field.name for field in fields(Matrix))
 
@@ -242,8 +244,8 @@ class Plan:
         return self.assignment.loads(self.matrices, self.costs, stage, mesh.owners, mesh.tp)
 
     def held_elements(self, stage: int) -> list[int]:
-        """Counts the matrix elements that each cell of a stage holds, at index `owner * tp + host`. A hosted matrix
-        is held whole by its host; a shared matrix is divided evenly among the hosts of its owner."""
+        """Counts the matrix elements that each cell of a stage holds, at index `owner * tp + host`. A hosted
+        matrix is held whole by its host; a shared matrix is divided evenly among the hosts of its owner."""
         mesh, shares = self.subject.layout, self.assignment.shares
         placed = (  # (cell, elements, True if every host of the owner holds as many)
             (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)
@@ -281,7 +283,8 @@ class Plan:
 
     @classmethod
     def from_content(cls, content: Mapping[str, object]) -> "Plan":
-        """Makes the plan with this content, read from a file or received from another rank, in short form or not.
+        """Makes the plan with this content, read from a file or received from another rank, in short form or
+        not.
 
         Raises:
             ValueError: an entry is missing, unknown or of a wrong type, or the plan is inconsistent (see
@@ -370,9 +373,10 @@ class _Content:
 
 
 def _check(plan: Plan) -> None:
-    """Checks the properties on which the engine relies. Every matrix is in the list once, on a cell of the grid that
-    stores it, in exactly one range of a bucket and in exactly one micro-group of its owner; and it may be shared if
-    the plan shares it. An expert with an `expert_rank` is in a bucket of this rank and in no micro-group.
+    """Checks the properties on which the engine relies. Every matrix is in the list once, on a cell of the
+    grid that stores it, in exactly one range of a bucket and in exactly one micro-group of its owner; and it
+    may be shared if the plan shares it. An expert with an `expert_rank` is in a bucket of this rank and in no
+    micro-group.
 
     Raises:
         ValueError: the plan is inconsistent.

@@ -69,7 +69,8 @@ def _named(rows: object, names: Sequence[str]) -> dict[str, object]:
 
 
 def _compared(key: str, mine: object, theirs: object) -> Difference | None:
-    """Returns the first difference between two values with this key; mappings and lists are compared entry by entry."""
+    """Returns the first difference between two values with this key; mappings and lists are compared entry by
+    entry."""
     if mine == theirs:
         return None
     pairs: Sequence[tuple[str, object, object]] = ()
@@ -93,7 +94,8 @@ def default_path(config: RunConfig, plan: Plan) -> Path:
 
 
 def find_plan(config: RunConfig, layout: Layout, folder: Path) -> "Obtained | None":
-    """Returns the plan of a run from the newest file in `folder` that `load_plan` accepts; None if it accepts none."""
+    """Returns the plan of a run from the newest file in `folder` that `load_plan` accepts; None if it accepts
+    none."""
     candidates = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
     for path in sorted(candidates, key=_written, reverse=True):
         try:

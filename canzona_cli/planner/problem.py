@@ -93,7 +93,8 @@ class PoolProblem:
         return max(self.packer.height(matrices) for matrices in self.held(owners))
 
     def reach(self, placed: "Placed") -> float:
-        """Adds up the elements of every bucket's busiest owner, which determine the time to communicate a bucket."""
+        """Adds up the elements of every bucket's busiest owner, which determine the time to communicate a
+        bucket."""
         total = 0
         for parts in self.parts:
             held: Counter[int] = Counter()

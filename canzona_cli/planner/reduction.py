@@ -196,7 +196,8 @@ def ring_scratch(plan: Plan, stage: int, grad: int, width: int) -> tuple[Mapping
 
 
 def collectives(bucket: Bucket, owners: int) -> tuple[int, int]:
-    """Counts the collectives that reduce the bucket's gradients, and the collectives that gather its weights."""
+    """Counts the collectives that reduce the bucket's gradients, and the collectives that gather its
+    weights."""
     if owners == 1:
         return 0, 0
     each: Mapping[Reduction | Gathering, int] = {
@@ -214,8 +215,8 @@ def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> fl
 
 
 def plain(buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
-    """Returns the buckets, all reduced as `engine.reduction` says; without this setting, with a collective for each
-    owner's range."""
+    """Returns the buckets, all reduced as `engine.reduction` says; without this setting, with a collective
+    for each owner's range."""
     way = settings.reduction or "reduce"
     return tuple(replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets)
 
@@ -248,8 +249,9 @@ class ReductionModel:
         return self._per_range(bucket, "broadcast")
 
     def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
-        """Returns the reduction and the gathering of each bucket, if reductions run one after another on a stream, and
-        gatherings in the opposite order. The `fill_s` of each transfer is the part that overlaps with the next chain.
+        """Returns the reduction and the gathering of each bucket, if reductions run one after another on a
+        stream, and gatherings in the opposite order. The `fill_s` of each transfer is the part that overlaps
+        with the next chain.
 
         Args:
             buckets: a stage's buckets with the same `Bucket.expert_rank`.
@@ -266,8 +268,8 @@ class ReductionModel:
         return self._group if bucket.expert_rank is None else self._experts
 
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
-        """Chooses how each bucket is reduced and gathered: as `plain` says, or, in canzona's plans on GPUs without
-        `engine.reduction`, in a ring if the ring is faster by enough (`WORTH`)."""
+        """Chooses how each bucket is reduced and gathered: as `plain` says, or, in canzona's plans on GPUs
+        without `engine.reduction`, in a ring if the ring is faster by enough (`WORTH`)."""
         reduced = plain(buckets, settings)
         if settings.reduction or settings.strategy != "canzona" or not self.rings:
             return reduced
@@ -279,8 +281,8 @@ class ReductionModel:
         the least total time; then, if the planner may choose, rings for all buckets, and a collective for
         each range for all buckets.
 
-        The least total time is not always the least exposed time: a ring occupies the stream all its time, but a chain
-        of ranks overlaps with the next chain.
+        The least total time is not always the least exposed time: a ring occupies the stream all its time,
+        but a chain of ranks overlaps with the next chain.
         """
         chosen = self.choose(buckets, settings)
         yield chosen

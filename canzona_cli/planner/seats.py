@@ -116,7 +116,8 @@ def in_order_of_reductions(
 def _most_useful(
     parts_by_kind: Mapping[Hashable, Sequence[Part]], free: Mapping[Hashable, Mapping[int, Sequence[Seat]]]
 ) -> int:
-    """Returns the owner that can take the most elements of a bucket's unassigned parts; the first owner of a tie.
+    """Returns the owner that can take the most elements of a bucket's unassigned parts; the first owner of a
+    tie.
 
     Args:
         parts_by_kind: the parts that have no seat yet.

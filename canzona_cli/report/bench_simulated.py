@@ -164,7 +164,8 @@ def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Trie
 
 
 def _steps(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Iterator[Columns]:
-    """Yields iteration times in ms, marked `!` if the strategy does not fit, and optimizer step times in ms."""
+    """Yields iteration times in ms, marked `!` if the strategy does not fit, and optimizer step times in
+    ms."""
 
     def iteration(study: Study, name: str) -> str:
         return milliseconds(study.result(name).iteration_s) + (" " if study.strategies[name].fits else "!")
@@ -185,7 +186,8 @@ def _times_canzona(study: Study, name: str) -> str:
 
 
 def _scaling(cells: Sequence[SimulatedCell]) -> SideBySide:
-    """Returns charts over the number of GPUs, each with a curve for each strategy; only HTML pages show them."""
+    """Returns charts over the number of GPUs, each with a curve for each strategy; only HTML pages show
+    them."""
     studies = {cell.gpus: cell.study for cell in cells if cell.study is not None}
 
     def chart(

@@ -112,7 +112,8 @@ def sweep_rows(results: Mapping[str, BenchResult]) -> list[SweepRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Quantity:
-    """A quantity with its measurement and prediction: two columns of the table, two curves of the HTML page."""
+    """A quantity with its measurement and prediction: two columns of the table, two curves of the HTML
+    page."""
 
     title: str
     pair: Callable[[SweepRow], _Pair]

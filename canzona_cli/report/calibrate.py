@@ -22,7 +22,8 @@ from canzona_cli.run.records import StageEvent
 from canzona_cli.run.words import MISSING, clean, milliseconds, plural, size
 
 _NAME, _BEFORE = 31, 9
-"""The width of the first column of every table, and the largest width of the last column's heading, in characters."""
+"""The width of the first column of every table, and the largest width of the last column's heading, in
+characters."""
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
     "fp32_tflops": ("fp32 matmuls", "TFLOP/s"),
     "tf32_tflops": ("TF32 matmuls", "TFLOP/s"),
@@ -115,7 +116,8 @@ class CalibrationView(Page):
         return table
 
     def _measured(self, title: str) -> Table:
-        """Returns an empty table with columns for the measurement, its spread and the base profile's number."""
+        """Returns an empty table with columns for the measurement, its spread and the base profile's
+        number."""
         table = Table()
         table.add_column(title, min_width=_NAME, overflow="fold")
         base = self.calibration.base.name

@@ -159,7 +159,8 @@ class Content(Page):
         return sizes
 
     def _kinds(self) -> dict[str, list[int]]:
-        """Returns the bytes of the tensors of each kind (master, exp_avg, random states), largest kind first."""
+        """Returns the bytes of the tensors of each kind (master, exp_avg, random states), largest kind
+        first."""
         kinds: dict[str, list[int]] = {}
         for name, bytes_ in self._sizes().items():
             unit, _, kind = name.rpartition("/")

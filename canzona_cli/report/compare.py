@@ -1,4 +1,5 @@
-"""The views of `canzona report --compare` and of a finished sweep: two runs in detail, or a row for each run."""
+"""The views of `canzona report --compare` and of a finished sweep: two runs in detail, or a row for each
+run."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -179,7 +179,8 @@ class Curves(Picture):
         return chart if self.numbers is None else joined([chart, folded("table of the numbers", self._table(drawn))])
 
     def _table(self, curves: Sequence[Curve]) -> Html:
-        """Returns a table of the curves' values: a column for each curve, a row for each of at most 25 steps."""
+        """Returns a table of the curves' values: a column for each curve, a row for each of at most 25
+        steps."""
         assert self.numbers is not None
         steps = sorted({step for curve in curves for step, _ in curve.points})
         if len(steps) > _MOST_NUMBERS:

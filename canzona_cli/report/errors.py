@@ -1,4 +1,5 @@
-"""The error messages of all commands: each problem's setting, value, reason and fix, or the report of a bug."""
+"""The error messages of all commands: each problem's setting, value, reason and fix, or the report of a
+bug."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""The screens of `canzona clusters` and `canzona doctor`: hardware profiles, and the checks of this machine."""
+"""The screens of `canzona clusters` and `canzona doctor`: hardware profiles, and the checks of this
+machine."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

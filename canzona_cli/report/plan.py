@@ -1,4 +1,5 @@
-"""The screen of `canzona plan`: a summary that fits in 25 lines, one comparison, or everything about a plan."""
+"""The screen of `canzona plan`: a summary that fits in 25 lines, one comparison, or everything about a
+plan."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -410,8 +411,8 @@ def iterations(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields the timeline of the rank that finishes last: the full iteration, then enlarged from gradient norm and
-    clipping to the end. In a page, the enlarged part shows all recorded ranks."""
+    """Yields the timeline of the rank that finishes last: the full iteration, then enlarged from gradient
+    norm and clipping to the end. In a page, the enlarged part shows all recorded ranks."""
     result = study.planned.result
     slowest, end = result.slowest_rank, max(event.end_s for event in result.events)
     begin = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)

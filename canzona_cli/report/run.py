@@ -205,7 +205,8 @@ class BreakdownView(Page):
 
     @property
     def _comparable(self) -> bool:
-        """True if measured and planned times may be compared; False if the profile describes other hardware."""
+        """True if measured and planned times may be compared; False if the profile describes other
+        hardware."""
         return self._planned is not None and not self._planned.mismatches
 
     def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""The screen of `canzona tune`: measured and predicted times of layouts, and the prediction errors by phase."""
+"""The screen of `canzona tune`: measured and predicted times of layouts, and the prediction errors by
+phase."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -106,8 +106,8 @@ def load_prediction(run_dir: Path) -> Prediction | None:
 
 
 NEGLIGIBLE = 0.05
-"""The largest difference between a phase and its prediction, as a share of the step, that is still reported as
-planned."""
+"""The largest difference between a phase and its prediction, as a share of the step, that is still reported
+as planned."""
 _OUTLIER_FACTOR = 1.25
 """The factor between a rank's time and the mean above which a report names the rank."""
 _WAITS = (*COMMUNICATION, "norm_clip", "pipeline", "dispatch")

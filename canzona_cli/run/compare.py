@@ -19,7 +19,8 @@ _ALWAYS_DIFFERENT = ("run.dir", "run.root")
 """The settings that differ between any two runs, so comparisons do not list them."""
 
 FIGURES = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "load_balance", "peak_memory_bytes")
-"""The numbers of a breakdown that are compared in addition to its phases. `load_balance` is that of matrix updates."""
+"""The numbers of a breakdown that are compared in addition to its phases. `load_balance` is that of matrix
+updates."""
 
 Pair = tuple[float | None, float | None]
 

@@ -38,7 +38,8 @@ class PreparedSet:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCorpus:
-    """The contents of corpus.json: the data set of a run, or the sets of its blend, which share a tokenizer."""
+    """The contents of corpus.json: the data set of a run, or the sets of its blend, which share a
+    tokenizer."""
 
     sets: tuple[PreparedSet, ...]
     tokenizer: str

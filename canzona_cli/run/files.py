@@ -165,7 +165,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json_atomic(path: Path, value: Mapping[str, object]) -> None:
-    """Writes `value` to `path` as JSON, atomically. NaN and infinity become null, as JSON does not have them."""
+    """Writes `value` to `path` as JSON, atomically. NaN and infinity become null, as JSON does not have
+    them."""
     write_text_atomic(path, json_text(value) + "\n")
 
 

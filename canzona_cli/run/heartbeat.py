@@ -30,7 +30,8 @@ BEAT_S: Final = 0.5
 STACKS_SIGNAL: Final = signal.SIGQUIT
 """The signal that makes a worker write the Python stacks of all threads to its log. The worker continues."""
 PATIENCE: Final = 3
-"""The factor by which `run.hang_timeout_s` is longer for the first step and for everything outside of steps."""
+"""The factor by which `run.hang_timeout_s` is longer for the first step and for everything outside of
+steps."""
 Stage = Literal["start workers", "build model", "build data", "load", "train", "validate", "save", "finish"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 """The stages that a rank goes through, as named in events.jsonl."""

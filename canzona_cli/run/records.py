@@ -101,7 +101,8 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerState:
-    """The contents of trackers/NAME.json: a tracker's progress, so that the next launch continues the same curve."""
+    """The contents of trackers/NAME.json: a tracker's progress, so that the next launch continues the same
+    curve."""
 
     id: str | None = None
     """The ID that the tracker gave the run; None until it has given one."""
@@ -265,8 +266,8 @@ def describe(event: Event) -> Note | None:
 
 
 Documents = Literal["held-out", "all"]
-"""The documents of a corpus that an evaluation reads: all of them, or only those that a run with these settings
-holds out."""
+"""The documents of a corpus that an evaluation reads: all of them, or only those that a run with these
+settings holds out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +292,8 @@ class Evaluation:
     text_bytes: float | None
     """The bytes of the text that the tokens encode; None if the tokenizer is unknown."""
     bytes_counted: bool
-    """True if `text_bytes` was counted token by token; False if it is estimated from the mean of the corpus."""
+    """True if `text_bytes` was counted token by token; False if it is estimated from the mean of the
+    corpus."""
     loss: float | None
     """The mean loss in nats per token; None if it is not finite. For a blend, the loss and `text_bytes` are
     weighted by the shares of the sets."""

@@ -37,7 +37,8 @@ class Speedup:
     ratio: Quartiles
     """The quartiles of the rounds' ratios, slower over faster."""
     distinct: bool
-    """True if the interquartile ranges of the two times do not overlap; otherwise no speed-up may be claimed."""
+    """True if the interquartile ranges of the two times do not overlap; otherwise no speed-up may be
+    claimed."""
 
     @classmethod
     def of(cls, slower: Sequence[float], faster: Sequence[float]) -> "Speedup":
@@ -73,5 +74,6 @@ def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def load_balance(by_rank: Sequence[float]) -> float:
-    """Returns the maximum over the mean of the ranks' work. 1.0 is perfect; it is also 1.0 without any work."""
+    """Returns the maximum over the mean of the ranks' work. 1.0 is perfect; it is also 1.0 without any
+    work."""
     return max(by_rank) / statistics.fmean(by_rank) if any(by_rank) else 1.0

@@ -30,7 +30,8 @@ from canzona_cli.run.words import plural
 
 Record = StepMetrics | ValidationLoss | Event
 _CLOCK_NOISE_S: Final = 1.0
-"""The largest step back in time between two lines, in seconds, that is not taken for a clock that was set back:
+"""The largest step back in time between two lines, in seconds, that is not taken for a clock that was set
+back:
 the launcher and rank 0 write to the same file."""
 
 
@@ -157,7 +158,8 @@ class RunSummary:
 
     run_dir: Path
     status: str
-    """The status of the run, as in result.json; `unfinished` without result.json (still running, or killed)."""
+    """The status of the run, as in result.json; `unfinished` without result.json (still running, or
+    killed)."""
     exit_code: int | None
     message: str
     losses: tuple[tuple[int, float], ...]
@@ -355,8 +357,8 @@ def _ends(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | Non
 
 
 def suggest_run_dir(run_dir: Path) -> str:
-    """Returns a fix that names the newest run in `run_dir`, its parent or `runs/`, in this order; without any,
-    a hint where to find the run directory."""
+    """Returns a fix that names the newest run in `run_dir`, its parent or `runs/`, in this order; without
+    any, a hint where to find the run directory."""
     for root in (run_dir, run_dir.parent, Path("runs")):
         if (newest := newest_run(root)) is not None:
             return f"the newest run in {root} is {newest}"

@@ -30,7 +30,8 @@ def clean(value: object, *, newlines: bool = False) -> str:
 
 
 def number(value: object, spec: str = ".4g") -> str:
-    """Formats a number with a format specification; `-` if the value is not a number, else also `nan` and `inf`."""
+    """Formats a number with a format specification; `-` if the value is not a number, else also `nan` and
+    `inf`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return MISSING
     if math.isnan(value):

@@ -32,7 +32,8 @@ class Cost:
     """The bytes on the fullest rank."""
     fits: bool
     padding: float | None = None
-    """The padding in the matrices' buffers, in elements per element of a matrix; None without such buffers."""
+    """The padding in the matrices' buffers, in elements per element of a matrix; None without such
+    buffers."""
 
     @property
     def balance(self) -> float | None:
@@ -69,7 +70,8 @@ class BesideMegatron:
 
     @property
     def overlaps(self) -> tuple[str, ...]:
-        """The file's arguments for overlap that have an effect in this layout and that canzona's own loop lacks."""
+        """The file's arguments for overlap that have an effect in this layout and that canzona's own loop
+        lacks."""
         effective = {
             "--tp-comm-overlap": self.run.tp_overlap and self.layout.tp > 1,
             "--overlap-moe-expert-parallel-comm": self.run.dispatch_overlap and self.layout.ep > 1,

@@ -68,11 +68,13 @@ def _exposed(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, 
 def _exposed_with_experts(
     config: RunConfig, layout: Layout, traffic: "_Traffic", passes_s: tuple[float, float]
 ) -> float:
-    """Estimates the seconds that data-parallel traffic adds to a step of a model with experts, at the best bucket size.
+    """Estimates the seconds that data-parallel traffic adds to a step of a model with experts, at the best
+    bucket size.
 
-    The gradients of such a model take about as long to reduce as a backward pass. Of n buckets, which fill evenly
-    during the passes, the i-th is ready after i / n of the backward pass and needed after (i - 1) / n of the forward
-    pass. Traffic slows passes down: tokens travel over the same link, and collectives take a share of the GPU.
+    The gradients of such a model take about as long to reduce as a backward pass. Of n buckets, which fill
+    evenly during the passes, the i-th is ready after i / n of the backward pass and needed after (i - 1) / n
+    of the forward pass. Traffic slows passes down: tokens travel over the same link, and collectives take a
+    share of the GPU.
     """
     # Other micro-batches pass between the passes of the last one through two model chunks.
     turns = (layout.vpp - 1) * layout.pp + 1
@@ -126,7 +128,8 @@ class _Traffic(NamedTuple):
     reduce_latency_s: float
     """The latency of the reduction of a bucket of experts; 0 if experts are not divided."""
     last_s: float
-    """The part of `reduced_s` for the embedding's gradients, which are ready last and so are always exposed."""
+    """The part of `reduced_s` for the embedding's gradients, which are ready last and so are always
+    exposed."""
     gathered_s: float
     gather_latency_s: float
 
@@ -186,7 +189,8 @@ class _Layer(NamedTuple):
     """The seconds on a rank that gathers and updates every matrix except the experts of `experts_s`; 0 for
     strategies with a plan."""
     experts_s: float
-    """The seconds of all experts if they are divided among ranks; 0 otherwise, and for strategies with a plan."""
+    """The seconds of all experts if they are divided among ranks; 0 otherwise, and for strategies with a
+    plan."""
     planned_s: float
     """The seconds under a plan, including the packing of hosted matrices, added up over the ranks of a TP
     group; 0 for strategies without a plan."""

@@ -5,7 +5,8 @@ One rank stands for each pipeline stage. In each of its model chunks, the first 
 gathered parameters module by module, and the last backward pass starts gradient reductions module by module.
 The passes in between are not interrupted.
 
-A chunk is a bucket with its transfers (`planner.chunks.Chunk`); a part of the model is always called a model chunk.
+A chunk is a bucket with its transfers (`planner.chunks.Chunk`); a part of the model is always called a model
+chunk.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -60,8 +61,9 @@ class StageWork:
     """The order of gatherings: once the forward has waited for a chunk, the gathering of the chunk that comes
     `ahead` positions later starts. None stands for all chunks in reverse order."""
     aligned: bool = False
-    """True if all gatherings of a model chunk start together (Megatron-LM's `align_param_gather`): the first two model
-    chunks before the first pass, each later one when the first stage starts the model chunk before it."""
+    """True if all gatherings of a model chunk start together (Megatron-LM's `align_param_gather`): the first
+    two model chunks before the first pass, each later one when the first stage starts the model chunk before
+    it."""
     shares_embedding: bool = False
     """True if the stage has one of the two copies of a tied embedding. The two stages sum its gradients, so
     both wait for the later stage."""
@@ -194,7 +196,8 @@ class IterationTimeline:
         return source is None or (step.direction, source, step.micro) in self._sent
 
     def _post_receives(self, stage: int, steps: Sequence[_Pass]) -> None:
-        """Posts the rank's receives for the inputs of these passes; a message is sent only after its receive."""
+        """Posts the rank's receives for the inputs of these passes; a message is sent only after its
+        receive."""
         for step in steps:
             source = self._source(stage, step)
             if source is not None:

@@ -58,7 +58,8 @@ class StrategyResult:
 
     @cached_property
     def events(self) -> tuple[SimulatedEvent, ...]:
-        """The timelines of the slowest rank and of the rank that finishes its updates first, if they differ."""
+        """The timelines of the slowest rank and of the rank that finishes its updates first, if they
+        differ."""
         return self.make_events()
 
 
@@ -105,7 +106,8 @@ class _Step:
 
     @cached_property
     def done(self) -> list[float]:
-        """The time at which each stage's slowest rank has finished its updates and the gathering that follows."""
+        """The time at which each stage's slowest rank has finished its updates and the gathering that
+        follows."""
         last = [0.0] * len(self.gather_s)
         for cell, end in zip(self.cells, self.updated, strict=True):
             last[cell.team.stage] = max(last[cell.team.stage], end)

@@ -1,6 +1,7 @@
 """The update phase of one TP group: its work from clipped gradients to the last updated weight.
 
-Hosted updates (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline (`planner.pipeline`).
+Hosted updates (canzona, paper, asc): an owner's TP group runs its micro-groups as a pipeline
+(`planner.pipeline`).
 
 Duplicated updates (layerwise, sc): every TP rank updates the whole matrix, after it has waited for an
 all-gather. Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for
@@ -60,7 +61,8 @@ class RankUpdate:
     packed_s: float = 0.0
     """The seconds of packing before the gradient norm, which only `exchange_total_s` includes."""
     begun_s: float = 0.0
-    """The seconds from reduced gradients to the beginning of the matrix updates, after norm, clipping and AdamW."""
+    """The seconds from reduced gradients to the beginning of the matrix updates, after norm, clipping and
+    AdamW."""
 
     @property
     def seconds(self) -> float:
@@ -95,7 +97,8 @@ class UpdateModel:
         return alone.results()
 
     def duplicated(self, members: Sequence[int]) -> RankUpdate:
-        """Returns the update of a TP rank that gathers and updates the matrices `members`, one after another."""
+        """Returns the update of a TP rank that gathers and updates the matrices `members`, one after
+        another."""
         alone = Alone(1)
         self.run_duplicated(members, alone)
         return alone.results()[0]
@@ -116,7 +119,8 @@ class UpdateModel:
         self.pipeline.run([[job(index) for index in group.matrices] for group in groups], ranks, first=first)
 
     def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
-        """Runs the updates of the matrices `members` on `rank`, which stands for all ranks of its TP group."""
+        """Runs the updates of the matrices `members` on `rank`, which stands for all ranks of its TP
+        group."""
         pipeline = self.pipeline
         for index in members:
             matrix = self._matrices[index]
@@ -170,7 +174,8 @@ class Crowded:
     Args:
         name: the name of the group, unique on the timeline.
         copies: the number of TP groups that do the same work at the same time.
-        alike: the number of ranks of each group that one host stands for: 1, or tp if all ranks do the same work.
+        alike: the number of ranks of each group that one host stands for: 1, or tp if all ranks do the same
+            work.
         after: the task after which each host starts, by host.
         norm_s: the least seconds of norm and clipping.
         adamw_s: the seconds of AdamW's update, which follows norm and clipping.
@@ -190,7 +195,8 @@ class Crowded:
     ) -> None:
         self._timeline, self._name, self._copies, self._alike = timeline, name, copies, alike
         self.begin, self._norm_s, self._adamw_s = list(after), norm_s, adamw_s
-        """The task, by host, after which the matrix updates begin; once `norm` has been called, AdamW's update."""
+        """The task, by host, after which the matrix updates begin; once `norm` has been called, AdamW's
+        update."""
         self._first, self._last = list(after), list(after)
         self._waits: list[list[int]] = [[task] for task in after]
         self._work: list[list[int]] = [[] for _ in range(hosts)]

@@ -1,4 +1,5 @@
-"""Simulates the update phase of a strategy on all ranks, from reduced gradients to the last updated weight."""
+"""Simulates the update phase of a strategy on all ranks, from reduced gradients to the last updated
+weight."""
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,8 @@ from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel, Worklo
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The ranks of a stage that update together: an owner's TP group, or for sc and adamw all ranks of the stage."""
+    """The ranks of a stage that update together: an owner's TP group, or for sc and adamw all ranks of the
+    stage."""
 
     stage: int
     owner: int
@@ -75,10 +77,12 @@ class UpdatePhase:
         self._adamw_factor = step_factor(config.cluster, "adamw_update", implementation(config))
 
     def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
-        """Returns all cells, and the seconds of gathering that fit into the time of the matrix updates, by stage.
+        """Returns all cells, and the seconds of gathering that fit into the time of the matrix updates, by
+        stage.
 
         Args:
-            gathered: the gatherings of AdamW's parameters, by stage; None if they do not overlap with updates.
+            gathered: the gatherings of AdamW's parameters, by stage; None if they do not overlap with
+                updates.
         """
         stages = range(self._layout.pp)
         teams = [team for stage in stages for team in self._teams(stage)]
@@ -237,7 +241,8 @@ class UpdatePhase:
         return cells, windows
 
     def _add_team(self, timeline: Timeline, index: int, team: Team) -> tuple[Crowded, list[int]]:
-        """Adds a team's updates to the timeline; returns its group of ranks, and the tasks of AdamW's update."""
+        """Adds a team's updates to the timeline; returns its group of ranks, and the tasks of AdamW's
+        update."""
         adamw_s, begin = self._adamw_s(team.stage), [timeline.add("other", (index, h)) for h in range(team.hosts)]
         if self._hosts is not None:
             norm_s = self._norm_clip.seconds(team.elements, team.clipped)

@@ -94,7 +94,8 @@ def schedule_state(config: RunConfig, progress: Progress) -> dict[str, object]:
 
 
 def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object, object]:
-    """Returns the parameter groups of Megatron's distributed AdamW, or of its layer-wise Muon together with AdamW.
+    """Returns the parameter groups of Megatron's distributed AdamW, or of its layer-wise Muon together with
+    AdamW.
 
     Args:
         step: The number of steps that AdamW has made.

@@ -155,7 +155,8 @@ def _add(
     config: RunConfig,
     on_bytes: Callable[[int], None],
 ) -> float:
-    """Adds a parameter with its master and its state; returns the number of AdamW's steps on the parameter."""
+    """Adds a parameter with its master and its state; returns the number of AdamW's steps on the
+    parameter."""
     fields = (MASTER, *parameter.state_fields(kind)) if kind else ()
     lead = () if parameter.layer is None else (parameter.layer,)
     whole = (*((config.model.num_layers,) if lead else ()), *parameter.shape)

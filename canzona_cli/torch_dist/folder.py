@@ -1,7 +1,8 @@
 """Reads a folder in Megatron's distributed format `torch_dist`, whose author is not trusted.
 
-The index (`.metadata`) and the arguments (`common.pt`) are pickles. Megatron and torch would import and run any
-function that a pickle names. Here only a few names are allowed, which become plain data and are never imported.
+The index (`.metadata`) and the arguments (`common.pt`) are pickles. Megatron and torch would import and run
+any function that a pickle names. Here only a few names are allowed, which become plain data and are never
+imported.
 """
 
 import io
@@ -167,7 +168,8 @@ class TorchDistFolder:
         return tensor
 
     def _common(self) -> Mapping[object, object]:
-        """Reads the part of the checkpoint that all ranks share, from `common.pt` or from an object in the index."""
+        """Reads the part of the checkpoint that all ranks share, from `common.pt` or from an object in the
+        index."""
         with self._reading(COMMON):
             if (self.path / COMMON).exists():
                 content = io.BytesIO(read_plain(self.path / COMMON))
@@ -211,7 +213,8 @@ class TorchDistFolder:
 
 
 def _plain(content: io.BytesIO, admitted: tuple[str, ...] = ()) -> object:
-    """Returns the tensors and the plain data that `torch.save` wrote, with records for objects of other classes.
+    """Returns the tensors and the plain data that `torch.save` wrote, with records for objects of other
+    classes.
 
     Args:
         admitted: The prefixes of the names of allowed classes.

@@ -66,7 +66,8 @@ class Parameter:
         return (MOMENTUM,) if kind == "muon" and self.matrix else MOMENTS
 
     def stored_key(self, keys: Collection[str], field: str = "") -> str | None:
-        """Returns the key of the parameter, or of a field of its state, in a checkpoint; None if there is none.
+        """Returns the key of the parameter, or of a field of its state, in a checkpoint; None if there is
+        none.
 
         Args:
             keys: the keys in the checkpoint.

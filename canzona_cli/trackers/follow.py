@@ -79,7 +79,8 @@ class TrackedRun:
 
 
 class TensorBoard:
-    """A tracker that writes TensorBoard event files, record by record, so that a full disk is noticed at once."""
+    """A tracker that writes TensorBoard event files, record by record, so that a full disk is noticed at
+    once."""
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -192,29 +193,33 @@ def _set_defaults(package: str, values: Mapping[str, str]) -> None:
 Tracker = TensorBoard | WeightsAndBiases | MLflow
 """An open tracker.
 
-`id` is the ID that the tracker gave the run, which a later launch passes as `TrackedRun.id`. `add` sends points, in the
-order of their file; if it succeeds, they are not sent again. `close` ends the run; its `status` is None if it is not
-known how the run ended. Every call may raise any exception of the tracker's package or of the network."""
+`id` is the ID that the tracker gave the run, which a later launch passes as `TrackedRun.id`. `add` sends
+points, in the order of their file; if it succeeds, they are not sent again. `close` ends the run; its
+`status` is None if it is not known how the run ended. Every call may raise any exception of the tracker's
+package or of the network."""
 TRACKERS: Mapping[TrackerName, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-"""The trackers by name. A tracker's package, and the extra of canzona that installs it, have the same name."""
+"""The trackers by name. A tracker's package, and the extra of canzona that installs it, have the same
+name."""
 
 
 class Follower:
     """Sends one run's records to one tracker; continues where an earlier process stopped.
 
     Args:
-        start: the step after which this launch starts. Later steps are sent, even if the tracker already has them.
+        start: the step after which this launch starts. Later steps are sent, even if the tracker already has
+            them.
     """
 
     def __init__(self, files: RunFiles, name: TrackerName, *, start: int = 0) -> None:
         self._files, self._name = files, name
         paths = {"": files.metrics, "validation_": files.validation, _SAMPLE: files.events}
         self._records = {kind: JsonLines(path) for kind, path in paths.items()}
-        """The files of records, by the prefix of their values' names. Of the events, only sample texts are sent."""
+        """The files of records, by the prefix of their values' names. Of the events, only sample texts are
+        sent."""
         self._state = load_if_valid(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=begin)

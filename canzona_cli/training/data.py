@@ -1,4 +1,5 @@
-"""Reads batches from Megatron's `GPTDataset`, in an order that depends only on the seed, not on the layout."""
+"""Reads batches from Megatron's `GPTDataset`, in an order that depends only on the seed, not on the
+layout."""
 
 import errno
 import os

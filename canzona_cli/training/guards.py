@@ -12,7 +12,8 @@ from canzona_cli.errors import Diverged, Problem
 WINDOW = 64
 """The number of recent losses that the next one is compared with."""
 ENOUGH = 24
-"""The number of losses needed before one can be a spike, because the loss of the first steps varies widely."""
+"""The number of losses needed before one can be a spike, because the loss of the first steps varies
+widely."""
 LEAST_RISE = 0.05
 """The smallest rise above the mean that is a spike, as a fraction of the mean. With large batches the loss
 hardly varies, so even a rise of many standard deviations may be negligible."""

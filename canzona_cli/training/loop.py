@@ -309,6 +309,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def collect_after(step: int) -> None:
-    """Collects garbage if the step is a multiple of `STEPS_BETWEEN`; call it after every step on every rank."""
+    """Collects garbage if the step is a multiple of `STEPS_BETWEEN`; call it after every step on every
+    rank."""
     if step % STEPS_BETWEEN == 0:
         gc.collect()

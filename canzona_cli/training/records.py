@@ -54,7 +54,8 @@ class RankRecord:
         self.step = 0
         self.loss: float | None = None
         self.preempted = threading.Event()
-        """An event that is set once a signal asks this process to save and stop, if it listens for signals."""
+        """An event that is set once a signal asks this process to save and stop, if it listens for
+        signals."""
         self.checkpoint: str | None = None
         """The name of the checkpoint that the run ended with."""
         self.lost: Mapping[str, int] = {}
@@ -77,8 +78,8 @@ class RankRecord:
         """Records how this rank ended.
 
         Returns:
-            The exit code of the process: 0, so that torchrun does not treat a stop as a failure. If the file cannot
-            be written, it is the exit code of the ending instead.
+            The exit code of the process: 0, so that torchrun does not treat a stop as a failure. If the file
+            cannot be written, it is the exit code of the ending instead.
         """
         codes = {"done": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "preempted": ExitCode.PREEMPTED}
         return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]
@@ -142,7 +143,8 @@ class Journal:
     def __init__(self, files: RunFiles, *, writes: bool, heart: Heart | None = None) -> None:
         self._files, self._writes, self._heart = files, writes, heart
         self.lost: dict[str, int] = {}
-        """The number of lines that could not be written, by the name of their file; empty in a healthy run."""
+        """The number of lines that could not be written, by the name of their file; empty in a healthy
+        run."""
         self._down: dict[str, int] = {}
         """The number of lines lost since a file could last be written, by the file's name."""
 

@@ -27,8 +27,9 @@ class Routing:
     def of(cls, sums: Sequence[float], model: ModelConfig, layout: Layout) -> "Routing":
         """Makes the record from the sums of all ranks' `RoutingMeter.take`, flattened.
 
-        With `balancing_loss=sequence`, each data-parallel rank contributes a loss for its own sequences, so the
-        sum is divided by their number. Otherwise the ranks contribute parts of one loss for the global batch.
+        With `balancing_loss=sequence`, each data-parallel rank contributes a loss for its own sequences, so
+        the sum is divided by their number. Otherwise the ranks contribute parts of one loss for the global
+        batch.
         """
         width = 1 + model.num_experts
         layers = [sums[start : start + width] for start in range(0, len(sums), width)]

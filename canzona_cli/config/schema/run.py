@@ -216,7 +216,8 @@ class Execution(Enum):
 
     @property
     def ours(self) -> bool:
-        """True if canzona's engine updates the matrices; False if Megatron's optimizer runs the entire step."""
+        """True if canzona's engine updates the matrices; False if Megatron's optimizer runs the entire
+        step."""
         return self in (Execution.PLANNED, Execution.REDUNDANT)
 
     @property
