@@ -39,7 +39,7 @@ def test_version() -> None:
         (["plan", "--compare", "rows", "recipe=tiny"], "--compare"),
         (["plan", "recipe=tiny", "--compare"], "needs a value"),
         (["report", "--html"], "see canzona report --help"),
-        (["finetune", "recipe=tiny"], "canzona does not have fine-tuning"),
+        (["finetune", "recipe=tiny"], "canzona does not fine-tune on instructions"),
         (["resume", "nowhere"], "RUN = nowhere"),
         (["--versoin"], "--version"),
         (["validate", "--x"], "--x"),

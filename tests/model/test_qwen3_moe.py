@@ -107,7 +107,7 @@ def test_memory_counts_a_tokens_copies() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.num_experts=1"], "fewer than the 2 experts"),
+        (["model.num_experts=1"], "is fewer than model.experts_per_token=2"),
         (["model.experts_per_token=1", "model.num_experts=8"], "at least 2"),
         (["model.balancing_loss=aux_loss", "model.num_experts=8"], "sequence"),
         (["model.num_experts=8", "parallel.tp=3"], "tp"),
