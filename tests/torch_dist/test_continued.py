@@ -153,5 +153,5 @@ def test_the_engine_refuses_a_checkpoint_that_does_not_say_its_steps(cache: Path
     for group in common["optimizer"][1]["optimizer"]["param_groups"]:
         del group["step"]
     torch.save(common, path)
-    with pytest.raises(AssertionError, match="how many steps AdamW has made"):
+    with pytest.raises(AssertionError, match="the number of AdamW's steps"):
         _pretrain(cache, *FP32, *SHARDED, "--load", str(tmp_path / "out"), engine=())
