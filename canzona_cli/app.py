@@ -39,7 +39,7 @@ COMMANDS = {
 }
 
 
-_WORDS = "canzona.words"
+_ARGUMENTS = "canzona.words"
 """The key in click's `meta` under which the arguments after the command's name are stored."""
 
 
@@ -54,7 +54,7 @@ class LazyCommands(TyperGroup):
             from canzona_cli.errors import BadUsage
 
             raise BadUsage(other_command(args, COMMANDS))
-        ctx.meta[_WORDS] = args[1:]
+        ctx.meta[_ARGUMENTS] = args[1:]
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -68,9 +68,9 @@ class LazyCommands(TyperGroup):
 
 @contextmanager
 def _explain_usage_errors(ctx: Any) -> Iterator[None]:
-    """Turns a usage error into a ConfigError that suggests what to write instead.
+    """Converts click's usage errors to a `BadUsage` that suggests what to write instead.
 
-    A common cause is a setting typed as an option.
+    A common mistake is to type a setting as an option: `--steps 10` instead of `train.steps=10`.
     """
     try:
         yield
@@ -81,18 +81,18 @@ def _explain_usage_errors(ctx: Any) -> Iterator[None]:
         from canzona_cli.commands.instead import Command, bad_usage, other_options
         from canzona_cli.errors import BadUsage, Problem
 
-        context, unread = getattr(error, "ctx", None), getattr(error, "option_name", "")
+        context, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
         if context is None:  # the option is the last word, but needs a value
             fix = f"see canzona {ctx.invoked_subcommand} --help"
-            raise BadUsage(Problem(key=unread, reason="needs a value", fix=fix)) from None
+            raise BadUsage(Problem(key=option, reason="needs a value", fix=fix)) from None
         if not hasattr(error, "possibilities"):
-            raise BadUsage(bad_usage(context, error, ctx.meta[_WORDS])) from None
+            raise BadUsage(bad_usage(context, error, ctx.meta[_ARGUMENTS])) from None
         command = Command(
             name=context.command_path,
-            options=[option for part in context.command.params for option in part.opts if option.startswith("-")],
+            options=[name for part in context.command.params for name in part.opts if name.startswith("-")],
             takes_overrides=any(part.name == "overrides" for part in context.command.params),
         )
-        raise BadUsage(*other_options(command, ctx.meta[_WORDS], unread)) from None
+        raise BadUsage(*other_options(command, ctx.meta[_ARGUMENTS], option)) from None
 
 
 def _load(name: str) -> Any:

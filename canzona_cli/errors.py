@@ -58,26 +58,27 @@ class CanzonaError(Exception):
 
 
 class ConfigError(CanzonaError):
-    """Bad configuration or usage."""
+    """The error for a bad configuration or a bad command line."""
 
     exit_code = ExitCode.CONFIG
     headline = "Bad configuration"
 
 
 class Unsupported(ConfigError):
-    """A request of another training loop, or of its settings, that canzona's engine does not support."""
+    """The error for a setting or a request of another training loop that canzona's engine does not
+    support."""
 
     headline = "canzona's engine does not support this"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clash:
-    """A rule that an option makes no sense together with another option, or without another option."""
+    """A rule of a command: an option must not be combined with another option, or needs another option."""
 
     option: str
-    beside: str = ""
-    """The option that `option` must not be combined with; empty for a rule with `without`."""
-    without: str = ""
+    excludes: str = ""
+    """The option that `option` must not be combined with; empty for a rule with `needs`."""
+    needs: str = ""
     """The option that `option` needs."""
     reason: str
     fix: str
@@ -85,14 +86,14 @@ class Clash:
 
 
 def clashes(given: Mapping[str, object], rules: Iterable[Clash]) -> Iterator[Problem]:
-    """Yields a problem for every rule that a command's options break.
+    """Yields a problem for every rule that the options of a command line break.
 
     Args:
         given: the value of each option; None, False or empty for an option that was not typed.
     """
     for rule in rules:
         value = given[rule.option]
-        if value and (given[rule.beside] if rule.beside else not given[rule.without]):
+        if value and (given[rule.excludes] if rule.excludes else not given[rule.needs]):
             shown = None if value is True else value
             yield Problem(key=rule.option, value=shown, reason=rule.reason, fix=rule.fix.format(shown))
 
@@ -104,16 +105,17 @@ def refuse(problems: Iterable[Problem], kind: type[CanzonaError] = ConfigError) 
 
 
 class BadUsage(ConfigError):
-    """A command line that cannot be parsed: an unknown command or option, or a missing argument."""
+    """The error for a command line that cannot be parsed: an unknown command or option, or a missing
+    argument."""
 
     headline = "Bad usage"
 
 
 @contextmanager
-def gathered(problems: list[Problem]) -> Iterator[None]:
-    """Suppresses a ConfigError of the block and appends its problems to `problems`.
+def collect_problems(problems: list[Problem]) -> Iterator[None]:
+    """Catches a ConfigError that the block raises, and appends its problems to `problems`.
 
-    Execution continues after the block, where the caller calls `refuse`.
+    Use it around several checks, then call `refuse` to report all problems at once.
     """
     try:
         yield
@@ -122,18 +124,20 @@ def gathered(problems: list[Problem]) -> Iterator[None]:
 
 
 class EnvironmentProblem(CanzonaError):
-    """This machine lacks something that the job needs: GPUs, a package, a free port, a writable place."""
+    """The error for a machine that lacks something the job needs: GPUs, a package, a free port, a writable
+    folder."""
 
     exit_code = ExitCode.ENVIRONMENT
     headline = "Cannot run here"
 
 
 def write_error(key: str, value: object, error: OSError, *, fix: str, what: str = "") -> EnvironmentProblem:
-    """Returns the error for a path, given by the user as `key`, that cannot be written.
+    """Returns the error for a path that cannot be written.
 
     Args:
-        what: the thing that cannot be written there, as the subject of the message: `the run's files`; empty
-            for the path itself.
+        key, value: the setting or option with which the user gave the path, and the path.
+        what: the subject of the message, such as `the run's files`; empty if the path itself cannot be
+            written.
     """
     reason = f"{what} cannot be written: {error.strerror or error}".lstrip()
     return EnvironmentProblem(Problem(key=key, value=value, reason=reason, fix=fix))
@@ -157,8 +161,8 @@ _FIXES: Final = {
 
 
 def machine_error(error: BaseException) -> EnvironmentProblem | None:
-    """Converts an OSError with a known fix, or one caused by a deleted working directory, to an error for the
-    user; returns None for any other exception."""
+    """Converts an OSError that the user can fix, such as a full disk or a missing permission, to an error
+    with that fix; returns None for any other exception."""
     if not isinstance(error, OSError):
         return None
     if isinstance(error, FileNotFoundError) and not _has_working_directory():
@@ -179,34 +183,35 @@ def _has_working_directory() -> bool:
 
 
 class DoesNotFit(CanzonaError):
-    """The job needs more memory per GPU than the cluster profile has."""
+    """The error for a job that needs more memory per GPU than the cluster profile has."""
 
     exit_code = ExitCode.MEMORY
     headline = "Does not fit in memory"
 
 
 class CheckpointInvalid(CanzonaError):
-    """A checkpoint is damaged, incomplete, or of another run. Nothing was loaded from it."""
+    """The error for a checkpoint that is damaged, incomplete, or of another run. Nothing was loaded from
+    it."""
 
     exit_code = ExitCode.CHECKPOINT
     headline = "Checkpoint cannot be used"
 
 
 class SaveFailed(EnvironmentProblem):
-    """A checkpoint could not be written; earlier checkpoints are unchanged."""
+    """The error for a checkpoint that could not be written. Earlier checkpoints are unchanged."""
 
     headline = "The checkpoint could not be saved"
 
 
 class Hang(CanzonaError):
-    """Ranks have stopped making progress."""
+    """The error for a run whose ranks have stopped making progress."""
 
     exit_code = ExitCode.HANG
     headline = "The run hangs"
 
 
 class Diverged(CanzonaError):
-    """Training failed, because losses or gradients are no longer usable.
+    """The error for a training run whose losses or gradients are no longer usable.
 
     Args:
         since: the first step of the divergence, if known; checkpoints of earlier steps are good.
@@ -221,7 +226,7 @@ class Diverged(CanzonaError):
 
 
 class WorkerCrashed(CanzonaError):
-    """A worker process ended with an error."""
+    """The error for a worker process that crashed."""
 
     exit_code = ExitCode.CRASH
     headline = "A worker crashed"

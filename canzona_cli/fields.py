@@ -89,7 +89,7 @@ def bound_words(name: str, bound: float, value: float) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a setting, if neither its name nor its help has it."""
+    """The unit of a setting whose name and help do not state it."""
 
     name: str
 
@@ -109,7 +109,7 @@ Share = Annotated[float, Range(at_least=0, below=1)]
 Epsilon = Annotated[float, Range(at_least=1e-37, at_most=1)]
 """An epsilon that is added to an fp32 number; smaller positive fp32 numbers are denormal."""
 Factor = Annotated[float, Range(at_least=1e-6, at_most=1e6)]
-"""A measured time over the modelled time."""
+"""The ratio of a measured time to the modelled time."""
 Seconds = Annotated[float, Range(at_least=1e-12, at_most=1e9)]
 Finite = Annotated[float, Range(at_least=-1e300, at_most=1e300)]
 Count = Annotated[int, Range(at_least=1, at_most=10**12)]

@@ -22,7 +22,7 @@ from canzona_cli.cluster.search import candidates, fill, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.recipes import recipe_text
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem, WorkerCrashed, gathered, refuse
+from canzona_cli.errors import ConfigError, DoesNotFit, Problem, WorkerCrashed, collect_problems, refuse
 from canzona_cli.launch import preflight
 from canzona_cli.launch.run_dir import check_free
 from canzona_cli.run.files import write_json_atomic
@@ -315,7 +315,7 @@ def prepare(
         for name, value in lengths.items()
         if value is not None and value < 1
     ]
-    with gathered(problems):
+    with collect_problems(problems):
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
         config = with_folder(composed, ROOT)
         problems += bench_problems(config, "tuning", "`canzona plan --layouts` simulates larger jobs")

@@ -13,7 +13,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.errors import Clash, Problem, clashes, closest, gathered, refuse
+from canzona_cli.errors import Clash, Problem, clashes, closest, collect_problems, refuse
 from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.run.machine import existing_folder
 from canzona_cli.run.phases import STRATEGIES
@@ -36,31 +36,31 @@ SIMULATED_GPUS = "8..1024"
 CLASHES = (
     Clash(
         option="--values",
-        without="--sweep",
+        needs="--sweep",
         reason="needs --sweep",
         fix="add --sweep gpus, optimizer, alpha or c_max",
     ),
     Clash(
         option="--gpus",
-        without="--simulate",
+        needs="--simulate",
         reason="needs --simulate: a bench on real ranks runs on a single number of GPUs",
         fix="add --simulate; for real ranks use gpus={0}, or --sweep gpus",
     ),
     Clash(
         option="--sweep",
-        beside="--simulate of gpus",
+        excludes="--simulate of gpus",
         reason="has no effect with --simulate, which has --gpus instead",
         fix=f"use --gpus {SIMULATED_GPUS}",
     ),
     Clash(
         option="--html",
-        beside="--simulate --sweep",
+        excludes="--simulate --sweep",
         reason="cannot draw a simulated sweep",
         fix="remove --html or --sweep",
     ),
     Clash(
         option="--strategies",
-        beside="--simulate",
+        excludes="--simulate",
         reason="has no effect with --simulate, which always simulates all strategies",
         fix="remove --strategies",
     ),
@@ -124,7 +124,7 @@ def read_options(
     problems += clashes(given, CLASHES)
     counts = parse_gpus(SIMULATED_GPUS) if simulate else ()
     if simulate and gpus is not None:
-        with gathered(problems):
+        with collect_problems(problems):
             counts = parse_gpus(gpus)
     return Options(
         strategies=tuple(name for name in STRATEGIES if name in names) or None,
@@ -238,7 +238,7 @@ def simulate_sweep(
     problems: list[Problem] = []
     simulations = {}
     for value in dict.fromkeys(values):
-        with gathered(problems):
+        with collect_problems(problems):
             changed = with_value(overrides, kind, value)
             simulations[value] = run_simulation(changed, options.gpus, recipes_dirs=recipes_dirs)
     refuse(dict.fromkeys(problems))

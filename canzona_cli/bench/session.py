@@ -22,7 +22,7 @@ from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.errors import Problem, gathered, refuse, write_error
+from canzona_cli.errors import Problem, collect_problems, refuse, write_error
 from canzona_cli.launch import preflight
 from canzona_cli.launch.resume import next_free
 from canzona_cli.launch.run_dir import check_free
@@ -84,7 +84,7 @@ def prepare(
         EnvironmentProblem: this machine does not have everything that the run needs.
     """
     all_problems = [*problems]
-    with gathered(all_problems):
+    with collect_problems(all_problems):
         composed = compose_run(overrides, recipes_dirs=recipes_dirs)
         composed = replace(composed, config=with_folder(composed, ROOT, directory))
         all_problems += bench_problems(composed.config, "a bench", "`canzona bench --simulate` predicts larger jobs")
@@ -157,13 +157,13 @@ def prepare_sweep(
         EnvironmentProblem: see `prepare`.
     """
     problems = [*options.problems]
-    with gathered(problems):
+    with collect_problems(problems):
         composed = compose_run(without_swept(overrides, kind), recipes_dirs=recipes_dirs)
         config, layout = resolve(composed.config)
         problems += _sweep_problems(kind, layout)
         sessions = {}
         for value in dict.fromkeys(options.values or default_values(kind, config)):
-            with gathered(problems):
+            with collect_problems(problems):
                 sessions[value] = prepare(
                     with_value(overrides, kind, value),
                     strategies=options.strategies or AFFECTED.get(kind),
@@ -266,7 +266,7 @@ def bench_problems(config: RunConfig, what: str, otherwise: str) -> list[Problem
     """
     problems: list[Problem] = []
     if config.data.source == "prepared":
-        with gathered(problems):
+        with collect_problems(problems):
             ensure_corpus(config)
     per_node = config.cluster.gpus_per_node
     nodes = config.cluster.nodes or -(-config.gpus // per_node)

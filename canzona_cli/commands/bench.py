@@ -131,11 +131,11 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
 
 def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.simulated import run_simulation
-    from canzona_cli.errors import gathered, refuse
+    from canzona_cli.errors import collect_problems, refuse
     from canzona_cli.report.bench_simulated import SimulationView
 
     problems = [*options.problems]
-    with gathered(problems):
+    with collect_problems(problems):
         simulation = run_simulation(overrides, options.gpus, recipes_dirs=recipes_dirs)
     refuse(problems)
     view = SimulationView(simulation)

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from canzona_cli.config.schema import RunConfig
 
 CLASHES = (
-    Clash(option="--out", beside="--dry-run", reason="a dry run writes no plan", fix="leave out --dry-run, or --out"),
+    Clash(option="--out", excludes="--dry-run", reason="a dry run writes no plan", fix="leave out --dry-run, or --out"),
     *(
         Clash(
             option=option,
-            beside="--layouts",
+            excludes="--layouts",
             reason="--layouts only lists layouts; it does not write a plan",
             fix=f"leave out {option}, or --layouts",
         )
@@ -39,7 +39,7 @@ CLASHES = (
     *(
         Clash(
             option=option,
-            beside="--from-megatron",
+            excludes="--from-megatron",
             reason="--from-megatron shows costs on one screen; it does not write a plan",
             fix=f"leave out {option}, and use it with the command that --from-megatron shows",
         )

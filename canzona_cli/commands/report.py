@@ -11,16 +11,19 @@ from canzona_cli.errors import Clash, Problem, clashes, refuse
 CLASHES = (
     Clash(
         option="--trace",
-        beside="--compare",
+        excludes="--compare",
         reason="a trace shows one run",
         fix="write one trace for each run, without --compare",
     ),
     Clash(
-        option="--html", beside="--trace", reason="--trace writes only the trace", fix="write the page without --trace"
+        option="--html",
+        excludes="--trace",
+        reason="--trace writes only the trace",
+        fix="write the page without --trace",
     ),
     Clash(
         option="--json",
-        beside="--trace",
+        excludes="--trace",
         reason="--trace prints no report",
         fix="leave --json out, or run `canzona report --json` by itself",
     ),
@@ -79,9 +82,9 @@ def report(
 def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
     """Shows two runs in detail, or three or more runs with one row each."""
     from canzona_cli.report.compare import ComparedView, SeveralView, several_page
-    from canzona_cli.run.compare import compare_two, load_several
+    from canzona_cli.run.compare import compare_two, load_runs
 
-    several = load_several(run_dirs)
+    several = load_runs(run_dirs)
     for path in several.skipped:
         progress(f"note: {path} is skipped, because it contains no run")
     if html is not None:

@@ -198,11 +198,11 @@ def _compose_with_options(arguments: list[str], options: "JobOptions", recipes_d
         ConfigError: the run or the options have mistakes; all are reported at once.
     """
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.errors import gathered, refuse
+    from canzona_cli.errors import collect_problems, refuse
     from canzona_cli.launch.slurm_job import option_problems
 
     problems = [*option_problems(options)]
-    with gathered(problems):
+    with collect_problems(problems):
         composed = compose_run(arguments, recipes_dirs=recipes_dirs)
     refuse(problems)
     warn_about(composed)

@@ -11,17 +11,17 @@ from canzona_cli.run.streams import mark_training_run
 CLASHES = (
     Clash(
         option="--prepare-only",
-        beside="--dry-run",
+        excludes="--dry-run",
         reason="writes the run directory, but --dry-run writes nothing",
         fix="leave out one of the two",
     ),
     Clash(
         option="--json",
-        without="a dry run",
+        needs="a dry run",
         reason="needs --dry-run or --prepare-only",
         fix="add --dry-run; for the results of a run: canzona report --json",
     ),
-    Clash(option="--json", beside="--sweep", reason="shows only one run", fix="leave out --json, or --sweep"),
+    Clash(option="--json", excludes="--sweep", reason="shows only one run", fix="leave out --json, or --sweep"),
 )
 
 

@@ -20,7 +20,7 @@ from canzona_cli.launch.slurm import SlurmStep, current_step
 from canzona_cli.launch.stop import Requests
 from canzona_cli.report.compare import SeveralView
 from canzona_cli.report.errors import show_failure
-from canzona_cli.run.compare import load_several
+from canzona_cli.run.compare import load_runs
 from canzona_cli.run.files import RunFiles, sweep_root
 from canzona_cli.run.words import plural
 
@@ -120,7 +120,7 @@ def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
     started = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
     typer.echo()
     if started:
-        show(SeveralView(several=load_several(started)))
+        show(SeveralView(several=load_runs(started)))
     not_started = [run.combination.words for run in runs if root / run.combination.name not in started]
     if not_started:
         tell(f"not started: {', '.join(not_started)}", "yellow")

@@ -25,7 +25,7 @@ from canzona_cli.data.tokenizers import (
     load_json_tokenizer,
     tokenizer_file,
 )
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, gathered, refuse
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, collect_problems, refuse
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 
 _PREPARE = "prepare the text with canzona data prepare, which keeps the tokenizer beside the tokens"
@@ -160,7 +160,7 @@ def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidec
     """
     pairs, problems = [], list[Problem]()
     for path in paths:
-        with gathered(problems):
+        with collect_problems(problems):
             pair = inspect_pair(Path(path).expanduser().absolute())
             pairs.append((pair, load_sidecar(pair)))
     if blended:

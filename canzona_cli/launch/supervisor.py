@@ -37,7 +37,7 @@ from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.stop import Requests, SaveWatch, checkpoint_to_resume, handle_signals
 from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import Monitor, TrainView
-from canzona_cli.run.codec import plain, save
+from canzona_cli.run.codec import record_dict, save
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles, StopReason, try_append_json_line
 from canzona_cli.run.records import FIRST_STAGE, Incident, StageEvent
@@ -217,7 +217,7 @@ class Supervision:
 
     def _tell(self, stage: str, detail: str, *, aloud: bool = True) -> None:
         event = StageEvent(time=time.time(), stage=stage, detail=detail)
-        try_append_json_line(self.files.events, plain(event))
+        try_append_json_line(self.files.events, record_dict(event))
         if aloud:
             self.say(detail)
 

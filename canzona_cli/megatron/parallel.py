@@ -20,7 +20,7 @@ from canzona_cli.config.schema import Device, Layout, ModelConfig
 from canzona_cli.megatron import cpu_backend
 from canzona_cli.model.geometry import is_expert
 from canzona_cli.planner.reduction import adamw_apart
-from canzona_cli.run.codec import parse, plain
+from canzona_cli.run.codec import parse, record_dict
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -280,7 +280,7 @@ def gather[T: DataclassInstance](record: T, *, group: dist.ProcessGroup | None =
     Raises:
         Damaged: A rank sent data that is not a record of this type.
     """
-    return [parse(type(record), text) for text in _gather(json.dumps(plain(record), default=str).encode(), group)]
+    return [parse(type(record), text) for text in _gather(json.dumps(record_dict(record), default=str).encode(), group)]
 
 
 @contextmanager

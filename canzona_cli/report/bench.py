@@ -16,7 +16,7 @@ from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.breakdown import CALIBRATE, why
 from canzona_cli.run.phases import COMMUNICATION, LABELS, PHASES, STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
-from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real
+from canzona_cli.run.words import MISSING, clean, finite_or_none, milliseconds, number, plural
 
 MIB = 1 << 20
 TOLERANCE = 0.20
@@ -295,7 +295,7 @@ def order(result: BenchResult) -> tuple[str, ...]:
 
 def error_text(measured: float | None, predicted: float | None) -> Text:
     """Formats a prediction's relative error, such as `+12%`; an error above `TOLERANCE` is highlighted."""
-    actual, planned = real(measured), real(predicted)
+    actual, planned = finite_or_none(measured), finite_or_none(predicted)
     if not actual or not planned:  # a value that is missing or 0 has no relative error worth showing
         return Text("")
     error = planned / actual - 1

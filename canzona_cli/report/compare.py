@@ -15,10 +15,10 @@ from canzona_cli.report.curves import Curve, Curves, SideBySide, loss_curve
 from canzona_cli.report.document import Document, sections
 from canzona_cli.report.page import Page, Screen, headed, remarks, wrapped
 from canzona_cli.report.tables import GroupedTable, Table, columns
-from canzona_cli.run.compare import Compared, Pair, Several, compare_two, ratio, run_figures
+from canzona_cli.run.compare import Pair, RunComparison, RunPair, compare_two, ratio, run_figures
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.summary import RunSummary
-from canzona_cli.run.words import MISSING, clean, milliseconds, number, plural, real, size, step_time
+from canzona_cli.run.words import MISSING, clean, finite_or_none, milliseconds, number, plural, size, step_time
 
 _LONGEST_VALUE = 36
 _Row = tuple[str, str, str, str]
@@ -30,7 +30,7 @@ class ComparedView(Page):
     """Tables of the settings, losses, phases and figures of two runs; B / A is above 1 if B has the larger
     value."""
 
-    compared: Compared
+    compared: RunPair
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         compared = self.compared
@@ -131,7 +131,7 @@ class SeveralView(Page):
     """A table with a row for each run: the settings that differ, and the results. The best run is
     highlighted."""
 
-    several: Several
+    several: RunComparison
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         several = self.several
@@ -171,7 +171,7 @@ def run_names(runs: Sequence[RunSummary]) -> list[str]:
     return [clean(path.relative_to(common)) for path in paths]
 
 
-def several_page(several: Several) -> Document:
+def several_page(several: RunComparison) -> Document:
     """Returns the page of several runs: figures, loss curves and step times; for two runs, also all
     differences."""
     return Document(
@@ -181,7 +181,7 @@ def several_page(several: Several) -> Document:
     )
 
 
-def _page_parts(several: Several) -> Iterator[RenderableType]:
+def _page_parts(several: RunComparison) -> Iterator[RenderableType]:
     runs = dict(zip(run_names(several.runs), several.runs, strict=True))
     yield headed("Runs", ", with the best one highlighted")
     yield SeveralView(several=several)
@@ -205,16 +205,16 @@ def _page_parts(several: Several) -> Iterator[RenderableType]:
         yield ComparedView(compared=compare_two(several))
 
 
-def _numeric(several: Several) -> dict[str, list[float]]:
+def _numeric(several: RunComparison) -> dict[str, list[float]]:
     """Returns the numeric settings that differ between the runs, with each run's value."""
     numeric = {
-        key: [number for value in values if (number := real(value)) is not None]
+        key: [number for value in values if (number := finite_or_none(value)) is not None]
         for key, values in several.settings.items()
     }
     return {key: values for key, values in numeric.items() if len(values) == len(several.runs)}
 
 
-def _losses_by(key: str, values: list[float], several: Several) -> Curves:
+def _losses_by(key: str, values: list[float], several: RunComparison) -> Curves:
     """Draws the final losses of the runs over the values of a setting."""
     figures = [run_figures(run) for run in several.runs]
     curves = [

@@ -17,7 +17,7 @@ from canzona_cli.report.charts import BLOCKS
 from canzona_cli.report.markup import NOTHING, Html, Picture, folded, joined, key, percent, table_html, tag
 from canzona_cli.report.page import Screen
 from canzona_cli.report.tables import GroupedTable, column
-from canzona_cli.run.words import number, real
+from canzona_cli.run.words import finite_or_none, number
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 _BRAILLE: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -26,7 +26,7 @@ _BRAILLE: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 def sparkline(values: Iterable[object], width: int) -> str:
     """Returns a line of at most `width` block characters whose heights follow the finite values."""
-    finite = [value for value in map(real, values) if value is not None]
+    finite = [value for value in map(finite_or_none, values) if value is not None]
     if not finite or width < 1:
         return ""
     blocks = BLOCKS[1:]
@@ -48,7 +48,7 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
 def bar(share: object, width: int) -> str:
     """Returns a bar that fills the fraction `share` (0 to 1) of `width` characters, to an eighth of a
     character."""
-    value = real(share)
+    value = finite_or_none(share)
     if value is None or width < 1:
         return ""
     eighths = round(min(1.0, max(0.0, value)) * width * 8)

@@ -30,11 +30,11 @@ from canzona_cli.run.words import (
     clean,
     duration,
     experts_words,
+    finite_or_none,
     guard_notes,
     milliseconds,
     number,
     plural,
-    real,
     size,
     step_time,
 )
@@ -270,7 +270,7 @@ class BreakdownView(Page):
     @property
     def _mfu(self) -> str:
         """The MFU as text after a comma; empty if the profile's peak rate does not describe this machine."""
-        mfu = real(self.breakdown.mfu)
+        mfu = finite_or_none(self.breakdown.mfu)
         if mfu is not None:
             if self.breakdown.planned is not None and self._planned is None:
                 return ""

@@ -23,7 +23,7 @@ from canzona_cli.report.page import labelled, wrapped
 from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState, relative_change, set_losses
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
-from canzona_cli.run.words import MISSING, clean, count, duration, number, real, step_time
+from canzona_cli.run.words import MISSING, clean, count, duration, finite_or_none, number, step_time
 
 _WIDE = 110
 _WIDE_ROWS = 14
@@ -259,7 +259,7 @@ class LiveView(ConsoleView):
         self._console.print()
 
     def progress(self, what: str, fraction: float) -> None:
-        share = min(1.0, max(0.0, real(fraction) or 0.0))
+        share = min(1.0, max(0.0, finite_or_none(fraction) or 0.0))
         with self._lock:
             finished = share >= 1 and self._preparing is not None
             self._preparing = None if share >= 1 else (what, share)
@@ -343,7 +343,7 @@ class PlainView(ConsoleView):
         now, done = self.state.clock(), fraction >= 1
         if self._progress_at is None or done or now - self._progress_at >= 5 * _SECONDS_BETWEEN_LINES:
             self._progress_at = None if done else now
-            words = f"{clean(what)} {100 * min(1.0, max(0.0, real(fraction) or 0.0)):.0f}%"
+            words = f"{clean(what)} {100 * min(1.0, max(0.0, finite_or_none(fraction) or 0.0)):.0f}%"
             if words != self._progress:  # two stages may have the same name
                 self._print(f"{self._time()} {words}")
             self._progress = words

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import Earlier
 from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
-from canzona_cli.run.words import MISSING, clean, experts_words, guard_notes, number, real
+from canzona_cli.run.words import MISSING, clean, experts_words, finite_or_none, guard_notes, number
 
 Clock = Callable[[], float]
 
@@ -96,7 +96,7 @@ class TrainState:
     def go_on(self, earlier: Earlier) -> None:
         """Takes over the loss curve, validations and step of a resumed run, but not its speed."""
         for metrics in earlier.metrics:
-            if (loss := real(metrics.loss)) is not None:
+            if (loss := finite_or_none(metrics.loss)) is not None:
                 self.history.add(metrics.step, loss)
         for validation in earlier.validations:
             self.add_validation(validation)
@@ -114,7 +114,7 @@ class TrainState:
         self.last = metrics
         self.step = metrics.step
         self.updated = now
-        loss = real(metrics.loss)
+        loss = finite_or_none(metrics.loss)
         if loss is None:
             self.non_finite += 1
         else:
@@ -123,14 +123,14 @@ class TrainState:
             share = _SMOOTHING / self._weight
             self.smoothed = loss if self.smoothed is None else self.smoothed + share * (loss - self.smoothed)
         for rate, window in ((metrics.tokens_per_s, self._rates), (metrics.step_s, self._step_times)):
-            value = real(rate)
+            value = finite_or_none(rate)
             if value is not None and value > 0:
                 window.append(value)
-        written = real(metrics.time)
+        written = finite_or_none(metrics.time)
         self._arrivals.append((self.step, now if written is None else written))
 
     def add_validation(self, validation: ValidationLoss) -> None:
-        loss = real(validation.loss)
+        loss = finite_or_none(validation.loss)
         self.validations.append((validation.step, math.nan if loss is None else loss))
         self.sets = validation.sets
 
@@ -139,7 +139,7 @@ class TrainState:
         """The newest step's loss; NaN if it was not finite (null in the file), None before the first step."""
         if self.last is None:
             return None
-        loss = real(self.last.loss)
+        loss = finite_or_none(self.last.loss)
         return math.nan if loss is None else loss
 
     @property
@@ -152,8 +152,10 @@ class TrainState:
     def experts(self) -> str:
         """The text about how evenly the newest step's tokens were spread over experts; empty for a dense
         model."""
-        load = None if self.last is None else real(self.last.expert_load)
-        return "" if load is None or self.last is None else experts_words(load, real(self.last.balancing_loss))
+        load = None if self.last is None else finite_or_none(self.last.expert_load)
+        return (
+            "" if load is None or self.last is None else experts_words(load, finite_or_none(self.last.balancing_loss))
+        )
 
     @property
     def total(self) -> int:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from canzona_cli.config.schema import Device, Layout
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.run.codec import load, plain
+from canzona_cli.run.codec import load, record_dict
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import COMMUNICATION, IN_STEP, PHASES, STREAMS, Interval, Stream
 from canzona_cli.run.statistics import OverRanks
@@ -34,7 +34,7 @@ class SimulatedEvent:
 
 
 def streams_of(events: Sequence[SimulatedEvent]) -> Iterator[tuple[int, Stream, list[Interval]]]:
-    """Yields each rank, each of its streams that has events, and these events as intervals."""
+    """Groups events: yields a rank, one of its streams, and the events of that stream as intervals."""
     for rank in dict.fromkeys(event.rank for event in events):
         for stream in STREAMS:
             intervals = [
@@ -77,7 +77,7 @@ class Prediction:
 
     def as_json(self) -> dict[str, object]:
         """Returns all fields except the events, which only a trace needs."""
-        return {name: value for name, value in plain(self).items() if name != "events"}
+        return {name: value for name, value in record_dict(self).items() if name != "events"}
 
 
 CALIBRATE = "run `canzona calibrate` on this machine to compare the step with its plan"
@@ -85,15 +85,17 @@ CALIBRATE = "run `canzona calibrate` on this machine to compare the step with it
 
 
 def describes_machine(device: Device | None, *, calibrated: bool) -> bool:
-    """Returns True if the times that a profile predicts are meaningful for the machine of a run.
+    """Returns True if a cluster profile's predicted times can be compared with times measured on a device.
 
-    An uncalibrated CPU profile describes no machine, so no report shows its times beside measured ones.
+    An uncalibrated CPU profile describes no real machine, so reports do not show its times beside measured
+    ones.
     """
     return calibrated or device == "cuda"
 
 
 def load_prediction(run_dir: Path) -> Prediction | None:
-    """Loads the prediction of a run; returns None if the run has none, as for earlier versions.
+    """Loads the prediction of a run; returns None if the run has none, for example because an earlier version
+    of canzona started it.
 
     Raises:
         ConfigError: the file is damaged or of another version; the problem's key is `RUN_DIR`.
@@ -128,7 +130,7 @@ class Why:
 def why(
     measured: Mapping[str, OverRanks], predicted: Mapping[str, float], ranks: Sequence[Mapping[str, float]] = ()
 ) -> Why | None:
-    """Returns the phase that differs most from its prediction; None without a measured step.
+    """Returns the phase that differs most from its prediction; None if no time was measured.
 
     Args:
         measured: times by phase; `*_total`s are ignored.
@@ -261,7 +263,7 @@ class Breakdown(MeasuredBreakdown):
         keys do not raise `version`."""
         planned, why = self.planned, self.why
         return {
-            **plain(replace(self, planned=None)),
+            **record_dict(replace(self, planned=None)),
             "planned": None if planned is None else planned.as_json() | {"error": self._errors(planned)},
             "why": None if why is None else asdict(why),
         }

@@ -25,14 +25,14 @@ class Damaged(ValueError):
     """The error for content that does not have the expected type. The message says where and why."""
 
 
-def plain(record: "DataclassInstance") -> dict[str, object]:
-    """Returns the record as a JSON object, with its version first."""
+def record_dict(record: "DataclassInstance") -> dict[str, object]:
+    """Converts a record to a dict for JSON, with its version first."""
     version = getattr(record, "VERSION", None)
     return {**({} if version is None else {"version": version}), **asdict(record)}
 
 
 def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
-    """Parses a record from plain values, or from JSON as bytes.
+    """Parses a record from JSON (bytes), or from parsed JSON (dicts, lists and numbers).
 
     Args:
         strict: True refuses conversions between numbers and text; only for bytes.
@@ -57,7 +57,7 @@ def parse[T](kind: type[T], content: object, *, strict: bool = False) -> T:
 
 
 def save(path: Path, record: "DataclassInstance", *, indented: bool = True) -> None:
-    """Writes a record to a file, which is replaced atomically.
+    """Writes a record to a JSON file, which replaces an existing file atomically.
 
     Args:
         indented: False for a file with thousands of entries that only programs read.
@@ -66,9 +66,9 @@ def save(path: Path, record: "DataclassInstance", *, indented: bool = True) -> N
         OSError: the file cannot be written.
     """
     if indented:
-        write_json_atomic(path, plain(record))
+        write_json_atomic(path, record_dict(record))
     else:
-        write_text_atomic(path, json.dumps(plain(record)) + "\n")
+        write_text_atomic(path, json.dumps(record_dict(record)) + "\n")
 
 
 def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = None, inside: str | None = None) -> T:
@@ -108,7 +108,7 @@ class JsonLines:
     """A reader of a growing file to which JSON objects are appended, one per line.
 
     Args:
-        only_new: True skips the lines that the file has already, which an earlier launch wrote.
+        only_new: True skips the lines that the file already has, because an earlier launch wrote them.
     """
 
     def __init__(self, path: Path, *, only_new: bool = False) -> None:
@@ -117,8 +117,8 @@ class JsonLines:
         self._partial = b""
 
     def read(self) -> list[dict[str, object]]:
-        """Returns the objects whose lines were completed since the last call; none while the file does not
-        exist. Lines that are not JSON objects are skipped."""
+        """Returns the objects whose lines were completed since the last call; none if the file does not exist
+        yet. Lines that are not JSON objects are skipped."""
         try:
             if self._path.stat().st_size == self._offset:
                 return []

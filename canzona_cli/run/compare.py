@@ -7,20 +7,20 @@ from pathlib import Path
 
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves
-from canzona_cli.errors import Problem, gathered, refuse
+from canzona_cli.errors import Problem, collect_problems, refuse
 from canzona_cli.run.breakdown import NOTHING_S, Breakdown, describes_machine
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.summary import RunSummary, holds_run, load_summary
-from canzona_cli.run.words import real
+from canzona_cli.run.words import finite_or_none
 
 VERSION = 1
 _ALWAYS_DIFFERENT = ("run.dir", "run.root")
 """The settings that differ between any two runs, so comparisons do not list them."""
 
 FIGURES = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "load_balance", "peak_memory_bytes")
-"""The numbers of a breakdown that are compared in addition to its phases. `load_balance` is that of matrix
-updates."""
+"""The numbers of a breakdown that are compared in addition to its phases. `load_balance` is the load balance
+of the matrix updates."""
 
 Pair = tuple[float | None, float | None]
 
@@ -35,11 +35,12 @@ class Loss:
 
     @property
     def change(self) -> float | None:
+        """The relative change from run A to run B; None if run A's loss is 0."""
         return self.b / self.a - 1 if self.a else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class RunPair:
     """The comparison of two runs. The first value of each pair belongs to run A."""
 
     a: RunSummary
@@ -97,7 +98,7 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Several:
+class RunComparison:
     """The comparison of any number of runs."""
 
     runs: tuple[RunSummary, ...]
@@ -135,37 +136,38 @@ class Several:
         }
 
 
-def load_several(run_dirs: Sequence[Path]) -> Several:
+def load_runs(run_dirs: Sequence[Path]) -> RunComparison:
     """Reads the runs in `run_dirs`. If at least two of the paths hold runs, existing paths that hold none are
     skipped, because `runs/*` may match other files.
 
     Raises:
-        ConfigError: lists every path that holds no run.
+        ConfigError: lists the paths that do not exist and, if fewer than two paths hold runs, also the paths
+            that hold none.
     """
     runs: list[RunSummary] = []
     problems: list[Problem] = []
     skipped: list[Path] = []
     for path in run_dirs:
-        with gathered(problems):
+        with collect_problems(problems):
             if path.exists() and not holds_run(path):
                 skipped.append(path)
             else:
                 runs.append(load_summary(path))
     if len(runs) < 2:
         for path in skipped:
-            with gathered(problems):
+            with collect_problems(problems):
                 load_summary(path)
     refuse(problems)
-    return Several(runs=tuple(runs), settings=_differences([run.config for run in runs]), skipped=tuple(skipped))
+    return RunComparison(runs=tuple(runs), settings=_differences([run.config for run in runs]), skipped=tuple(skipped))
 
 
-def compare_two(several: Several) -> Compared:
+def compare_two(several: RunComparison) -> RunPair:
     """Compares two runs; `several` must hold exactly two."""
     a, b = several.runs
     losses_a, losses_b = dict(a.losses), dict(b.losses)
     both = sorted(losses_a.keys() & losses_b.keys())
     losses = [Loss(step=step, a=losses_a[step], b=losses_b[step]) for step in both]
-    return Compared(
+    return RunPair(
         a=a,
         b=b,
         plans=(_plan_hash(a.run_dir), _plan_hash(b.run_dir)),
@@ -212,9 +214,9 @@ def _figures(breakdown: Breakdown | None) -> dict[str, float | None]:
     memory, planned = breakdown.peak_memory_bytes, breakdown.planned
     has_peak = planned is None or describes_machine(breakdown.device, calibrated=planned.calibrated)
     return {
-        "tokens_per_s": real(breakdown.tokens_per_s),
-        "tokens_per_s_per_gpu": real(breakdown.tokens_per_s_per_gpu),
-        "mfu": real(breakdown.mfu) if has_peak else None,
+        "tokens_per_s": finite_or_none(breakdown.tokens_per_s),
+        "tokens_per_s_per_gpu": finite_or_none(breakdown.tokens_per_s_per_gpu),
+        "mfu": finite_or_none(breakdown.mfu) if has_peak else None,
         "load_balance": (breakdown.load_balance or {}).get("matrix_update"),
         "peak_memory_bytes": None if memory is None else memory.max,
     }

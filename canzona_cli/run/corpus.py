@@ -1,4 +1,4 @@
-"""Describes the corpus of a run, and how often the run reads it."""
+"""The corpus of a run, and the number of times that the run reads it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,8 @@ becomes a poor estimate of the loss on other text."""
 _STDLIB_TOKENS: Final = {"byte": 11_300_000}
 """The training tokens in the sources of Python's standard library (11.5 MB in 3.12), by tokenizer."""
 _STDLIB_OTHER_TOKENS: Final = 2_900_000
-"""The training tokens in these sources with any other tokenizer, at about four bytes per token."""
+"""The training tokens in the sources of Python's standard library with any other tokenizer, at about four
+bytes per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +92,15 @@ class Supply:
     """The number of tokens that the run reads in all its steps."""
     available: int
     """The number of tokens to train on, excluding held-out tokens."""
-    about: bool = False
+    is_estimate: bool = False
     """True if `available` is an estimate, because the built-in corpus has not been prepared yet."""
     sets: Mapping[str, "Supply"] = field(default_factory=dict)
-    """The supply of each set of a blend, by name."""
+    """The supply of each set of a blend, by name; empty for a single set."""
 
     @property
     def epochs(self) -> float:
         """The number of times the run reads its data, or the set of a blend that it reads most often."""
-        return max((each.epochs for each in self.sets.values()), default=self.needed / max(1, self.available))
+        return max((part.epochs for part in self.sets.values()), default=self.needed / max(1, self.available))
 
     @property
     def too_often(self) -> bool:
@@ -107,18 +108,18 @@ class Supply:
         return self.epochs > MOST_EPOCHS
 
     @property
-    def times(self) -> str:
+    def epochs_text(self) -> str:
         """The epochs as text: `0.043`, `3,616`, `about 12`; for a blend, `code 1.2, web 0.3`."""
         if self.sets:
-            return ", ".join(f"{clean(name)} {each.times}" for name, each in self.sets.items())
-        about = "about " if self.about else ""
+            return ", ".join(f"{clean(name)} {part.epochs_text}" for name, part in self.sets.items())
+        about = "about " if self.is_estimate else ""
         return about + (f"{self.epochs:,.0f}" if self.epochs >= 10 else f"{self.epochs:.2g}")
 
     @property
     def words(self) -> str:
         """The epochs and tokens as text: `0.043 (492 k tokens needed, 11.3 M available)`."""
-        about = "about " if self.about else ""
-        return f"{self.times} ({count(self.needed)} tokens needed, {about}{count(self.available)} available)"
+        about = "about " if self.is_estimate else ""
+        return f"{self.epochs_text} ({count(self.needed)} tokens needed, {about}{count(self.available)} available)"
 
 
 def tokens_needed(config: RunConfig, layout: Layout, *, steps: int | None = None) -> int:
@@ -143,33 +144,37 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
         return Supply(needed=needed, available=corpus.train_tokens, sets=sets if len(sets) > 1 else {})
     if config.data.source == "stdlib":
         available = _STDLIB_TOKENS.get(config.data.tokenizer, _STDLIB_OTHER_TOKENS)
-        return Supply(needed=needed, available=available, about=True)
+        return Supply(needed=needed, available=available, is_estimate=True)
     return None
 
 
 def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None) -> Iterator[str]:
     """Yields warnings about data that is read too often, and about an embedding with mostly unused rows."""
-    tokens, demonstration = supply(config, layout, corpus), config.data.source == "stdlib"
-    if tokens is not None and tokens.too_often and demonstration:
-        yield (
-            f"THIS IS A TRIAL RUN. {clean(config.name)} needs {count(tokens.needed)} tokens, but the demonstration "
-            f"corpus (Python's own sources) has about {count(tokens.available)}: {tokens.times} epochs, so the model "
-            "will memorise it. For a real run: canzona data prepare FILES --output data/corpus --tokenizer "
-            "tokenizer.json, then data=prepared data.path=data/corpus"
-        )
-    elif tokens is not None and tokens.too_often:
-        fewer = int(config.train.steps * MOST_EPOCHS / tokens.epochs)
-        yield (
-            f"the data is read {tokens.times} times: {count(tokens.needed)} tokens needed, {count(tokens.available)} "
-            f"available. Beyond {MOST_EPOCHS} epochs repeated text teaches less and less: prepare more data, or "
-            f"train.steps={max(1, fewer)}"
-        )
+    tokens = supply(config, layout, corpus)
+    if tokens is not None and tokens.too_often:
+        yield _too_often_warning(config, tokens)
     ids, rows = _token_ids(config, corpus), config.model.vocab_size
     if ids is not None and rows > 2 * ids:
         yield (
             f"model.vocab_size={rows}, but the data's tokenizer has only {ids:,} ids: {1 - ids / rows:.0%} of the "
             "embedding's rows are never used; use data from the model's tokenizer, or a smaller model.vocab_size"
         )
+
+
+def _too_often_warning(config: RunConfig, tokens: Supply) -> str:
+    needed, available, epochs = count(tokens.needed), count(tokens.available), tokens.epochs_text
+    if config.data.source == "stdlib":
+        return (
+            f"THIS IS A TRIAL RUN. {clean(config.name)} needs {needed} tokens, but the demonstration corpus (Python's "
+            f"own sources) has about {available}: {epochs} epochs, so the model will memorise it. For a real run: "
+            "canzona data prepare FILES --output data/corpus --tokenizer tokenizer.json, then data=prepared "
+            "data.path=data/corpus"
+        )
+    steps = max(1, int(config.train.steps * MOST_EPOCHS / tokens.epochs))
+    return (
+        f"the data is read {epochs} times: {needed} tokens needed, {available} available. Beyond {MOST_EPOCHS} epochs "
+        f"repeated text teaches less and less: prepare more data, or train.steps={steps}"
+    )
 
 
 def _token_ids(config: RunConfig, corpus: PreparedCorpus | None) -> int | None:

@@ -104,7 +104,7 @@ class RunFiles:
             self.stop.touch()
 
     def stop_reason(self) -> StopReason:
-        """Reads the reason why the workers must stop; `interrupted` if the file has no valid reason."""
+        """Reads why the workers must stop; `interrupted` if the file has no valid reason."""
         return "preempted" if (read_json(self.stop) or {}).get("reason") == "preempted" else "interrupted"
 
     def stop_requested(self) -> bool:
@@ -181,7 +181,7 @@ def write_json_or_overwrite(path: Path, value: Mapping[str, object]) -> None:
     try:
         write_json_atomic(path, value)
     except OSError:
-        text = _line(value)
+        text = _json_line(value)
         handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
             if os.write(handle, text) < len(text):
@@ -191,7 +191,7 @@ def write_json_or_overwrite(path: Path, value: Mapping[str, object]) -> None:
             os.close(handle)
 
 
-def _line(value: Mapping[str, object]) -> bytes:
+def _json_line(value: Mapping[str, object]) -> bytes:
     return (json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False) + "\n").encode(errors=_NOT_UTF8)
 
 
@@ -203,7 +203,7 @@ def append_json_line(path: Path, value: Mapping[str, object]) -> None:
         OSError: the line could not be written, or the file is a symbolic link. A partly written line is
             removed again, unless another writer has appended to the file meanwhile.
     """
-    line = _line(value)
+    line = _json_line(value)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         written = os.write(handle, line)

@@ -24,14 +24,13 @@ from canzona_cli.errors import EnvironmentProblem, Problem
 from canzona_cli.run.phases import IN_STEP
 
 VARIABLE: Final = "CANZONA_HEARTBEATS"
-"""The environment variable of the workers that names the folder."""
+"""The environment variable in which the launcher passes the folder of the heartbeat files to the workers."""
 BEAT_S: Final = 0.5
 """The seconds between two beats of a rank's heartbeat thread."""
 STACKS_SIGNAL: Final = signal.SIGQUIT
 """The signal that makes a worker write the Python stacks of all threads to its log. The worker continues."""
 PATIENCE: Final = 3
-"""The factor by which `run.hang_timeout_s` is longer for the first step and for everything outside of
-steps."""
+"""The factor by which `run.hang_timeout_s` is multiplied during the first step and outside of steps."""
 Stage = Literal["start workers", "build model", "build data", "load", "train", "validate", "save", "finish"]
 STAGES: Final[tuple[Stage, ...]] = get_args(Stage)
 """The stages that a rank goes through, as named in events.jsonl."""
@@ -94,15 +93,15 @@ class Heart:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Marks a block in which the rank waits for other ranks."""
-        self.waits(True)
+        self.mark_waiting(True)
         try:
             yield
         finally:
-            self.waits(False)
+            self.mark_waiting(False)
 
-    def waits(self, now: bool) -> None:
-        """Marks the beginning (True) or end (False) of a wait for other ranks."""
-        self._numbers[_WAITING] = now
+    def mark_waiting(self, waiting: bool) -> None:
+        """Marks the start (True) or the end (False) of a wait for other ranks."""
+        self._numbers[_WAITING] = waiting
         self._numbers[_PROGRESS] = time.monotonic()
 
     def progress(self) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal, get_args
 
 from canzona_cli.config.schema import Layout
-from canzona_cli.errors import Problem, gathered, refuse
-from canzona_cli.run.codec import load, load_if_valid, plain, record_of, save
+from canzona_cli.errors import Problem, collect_problems, refuse
+from canzona_cli.run.codec import load, load_if_valid, record_dict, record_of, save
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.machine import clock_name
 from canzona_cli.run.phases import StepTimeline
@@ -107,14 +107,14 @@ class TrackerState:
     id: str | None = None
     """The ID that the tracker gave the run; None until it has given one."""
     taken: Mapping[str, int] = field(default_factory=dict)
-    """The last step that was sent of each kind of record: an empty key for metrics.jsonl, `validation_` for
-    validation.jsonl, `sample` for the sample texts in events.jsonl."""
+    """The last step that was sent, by kind of record: the key is empty for metrics.jsonl, `validation_` for
+    validation.jsonl, and `sample` for the sample texts in events.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """The contents of resume.json: the checkpoint that this launch starts from. Its workers read it; the next
-    launch compares its own request with it."""
+    """The contents of resume.json: the checkpoint that a launch starts from. The workers read the file, and
+    the next launch compares its own `checkpoint.resume` with it."""
 
     checkpoint: str
     """The path of the checkpoint."""
@@ -163,7 +163,8 @@ class StepMetrics:
     """The mean balancing loss of the layers, before its weight; 1 if tokens are spread evenly over experts.
     None for a dense model."""
     expert_load: float | None = None
-    """The tokens of the busiest expert over the mean of all experts, in the most uneven layer."""
+    """The tokens of the busiest expert over the mean of all experts, in the most uneven layer. None for a
+    dense model."""
     captures: int = 0
     """The number of CUDA graphs of updates that all ranks have captured in this launch, up to the previous
     step."""
@@ -225,11 +226,11 @@ class Incident:
     level: Level | None = None
     """The level at which `detail` is shown to the user; None if it is not shown."""
     facts: Mapping[str, float | str | None] = field(default_factory=dict)
-    """The numbers and names for programs. In the file, they are top-level fields of the line."""
+    """Further numbers and names, for programs. In the file, they are top-level keys of the line."""
 
     def line(self) -> dict[str, object]:
         """Returns the JSON object of the line in the file."""
-        fixed = plain(self)
+        fixed = record_dict(self)
         facts = {key: value for key, value in fixed.items() if key not in ("facts", "level")} | dict(self.facts)
         return facts | ({} if self.level is None else {"level": self.level})
 
@@ -348,7 +349,7 @@ class KernelTrial:
     seconds: float | None = None
     """The seconds of a matmul on the slowest rank; None if the kernel could not be used."""
     refused: str = ""
-    """The reason why it was not chosen; empty for the chosen kernel."""
+    """The reason why the kernel was not chosen; empty for the chosen kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,7 +361,7 @@ class KernelChoice:
     dtype: Literal["bf16", "fp16"] = "bf16"
     kernel: str
     trials: tuple[KernelTrial, ...] = ()
-    """The trials. Empty on CPUs, where the choice is known beforehand."""
+    """The trials; empty on CPUs, where no trial is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,7 +391,8 @@ class RankTimeline:
 
 
 def write_timeline(files: RunFiles, rank: int, steps: Sequence[StepTimeline]) -> None:
-    """Writes the recorded steps, if there are any; logs a warning if the file cannot be written."""
+    """Writes the timelines of the steps that a rank recorded; logs a warning if the file cannot be
+    written."""
     if not steps:
         return
     timeline = RankTimeline(rank=rank, host=socket.gethostname(), clock=clock_name(), steps=tuple(steps))
@@ -410,7 +412,7 @@ def load_timelines(files: RunFiles) -> list[RankTimeline]:
     timelines: list[RankTimeline] = []
     problems: list[Problem] = []
     for path in sorted(files.timelines.glob("rank-*.json")):
-        with gathered(problems):
+        with collect_problems(problems):
             timelines.append(load(path, RankTimeline, key="timeline", fix="remove the file, or train again"))
     refuse(problems)
     return sorted(timelines, key=lambda timeline: timeline.rank)

@@ -30,19 +30,19 @@ class _Stream(io.FileIO):
     lost: ClassVar[OSError | None] = None
     """The first error that made a stream drop data; None if nothing was dropped."""
     _stuck = False
-    before: TextIO | None = None
+    replaced: TextIO | None = None
     """The stream object that was replaced. It is kept alive because its finalizer may close the descriptor,
     whose number the next opened file would then get."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        text, done = memoryview(data).cast("B"), 0
+        octets, written = memoryview(data).cast("B"), 0
         try:
             # A write of up to PIPE_BUF bytes does not block once the descriptor is writable.
-            while done < len(text) and self._has_room():
-                done += super().write(text[done : done + select.PIPE_BUF]) or 0
+            while written < len(octets) and self._has_room():
+                written += super().write(octets[written : written + select.PIPE_BUF]) or 0
         except OSError as error:
             _Stream.lost = _Stream.lost or error
-        return len(text)
+        return len(octets)
 
     def _has_room(self) -> bool:
         """Waits up to `patience_s` for the reader to take data; returns False on timeout. After a timeout,
@@ -91,7 +91,7 @@ def _wrap(stream: TextIO | None, descriptor: int) -> TextIO:
             return stream
         encoding, unbuffered = stream.encoding, getattr(stream, "write_through", False)
     raw = _Stream(descriptor, "w", closefd=False)
-    raw.before = stream
+    raw.replaced = stream
     by_line = descriptor == 2 or raw.isatty()
     # In UTF encodings, file names that are not valid text are shown with escapes. Other encodings show `?`
     # for characters that they lack.

@@ -30,15 +30,14 @@ from canzona_cli.run.words import plural
 
 Record = StepMetrics | ValidationLoss | Event
 _CLOCK_NOISE_S: Final = 1.0
-"""The largest step back in time between two lines, in seconds, that is not taken for a clock that was set
-back:
-the launcher and rank 0 write to the same file."""
+"""The number of seconds by which a line may be earlier than the line before it. The launcher and rank 0 write
+to the same file; only a larger difference means that the clock was set back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """The use that a run made of the time from the first record of its first launch to the last record of its
-    newest launch, in seconds."""
+    """The time from the first record of a run's first launch to the last record of its newest launch, split
+    by use, in seconds."""
 
     wall_s: float
     kept_s: float
@@ -70,18 +69,18 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     """
     lasting, redone = _with_rising_times(read_lines(files.metrics, StepMetrics)[0]), []
     records: list[Record] = [*lasting, *events]
-    for folder in _launches(files):
+    for folder in _earlier_launches(files):
         lost = _with_rising_times(read_lines(folder.metrics, StepMetrics)[0])
-        redone.append(_seconds(lost))
+        redone.append(_step_seconds(lost))
         records += lost
-    for folder in (files, *_launches(files)):
+    for folder in (files, *_earlier_launches(files)):
         records += _with_rising_times(read_lines(folder.validation, ValidationLoss)[0])
     moments = [record.time for record in records if record.time is not None]
     launched_s = time_in_launches(records)
     wall_s = max(moments, default=0.0) - min(moments, default=0.0)
     if not lasting or launched_s is None or wall_s <= 0:
         return None
-    kept_s, redone_s = _seconds(lasting), math.fsum(redone)
+    kept_s, redone_s = _step_seconds(lasting), math.fsum(redone)
     # Launches seem to overlap if the clock was set back between them.
     wall_s = max(wall_s, kept_s + redone_s)
     return Goodput(wall_s=wall_s, kept_s=kept_s, redone_s=redone_s, between_s=max(0.0, wall_s - launched_s))
@@ -116,12 +115,14 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
         return None
     # A gap that ends with a launch's first event is time between launches and is not added, unless it also
     # begins with such an event: both the launcher and its first rank announce that workers start.
-    return math.fsum(then - now for (now, started), (then, starts) in pairwise(moments) if started or not starts)
+    return math.fsum(
+        later - earlier for (earlier, from_start), (later, to_start) in pairwise(moments) if from_start or not to_start
+    )
 
 
 def earlier_events(files: RunFiles) -> list[Event]:
     """Reads the events that later launches have moved away, oldest launch first."""
-    return [event for folder in _launches(files) for event in events_of(folder)]
+    return [event for folder in _earlier_launches(files) for event in events_of(folder)]
 
 
 def events_of(files: RunFiles) -> list[Event]:
@@ -132,7 +133,7 @@ def events_of(files: RunFiles) -> list[Event]:
     )
 
 
-def _launches(files: RunFiles) -> list[RunFiles]:
+def _earlier_launches(files: RunFiles) -> list[RunFiles]:
     """Lists the folders of the earlier launches, oldest first."""
     try:
         folders = [path for path in files.attempts.iterdir() if path.name.isdecimal()]
@@ -141,7 +142,7 @@ def _launches(files: RunFiles) -> list[RunFiles]:
     return [RunFiles(path) for path in sorted(folders, key=lambda path: int(path.name))]
 
 
-def _seconds(lines: Sequence[StepMetrics]) -> float:
+def _step_seconds(lines: Sequence[StepMetrics]) -> float:
     """Adds up the seconds of the steps that these lines cover. The step time in a line is used for all steps
     since the line before it."""
     gaps = [line.step - before.step for before, line in pairwise(lines)]
@@ -163,7 +164,7 @@ class RunSummary:
     exit_code: int | None
     message: str
     losses: tuple[tuple[int, float], ...]
-    """The (step, loss) of every logged step with a finite loss."""
+    """The (step, loss) pairs of the logged steps whose loss is finite."""
     metrics: tuple[StepMetrics, ...] = ()
     """The metrics of every logged step."""
     events: tuple[Event, ...] = ()
@@ -214,19 +215,29 @@ class RunSummary:
     def as_json(self) -> dict[str, object]:
         """Returns the stable output of `canzona report --json`. New keys keep `version`; any other change
         raises it."""
-        plain = ("name", "status", "exit_code", "message", "step", "steps_planned", "elapsed_s", "skipped", "fallbacks")
+        fields = (
+            "name",
+            "status",
+            "exit_code",
+            "message",
+            "step",
+            "steps_planned",
+            "elapsed_s",
+            "skipped",
+            "fallbacks",
+        )
         return {
             "version": VERSION,
             "run_dir": str(self.run_dir),
-            **{field: getattr(self, field) for field in plain},
+            **{field: getattr(self, field) for field in fields},
             "restarts": self.restarts,
             "go_on": self.go_on,
             "goodput": None if self.goodput is None else self.goodput.as_json(),
             "epochs": None if self.supply is None else self.supply.epochs,
-            "epochs_by_set": {name: each.epochs for name, each in (self.supply.sets if self.supply else {}).items()},
-            "loss": _ends(self.losses),
-            "validation": _ends(self.validations),
-            "validation_by_set": {name: _ends(losses) for name, losses in self.set_validations.items()},
+            "epochs_by_set": {name: part.epochs for name, part in (self.supply.sets if self.supply else {}).items()},
+            "loss": _first_and_last(self.losses),
+            "validation": _first_and_last(self.validations),
+            "validation_by_set": {name: _first_and_last(losses) for name, losses in self.set_validations.items()},
             "errors": [_error_json(result) for result in self.errors],
             "breakdown": None if self.breakdown is None else self.breakdown.as_json(),
             "warnings": list(self.warnings),
@@ -253,8 +264,8 @@ def load_summary(run_dir: Path) -> RunSummary:
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=suggest_run_dir(run_dir)))
     notes: list[str] = []
     config = _config(files, notes)
-    metrics = _lines(files.metrics, StepMetrics, notes)
-    validation = _lines(files.validation, ValidationLoss, notes)
+    metrics = _read_noting_damage(files.metrics, StepMetrics, notes)
+    validation = _read_noting_damage(files.validation, ValidationLoss, notes)
     result = load_if_valid(files.result, RunResult)
     if result is None:
         unfinished = "there is no result.json: the run is still running, or was killed before it could write one"
@@ -288,7 +299,7 @@ def load_summary(run_dir: Path) -> RunSummary:
         skipped=max((line.skipped for line in metrics), default=0),
         fallbacks=max((line.fallbacks for line in metrics), default=0),
         elapsed_s=time_in_launches((*_with_rising_times(metrics), *_with_rising_times(validation), *events)),
-        errors=_errors(files),
+        errors=_failed_ranks(files),
         breakdown=breakdown,
         config=config,
         go_on=None if result is None else result.go_on,
@@ -315,7 +326,7 @@ def _config(files: RunFiles, notes: list[str]) -> RunConfig | None:
         return None
 
 
-def _lines[T](path: Path, kind: type[T], notes: list[str]) -> list[T]:
+def _read_noting_damage[T](path: Path, kind: type[T], notes: list[str]) -> list[T]:
     """Reads the records of a .jsonl file. Damaged lines, such as the last line of a killed run, are skipped
     and noted."""
     records, damaged = read_lines(path, kind)
@@ -324,7 +335,7 @@ def _lines[T](path: Path, kind: type[T], notes: list[str]) -> list[T]:
     return records
 
 
-def _errors(files: RunFiles) -> tuple[RankResult, ...]:
+def _failed_ranks(files: RunFiles) -> tuple[RankResult, ...]:
     """Returns the results of ranks that failed, in the order of their errors: the first most likely caused
     the others."""
     results = [load_if_valid(path, RankResult) for path in sorted(files.ranks.glob("rank-*.json"))]
@@ -348,7 +359,7 @@ def _error_json(result: RankResult) -> dict[str, object]:
     return {"rank": result.rank, "time": result.time, **words}
 
 
-def _ends(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | None:
+def _first_and_last(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | None:
     """Returns the first and the last loss with their steps; None if there are none."""
     if not losses:
         return None
@@ -357,8 +368,8 @@ def _ends(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | Non
 
 
 def suggest_run_dir(run_dir: Path) -> str:
-    """Returns a fix that names the newest run in `run_dir`, its parent or `runs/`, in this order; without
-    any, a hint where to find the run directory."""
+    """Returns a fix that names the newest run in `run_dir`, its parent or `runs/`, in this order. If there is
+    none, the fix says where to find the run directory."""
     for root in (run_dir, run_dir.parent, Path("runs")):
         if (newest := newest_run(root)) is not None:
             return f"the newest run in {root} is {newest}"

@@ -30,8 +30,8 @@ def clean(value: object, *, newlines: bool = False) -> str:
 
 
 def number(value: object, spec: str = ".4g") -> str:
-    """Formats a number with a format specification; `-` if the value is not a number, else also `nan` and
-    `inf`."""
+    """Formats a number with a format specification. NaN and infinity become `nan`, `inf` and `-inf`; any
+    other value becomes `-`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return MISSING
     if math.isnan(value):
@@ -41,7 +41,7 @@ def number(value: object, spec: str = ".4g") -> str:
     return format(value, spec)
 
 
-def real(value: object) -> float | None:
+def finite_or_none(value: object) -> float | None:
     """Returns the value as a finite float; None if it is missing, not a number, NaN or infinite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -70,7 +70,7 @@ def guard_notes(skipped: int, fallbacks: int) -> list[str]:
 
 def duration(seconds: object) -> str:
     """Formats an elapsed or remaining time: `4 s`, `2 min 05 s`, `3 h 20 min`, `2 d 4 h`."""
-    value = real(seconds)
+    value = finite_or_none(seconds)
     if value is None or value < 0:
         return MISSING
     total = round(value)
@@ -86,7 +86,7 @@ def duration(seconds: object) -> str:
 def milliseconds(seconds: object) -> str:
     """Formats seconds as milliseconds without a unit, small ones with more decimals: `0.412`, `41.2`,
     `1,204`."""
-    value = real(seconds)
+    value = finite_or_none(seconds)
     if value is None:
         return MISSING
     ms = value * 1e3
@@ -99,13 +99,13 @@ def milliseconds(seconds: object) -> str:
 
 def overhead(share: object, *, digits: int = 1) -> str:
     """Formats a relative overhead in per cent: 0.012 as `+1.2%`."""
-    value = real(share)
+    value = finite_or_none(share)
     return MISSING if value is None else f"{100 * value:+.{digits}f}%"
 
 
 def step_time(seconds: object) -> str:
     """Formats the time of a step with its unit: `84.1 ms`, `2.31 s`."""
-    value = real(seconds)
+    value = finite_or_none(seconds)
     if value is None:
         return MISSING
     return f"{value:.2f} s" if value >= 1 else f"{milliseconds(value)} ms"
@@ -113,7 +113,7 @@ def step_time(seconds: object) -> str:
 
 def count(value: object) -> str:
     """Formats a count with a decimal suffix: `512`, `20.5 k`, `1.72 M`, `31.2 B`."""
-    amount = real(value)
+    amount = finite_or_none(value)
     if amount is None:
         return MISSING
     for limit, divisor, suffix in ((1e3, 1.0, ""), (1e6, 1e3, " k"), (1e9, 1e6, " M"), (1e12, 1e9, " B")):
@@ -124,7 +124,7 @@ def count(value: object) -> str:
 
 def size(value: object) -> str:
     """Formats bytes with a binary suffix: `640 MiB`, `22.4 GiB`."""
-    amount = real(value)
+    amount = finite_or_none(value)
     if amount is None:
         return MISSING
     for suffix in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -165,7 +165,8 @@ def json_text(value: object) -> str:
 
 
 def jsonable(value: object) -> object:
-    """Converts a value to what JSON can represent. NaN and infinity become null, paths become strings."""
+    """Converts a value to types that JSON can represent. NaN and infinity become null, paths become
+    strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

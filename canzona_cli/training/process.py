@@ -144,7 +144,7 @@ class Pulse:
         timer."""
         self._timer = timer
         timer.on_change = self._heart.phase
-        timer.on_wait = self._heart.waits
+        timer.on_wait = self._heart.mark_waiting
 
 
 def hush() -> None:

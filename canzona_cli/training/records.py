@@ -13,7 +13,7 @@ from pathlib import Path
 from canzona_cli.config.secrets import redacted, shown_value
 from canzona_cli.errors import CanzonaError, Diverged, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.run.breakdown import MeasuredBreakdown
-from canzona_cli.run.codec import plain, save
+from canzona_cli.run.codec import record_dict, save
 from canzona_cli.run.files import (
     RunFiles,
     append_json_line,
@@ -115,7 +115,7 @@ class RankRecord:
             time=time.time(),
         )
         write = write_json_atomic if status == "running" else write_json_or_overwrite
-        write(self._path, plain(result))
+        write(self._path, record_dict(result))
 
 
 def _describe(error: BaseException) -> RankError:
@@ -151,7 +151,7 @@ class Journal:
     def stage(self, stage: Stage, detail: str = "") -> None:
         if self._heart is not None:  # every rank reports its stage, even if it writes no events
             self._heart.stage(stage)
-        self._append(self._files.events, plain(StageEvent(time=time.time(), stage=stage, detail=detail)))
+        self._append(self._files.events, record_dict(StageEvent(time=time.time(), stage=stage, detail=detail)))
 
     def incident(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:
         """Adds a line to events.jsonl. With a level, `detail` is also shown to users who follow the run."""
@@ -160,14 +160,14 @@ class Journal:
 
     def checkpoint(self, event: CheckpointEvent) -> None:
         """Records a checkpoint that has been written to disk."""
-        self._append(self._files.events, plain(replace(event, time=time.time())))
+        self._append(self._files.events, record_dict(replace(event, time=time.time())))
 
     def step(self, metrics: StepMetrics) -> None:
-        self._append(self._files.metrics, plain(replace(metrics, time=time.time())))
+        self._append(self._files.metrics, record_dict(replace(metrics, time=time.time())))
 
     def validation(self, step: int, loss: float, sets: Mapping[str, float | None] | None = None) -> None:
         record = ValidationLoss(step=step, loss=loss, sets=sets or {}, time=time.time())
-        self._append(self._files.validation, plain(record))
+        self._append(self._files.validation, record_dict(record))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Records the model's continuation of the prompt."""

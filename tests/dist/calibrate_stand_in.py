@@ -13,7 +13,7 @@ from pathlib import Path
 
 from canzona_cli.calibrate import worker
 from canzona_cli.calibrate.profile import Measurement, Record, Recorder
-from canzona_cli.run.codec import plain
+from canzona_cli.run.codec import record_dict
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import Ending, StageEvent
 from canzona_cli.training.process import run_rank
@@ -30,7 +30,7 @@ def measure(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     recorder.add(Measurement.of("fp32_tflops", [0.1, 0.2, 0.3]))
     recorder.report(Record(done=("arithmetic",)))
     if rank == 0:
-        append_json_line(files.events, plain(StageEvent(time=time.time(), stage="memory")))
+        append_json_line(files.events, record_dict(StageEvent(time=time.time(), stage="memory")))
     if os.environ["CANZONA_TEST_BEHAVIOUR"] == "endless":
         time.sleep(2 * PATIENCE_S)
     if rank == 1:

@@ -10,7 +10,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.run.codec import plain, save
+from canzona_cli.run.codec import record_dict, save
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.heartbeat import STACKS_SIGNAL, Heart
 from canzona_cli.run.orphan import die_with_parent
@@ -73,7 +73,7 @@ def train(files: RunFiles, rank: int, behaviour: str, heart: Heart) -> RankResul
         value = torch.ones(1)
         dist.all_reduce(value)
         if rank == 0:
-            append_json_line(files.metrics, plain(StepMetrics(step=step, loss=1.0 / step, time=time.time())))
+            append_json_line(files.metrics, record_dict(StepMetrics(step=step, loss=1.0 / step, time=time.time())))
         if step == 3 and rank == 1:
             if behaviour == "raise":
                 raise ValueError("the loss is not finite")

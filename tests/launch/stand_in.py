@@ -13,7 +13,7 @@ from pathlib import Path
 from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.checkpoint.manifest import Header, Progress, Shard
 from canzona_cli.errors import ExitCode
-from canzona_cli.run.codec import load_if_valid, plain, save
+from canzona_cli.run.codec import load_if_valid, record_dict, save
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.orphan import LAUNCHER_VARIABLE
 from canzona_cli.run.records import RankError, RankResult, ResumePoint, StageEvent, StepMetrics, read_layout
@@ -29,14 +29,14 @@ def main(files: RunFiles) -> int:
     endings = os.environ["STAND_IN"].split(",")
     ending, _, at = endings[min(len(before), len(endings) - 1)].partition("@")
     most = float("inf") if ending in ("stopped", "slow") else int(at or STEPS)
-    append_json_line(files.events, plain(StageEvent(time=time.time(), stage="train")))
+    append_json_line(files.events, record_dict(StageEvent(time=time.time(), stage="train")))
     print(f"launch {len(before) + 1}")
     begun = load_if_valid(files.resume, ResumePoint)
     step = 0 if begun is None else begun.step
     while step < most and not files.stop_requested():
         step += 1
         loss = float(os.environ.get("STAND_IN_LOSS", "1")) / step
-        append_json_line(files.metrics, plain(StepMetrics(step=step, loss=loss, step_s=STEP_S, time=time.time())))
+        append_json_line(files.metrics, record_dict(StepMetrics(step=step, loss=loss, step_s=STEP_S, time=time.time())))
         if step % 2 == 0:
             _save(files, step)
         time.sleep(STEP_S)

@@ -136,7 +136,7 @@ def test_a_long_start_says_once_which_ranks_it_waits_for(hearts: tuple[Heartbeat
     beats, (first, second) = hearts
     clock = Clock()
     watch = HangWatch(beats, timeout_s=600, clock=clock)
-    first.waits(True)
+    first.mark_waiting(True)
     said = []
     for _ in range(90):
         watch.look()
@@ -212,7 +212,7 @@ def test_a_machine_whose_ranks_all_wait_lets_the_one_with_the_culprit_speak_firs
     monkeypatch.setattr(hang, "_NO_BEAT_S", 1e9)  # the test's clock is faster than the hearts
     beats, both = hearts
     for heart in both:
-        heart.waits(True)
+        heart.mark_waiting(True)
     clock = Clock()
     watch = HangWatch(beats, timeout_s=10, clock=clock)
     assert seconds_until_hang(watch, clock) > 10 * PATIENCE + 5

@@ -12,7 +12,7 @@ from canzona_cli.config.schema import RunConfig
 from canzona_cli.report.compare import ComparedView, SeveralView, run_names
 from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.codec import save
-from canzona_cli.run.compare import compare_two, load_several, run_figures
+from canzona_cli.run.compare import compare_two, load_runs, run_figures
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.records import RunResult, StepMetrics, ValidationLoss
 from canzona_cli.run.summary import load_summary
@@ -58,12 +58,12 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def shown(paths: tuple[Path, Path], width: int = 100) -> list[str]:
-    text = printed(ComparedView(compared=compare_two(load_several(paths))), width)
+    text = printed(ComparedView(compared=compare_two(load_runs(paths))), width)
     return [line.rstrip() for line in text.splitlines()]
 
 
 def test_settings_that_differ_are_listed_and_no_others(runs: tuple[Path, Path]) -> None:
-    both = compare_two(load_several(runs))
+    both = compare_two(load_runs(runs))
     assert both.settings == {
         "engine.strategy": ("canzona", "sc"),
         "parallel.tp": (None, 2),
@@ -75,7 +75,7 @@ def test_settings_that_differ_are_listed_and_no_others(runs: tuple[Path, Path]) 
 
 
 def test_losses_are_compared_at_steps_that_both_logged(runs: tuple[Path, Path]) -> None:
-    both = compare_two(load_several(runs))
+    both = compare_two(load_runs(runs))
     assert both.first is not None
     assert both.last is not None
     assert (both.first.step, both.first.change) == (2, 0.0)
@@ -87,7 +87,7 @@ def test_losses_are_compared_at_steps_that_both_logged(runs: tuple[Path, Path]) 
 
 
 def test_times_have_ratios_and_plans_are_named(runs: tuple[Path, Path]) -> None:
-    both = compare_two(load_several(runs))
+    both = compare_two(load_runs(runs))
     assert both.plans == ("0123456789abcdef", None)
     content = json.loads(json.dumps(both.as_json()))
     assert content["phases"]["step"]["ratio"] == pytest.approx(2)
@@ -116,7 +116,7 @@ def test_runs_without_common_steps_or_breakdowns_are_still_compared(tmp_path: Pa
     one, other = make_run(tmp_path / "one", CONFIG, {1: 5.0}), make_run(tmp_path / "other", CONFIG, {2: 4.0})
     RunFiles(one).breakdown.unlink()
     RunFiles(other).config.write_text("{")
-    both = compare_two(load_several((one, other)))
+    both = compare_two(load_runs((one, other)))
     assert (both.first, both.last, both.settings) == (None, None, {})
     assert both.phases["forward"][0] is None
     text = " ".join(" ".join(shown((one, other))).split())
@@ -125,7 +125,7 @@ def test_runs_without_common_steps_or_breakdowns_are_still_compared(tmp_path: Pa
 
 
 def test_all_that_are_missing_are_named(tmp_path: Path) -> None:
-    problems = refused(load_several, (tmp_path / "one", tmp_path / "other"))
+    problems = refused(load_runs, (tmp_path / "one", tmp_path / "other"))
     assert [problem.value for problem in problems] == [tmp_path / "one", tmp_path / "other"]
 
 
@@ -134,10 +134,10 @@ def test_what_is_no_run_is_left_out_if_two_runs_remain(runs: tuple[Path, Path], 
     (tmp_path / "other things").mkdir()
     (tmp_path / "notes.txt").touch()
     besides = (tmp_path / "other things", tmp_path / "notes.txt")
-    several = load_several((besides[0], *runs, besides[1]))
+    several = load_runs((besides[0], *runs, besides[1]))
     assert [run.run_dir for run in several.runs] == [*runs]
     assert several.skipped == besides
-    problems = refused(load_several, (runs[0], *besides))
+    problems = refused(load_runs, (runs[0], *besides))
     assert [problem.value for problem in problems] == [*besides]
 
 
@@ -150,7 +150,7 @@ def test_of_many_runs_settings_and_results_are_columns_and_the_best_is_named(tmp
         runs.append(make_run(tmp_path / "sweep" / f"lr={lr}", config, {1: 5.0, 2: loss}))
     broken = RunFiles(runs[-1])
     save(broken.result, RunResult(status="diverged", exit_code=70, step=2))
-    several = load_several(runs)
+    several = load_runs(runs)
     assert several.settings == {"optimizer.lr": tuple(finals)}
     assert several.best is not None
     assert several.best.run_dir == runs[1], "a run that failed is not the best one, whatever its loss was"

@@ -28,7 +28,7 @@ def test_epochs_are_the_tokens_of_all_steps_over_those_of_one_pass() -> None:
     ("wanted", "times"), [(120, "0.12"), (3_456, "3.5"), (9_940, "9.9"), (99_600, "100"), (3_616_000, "3,616")]
 )
 def test_epochs_read_as_numbers(wanted: int, times: str) -> None:
-    assert Supply(needed=wanted, available=1000).times == times
+    assert Supply(needed=wanted, available=1000).epochs_text == times
 
 
 def test_only_more_than_four_passes_are_warned_of_and_the_fix_is_four() -> None:
