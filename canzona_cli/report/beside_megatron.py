@@ -51,13 +51,21 @@ class BesideMegatronView(Page):
         yield from labelled(self._rows(), 16)
         yield Text()
         if run.plans_only:
-            yield wrapped("canzona plans this model, but cannot train it:", "bold")
+            elsewhere = "canzona's own loop cannot train this model:"
+            nowhere = "canzona plans this model, but cannot train it:"
+            yield wrapped(elsewhere if self._in_megatrons_loop else nowhere, "bold")
             yield from (note(clean(reason)) for reason in self._some(run.plans_only))
             return
         lacking = f", without {' and '.join(beside.overlaps)}" if beside.overlaps else ""
         data = "" if "data.path" in run.overrides else "; add data.path=PREFIX"
         yield wrapped(f"In canzona's own loop{lacking}{data}:", "bold")
         yield replace(wrapped(shlex.join(("canzona", "train", *beside.command))), unbroken=True)
+
+    @property
+    def _in_megatrons_loop(self) -> bool:
+        """True if canzona's engine can train the model in Megatron's loop."""
+        model = self.beside.config.model
+        return model.gated and not model.num_experts
 
     def _table(self) -> RenderableType:
         beside = self.beside
@@ -80,7 +88,7 @@ class BesideMegatronView(Page):
         beside, run = self.beside, self.beside.run
         if beside.config.model.num_experts:
             yield "canzona", "does not train experts in Megatron's loop yet"
-        elif not run.plans_only:
+        elif self._in_megatrons_loop:
             yield "canzona", "runs in Megatron's loop through use_in_megatron_lm(), see canzona_cli/library/README.md"
         if run.optimizer == "adamw" and not run.distributed:
             yield "AdamW", "is simulated with --use-distributed-optimizer, although the file does not set it"

@@ -21,7 +21,22 @@ def test_a_command_line_is_one_screen(name: str, overrides: tuple[str, ...]) -> 
     assert max(map(len, screen)) <= 80
     assert len(screen) + -(-len(command) // 80) <= 25
     assert "\n  layer-wise Muon" in result.stdout
-    assert command.startswith("canzona train recipe=") or "cannot train it" in result.stdout
+    assert command.startswith("canzona train recipe=") or "cannot train" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "in_megatrons_loop"),
+    [("llama3-8b.sh", (), True), ("muon-621m.sh", ("model.vocab_size=128256",), False)],
+)
+def test_the_screen_says_which_loop_trains_the_model(
+    name: str, overrides: tuple[str, ...], in_megatrons_loop: bool
+) -> None:
+    """LayerNorm and a learning rate for the embedding exist in Megatron's loop only; the engine needs gated layers
+    in both."""
+    screen = canzona("plan", "--from-megatron", FILES / name, *overrides, code=0).stdout
+    assert ("use_in_megatron_lm()" in screen) is in_megatrons_loop
+    assert ("canzona's own loop cannot train this model:" in screen) is in_megatrons_loop
+    assert ("canzona plans this model, but cannot train it:" in screen) is not in_megatrons_loop
 
 
 def test_the_screen_needs_no_torch() -> None:
