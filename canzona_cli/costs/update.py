@@ -28,7 +28,7 @@ from canzona_cli.config.schema import (
     ShampooConfig,
 )
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.optimizers.facts import Algorithm, Form, Rule, Work, known
+from canzona_cli.optimizers.facts import Algorithm, Form, Rule, Work, known_optimizers
 from canzona_cli.optimizers.muon_facts import MUON_AROUND, matmul_bytes
 from canzona_cli.run.phases import Phase
 
@@ -403,7 +403,7 @@ def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) 
     )
 
 
-RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known().items()}
+RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known_optimizers().items()}
 
 
 @lru_cache(maxsize=4096)

@@ -34,7 +34,7 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer, watcher_for
 from canzona_cli.model.matrices import Matrix, stage_matrices
 from canzona_cli.model.matrices import matrices as matrices_of
-from canzona_cli.optimizers.facts import known
+from canzona_cli.optimizers.facts import known_optimizers
 from canzona_cli.optimizers.matrix_optimizer import OnFallback, Workspace
 from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.planner.exchange import Route, from_hosts, to_hosts
@@ -325,7 +325,7 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
 
 def _class_of(chosen: OptimizerBase) -> Kind:
     """Imports and returns the optimizer's class, which `Facts.update` names."""
-    update = known()[chosen.name].update
+    update = known_optimizers()[chosen.name].update
     assert update is not None, f"{chosen.name} does not update matrices"
     module, _, name = update.partition(":")
     kind: Kind = getattr(import_module(f"canzona_cli.optimizers.{module}"), name)

@@ -92,7 +92,7 @@ def choose_kernels(
     """
     shapes = matmul_shapes(config, device)
     if device.type != "cuda":
-        return Kernels(choices=tuple(_on_cpu(shape) for shape in shapes))
+        return Kernels(choices=tuple(_cpu_choice(shape) for shape in shapes))
     loaded, refused = _load(ladder)
     choices_here = []
     for shape, calls in shapes.items():
@@ -105,7 +105,7 @@ def choose_kernels(
     return Kernels(choices=choices, no_graphs=next((rank.no_graphs for rank in everyone if rank.no_graphs), ""))
 
 
-def _on_cpu(shape: Shape) -> KernelChoice:
+def _cpu_choice(shape: Shape) -> KernelChoice:
     side, long, dtype = shape
     kernel = STRIPS if symmetric.strip_count(side, long) > 1 else PLAIN
     return KernelChoice(side=side, long=long, dtype=_NAMES[dtype], kernel=kernel)
@@ -137,7 +137,7 @@ def _try_kernels(
     if side >= LEAST_SIDE:
         cases = list(_cases(shape, calls, device))
         trials += [_trial(name, kernel, cases, seconds) for name, kernel in loaded.items()]
-        trials.append(_trial(PLAIN, symmetric.plain, cases, seconds))
+        trials.append(_trial(PLAIN, symmetric.full_matmul, cases, seconds))
     return KernelChoice(side=side, long=long, dtype=_NAMES[dtype], kernel=PLAIN, trials=tuple(trials))
 
 
@@ -184,7 +184,7 @@ class _Case:
     ) -> None:
         self._factors = a, b
         self._out, self._exact = (a.new_empty(a.size(0), a.size(0)) for _ in range(2))
-        symmetric.plain(a, b, self._exact, add, beta, alpha)
+        symmetric.full_matmul(a, b, self._exact, add, beta, alpha)
         self._before = add if in_place and add is not None else torch.full_like(self._out, float("nan"))
         self._scalars = self._out if in_place else add, beta, alpha
 
@@ -192,7 +192,7 @@ class _Case:
         a, b = self._factors
         kernel(a, b, self._out, *self._scalars)
 
-    def wrong(self, kernel: Kernel) -> bool:
+    def is_wrong(self, kernel: Kernel) -> bool:
         """Returns True if an element differs from cuBLAS's result by more than two roundings to its dtype
         plus the difference that another order of summation makes. Elements that the kernel does not write
         stay NaN, or keep the value of `add`, and so are detected as wrong."""
@@ -227,7 +227,7 @@ def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterabl
 def _trial(name: str, kernel: Kernel, cases: Sequence[_Case], seconds: Seconds) -> KernelTrial:
     """Compares a kernel with cuBLAS in all cases, and times it in the last one."""
     try:
-        if any(case.wrong(kernel) for case in cases):
+        if any(case.is_wrong(kernel) for case in cases):
             return KernelTrial(kernel=name, refused="its results differ from cuBLAS's")
         times = [seconds(lambda: cases[-1].run(kernel)) for _ in range(_REPEATS)]
     except Exception as error:  # from a compiler or a driver that does not support the kernel on this GPU

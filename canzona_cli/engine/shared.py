@@ -52,19 +52,19 @@ class SharedMatrix:
         """True if `together` did not update the fragment and `alone` has to; the same on all ranks."""
 
     @property
-    def excluded(self) -> bool:
+    def is_distrusted(self) -> bool:
         """True if `alone` updates the matrix in this step because an earlier update was not trusted; the same
         on all ranks."""
-        return self._optimizer.excluded(self.master)
+        return self._optimizer.is_distrusted(self.master)
 
     def together(self, scale: float, ranks: FragmentGroup) -> Turns[None]:
-        """Updates the fragment in Gram form, or sets `needs_alone` if the matrix is `excluded` or the result
+        """Updates the fragment in Gram form, or sets `needs_alone` if the matrix is `is_distrusted` or the result
         cannot be trusted. Collective. Yields the collectives to wait for."""
         self._take_gradient(scale)
         if self._in_place and scale != 1.0:
             self._gradient.mul_(scale)
         whole = self.matrix.shape
-        if self.excluded:
+        if self.is_distrusted:
             self.needs_alone = True
         else:
             trusted = yield from self._optimizer.update_together(self.master, whole=whole, ranks=ranks)

@@ -1,5 +1,5 @@
-"""Optimizers that update whole matrices. They are ordinary `torch.optim.Optimizer`s. Only `SharedMuon`, which
-updates fragments with collectives that are passed to it, knows about ranks."""
+"""Optimizers that update whole matrices. They are ordinary `torch.optim.Optimizer`s. Only `SharedMuon` knows
+about ranks: it can also update a fragment, using collectives that are passed to it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,4 +1,5 @@
-"""bf16 and fp16 matmuls on processors without native instructions: computed in fp32 and rounded once.
+"""bf16 and fp16 matmuls for processors without instructions for these dtypes: computed in fp32 and rounded
+once.
 
 torch multiplies bf16 through oneDNN where the processor has AVX512 or better, and in plain loops elsewhere.
 With AVX2 only, as on most laptops, these loops reach 1 to 20 GFLOP/s on a core that reaches 92 in fp32. On
@@ -13,10 +14,12 @@ from typing import cast
 import torch
 
 NARROW = (torch.bfloat16, torch.float16)
+"""The dtypes whose matmuls are replaced."""
 OPERATORS = tuple(f"{name}{kind}" for name in ("mm", "bmm") for kind in ("", ".out")) + tuple(
     f"{name}{kind}" for name in ("addmm", "baddbmm") for kind in ("", "_", ".out")
 )
-"""The operators that `matmul`, `linear`, `einsum` and backward passes dispatch to."""
+"""The operators that are replaced: those to which `matmul`, `linear`, `einsum` and backward passes dispatch.
+"""
 
 
 _library: list[torch.library.Library] = []
@@ -34,7 +37,7 @@ def is_slow() -> bool:
 
 
 def is_installed() -> bool:
-    """Returns True if this process computes bf16 and fp16 matmuls in fp32, so that both take equally long."""
+    """Returns True if this process computes bf16 and fp16 matmuls in fp32; both then take the same time."""
     return bool(_library)
 
 
@@ -48,7 +51,7 @@ def install() -> None:
         # torch 2.11 warns that a kernel is overridden, which is the purpose here.
         warnings.filterwarnings("ignore", r"Warning only once for all operators", UserWarning)
         for name in OPERATORS:
-            kernel = _in_fp32(torch.library.get_kernel(f"aten::{name}", "CPU"), in_place=name.endswith("_"))
+            kernel = _computed_in_fp32(torch.library.get_kernel(f"aten::{name}", "CPU"), in_place=name.endswith("_"))
             library.impl(name, kernel, "CPU", with_keyset=True)  # type: ignore[no-untyped-call]
     _library.append(library)
 
@@ -59,8 +62,9 @@ def uninstall() -> None:
         _library.pop()._destroy()  # type: ignore[no-untyped-call]
 
 
-def _in_fp32(kernel: torch._C._SafeKernelFunction, *, in_place: bool) -> Callable[..., torch.Tensor]:
-    """Wraps `kernel` to convert bf16 and fp16 operands to fp32, and its result back to their dtype."""
+def _computed_in_fp32(kernel: torch._C._SafeKernelFunction, *, in_place: bool) -> Callable[..., torch.Tensor]:
+    """Returns `kernel` wrapped so that it computes in fp32: bf16 and fp16 operands are converted to fp32, and
+    the result is converted back."""
 
     def matmul(keys: torch.DispatchKeySet, *args: object, **kwargs: object) -> torch.Tensor:
         first, out = args[0], kwargs.get("out")

@@ -30,11 +30,12 @@ def rounding(terms: int) -> float:
 
 def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
     """Returns the eigenvectors of a positive semi-definite matrix (side, side) in the columns of a matrix,
-    largest eigenvalue first, with signs such that the element of the largest magnitude is positive.
+    the largest eigenvalue first. In each eigenvector, the element of the largest magnitude is positive.
 
     Eigenvectors whose eigenvalue is below the rounding error are an arbitrary basis of the remaining space,
-    and tiny changes of the matrix change them completely. They are replaced by the columns with which a
-    complete QR extends the other eigenvectors, which change only as much as those eigenvectors do.
+    and tiny changes of the matrix change them completely. They are replaced by the columns that a complete QR
+    decomposition appends to the other eigenvectors. These columns change only as much as the other
+    eigenvectors do.
 
     Raises:
         LinAlgError: As for `eigh`.
@@ -47,13 +48,13 @@ def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.where(largest < 0, -basis, basis), rest], dim=1)
 
 
-def orthonormal(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Returns Q of the QR decomposition whose R has a positive diagonal, so that columns turn as little as
-    possible.
+def orthonormalise(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """Returns Q of the QR decomposition of `matrix` whose R has a positive diagonal, so that columns turn as
+    little as possible.
 
-    A column that consists of rounding errors, once its projection on the earlier columns is subtracted, does
-    not have a defined direction. It is replaced by the same column of `previous`, made orthogonal to all
-    other columns. The host waits for the device once.
+    If only rounding errors of a column remain when its projection on the earlier columns is subtracted, its
+    direction is not defined. It is replaced by the same column of `previous`, made orthogonal to all other
+    columns. The host waits for the device once.
 
     Args:
         matrix, previous: (..., side, side).
@@ -82,9 +83,10 @@ def _replace_undefined(basis: torch.Tensor, defined: torch.Tensor, previous: tor
     return torch.empty_like(basis).scatter_(-1, order, _qr(mixed)[0])
 
 
-def orthonormal_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def orthonormalise_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """Orthonormalises a panel of columns, given that the columns before it are orthonormal. Unlike in
-    `orthonormal`, columns without a defined direction become zero, and the host does not wait for the device.
+    `orthonormalise`, columns without a defined direction become zero, and the host does not wait for the
+    device.
 
     The panel is projected twice (block Gram-Schmidt; Giraud et al. 2005, doi:10.1007/s00211-005-0615-4).
     After one projection, a column that almost depends on `before` consists mostly of rounding errors, which
@@ -103,8 +105,8 @@ def orthonormal_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor
 
 
 def complete_basis(panels: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Completes a basis whose columns `orthonormal_panel` has computed: columns without a defined direction
-    are replaced as in `orthonormal`. The host waits for the device once.
+    """Returns the basis whose columns `orthonormalise_panel` has computed, with columns without a defined
+    direction replaced as in `orthonormalise`. The host waits for the device once.
 
     Args:
         panels, previous: (side, side).
@@ -127,13 +129,13 @@ def _qr(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(diagonal[..., None, :] < 0, -basis, basis), diagonal.abs()
 
 
-def with_fallback(
+def compute_with_fallback(
     compute: Callable[[torch.Tensor], torch.Tensor],
     matrix: torch.Tensor,
     what: str,
     report: Callable[[str], None],
 ) -> torch.Tensor | None:
-    """Returns `compute(matrix)`, repeated in fp64 if it fails in fp32; None if it fails in fp64 too.
+    """Returns `compute(matrix)`, computed in fp64 if that fails in fp32; None if it fails in both.
 
     Args:
         compute: A function that raises LinAlgError if it fails.
@@ -144,13 +146,13 @@ def with_fallback(
     try:
         return compute(matrix)
     except LinAlgError as error:
-        single = _line(error)
+        fp32_error = _line(error)
     try:
         result = compute(matrix.double()).to(matrix.dtype)
     except LinAlgError as error:
-        report(f"{what} failed in fp32 ({single}) and in fp64 ({_line(error)}); the previous one is kept")
+        report(f"{what} failed in fp32 ({fp32_error}) and in fp64 ({_line(error)}); the previous one is kept")
         return None
-    report(f"{what} failed in fp32 ({single}); it was computed in fp64")
+    report(f"{what} failed in fp32 ({fp32_error}); it was computed in fp64")
     return result
 
 
@@ -191,15 +193,15 @@ iteration has not converged."""
 
 def damping(side: int, eps: float) -> float:
     """Returns the term to add to a factor's eigenvalues, relative to the largest: `eps` plus the rounding
-    error of the sums that the factor's elements are.
+    error of the factor's elements, each of which is a sum.
 
-    Without it, the factor of a few gradients, whose rank is low, would amplify rounding errors by the inverse
-    root of almost zero.
+    Without this term, a factor that averages few gradients, whose rank is low, would amplify rounding errors
+    by the inverse root of a number close to zero.
     """
     return rounding(side) + eps
 
 
-def by_eigenvalues(factor: torch.Tensor, order: Order, eps: float) -> torch.Tensor:
+def roots_by_eigenvalues(factor: torch.Tensor, order: Order, eps: float) -> torch.Tensor:
     """Returns (factor + damping)^(-1/order) of factors (..., side, side), computed from their eigenvalues;
     the identity for a factor of zeros.
 
@@ -213,7 +215,7 @@ def by_eigenvalues(factor: torch.Tensor, order: Order, eps: float) -> torch.Tens
     return (vectors * scaled[..., None, :]) @ vectors.mT
 
 
-def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def roots_by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes (factor + damping)^(-1/order) of factors (count, side, side) by a coupled Newton iteration.
 
     X converges to the root while M = X^order factor converges to the identity (Guo & Higham 2006,
@@ -223,26 +225,27 @@ def by_newton(factors: torch.Tensor, order: Order, eps: float) -> tuple[torch.Te
     of `eigh` in fp32. The host does not wait for the device.
 
     Returns:
-        The roots (count, side, side), and which of them converged (count,), bool.
+        The roots (count, side, side), and a bool for each root (count,), true if it converged.
     """
     m, size = newton_start(factors, eps)
-    x, good = None, None
+    x, converged = None, None
     for step in range(newton_steps(order)):
         if step + 1 == newton_steps(order):
-            good = newton_converged(m)
+            converged = newton_converged(m)
         x, m = newton_step(step, order, x, m)
     assert x is not None
-    assert good is not None
-    return x.mul_(size.pow(-1 / order)), good
+    assert converged is not None
+    return x.mul_(size.pow(-1 / order)), converged
 
 
 def newton_steps(order: Order) -> int:
+    """Returns the number of steps of the iteration."""
     return len(_STEPS[order])
 
 
 def newton_start(factors: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns M before the first step (count, side, side), and the scale by which factors were divided
-    (count, 1, 1); the identity and 1 for a factor of zeros."""
+    """Returns M before the first step (count, side, side), and the scale by which the factors were divided
+    (count, 1, 1). For a factor of zeros these are the identity and 1."""
     side = factors.size(-1)
     largest = _largest(factors)
     # No step multiplies by a transpose, and the order of factors is fixed. Otherwise the matmuls would
@@ -259,10 +262,11 @@ def newton_start(factors: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch
 
 
 def newton_step(step: int, order: Order, x: torch.Tensor | None, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns X and M after a step (count, side, side); the last step keeps M.
+    """Returns X and M after a step, both (count, side, side). The last step does not update M, which is no
+    longer needed.
 
     Args:
-        x: None before the first step, when X is the identity.
+        x: X before the step; None before the first step, where X is the identity.
     """
     a, b, c = _STEPS[order][step]
     q = torch.baddbmm(m, m, m, beta=b, alpha=c)
@@ -276,8 +280,8 @@ def newton_step(step: int, order: Order, x: torch.Tensor | None, m: torch.Tensor
 
 
 def newton_converged(m: torch.Tensor) -> torch.Tensor:
-    """Returns a bool (count,) for each M before the last step (count, side, side): True if the iteration
-    converges."""
+    """Returns a bool for each factor (count,), true if the iteration converges, given M before the last step
+    (count, side, side)."""
     side = m.size(-1)
     distance = (m - torch.eye(side, dtype=m.dtype, device=m.device)).square_().sum((-2, -1)).div_(side).sqrt_()
     return distance <= _LARGEST_DISTANCE

@@ -1,8 +1,8 @@
-"""A description of each optimizer that does not import torch: settings, costs, state, and the name of its
-class.
+"""The facts about each optimizer that other code needs without importing torch: settings, costs, state, and
+the name of the optimizer's class.
 
-An optimizer consists of `NAME_facts.py`, which defines the tuple `FACTS`, the module with its class, and a
-recipe. Settings, help, plans, memory estimates and the engine find it through `known`.
+Each optimizer has a module with its class, an entry in the tuple `FACTS` of a `*_facts.py` module, and a
+recipe. Settings, help, plans, memory estimates and the engine look optimizers up with `known_optimizers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -123,8 +123,8 @@ class Work:
     launches: float = 0
     """The number of kernel launches."""
     iteration: "Work | None" = None
-    """The work of Newton-Schulz if the other matmuls use another precision (SOAP-Muon); None: it is included
-    above."""
+    """The work of Newton-Schulz if its matmuls use another precision than the other matmuls (SOAP-Muon);
+    None: the fields above include it."""
 
     @property
     def flops(self) -> float:
@@ -134,16 +134,18 @@ class Work:
 
     @property
     def qr_flops(self) -> float:
+        """The FLOPs of the QR decompositions."""
         return sum(4.0 * m * n**2 - 4 / 3 * n**3 for m, n in self.qr)
 
     @property
     def matmul_flops(self) -> float:
-        """The FLOPs of all matmuls, if none exploits the symmetry of its result."""
+        """The FLOPs of all matmuls if no kernel exploits the symmetry of a result."""
         iteration = self.iteration.matmul_flops if self.iteration else 0.0
         return iteration + sum(2.0 * count * m * k * n for count, m, k, n in self.matmuls) + self._symmetric_flops
 
     @property
     def symmetric_flops(self) -> float:
+        """The part of `matmul_flops` whose results are symmetric."""
         return self._symmetric_flops + (self.iteration.symmetric_flops if self.iteration else 0.0)
 
     @property
@@ -156,11 +158,12 @@ class Rule:
     """An update rule, as the planner sees it."""
 
     work: Callable[[Algorithm, int, int], tuple[Work, tuple[Work, ...]]]
-    """A function that returns the work of every update of a (rows, cols) matrix, and the work that a refresh
-    adds, with one entry for each of the steps over which the refresh is spread."""
+    """A function that returns two things for a (rows, cols) matrix: the work of every update, and the
+    additional work of a refresh, with one entry for each step over which the refresh is spread."""
     fragment_bytes: int
-    """The memory traffic, in bytes per element, of the part of an update that needs only a fragment: weight
-    decay, weight and, with Newton-Schulz, momentum and scaling, but not the write of the model's weight."""
+    """The memory traffic, in bytes per element, of the operations that can run on a fragment alone: weight
+    decay, the change of the weight and, with Newton-Schulz, momentum and scaling. Writing the model's weight
+    is not included."""
     moments: int
     """The number of fp32 state tensors of the weight's shape; Shampoo's Adam grafting adds one."""
     row_vectors: int = 0
@@ -176,27 +179,28 @@ class Rule:
     vectors: int = 0
     """The number of state vectors for each side with a factor."""
     begun_packed: int = 0
-    """The number of packed symmetric squares, for each side with a factor, that hold a spread refresh between
-    its parts."""
+    """The number of packed symmetric squares, for each side with a factor, that store an unfinished refresh.
+    """
     begun_squares: int = 0
-    """The number of squares stored in full, for each side with a factor, that hold a spread refresh between
-    its parts."""
+    """The number of squares stored in full, for each side with a factor, that store an unfinished refresh."""
 
     @property
     def preconditioned(self) -> bool:
+        """True if the update uses Kronecker factors."""
         return self.packed > 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything that other code needs to know about an optimizer without importing its class."""
+    """The facts about one optimizer."""
 
     settings: type[OptimizerBase]
-    """The settings, with `name` as a literal. The class takes the settings that are not in `OptimizerBase`
-    under the same names."""
+    """The class of the optimizer's settings, whose `name` is a literal. Settings that are not in
+    `OptimizerBase` are arguments of the optimizer's class, under the same names."""
     rule: Rule
     update: str | None = None
-    """The class, as `module:Class` within this package; None for AdamW, which Megatron implements."""
+    """The optimizer's class, as `module:Class` within this package; None for AdamW, which Megatron
+    implements."""
 
     @property
     def name(self) -> str:
@@ -206,7 +210,7 @@ class Facts:
 
 
 @cache
-def known() -> Mapping[str, Facts]:
+def known_optimizers() -> Mapping[str, Facts]:
     """Returns the facts about every optimizer by name, from the `*_facts` modules of this package in
     alphabetical order."""
     folders = import_module(__package__).__path__

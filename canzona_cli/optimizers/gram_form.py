@@ -4,9 +4,9 @@ https://dao-lab.ai/blog/2026/gram-newton-schulz).
 
 Every step multiplies X from its short side by a polynomial of A = X X^T. If Q is the product of these
 polynomials so far, then X is Q X0 and A is Q A0 Q, so only squares (side, side) are needed. In the standard
-form every step computes A from X, with all of X's rounding errors. Here rounding errors make A differ from
-X X^T, which no step notices. Therefore Q is applied to X, and A is computed again, after each of the
-`segments` of steps.
+form every step computes A from X, with all of X's rounding errors. Here A differs from X X^T by rounding
+errors that later steps do not correct. Therefore Q is applied to X, and A is computed again, after each of
+the `segments` of steps.
 
 Precision. Squares are stored as alpha I + R, where alpha is close to the mean of A's eigenvalues at the start
 of a segment, and R has the dtype of the matmuls. Near convergence R is small, and so is its rounding error.
@@ -90,13 +90,13 @@ def gram_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def starting_norm(side: int, dtype: torch.dtype) -> float:
-    """Returns t, a power of two: the Frobenius norm that an X of this short side and `dtype` must start
-    with."""
+    """Returns t, the Frobenius norm that an X with this short side and `dtype` must have at the start: a
+    power of two."""
     return min(LARGEST_NORM, 2.0 ** ((side.bit_length() - 1) // 2)) if dtype is torch.float16 else 1.0
 
 
 def unscaled_steps(norm: float, steps: Sequence[Step]) -> Sequence[Step]:
-    """Returns steps that map `norm` X to the result that `steps` give for X."""
+    """Returns steps whose result for `norm` X is the result of `steps` for X."""
     (a, b, c), *others = steps
     return ((a / norm, b / norm**3, c / norm**5), *others)
 
@@ -115,9 +115,9 @@ def gram_newton_schulz(
             matmul without rounding.
 
     Returns:
-        The result, which is `into` if given, otherwise `x` or the workspace's second x; and a bool tensor of
-        the shape of x's batch that is true where the result can be trusted. It is never true for a result
-        that is not finite.
+        The result, which is `into` if given, otherwise `x` or the workspace's second x; and a bool tensor, ()
+        or (batch,), that is true where the result can be trusted. It is never true for a result that is not
+        finite.
     """
     twin = workspace.like("ns_twin", x)
     side = min(x.shape[-2:])
@@ -183,17 +183,17 @@ def _segment(
 
 def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
     """Writes X X^T - alpha I into `out` (..., side, side), where X is `short` (..., side, long)."""
-    out.zero_().diagonal(dim1=-2, dim2=-1).sub_(_flat(alpha))
+    out.zero_().diagonal(dim1=-2, dim2=-1).sub_(_flatten(alpha))
     symmetric.gram(short, out, add=out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Polynomial:
-    """The product gamma I + q of the polynomials of some steps. Multiplying X's short side by it has the same
-    result as these steps. Valid until its workspace is used again."""
+    """The product gamma I + q of the polynomials of some steps. Multiplying X's short side by it is
+    equivalent to making these steps. Valid until its workspace is used again."""
 
     q: torch.Tensor
-    """The product without gamma I: (..., side, side), in a workspace."""
+    """The product minus gamma I: (..., side, side), in a workspace."""
     gamma: Number
     before: Number
     """The norm of the sampled rows of the product of all steps except the last."""
@@ -212,29 +212,26 @@ class Polynomial:
             spread: `norm_of_rows` of R, whose rounding is estimated.
         """
         side = self.q.size(-1)
-        rows, unit = -(-side // _every(side)), torch.finfo(self.q.dtype).eps / 2 / 3**0.5
+        rows, unit = -(-side // _sample_distance(side)), torch.finfo(self.q.dtype).eps / 2 / 3**0.5
         root: Number = mean**0.5
         lost = spread * self.before * self.before * (abs(self.slope) * unit / rows**1.5)
         error_after: Number = norm_of_rows(self.q, self.gamma) * (error + root * unit) * float(rows) ** -0.5 + lost
         return error_after
 
-    def left(self) -> Number:
-        """Estimates the mean square of the singular values after the steps, from some rows of the last step's
-        Gram matrix."""
-        return self.left_of(slice(0, self.q.size(-1)))
-
-    def left_of(self, rows: slice) -> Number:
-        """Returns the contribution of `rows` to `left`; the contributions of all rows add up to `left`."""
+    def mean_square_part(self, rows: slice) -> Number:
+        """Returns the contribution of `rows` to an estimate of the mean square of the singular values after
+        the steps. The contributions of all rows add up to the estimate, which uses some rows of the last
+        step's Gram matrix."""
         p, value, r, alpha = self.last
         side = p.size(-1)
-        every = _every(side)
-        first = -(-rows.start // every) * every
-        sample = p[..., first : rows.stop : every, :]
+        distance = _sample_distance(side)
+        first = -(-rows.start // distance) * distance
+        sample = p[..., first : rows.stop : distance, :]
         if value is not None:
             sample = sample.clone()
-            sample[..., first::every].diagonal(dim1=-2, dim2=-1).add_(_flat(value))
+            sample[..., first::distance].diagonal(dim1=-2, dim2=-1).add_(_flatten(value))
         product = torch.matmul(sample, r).float() + alpha * sample.float()
-        return _number(product.mul_(sample.float()).sum((-2, -1)) / -(-side // every))
+        return _number(product.mul_(sample.float()).sum((-2, -1)) / -(-side // distance))
 
     def apply(self, x: torch.Tensor, out: torch.Tensor, *, wide: bool) -> None:
         """Writes (gamma I + q) x, multiplied from x's short side, into `out`. Must be called last, because it
@@ -243,7 +240,7 @@ class Polynomial:
         if x.dtype is torch.bfloat16:
             apply(x, self.q, self.gamma, out, wide=wide)
         else:
-            self.q.diagonal(dim1=-2, dim2=-1).add_(_flat(self.gamma))
+            self.q.diagonal(dim1=-2, dim2=-1).add_(_flatten(self.gamma))
             _matmul(*_sides(x, self.q, wide=wide), out)
 
 
@@ -288,20 +285,21 @@ def add_diagonal(p: torch.Tensor, value: Number) -> torch.Tensor:
         The rounded diagonal minus `value`: (..., side).
     """
     diagonal = p.diagonal(dim1=-2, dim2=-1)
-    return torch.sub(diagonal.add_(_flat(value)), _flat(value))
+    return torch.sub(diagonal.add_(_flatten(value)), _flatten(value))
 
 
 def scaled_residual(p: torch.Tensor, diagonal: torch.Tensor, factor: Number, out: torch.Tensor) -> torch.Tensor:
     """Writes factor (p - value I) into `out`, where `p` and `diagonal` are the results of `add_diagonal`."""
     torch.mul(p, factor, out=out)
-    torch.mul(diagonal, _flat(factor), out=out.diagonal(dim1=-2, dim2=-1))
+    torch.mul(diagonal, _flatten(factor), out=out.diagonal(dim1=-2, dim2=-1))
     return out
 
 
 def alpha_numbers(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
-    """Returns `_numbers` for the alpha closest to `mean`; the first number is that alpha."""
+    """Returns the numbers that `_numbers` computes, for the alpha closest to `mean`. The first number is that
+    alpha."""
     if not isinstance(mean, torch.Tensor):
-        return _numbers(tuple(steps), ALPHAS[nearest(mean)])
+        return _numbers(tuple(steps), ALPHAS[nearest_alpha(mean)])
     # The exponent and the first bits of the mantissa are the index; clamped, because NaN must also give a
     # valid index.
     indices = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
@@ -309,7 +307,7 @@ def alpha_numbers(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
     return rows.view(*mean.shape, -1).unbind(-1)
 
 
-def nearest(mean: float) -> int:
+def nearest_alpha(mean: float) -> int:
     """Returns the index of the alpha closest to `mean`; the last index for a `mean` that is too large or
     NaN."""
     if not mean < ALPHAS[-1]:
@@ -326,9 +324,9 @@ def _table(steps: tuple[Step, ...], device: torch.device) -> torch.Tensor:
 
 @cache
 def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
-    """Returns the numbers that follow from a segment's alpha. For each step: alpha, the factor of r in p, the
-    value of the polynomial at alpha, the product of the earlier steps' values, and value times alpha. The
-    last number is the product of all values."""
+    """Returns the numbers that `polynomial` needs for a segment that starts at `alpha`. Five for each step:
+    alpha, the factor of r in p, the value of the step's polynomial at alpha, the product of the earlier
+    steps' values, and value times alpha. The last number is the product of all values."""
     numbers: list[float] = []
     gamma = 1.0
     for a, b, c in steps:
@@ -341,26 +339,26 @@ def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
 def norm_of_rows(square: torch.Tensor, gamma: Number | None = None) -> Number:
     """Returns the Frobenius norm of at most `SAMPLES` evenly spaced rows of `square` (..., side, side), or,
     if `gamma` is given, of the same rows of gamma I + `square`."""
-    every = _every(square.size(-1))
-    sample = square[..., ::every, :]
+    distance = _sample_distance(square.size(-1))
+    sample = square[..., ::distance, :]
     if gamma is not None:
         sample = sample.clone()
-        sample[..., ::every].diagonal(dim1=-2, dim2=-1).add_(_flat(gamma))
+        sample[..., ::distance].diagonal(dim1=-2, dim2=-1).add_(_flatten(gamma))
     return _number(torch.linalg.vector_norm(sample, dim=(-2, -1), dtype=torch.float32))
 
 
-def _every(side: int) -> int:
+def _sample_distance(side: int) -> int:
     """Returns the distance between consecutive sampled rows of a square."""
     return -(-side // SAMPLES)
 
 
-def _number(of_each: torch.Tensor) -> Number:
-    """Converts a tensor with one number per matrix of a batch (...) to `Number`."""
-    return float(of_each) if of_each.ndim == 0 and of_each.device.type == "cpu" else of_each[..., None, None]
+def _number(values: torch.Tensor) -> Number:
+    """Converts a tensor (...) with one number for each matrix of a batch to `Number`."""
+    return float(values) if values.ndim == 0 and values.device.type == "cpu" else values[..., None, None]
 
 
-def _flat(number: Number) -> Number:
-    """Reshapes (..., 1, 1) to (..., 1), to broadcast over the diagonals of a batch."""
+def _flatten(number: Number) -> Number:
+    """Reshapes a tensor (..., 1, 1) to (..., 1), so that it broadcasts over the diagonals of a batch."""
     return number.squeeze(-1) if isinstance(number, torch.Tensor) else number
 
 
@@ -405,5 +403,5 @@ def mean_square(x: torch.Tensor, *, wide: bool | None = None) -> Number:
         wide: True if the rows are the short side; None: decided by the shape of `x`.
     """
     short = x if (x.size(-2) <= x.size(-1) if wide is None else wide) else x.mT
-    sample = short[..., :: _every(short.size(-2)), :]
+    sample = short[..., :: _sample_distance(short.size(-2)), :]
     return _number(torch.linalg.vector_norm(sample, dim=(-2, -1), dtype=torch.float32).square() / sample.size(-2))

@@ -1,8 +1,8 @@
 """CUDA graphs of steps that are repeated many times.
 
 Each graph has its own memory pool and its own stream, and one matmul runs on that stream before the capture.
-torch 2.11 (the oldest version that canzona supports) to 2.14 need all three. In these versions cuBLAS has a
-workspace for each stream, allocated by the first matmul on it:
+All three are needed from torch 2.11, the oldest version that canzona supports, to 2.14. In these versions
+cuBLAS has a workspace for each stream, which the first matmul on that stream allocates:
 
 - A workspace allocated during a capture is part of that graph's pool. The pool is then never freed, and torch
   2.11 fails an assertion when something else is captured into it.
@@ -24,12 +24,12 @@ import torch
 _log = logging.getLogger(__name__)
 
 STREAMS = 32
-"""The number of different streams that torch hands out before it reuses them in turn."""
+"""The number of different streams that torch hands out before it reuses them."""
 
 
 class Replayed:
-    """A step that is run repeatedly: kernel by kernel at first, captured as a CUDA graph when its key is the
-    same as in the previous call, and replayed from then on.
+    """A step that is run repeatedly: kernel by kernel in the first call, captured as a CUDA graph in the next
+    call with the same key, and replayed in further calls with that key.
 
     A graph contains its kernels with their memory addresses and the numbers that the host passed. So a step
     must read from device memory whatever changes between replays, and its key must change with everything
@@ -105,7 +105,7 @@ def try_out(device: torch.device) -> str:
     """Captures and replays a small matmul twice, the second time after the first graph has been deleted.
 
     Returns:
-        The reason why this process cannot use CUDA graphs; empty if both captures worked.
+        The reason why this process cannot use CUDA graphs; empty if both replays gave the right result.
     """
     x = torch.eye(16, dtype=torch.bfloat16, device=device)
     for _ in range(2):

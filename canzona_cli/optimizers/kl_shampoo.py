@@ -15,9 +15,9 @@ NO_FACTOR = 0.2
 
 
 class KLShampoo(KroneckerOptimizer):
-    """KL-Shampoo: each factor averages the gradient whitened by the other factor. FragmentGroup they minimise
-    the KL divergence between the normal distributions of covariance E[g g^T] and L (x) R (the Kronecker
-    product). In Shampoo, each factor ignores the other.
+    """KL-Shampoo: each factor averages the gradient whitened by the other factor. Together they minimise the
+    KL divergence between the normal distributions of covariance E[g g^T] and L (x) R (the Kronecker product).
+    In Shampoo, each factor ignores the other.
 
         L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows          decay shampoo_beta
         l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise                eigenvalues, in the current basis
@@ -53,8 +53,8 @@ class KLShampoo(KroneckerOptimizer):
         return {**super().state_shapes(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
 
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """Returns, for each side, the gradient whitened on the other side, and averages it into the
-        eigenvalues. Always in fp32."""
+        """Returns, for each side, the gradient whitened on the other side, and updates the eigenvalues with
+        this gradient. Always in fp32."""
         with matmul_precision("fp32"):
             return self._whitened(p, grad)
 
@@ -81,8 +81,13 @@ class KLShampoo(KroneckerOptimizer):
         return {"L": right.mul_(roots["R"]), "R": left.mul_(roots["L"].unsqueeze(1)).mT}
 
     def _average_eigenvalues(self, p: torch.Tensor, turned: torch.Tensor, roots: Mapping[Side, torch.Tensor]) -> None:
-        """Averages the squares of `turned`, the gradient in the current basis, into the eigenvalues. Does
-        nothing at the first step, when there is no basis yet."""
+        """Updates the eigenvalues of each side with the mean squares of the gradient, whitened on the other
+        side. Does nothing at the first step, when there is no basis yet.
+
+        Args:
+            turned: The gradient in the current basis (rows, cols).
+            roots: The inverse roots of the previous eigenvalues, by side.
+        """
         if self.state[p]["step"] == 1:
             return
         square = torch.square(turned, out=self.workspace.like("turned", p))
@@ -92,6 +97,8 @@ class KLShampoo(KroneckerOptimizer):
             self.state[p][f"eigenvalues_{side}"].lerp_(estimate, 1 - self.shampoo_beta)
 
     def _inverse_root(self, p: torch.Tensor, side: Side) -> torch.Tensor:
+        """Returns the inverse square roots of a side's eigenvalues (length,), which are first raised to at
+        least the rounding error of the largest."""
         values: torch.Tensor = self.state[p][f"eigenvalues_{side}"]
         least = (rounding(len(values)) * values.amax()).clamp_min_(torch.finfo(values.dtype).tiny)
         return torch.maximum(values, least).rsqrt_()
@@ -101,7 +108,7 @@ class KLShampoo(KroneckerOptimizer):
             self._store_bases(stack, self._eigenbases(stack, factors))
             return
         bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
-        self._store_bases(stack, self._orthonormal(stack, factors @ bases, bases))
+        self._store_bases(stack, self._orthonormalise(stack, factors @ bases, bases))
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
         state = self.state[p]
@@ -109,7 +116,7 @@ class KLShampoo(KroneckerOptimizer):
         if part == 0:
             factor = unpack(state[side], self._square(p, 1, len(basis))[0])
             torch.mm(factor, basis, out=state[f"next_Q_{side}"])
-        new = self._orthonormal_part(p, side, part)
+        new = self._orthonormalise_part(p, side, part)
         if new is not None:
             basis.copy_(new)
         return new is not None

@@ -9,7 +9,14 @@ from typing import Literal, TypedDict
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .decompositions import LinAlgError, complete_basis, eigenbasis, orthonormal, orthonormal_panel, with_fallback
+from .decompositions import (
+    LinAlgError,
+    complete_basis,
+    compute_with_fallback,
+    eigenbasis,
+    orthonormalise,
+    orthonormalise_panel,
+)
 from .matrix_optimizer import MatmulPrecision, MatrixOptimizer, OnFallback, Workspace, matmul_precision
 from .shampoo_facts import STACKED_SQUARES, packed_elements, panel
 
@@ -50,10 +57,10 @@ class KroneckerOptimizer(MatrixOptimizer):
     """
 
     symmetric: tuple[str, ...] = ("",)
-    """The prefixes, before L or R, of the state's keys of packed symmetric squares."""
+    """The prefixes of the state keys of packed symmetric squares; L or R follows the prefix."""
     squares = "Q_"
-    """The prefix of the state's keys of the squares that refreshes compute. Between the parts of a spread
-    refresh, the same keys with `next_` in front hold the squares that are being computed."""
+    """The prefix of the state keys of the squares that refreshes compute; L or R follows the prefix. Between
+    the parts of a spread refresh, the same keys with `next_` prepended hold the unfinished squares."""
 
     def __init__(
         self,
@@ -78,11 +85,11 @@ class KroneckerOptimizer(MatrixOptimizer):
             betas: Decays of the first and the second moment.
             eps: The epsilon in the denominator of Adam's update.
             shampoo_beta: Decay of the factors.
-            precondition_frequency: Steps between two refreshes of a matrix, the period. A refresh costs much
-                more than a step; a larger period makes the preconditioner older. A matrix is refreshed at its
-                first step, and whenever its steps so far are a multiple of the period. It is not refreshed
-                earlier, because after one step SOAP's second moment is zero off the diagonal, and a new basis
-                would rotate the first moment into those directions.
+            precondition_frequency: The period: the number of steps between two refreshes of a matrix. A
+                refresh costs much more than a step; a longer period makes the preconditioner older. A matrix
+                is refreshed at its first step, and whenever its steps so far are a multiple of the period. It
+                is not refreshed earlier, because after one step SOAP's second moment is zero off the
+                diagonal, and a new basis would rotate the first moment into those directions.
             max_preconditioner_dim: A side longer than this is not preconditioned and does not have a factor,
                 which would take side^2 / 2 elements and O(side^3) operations per refresh.
             spread: Compute refreshes, from the third on, in parts, one in each step of a period, so that no
@@ -119,7 +126,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         """Adds the subclass's initial state for matrix `p` to `state`."""
 
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """Returns, for each side, the matrix X (side, other side) whose X X^T is averaged into the factor. It
+        """Returns, for each side, the matrix X (side, other side) whose X X^T is averaged into the factor. X
         may be scratch."""
         return {"L": grad, "R": grad.mT}
 
@@ -136,22 +143,24 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     @abstractmethod
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        """Computes one part, counted from 0, of the refresh of a side of `p`. Intermediate results are kept
-        in the state. Returns True if the refresh is complete."""
+        """Computes one part, counted from 0, of the refresh of a side of `p`, and keeps intermediate results
+        in the state. Returns True if the refresh is now complete."""
 
-    def _before_first_part(self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]) -> dict[str, torch.Tensor]:
-        """Returns the initial value of the state that a spread refresh keeps between its parts: copies of the
-        squares in use. A checkpoint may lack this state; a refresh that continues from it leaves the squares
-        unchanged."""
+    def _initial_refresh_state(
+        self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]
+    ) -> dict[str, torch.Tensor]:
+        """Returns initial values for the state that a spread refresh keeps between its parts: copies of the
+        squares in use. If a checkpoint lacks this state, the refresh in progress continues from these copies
+        and leaves the squares unchanged."""
         names = [f"{self.squares}{side}" for side in self._sides(p)]
         return {f"next_{key}": square.clone() for key in names if isinstance(square := state.get(key), torch.Tensor)}
 
     def _after_refresh(self, p: torch.Tensor) -> None:
-        """Does nothing; a subclass may override it. Called after sides of `p` have been refreshed."""
+        """Does nothing here. Called after sides of `p` have been refreshed, for subclasses that need it."""
 
     @abstractmethod
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Returns the direction D (rows, cols) of the update p -= lr D. It may be scratch."""
+        """Returns the direction D (rows, cols) of the update p -= lr D. D may be scratch."""
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         packed = {
@@ -160,18 +169,18 @@ class KroneckerOptimizer(MatrixOptimizer):
         return {"step": None, **packed}
 
     def convert_state(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Packs symmetric squares that older versions stored in full, and adds or drops the state between the
-        parts of a refresh."""
+        """Returns the state with symmetric squares packed, which older versions stored in full, and with or
+        without the state of an unfinished refresh, as this optimizer needs."""
         shapes, tensors = self.state_shapes(p), dict(state)
         for name in self.symmetric:
             for side, length in self._lengths(p):
                 key = f"{name}{side}"
                 if key in tensors and tensors[key].shape == (length, length):
                     tensors[key] = pack(tensors[key], tensors[key].new_empty(shapes[key] or ()))
-        between = self._before_first_part(p, tensors)
+        unfinished = self._initial_refresh_state(p, tensors)
         if self.spread:
-            return {**between, **tensors}
-        return {key: tensor for key, tensor in tensors.items() if key not in between}
+            return {**unfinished, **tensors}
+        return {key: tensor for key, tensor in tensors.items() if key not in unfinished}
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         self._report_pending()
@@ -196,14 +205,14 @@ class KroneckerOptimizer(MatrixOptimizer):
                 self._update(p, self._gradient(p), group)
 
     def _average_factors(self, p: torch.Tensor) -> None:
-        """Averages the gradient of `p` into its factors."""
+        """Updates the factors of `p` with its gradient."""
         state = self.state[p]
         if not state:
             state["step"] = 0
             for side, length in self._lengths(p):
                 state[side] = p.new_zeros(packed_elements(length))
             self._start(p, state)
-            state.update(self._before_first_part(p, state) if self.spread else {})
+            state.update(self._initial_refresh_state(p, state) if self.spread else {})
         done: int = state["step"]
         state["step"] = done + 1
         # With this weight the average is bias-corrected at every step (as in emerging-optimizers' SOAP).
@@ -222,14 +231,14 @@ class KroneckerOptimizer(MatrixOptimizer):
         done, period = self.state[p]["step"] - 1, self.precondition_frequency
         if not self.spread or done < 2 * period:
             return
-        ended = [self._refresh_part(p, side, done % period) for side in self._sides(p)]
-        if True in ended:
+        completed = [self._refresh_part(p, side, done % period) for side in self._sides(p)]
+        if any(completed):
             self._after_refresh(p)
 
     def _stacks(self, due: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, Side]]]:
-        """Yields all sides of the matrices that are due, in stacks that `_refresh` can take in one call. L
-        comes before R for every matrix, because SOAP rotates its moments in this order and the result must
-        not depend on which other matrices are due."""
+        """Yields the sides of all matrices that are due, in stacks for one call of `_refresh` each. Every
+        matrix's L comes before its R: SOAP rotates its moments in this order, and the result must not depend
+        on which other matrices are due."""
         for side in SIDES:
             alike: dict[tuple[int, int, bool], list[tuple[torch.Tensor, Side]]] = {}
             for p in due:
@@ -267,7 +276,8 @@ class KroneckerOptimizer(MatrixOptimizer):
             transpose: The side whose square is transposed.
 
         Returns:
-            (rows, cols), in scratch that the next call overwrites; `x` itself if no side has a square.
+            The product (rows, cols), in scratch that the next call overwrites; `x` itself if no side has a
+            square.
         """
         state = self.state[p]
         for side, length in self._lengths(p):
@@ -284,29 +294,32 @@ class KroneckerOptimizer(MatrixOptimizer):
     ) -> Sequence[torch.Tensor | None]:
         """Returns the eigenvectors of each factor (length, length); None if its decomposition failed."""
         return [
-            with_fallback(eigenbasis, factor, f"the eigendecomposition of {side}", partial(self._report, p))
+            compute_with_fallback(eigenbasis, factor, f"the eigendecomposition of {side}", partial(self._report, p))
             for (p, side), factor in zip(stack, factors, strict=True)
         ]
 
-    def _orthonormal(
+    def _orthonormalise(
         self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
         """Returns each matrix of `powered` (a factor times its basis) with its columns made orthonormal; None
         for a matrix whose QR decomposition failed."""
         try:
-            return orthonormal(powered, bases).unbind()
+            return orthonormalise(powered, bases).unbind()
         except LinAlgError:
             return [
-                with_fallback(partial(orthonormal, previous=basis), new, f"the QR of {side}", partial(self._report, p))
+                compute_with_fallback(
+                    partial(orthonormalise, previous=basis), new, f"the QR of {side}", partial(self._report, p)
+                )
                 for (p, side), basis, new in zip(stack, bases, powered, strict=True)
             ]
 
-    def _orthonormal_part(self, p: torch.Tensor, side: Side, part: int) -> torch.Tensor | None:
-        """Orthonormalises the columns of a part of `next_Q`, which is a factor times its eigenbasis.
+    def _orthonormalise_part(self, p: torch.Tensor, side: Side, part: int) -> torch.Tensor | None:
+        """Orthonormalises the columns of `next_Q` that belong to a part of a refresh. Before the first part,
+        `next_Q` is the factor times its eigenbasis.
 
         Returns:
-            The new eigenbasis, (length, length), after the last part; otherwise, and if it is not finite,
-            None.
+            After the last part the new eigenbasis (length, length), or None if it is not finite; None after
+            other parts.
         """
         state, period, report = self.state[p], self.precondition_frequency, partial(self._report, p)
         basis, following, what = state[f"Q_{side}"], state[f"next_Q_{side}"], f"the QR of {side}"
@@ -315,8 +328,8 @@ class KroneckerOptimizer(MatrixOptimizer):
             following.div_(longest.where(longest > 0, 1.0))
         low, high = panel(len(basis), part, period)
         if low < high:
-            compute = partial(orthonormal_panel, before=following[:, :low])
-            columns = with_fallback(compute, following[:, low:high], what, report)
+            compute = partial(orthonormalise_panel, before=following[:, :low])
+            columns = compute_with_fallback(compute, following[:, low:high], what, report)
             if columns is None:
                 following.copy_(basis)  # already orthonormal, so later parts do not change it
             else:
@@ -335,8 +348,9 @@ class KroneckerOptimizer(MatrixOptimizer):
                 self.state[p][f"Q_{side}"].copy_(new)
 
     def _report_bound(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
-        """Reports `words`, formatted with `size`, if `size` exceeds the limit. On a GPU the report follows
-        with the next update, when the host has waited for the device anyway; this call does not wait."""
+        """Reports that an update was bounded, if `size` exceeds the limit. `words` is a format string for
+        `size`. On a GPU the report comes with the next update, when the host has waited for the device
+        anyway; this call does not wait."""
         self._pending_reports.append((p, size.to("cpu", non_blocking=True), limit, words))
         if size.device.type == "cpu":
             self._report_pending()
@@ -357,13 +371,13 @@ _STRIP = 64
 
 
 def pack(square: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Packs the upper triangle of a contiguous symmetric matrix (side, side) into `out`
+    """Packs the upper triangle of `square`, a contiguous symmetric matrix (side, side), into `out`
     (packed_elements(side),) and returns `out`. `square` is overwritten."""
     return out.copy_(_fold(square))
 
 
 def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Unpacks a symmetric matrix that `pack` packed into `out` (side, side), contiguous, and returns
+    """Unpacks a symmetric matrix from the result of `pack` into `out` (side, side), contiguous, and returns
     `out`."""
     side = len(out)
     half = (side + 1) // 2
@@ -379,7 +393,7 @@ def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def average_gram(packed: torch.Tensor, x: torch.Tensor, weight: float, scratch: torch.Tensor) -> None:
     """Computes packed += weight (X X^T - packed) in place.
 
-    On a CPU, X X^T is computed in strips of rows from the diagonal to the right, which needs about half the
+    On a CPU, X X^T is computed in strips of rows that begin at the diagonal, which takes about half the
     operations. On a GPU strips would be too small to fill the device, so all of X X^T is computed.
 
     Args:

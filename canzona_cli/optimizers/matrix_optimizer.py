@@ -22,7 +22,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     Every parameter is a whole matrix: 2-D, contiguous, fp32. Its gradient is fp32 with any strides, and is
     not changed. Parameters without a gradient are skipped. `lr` and `weight_decay` are read from the
     parameter groups at every step. The state of a matrix, `self.state[p]`, is created at its first step and
-    consists of tensors and plain ints. Deleting it restarts the optimizer for that matrix.
+    consists of tensors and ints. Deleting it restarts the optimizer for that matrix.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, float]) -> None:
@@ -59,13 +59,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None] | None:
         """Returns the shapes of the fp32 tensors in the state of matrix `p` (rows, cols) after its first
-        step, by key; a shape of None stands for a step counter. Returns None if the class does not declare
-        its state, so that the state in a checkpoint cannot be checked."""
+        step, by key. A shape of None stands for a step counter. Returns None, as here, if the class does not
+        declare its state; the state in a checkpoint can then not be checked."""
         return None
 
     def convert_state(self, p: torch.Tensor, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Converts the state of matrix `p` from a checkpoint of any version of the class to this version's
-        format."""
+        """Returns the state of matrix `p` in the format of this version of the class, given the state from a
+        checkpoint of any version. Here there is nothing to convert."""
         return state
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:

@@ -31,7 +31,8 @@ from .runs import Run, runs, view_run
 from .shared_rows import Shape
 
 Norms = float | list[float] | torch.Tensor
-"""The norm of a matrix, or the norms of a run: on CPUs a float or a list, on CUDA a tensor () or (count,) in fp64."""
+"""The norm of a matrix, or the norms of a run: on CPUs a float or a list, on CUDA a tensor () or (count,) in
+fp64."""
 
 
 class MuonSettings(TypedDict, total=False):
@@ -144,49 +145,51 @@ class Muon(MatrixOptimizer):
         self.form = form
         self.on_fallback = on_fallback
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
-        """A flag for each matrix on CUDA, () bool on the device: true if its last update in Gram form can be
-        trusted."""
+        """A flag for each matrix on CUDA, () bool on the device: true if its last update in Gram form could
+        be trusted."""
         self.graph = graph
         self._replayed: dict[int, Replayed] = {}
         self._rates: dict[int, torch.Tensor] = {}
 
     def _update_group(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
-        excluded = [p for p in matrices if self.excluded(p)]
+        distrusted = [p for p in matrices if self.is_distrusted(p)]
         with matmul_precision("fp32"):
-            on_host = not matrices or by_blocks(matrices[0])
+            on_host = not matrices or runs_in_blocks(matrices[0])
             if not on_host:
                 self._set_rates(matrices[0], group)
-            if self.graph and not on_host and not excluded:
+            if self.graph and not on_host and not distrusted:
                 replayed = self._replayed.setdefault(id(group), Replayed())
                 replayed.run(lambda: self._update_all(matrices, group), lambda: self._graph_key(matrices, group))
             else:
                 self._update_all(matrices, group)
         # Not in `_update`: replaying a CUDA graph would not run this host code.
-        for p in excluded:
+        for p in distrusted:
             count_down(self.state[p])
 
     def _update_all(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
         """Updates matrices of the same shape and form in batches of at most `_batch_size`."""
         ordered = sorted(matrices, key=self._batch_key) if self.stack else matrices
-        for _, alike in groupby(ordered, key=self._batch_key):
-            of_shape = list(alike)
-            size = self._batch_size(of_shape)
-            for first in range(0, len(of_shape), size):
-                batch = of_shape[first : first + size]
+        for _, members in groupby(ordered, key=self._batch_key):
+            alike = list(members)
+            size = self._batch_size(alike)
+            for first in range(0, len(alike), size):
+                batch = alike[first : first + size]
                 if len(batch) > 1:
                     self._update_stack(batch, group)
                 else:
                     super()._update_group(batch, group)
 
     def _set_rates(self, p: torch.Tensor, group: Mapping[str, float]) -> None:
-        """Copies the group's learning rate and weight decay to the device, where a captured graph reads them."""
+        """Copies the group's learning rate and weight decay to the device, where a captured graph reads
+        them."""
         if id(group) not in self._rates:
             self._rates[id(group)] = p.new_empty(3)
         muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
 
     def _graph_key(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
-        """Returns a key of everything that a captured update of these matrices depends on and that may change, except
-        `_rates`. If the key differs from the previous step's key, the update must not be replayed."""
+        """Returns a key that contains everything that a captured update of these matrices depends on and that
+        may change, except `_rates`. If the key differs from the previous step's key, the graph must not be
+        replayed."""
         state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
         gradients = [p.grad for p in matrices if p.grad is not None]
         places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
@@ -195,27 +198,27 @@ class Muon(MatrixOptimizer):
         decay = group["weight_decay"] if in_gram_form else None
         return group["momentum"], decay, self.workspace.nbytes, places
 
-    def _batch_size(self, of_shape: Sequence[torch.Tensor]) -> int:
-        """Returns the maximum number of these matrices, all of one shape, to update in one batch."""
+    def _batch_size(self, alike: Sequence[torch.Tensor]) -> int:
+        """Returns the maximum number of matrices to update in one batch, given matrices of one shape."""
         if isinstance(self.stack, bool):
-            return len(of_shape) if self.stack else 1
-        rows, cols = of_shape[0].shape
+            return len(alike) if self.stack else 1
+        rows, cols = alike[0].shape
         return self.stack.get((rows, cols), 1)
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         x = self.workspace.get("muon_x", p.shape, self._type(p), p.device)
-        run = Run.one(p)
+        run = Run.from_matrix(p)
         norm = self._direction(run, group["momentum"], x, side=min(p.shape))
         x = self._orthogonalise(x, [p], [norm], group)
         self._apply(run, x, group, self._trusted.get(p) if self._form(p) == "gram" else None)
 
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
-        """Updates matrices of the same shape and form with one batched iteration for all of them, and
-        elementwise passes for each run."""
+        """Updates matrices of the same shape and form: orthogonalises all of them in one batch, and makes the
+        elementwise passes run by run."""
         first = matrices[0]
         self._reserve(first, len(matrices))
         x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._type(first), first.device)
-        stack_runs = list(Run.each(matrices))
+        stack_runs = list(Run.from_matrices(matrices))
         norms = [
             self._direction(run, group["momentum"], direction, side=min(first.shape))
             for run, direction in zip(stack_runs, _parts(x, stack_runs), strict=True)
@@ -225,9 +228,9 @@ class Muon(MatrixOptimizer):
             self._apply(run, direction, group)
 
     def _reserve(self, p: torch.Tensor, count: int) -> None:
-        """Allocates the scratch for elementwise passes over `count` matrices like `p` as if they were one
-        run, so that a rank's memory does not depend on where its gradients lie."""
-        if by_blocks(p):
+        """Allocates the scratch that elementwise passes over `count` matrices like `p` would need if these
+        were a single run, so that a rank's memory does not depend on which gradients are evenly spaced."""
+        if runs_in_blocks(p):
             count = max(1, min(count, BLOCK // p.numel()))
             rows = min(count * p.size(0), max(1, BLOCK // p.size(1)))
             self.workspace.get("muon_block", (rows, p.size(1)), p.dtype, p.device)
@@ -235,8 +238,8 @@ class Muon(MatrixOptimizer):
             self.workspace.get("muon_direction", (count, *p.shape), p.dtype, p.device)
 
     def _direction(self, run: Run, momentum: float, out: torch.Tensor, *, side: int, again: bool = False) -> Norms:
-        """Updates the momentum (not if `again`) and writes D, the matrices to orthogonalise, into `out`, each
-        scaled to Frobenius norm `starting_norm(side, out.dtype)`; a D of zeros stays zero.
+        """Updates the momentum, unless `again`, and writes D, the matrices to orthogonalise, into `out`. Each
+        matrix is scaled to the Frobenius norm `starting_norm(side, out.dtype)`; zeros stay zero.
 
         Args:
             out: Receives D, in the shape of `run.weights`.
@@ -253,7 +256,7 @@ class Muon(MatrixOptimizer):
             norm=starting_norm(side, out.dtype),
         )
         average = self._joined_state(run, MOMENTUM, tuple(run.matrices[0].shape))
-        if by_blocks(run.weights):
+        if runs_in_blocks(run.weights):
             return muon_cpu.direction(average, run.gradients, out, blend, self.workspace)
         return muon_cuda.direction(average, run.gradients, out, blend, self.workspace)
 
@@ -264,23 +267,23 @@ class Muon(MatrixOptimizer):
         norms: Sequence[Norms],
         group: Mapping[str, float],
     ) -> torch.Tensor:
-        """Orthogonalises `x`, (rows, cols) of one matrix or (matrices, rows, cols), in the form that the
-        matrices use. An untrusted update in Gram form is repeated in standard form on a CPU, and set to 0 on
-        CUDA.
+        """Orthogonalises `x`, (rows, cols) for one matrix or (matrices, rows, cols), in the form that the
+        matrices use. On a CPU, an untrusted update in Gram form is repeated in standard form; on CUDA it
+        becomes 0.
 
         Args:
-            norms: The norms of the matrices' directions, from `_direction`, by run. A direction of zeros
-                gives an exact update of zeros, so it is trusted whatever the estimated error.
+            norms: The results of `_direction` for each run. A direction of norm 0 gives an exact update of
+                zeros, so it is trusted whatever the estimated error.
         """
         if self._form(matrices[0]) == "standard":
             return newton_schulz(x, self.steps, self.workspace)
-        if by_blocks(matrices[0]):
+        if runs_in_blocks(matrices[0]):
             return self._gram_form_on_cpu(x, matrices, norms, group)
         return self._gram_form_on_cuda(x, matrices, norms)
 
     def _gram_form_on_cuda(self, x: torch.Tensor, matrices: list[torch.Tensor], norms: Sequence[Norms]) -> torch.Tensor:
-        """Orthogonalises `x` in Gram form, and records which updates are trusted; an untrusted update becomes
-        0, or `_move` skips it."""
+        """Orthogonalises `x` in Gram form, and records which updates are trusted. An untrusted update becomes
+        0; if the result is fp32, it is left as it is, and `_move` skips it."""
         wider = x.dtype is torch.float16 and x.ndim == 2
         # The unscaled direction is no longer needed, so its buffer takes the result.
         into = self.workspace.like("muon_direction", matrices[0]) if wider else None
@@ -298,12 +301,12 @@ class Muon(MatrixOptimizer):
         """Orthogonalises `x` in Gram form, and repeats untrusted updates in standard form."""
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace)
         updates = result.view(-1, *x.shape[-2:])
-        each = torch.cat([torch.as_tensor(norm, dtype=torch.float64).view(-1) for norm in norms]).tolist()
-        for p, norm, iterate, good in zip(matrices, each, updates, trusted.view(-1).tolist(), strict=True):
-            if not good and norm:
-                again = torch.empty_like(iterate, dtype=self._standard)
-                self._direction(Run.one(p), group["momentum"], again, side=min(p.shape), again=True)
-                iterate.copy_(newton_schulz(again, self.steps, Workspace()))
+        norm_of_each = torch.cat([torch.as_tensor(norm, dtype=torch.float64).view(-1) for norm in norms]).tolist()
+        for p, norm, update, is_trusted in zip(matrices, norm_of_each, updates, trusted.view(-1).tolist(), strict=True):
+            if not is_trusted and norm:
+                direction = torch.empty_like(update, dtype=self._standard)
+                self._direction(Run.from_matrix(p), group["momentum"], direction, side=min(p.shape), again=True)
+                update.copy_(newton_schulz(direction, self.steps, Workspace()))
                 distrust(self.state[p])
                 self._report_fallback(p)
         return result
@@ -321,8 +324,8 @@ class Muon(MatrixOptimizer):
         torch._foreach_copy_([self._trusted[p] for p in matrices], trusted.view(-1).unbind())
 
     def untrusted_count(self) -> torch.Tensor | None:
-        """Returns the number of untrusted updates that the last step skipped: (), on the device. None if no
-        update was in Gram form on CUDA."""
+        """Returns the number of updates that the last step skipped because they could not be trusted: (), on
+        the device. Returns None if no update was in Gram form on CUDA."""
         if not self._trusted:
             return None
         return torch.stack(list(self._trusted.values())).logical_not().sum()
@@ -334,7 +337,7 @@ class Muon(MatrixOptimizer):
         Returns:
             The matrices whose last update was skipped.
         """
-        skipped = [p for p, good in self._trusted.items() if not bool(good)]
+        skipped = [p for p, flag in self._trusted.items() if not bool(flag)]
         for p in skipped:
             distrust(self.state[p])
             self._trusted[p].fill_(True)
@@ -345,12 +348,13 @@ class Muon(MatrixOptimizer):
         """The number of CUDA graphs captured so far."""
         return sum(replayed.captures for replayed in self._replayed.values())
 
-    def excluded(self, p: torch.Tensor) -> bool:
-        """Returns True if the next update of `p` is in standard form because an earlier one was not trusted."""
+    def is_distrusted(self, p: torch.Tensor) -> bool:
+        """Returns True if the next update of `p` is in standard form because an earlier update was not
+        trusted."""
         return steps_left(self.state[p]) > 0
 
     def _form(self, p: torch.Tensor) -> Form:
-        if self.excluded(p):
+        if self.is_distrusted(p):
             return "standard"
         return self.form if isinstance(self.form, str) else self.form[p.size(0), p.size(1)]
 
@@ -390,7 +394,7 @@ class Muon(MatrixOptimizer):
                 means trusted.
         """
         size = self.scale_factor * scale(*whole, self.scale_mode)
-        if by_blocks(p):
+        if runs_in_blocks(p):
             muon_cpu.move(p, x, group["lr"], group["weight_decay"], size, self.workspace)
         else:
             muon_cuda.move(p, x, self._rates[id(group)], group["weight_decay"], size, trusted)
@@ -402,18 +406,18 @@ class Muon(MatrixOptimizer):
         """Returns one state tensor of all matrices of a run: `shape` for one matrix, (count, *shape) for
         several.
 
-        Missing state starts at zero. State that is not evenly spaced in memory, for example because a
-        checkpoint was loaded, is first copied to memory where it is evenly spaced.
+        Missing state starts at zero. If the state tensors are not evenly spaced in memory, for example after
+        a checkpoint was loaded, they are first moved so that they are.
         """
         states: list[torch.Tensor | None] = [self.state[p].get(key) for p in run.matrices]
         present = [state for state in states if state is not None]
         if len(present) == len(states) and next(runs(present)) == slice(0, len(present)):
             return present[0] if len(present) == 1 else view_run(present)
         block = run.weights.new_zeros((len(states), *shape))
-        for p, before, now in zip(run.matrices, states, block, strict=True):
-            if before is not None:
-                now.copy_(before)
-            self.state[p][key] = now
+        for p, old, new in zip(run.matrices, states, block, strict=True):
+            if old is not None:
+                new.copy_(old)
+            self.state[p][key] = new
         return block[0] if len(states) == 1 else block
 
 
@@ -428,7 +432,7 @@ def _parts(x: torch.Tensor, stack_runs: Sequence[Run]) -> Iterator[torch.Tensor]
 
 
 def scale(rows: int, cols: int, mode: ScaleMode) -> float:
-    """Returns the factor of the semi-orthogonal update of a (rows, cols) matrix.
+    """Returns the factor by which the semi-orthogonal update of a (rows, cols) matrix is multiplied.
 
     - spectral: sqrt(max(rows, cols)), which gives updates the same RMS for every shape (Liu et al. 2025,
       arXiv:2502.16982).
@@ -443,7 +447,7 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
     return math.sqrt(max(1.0, rows / cols))
 
 
-def by_blocks(matrix: torch.Tensor) -> bool:
-    """Returns True if elementwise passes over the matrix run in blocks of rows (`muon_cpu`), as on CPUs. The
-    host then reads norms; on other devices it never waits for them."""
+def runs_in_blocks(matrix: torch.Tensor) -> bool:
+    """Returns True if elementwise passes over the matrix run in blocks of rows (`muon_cpu`), as on CPUs,
+    where the host also reads norms. On other devices the host never waits for them."""
     return matrix.device.type == "cpu"

@@ -9,8 +9,8 @@ from .matrix_optimizer import Workspace
 from .muon_facts import BLOCK, Blend
 
 SAFE_NORMS = 2.0**-40, 2.0**60
-"""The range of norms that keeps the squares of all elements that matter, and their sum, normal fp32
-numbers."""
+"""The range of norms in which the sum of squares, and the squares of all elements that matter, are normal
+fp32 numbers."""
 SAFE_FACTORS = 2.0**-100, 2.0**100
 """The range of norms whose inverse is safely a normal fp32 number."""
 
@@ -125,6 +125,5 @@ def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _stacks(run: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cuts a run (count, rows, cols) into stacks of matrices that fit in a block together, or single
-    matrices."""
+    """Cuts a run (count, rows, cols) into stacks of as many matrices as fit in a block, at least one."""
     return run.split(max(1, BLOCK // run[0].numel()))  # type: ignore[no-untyped-call,no-any-return]

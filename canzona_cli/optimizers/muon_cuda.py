@@ -54,21 +54,22 @@ def move(
         p, x: (rows, cols) for one matrix, (count, rows, cols) for a run.
         rates: The learning rate and the decay on the device, from `set_rates`.
         weight_decay: The same weight decay as a host number.
-        trusted: () bool, on the device, for one matrix; None means trusted.
+        trusted: () bool on the device, for one matrix; None means trusted.
     """
-    decay, rate, lost = rates
+    decay, rate, decay_rate = rates
     if trusted is not None and x.dtype is torch.float32 and size:
-        # Only one of the two kernels does anything: p - lr size (x + weight_decay / size p), or
-        # p - lr weight_decay p.
-        good = trusted.float()
-        _descend(p, x, rate * size, weight_decay / size, skip=1 - good)
-        _descend(p, p, lost, 0.0, skip=good)
+        # Only one of the two kernels changes p: to p - lr size (x + weight_decay / size p) if trusted,
+        # otherwise to p - lr weight_decay p.
+        flag = trusted.float()
+        _descend(p, x, rate * size, weight_decay / size, skip=1 - flag)
+        _descend(p, p, decay_rate, 0.0, skip=flag)
         return
     p.mul_(decay).addcmul_(x, rate, value=-size)
 
 
 def _descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, skip: torch.Tensor) -> None:
-    """Computes p <- p - rate (x + decay p) in place, unless `skip` is 1, which is read on the device."""
+    """Computes p <- p - rate (x + decay p) in place, unless `skip` is 1. The device reads `rate` and `skip`,
+    so the host does not wait."""
     torch._fused_sgd_(
         [p], [x], [], weight_decay=decay, momentum=0.0, lr=rate, dampening=0.0, nesterov=False, maximize=False,
         is_first_step=False, found_inf=skip,

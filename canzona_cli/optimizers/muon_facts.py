@@ -15,8 +15,8 @@ STANDARD_ONLY: frozenset[CoefficientSet] = frozenset({"cans"})
 """The sets of coefficients that cannot be used in Gram form (`gram_form` says why)."""
 MUON_AROUND = 14
 """The number of kernels per matrix that Muon launches outside Newton-Schulz. In a stack, evenly spaced
-matrices share these kernels (`optimizers.runs`), but plans count them for every matrix, because they do not
-know which gradients are evenly spaced."""
+matrices share these kernels (`optimizers.runs`). Plans count them for every matrix nevertheless, because a
+plan does not know which gradients are evenly spaced."""
 SAMPLES = 32
 """The maximum number of evenly spaced rows from which the Gram form estimates a norm or a mean."""
 BLOCK = 128 * 1024
@@ -27,16 +27,16 @@ and 4.5 ms without blocks."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blend:
-    """The direction to orthogonalise, as a blend of momentum and gradient."""
+    """The weights with which momentum and gradient are combined into the direction to orthogonalise."""
 
     nesterov: bool
     """True for Nesterov's direction, False for the momentum itself."""
     momentum: float
-    """The share of the momentum in Nesterov's direction; the gradient has the remaining share."""
+    """The weight of the momentum in Nesterov's direction; the gradient has the remaining weight."""
     weight: float
-    """The share of the gradient in the new momentum."""
+    """The weight of the gradient in the new momentum."""
     norm: float
-    """The Frobenius norm of the scaled direction; a direction of zeros stays zero."""
+    """The Frobenius norm that the direction is scaled to; a direction of zeros stays zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,14 +181,14 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
     parts = segments(steps)
     squares = 4 * steps - 3 * len(parts)
     passes = sum(8 * k - 5 for k in parts)
-    several = sum(k > 1 for k in parts)
+    multi_step = sum(k > 1 for k in parts)
     rows = min(m, SAMPLES)
-    probe = width * rows * ((3 * len(parts) + 4 * several) * m + len(parts) * n)
+    probe = width * rows * ((3 * len(parts) + 4 * multi_step) * m + len(parts) * n)
     return Work(
         matmuls=((len(parts), m, m, n),),
         symmetric=((len(parts), m, n), (squares, m, m)),
         traffic=width * passes * m * m + probe,
-        launches=sum(13 * k + 10 for k in parts) + 10 * several - 4,
+        launches=sum(13 * k + 10 for k in parts) + 10 * multi_step - 4,
     )
 
 
@@ -220,12 +220,14 @@ DISTRUSTED = "distrusted"
 """The key, in a matrix's state and in checkpoints, of the number of updates still to be made in standard
 form. In older checkpoints its value is True."""
 STANDARD_STEPS = 100
-"""The number of updates in standard form after an untrusted one. A momentum of 0.95 then retains 0.6% of the
-momentum at that time, and even if the Gram form is never trusted, trying it costs 1% of the updates' time."""
+"""The number of updates in standard form after an untrusted update. After that many steps, a momentum of 0.95
+retains 0.6% of its earlier value. Even if the Gram form is never trusted, trying it costs only 1% of the
+updates' time."""
 LOST = f"the rounding error of the Gram form was too large; using the standard form for {STANDARD_STEPS} steps"
+"""The message that reports an untrusted update."""
 
 State = MutableMapping[str, object]
-"""The state of one matrix."""
+"""Muon's state of one matrix, by key."""
 
 
 def distrust(state: State) -> None:
@@ -241,8 +243,9 @@ def steps_left(state: State) -> int:
 
 
 def count_down(state: State) -> None:
-    """Counts one update in standard form as done; after the last one, removes the mark from the state."""
-    if (after := steps_left(state) - 1) > 0:
-        state[DISTRUSTED] = after
+    """Counts one update in standard form. After the last of them, removes the counter from the state, which
+    switches the matrix back to the Gram form."""
+    if (remaining := steps_left(state) - 1) > 0:
+        state[DISTRUSTED] = remaining
     else:
         del state[DISTRUSTED]

@@ -81,9 +81,10 @@ def newton_schulz(
             dtype is the precision of the matmuls, which accumulate in fp32 for every dtype.
         steps: (a, b, c) of each step.
         workspace: Scratch for a second x and two squares (side, side) of the short side.
-        wide: True if the rows of the whole matrix are its short side; None: decided by the shape of `x`. A
-            fragment must pass it, because the fragment's own short side may be the other one.
-        total: Sums a fragment's Gram matrix over all fragments, in place.
+        wide: True if the whole matrix has at most as many rows as columns; None: decided by the shape of `x`.
+            Required for a fragment, which may be tall although the whole matrix is wide, or the reverse.
+        total: A function that sums a fragment's Gram matrix over all fragments, in place; None for a whole
+            matrix.
 
     Returns:
         `x` or the workspace's second x, whichever was written last.

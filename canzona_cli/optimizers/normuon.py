@@ -60,16 +60,16 @@ class NorMuon(Muon):
         square.lerp_(mean, 1 - self.row_beta)
         factors = square.sqrt().add_(EPS).reciprocal_()
         # The norm of a matrix is the norm of its rows' norms. Both are 0 for a gradient of zeros.
-        new = torch.linalg.vector_norm(sizes * factors, dim=-1, keepdim=True)
-        new.clamp_min_(torch.finfo(torch.float32).tiny)
-        factors.mul_(torch.linalg.vector_norm(sizes, dim=-1, keepdim=True) / new)
+        new_norm = torch.linalg.vector_norm(sizes * factors, dim=-1, keepdim=True)
+        new_norm.clamp_min_(torch.finfo(torch.float32).tiny)
+        factors.mul_(torch.linalg.vector_norm(sizes, dim=-1, keepdim=True) / new_norm)
         # The unscaled direction is no longer needed, so its buffer is reused.
         update = torch.mul(x, factors.unsqueeze(-1), out=self.workspace.like("muon_direction", run.weights))
         super()._apply(run, update, group, trusted)
 
     def _flags(self, run: Run) -> torch.Tensor | None:
-        """Returns whether the last update of each matrix of a run, in Gram form, can be trusted: (1,) or
-        (count, 1). None if the updates were not in Gram form on CUDA."""
+        """Returns a flag for each matrix of a run, (1,) or (count, 1): true if its last update, in Gram form,
+        can be trusted. Returns None if the updates were not in Gram form on CUDA."""
         flags = [self._trusted[p] for p in run.matrices if p in self._trusted]
         if len(flags) < len(run.matrices):
             return None

@@ -36,14 +36,14 @@ def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]
     if not colon or not place or not name.isidentifier():
         raise UnusableOptimizer(f"{source!r} is neither path/to/file.py:Class nor module:Class")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, allow)
-    thing = getattr(module, name, None)
-    if thing is None:
+    attribute = getattr(module, name, None)
+    if attribute is None:
         classes = [key for key, value in vars(module).items() if _is_optimizer(value)]
         raise UnusableOptimizer(f"{place} has no {name}; {_nearest(name, classes, 'it has no optimizer class')}")
-    if not _is_optimizer(thing):
-        raise UnusableOptimizer(f"{source} is not a subclass of torch.optim.Optimizer but {_describe(thing)}")
-    kind: type[torch.optim.Optimizer] = thing
-    return kind
+    if not _is_optimizer(attribute):
+        raise UnusableOptimizer(f"{source} is not a subclass of torch.optim.Optimizer but {_describe(attribute)}")
+    optimizer_class: type[torch.optim.Optimizer] = attribute
+    return optimizer_class
 
 
 def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], device: torch.device = _HOST) -> None:

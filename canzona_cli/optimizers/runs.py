@@ -12,19 +12,19 @@ import torch
 
 
 def runs(*columns: Sequence[torch.Tensor | int]) -> Iterator[slice]:
-    """Yields the range of indices of each run, in order: the longest ranges in which the tensors, or numbers,
-    of every column are evenly spaced. A tensor without such a neighbour is a run by itself.
+    """Yields the range of indices of each run, in order. Within a run the tensors, or numbers, of every
+    column are evenly spaced; each run is as long as possible, at least one index.
 
     Args:
         columns: Lists of tensors or of numbers, all of the same length.
     """
     start, gaps = 0, list[int | None]()
     for index in range(1, len(columns[0])):
-        here = [_gap(column[index - 1], column[index]) for column in columns]
-        if None in here or (index - start > 1 and here != gaps):
+        new_gaps = [_gap(column[index - 1], column[index]) for column in columns]
+        if None in new_gaps or (index - start > 1 and new_gaps != gaps):
             yield slice(start, index)
             start = index
-        gaps = here
+        gaps = new_gaps
     if columns[0]:
         yield slice(start, len(columns[0]))
 
@@ -37,8 +37,8 @@ def view_run(run: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _gap(item: torch.Tensor | int, following: torch.Tensor | int) -> int | None:
-    """Returns the distance between two numbers, or between two tensors in elements; None if the two cannot be
-    part of one run."""
+    """Returns the distance from one number, or tensor, to the following one; for tensors in elements. None if
+    the two cannot be in the same run."""
     if isinstance(item, int) or isinstance(following, int):
         return int(following - item) if following > item else None
     gap = int(following.storage_offset() - item.storage_offset())
@@ -65,18 +65,18 @@ class Run:
     """The gradients, in the shape of `weights`."""
 
     @classmethod
-    def one(cls, p: torch.Tensor) -> Self:
+    def from_matrix(cls, p: torch.Tensor) -> Self:
         """Returns the run of a single matrix, or of a fragment of one."""
         assert p.grad is not None
         return cls([p], p, p.grad)
 
     @classmethod
-    def each(cls, matrices: Sequence[torch.Tensor]) -> Iterator[Self]:
-        """Yields the runs of matrices that have one shape and all have gradients."""
+    def from_matrices(cls, matrices: Sequence[torch.Tensor]) -> Iterator[Self]:
+        """Yields the runs of `matrices`, which all have the same shape and a gradient."""
         gradients = [p.grad for p in matrices if p.grad is not None]
         for part in runs(matrices, gradients):
             members = matrices[part]
             if len(members) == 1:
-                yield cls.one(members[0])
+                yield cls.from_matrix(members[0])
             else:
                 yield cls(members, view_run(members), view_run(gradients[part]))

@@ -1,4 +1,4 @@
-"""Shampoo: multiplies each side of the momentum by an inverse root of the gradients' second moment on that
+"""Shampoo: multiplies the momentum from each side by an inverse root of the gradients' second moment on that
 side (Gupta et al. 2018, arXiv:1802.09568), with moving averages and grafting as in Shi et al. 2023
 (arXiv:2309.06497)."""
 
@@ -12,13 +12,13 @@ from torch.optim.optimizer import ParamsT
 from .decompositions import (
     LinAlgError,
     Order,
-    by_eigenvalues,
-    by_newton,
+    compute_with_fallback,
     newton_converged,
     newton_start,
     newton_step,
     newton_steps,
-    with_fallback,
+    roots_by_eigenvalues,
+    roots_by_newton,
 )
 from .facts import RootMethod
 from .kronecker import LONGEST, SIDES, KroneckerOptimizer, KroneckerSettings, Side, pack, unpack
@@ -59,14 +59,17 @@ class Shampoo(KroneckerOptimizer):
         **settings: Unpack[KroneckerSettings],
     ) -> None:
         """Args:
-        params, lr, settings: As for KroneckerOptimizer. `betas`: the decay of M and of the grafted Adam's
-            second moment; `eps`: the epsilon of the grafted Adam.
-        shampoo_eps: Term added to a factor's eigenvalues, relative to the largest.
-        grafting: The method that determines the Frobenius norm of the update. none: no scaling; sgd: the norm
-            of M; adam: the norm of M / (sqrt(V) + eps), which suits AdamW's learning rates. adam keeps one
-            more buffer of the size of the weight.
-        roots: How inverse roots are computed. eigh: from eigenvalues. newton: using only matmuls, which is
-            faster on GPUs; a root that does not converge is computed from eigenvalues.
+            params, lr, settings: As for KroneckerOptimizer. `betas`: the decays of M and of the grafted
+                Adam's second moment; `eps`: the epsilon of the grafted Adam.
+            shampoo_eps: The term added to a factor's eigenvalues, relative to the largest.
+            grafting: The method that determines the Frobenius norm of the update. none: no scaling; sgd: the
+                norm of M; adam: the norm of M / (sqrt(V) + eps), which suits AdamW's learning rates. adam
+                keeps one more buffer of the size of the weight.
+            roots: How inverse roots are computed. eigh: from eigenvalues. newton: using only matmuls, which
+                is faster on GPUs; a root that does not converge is computed from eigenvalues.
+
+        Raises:
+            ValueError: A setting of KroneckerOptimizer is not valid.
         """
         super().__init__(params, lr, **settings)
         self.symmetric = ("", "root_", "next_root_", "residual_") if self.spread else ("", "root_")
@@ -97,8 +100,8 @@ class Shampoo(KroneckerOptimizer):
                 pack(root.contiguous(), self.state[p][f"root_{side}"])
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        """Makes the steps of Newton's iteration that belong to this part. An eigendecomposition is not
-        divided; the first part computes it."""
+        """Makes the steps of Newton's iteration that belong to this part. With `roots="eigh"`, the first part
+        computes the whole root. The last part puts the new root in use."""
         state, steps = self.state[p], newton_steps(self._order(p))
         root, following, residual = (state[f"{name}_{side}"] for name in ("root", "next_root", "residual"))
         parts = [newton_part(step, steps, self.precondition_frequency) for step in range(steps)]
@@ -120,8 +123,8 @@ class Shampoo(KroneckerOptimizer):
         return True
 
     def _iterate(self, p: torch.Tensor, side: Side, steps: Sequence[int]) -> None:
-        """Makes the given steps of Newton's iteration. X and M are packed between parts, since they are
-        symmetric up to rounding errors."""
+        """Makes the given steps of Newton's iteration, starting from the X and M in the state and storing the
+        new ones there, packed. They are symmetric up to rounding errors."""
         if not steps:
             return
         x: torch.Tensor | None
@@ -137,10 +140,12 @@ class Shampoo(KroneckerOptimizer):
         pack((x if scale is None else x * scale)[0], self.state[p][f"next_root_{side}"])
         pack(m[0], self.state[p][f"residual_{side}"])
 
-    def _before_first_part(self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]) -> dict[str, torch.Tensor]:
-        """Returns X (`next_root`) and M (`residual`, the identity) of a Newton iteration that has
-        converged."""
-        roots = super()._before_first_part(p, state)
+    def _initial_refresh_state(
+        self, p: torch.Tensor, state: Mapping[str, torch.Tensor | int]
+    ) -> dict[str, torch.Tensor]:
+        """Returns X (`next_root`) and M (`residual`) of a Newton iteration that has converged: copies of the
+        roots in use, and identities."""
+        roots = super()._initial_refresh_state(p, state)
         sides = [(side, length) for side, length in self._lengths(p) if f"next_root_{side}" in roots]
         return {**roots, **{f"residual_{side}": _identity(p, length) for side, length in sides}}
 
@@ -150,29 +155,30 @@ class Shampoo(KroneckerOptimizer):
         return unpack(self.state[p][f"{name}{side}"], self._square(p, 1, length)[0])
 
     def _order(self, p: torch.Tensor) -> Order:
+        """Returns the order of the roots of `p`."""
         return 4 if len(self._sides(p)) == 2 else 2
 
     def _by_eigenvalues(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> torch.Tensor | None:
         """Returns the inverse root of a factor, computed from eigenvalues; None if that fails."""
-        compute = partial(by_eigenvalues, order=self._order(p), eps=self.shampoo_eps)
-        return with_fallback(compute, factor, f"the eigendecomposition of {side}", partial(self._report, p))
+        compute = partial(roots_by_eigenvalues, order=self._order(p), eps=self.shampoo_eps)
+        return compute_with_fallback(compute, factor, f"the eigendecomposition of {side}", partial(self._report, p))
 
     def _report_divergence(self, p: torch.Tensor, side: Side) -> None:
         self._report(p, f"the Newton iteration of {side} did not converge; its eigendecomposition is used")
 
     def _roots(self, factors: torch.Tensor, order: Order) -> tuple[torch.Tensor, Sequence[bool]]:
-        """Returns the inverse roots of a stack of factors (count, length, length), and for each root whether
+        """Returns the inverse roots of a stack of factors (count, length, length), and for each root True if
         it can be used."""
         if self.roots == "newton":
-            roots, good = by_newton(factors, order, self.shampoo_eps)
+            roots, good = roots_by_newton(factors, order, self.shampoo_eps)
             return roots, good.tolist()
         try:
-            return by_eigenvalues(factors, order, self.shampoo_eps), [True] * len(factors)
+            return roots_by_eigenvalues(factors, order, self.shampoo_eps), [True] * len(factors)
         except LinAlgError:
             return factors, [False] * len(factors)
 
     def _bound(self, p: torch.Tensor, direction: torch.Tensor) -> None:
-        """Scales the update down if it is longer than `LONGEST` sqrt(min(rows, cols)), and reports that.
+        """Scales the update down if its norm exceeds `LONGEST` sqrt(min(rows, cols)), and reports that.
 
         If the roots include all gradients that the momentum averages, no singular value of the update exceeds
         the bound of Adam's update (Cauchy-Schwarz). With older roots, a singular value can be a thousand

@@ -96,9 +96,9 @@ class SoapMuonConfig(KroneckerConfig, NewtonSchulzConfig):
 
 
 def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts Shampoo's work: per element of the matrix 50 bytes for momentum, weight and casts, and grafting;
-    per element of a square 12 bytes to average the packed factor and 12 to unpack the root, in 15 launches
-    per side."""
+    """Counts Shampoo's work. Traffic per element of the matrix: 50 bytes for momentum, weight and casts, plus
+    `GRAFTING_BYTES`. Per element of a square: 12 bytes to average the packed factor and 12 to unpack the
+    root, in 15 launches for each side."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
@@ -108,11 +108,11 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
     )
     counts = NEWTON_MATMULS.get(len(sides), ())
 
-    def root(side: int, part: int) -> Work:
+    def root_work(side: int, part: int) -> Work:
         if a.roots == "eigh":
             eigh = Work(matmuls=((1, side, side, side),), eigh=(side,), traffic=40 * side * side, launches=20)
             return eigh if part == 0 else Work()
-        matmul_counts = [count for n, count in enumerate(counts) if newton_part(n, len(counts), parts_of(a)) == part]
+        matmul_counts = [count for n, count in enumerate(counts) if newton_part(n, len(counts), part_count(a)) == part]
         # Both squares are packed and unpacked between parts.
         share, stored = len(matmul_counts) / len(counts), a.spread and len(matmul_counts) > 0
         return Work(
@@ -121,12 +121,12 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
             launches=110 * share + 24 * stored,
         )
 
-    return step, _refresh_parts(a, rows, cols, root)
+    return step, _refresh_parts(a, rows, cols, root_work)
 
 
 def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts SOAP's work: per element of the matrix 86 bytes for Adam in the eigenbasis and the weight;
-    factors as for Shampoo."""
+    """Counts SOAP's work. Traffic per element of the matrix: 86 bytes for Adam in the eigenbasis and the
+    weight. Per element of a square: 12 bytes to average the packed factor."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     step = Work(
@@ -135,25 +135,25 @@ def _soap(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
         launches=14 + 7 * len(sides),
     )
 
-    def turned(side: int) -> Work:
+    def rotation_work(side: int) -> Work:
         other = rows * cols // side
         return Work(matmuls=((2, side, side, other),), traffic=8 * rows * cols + 16 * side * side, launches=9)
 
-    def orthonormal(side: int, part: int) -> Work:
+    def refresh_work(side: int, part: int) -> Work:
         panels = _orthonormal_work(a, side, part, Work(traffic=28 * side * side, launches=9))
-        return _total([panels, turned(side)]) if part == parts_of(a) - 1 else panels
+        return _total([panels, rotation_work(side)]) if part == part_count(a) - 1 else panels
 
-    return step, _refresh_parts(a, rows, cols, orthonormal)
+    return step, _refresh_parts(a, rows, cols, refresh_work)
 
 
-def _orthonormal_work(a: Algorithm, side: int, part: int, begun: Work) -> Work:
+def _orthonormal_work(a: Algorithm, side: int, part: int, first_part: Work) -> Work:
     """Counts the work of one part of a side's power iteration and QR: a panel of columns is projected twice
-    on the columns before it and orthonormalised.
+    on the earlier columns and orthonormalised.
 
     Args:
-        begun: The work that only the first part has, besides its matmul.
+        first_part: The work of the first part in addition to its matmul.
     """
-    low, high = panel(side, part, parts_of(a))
+    low, high = panel(side, part, part_count(a))
     width = high - low
     projected = Work(
         matmuls=((2, low, side, width), (2, side, low, width)) if low and width else (),
@@ -161,18 +161,18 @@ def _orthonormal_work(a: Algorithm, side: int, part: int, begun: Work) -> Work:
         traffic=40 * side * width if low else 0,
         launches=12 if low else 0,
     )
-    return projected if part else _total([begun, Work(matmuls=((1, side, side, side),)), projected])
+    return projected if part else _total([first_part, Work(matmuls=((1, side, side, side),)), projected])
 
 
-def _refresh_parts(a: Algorithm, rows: int, cols: int, of_side: Callable[[int, int], Work]) -> tuple[Work, ...]:
-    """Adds up the refresh work of both sides for each step over which refreshes are spread.
+def _refresh_parts(a: Algorithm, rows: int, cols: int, side_work: Callable[[int, int], Work]) -> tuple[Work, ...]:
+    """Returns the refresh work of both sides together, for each step over which a refresh is spread.
 
     Args:
-        of_side: A function that returns the work of one part, given the side's length and the part's index.
+        side_work: A function that returns the work of one part, given the side's length and the part's index.
     """
     sides = factored_sides(a, rows, cols)
-    steps = range(parts_of(a)) if sides else ()
-    return tuple(_total([of_side(side, step) for side in sides]) for step in steps)
+    steps = range(part_count(a)) if sides else ()
+    return tuple(_total([side_work(side, step) for side in sides]) for step in steps)
 
 
 def _total(works: Sequence[Work]) -> Work:
@@ -186,17 +186,17 @@ def _total(works: Sequence[Work]) -> Work:
 
 
 def _soap_muon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts SOAP-Muon's work: SOAP's and that of Newton-Schulz, and per element 4 bytes for the norm, 4 + w
-    for the division, w + 4 for the copy back and 8 for scaling, where w is the width of the matmuls'
-    dtype."""
+    """Counts SOAP-Muon's work: SOAP's, and that of Newton-Schulz. Additional traffic per element, where w is
+    the width of the matmuls' dtype: 4 bytes for the norm, 4 + w for the division, w + 4 for the copy back and
+    8 for scaling."""
     step, parts = _soap(a, rows, cols)
     traffic = step.traffic + (20 + 2 * matmul_bytes(a)) * rows * cols
     return replace(step, traffic=traffic, launches=step.launches + 4, iteration=iteration_work(a, rows, cols)), parts
 
 
 def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts KL-Shampoo's work: per element 42 bytes for momentum, weight and casts, and 64 for whitening and
-    eigenvalues."""
+    """Counts KL-Shampoo's work. Traffic per element of the matrix: 42 bytes for momentum, weight and casts,
+    and 64 for whitening and eigenvalues. Per element of a square: 12 bytes to average the packed factor."""
     sides = factored_sides(a, rows, cols)
     squares = sum(side * side for side in sides)
     m, n = sorted((rows, cols))
@@ -211,13 +211,13 @@ def _kl_shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, .
     )
 
 
-def parts_of(a: Algorithm) -> int:
+def part_count(a: Algorithm) -> int:
     """Returns the number of steps over which a refresh is spread; 1 if it is computed in one step."""
     return a.refresh_period if a.spread else 1
 
 
 def newton_part(step: int, steps: int, parts: int) -> int:
-    """Returns the index of the part of a spread refresh that makes a given step of Newton's iteration."""
+    """Returns the index of the part of a spread refresh in which a step of Newton's iteration is made."""
     return step * parts // steps
 
 
@@ -232,7 +232,8 @@ def factored_sides(a: Algorithm, rows: int, cols: int) -> tuple[int, ...]:
 
 
 def _side_matmuls(rows: int, cols: int, sides: tuple[int, ...], applied: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the matmuls of each preconditioned side: G G' or G' G, and `applied` times its square by G."""
+    """Yields the matmuls of each side with a factor, as in `Work.matmuls`: G G^T or G^T G, and `applied`
+    products of the side's square and a matrix of G's shape."""
     for side in sides:
         other = rows * cols // side
         yield 1, side, other, side

@@ -1,5 +1,5 @@
-"""Muon on a matrix whose fragments stay on their ranks (`shared` matrices): in Gram form with squares cut by
-rows, and in standard form where that cannot be trusted."""
+"""Muon on shared matrices, whose fragments stay on their ranks: in Gram form with squares cut by rows, and in
+standard form where the Gram form cannot be trusted."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from .matrix_optimizer import Workspace, matmul_precision
 from .muon_facts import count_down, distrust
 from .newton_schulz import newton_schulz
 from .runs import Run
-from .shared_rows import FragmentGroup, Shape, Sum, Turns, each_turn, gram_by_rows
+from .shared_rows import FragmentGroup, Shape, Sum, Turns, gram_by_rows, run_turns
 
 
 class SharedMuon(muon.Muon):
@@ -42,16 +42,16 @@ class SharedMuon(muon.Muon):
         Returns:
             False, on all ranks, if the update was skipped and `update_alone` must be called.
         """
-        return each_turn(self._update_together(p, whole, ranks), lambda: matmul_precision("fp32"))
+        return run_turns(self._update_together(p, whole, ranks), lambda: matmul_precision("fp32"))
 
     def _update_together(self, p: torch.Tensor, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
         workspace = ranks.workspace or self.workspace
         x, norm, square = self._fragment_direction(p, self.dtype, min(whole), workspace)
         yield (ranks.total(square),)
-        _divide(x, norm, square)
+        _rescale(x, norm, square)
         x, trusted = yield from gram_by_rows(x, self.steps, ranks, workspace, wide=_is_wide(p, whole))
         trusted |= square.view(()) == 0  # a direction of zeros gives an exact update of zeros, whatever the estimate
-        if muon.by_blocks(p) and not bool(trusted):
+        if muon.runs_in_blocks(p) and not bool(trusted):
             self._report_fallback(p)
             return False
         self._write_update(p, x, trusted, whole)
@@ -59,7 +59,7 @@ class SharedMuon(muon.Muon):
 
     def _write_update(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
         group = self._settings(p)
-        if not muon.by_blocks(p):
+        if not muon.runs_in_blocks(p):
             self._record_trust([p], trusted)
             update.masked_fill_(trusted.logical_not(), 0)
             self._set_rates(p, group)
@@ -68,28 +68,32 @@ class SharedMuon(muon.Muon):
     def _fragment_direction(
         self, p: torch.Tensor, dtype: torch.dtype, side: int, workspace: Workspace, *, again: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns `_direction` of a fragment, in `workspace`, its norm (), and the square of its norm (1,),
-        which the caller sums over all fragments; `_divide` needs both."""
+        """Computes the direction of a fragment, scaled by the fragment's own norm.
+
+        Returns:
+            The direction, in `workspace`; its norm before scaling, (); and the square of this norm, (1,),
+            which the caller sums over all fragments before it calls `_rescale`.
+        """
         x = workspace.get("muon_x", p.shape, dtype, p.device)
-        norm_here = self._direction(Run.one(p), self._settings(p)["momentum"], x, side=side, again=again)
+        norm_here = self._direction(Run.from_matrix(p), self._settings(p)["momentum"], x, side=side, again=again)
         norm = torch.as_tensor(norm_here, device=p.device)
         return x, norm, norm.double().square().view(1)
 
     def update_alone(self, p: torch.Tensor, *, whole: Shape, total: Sum) -> None:
         """Updates a fragment in standard form: in the same step if `update_together` returned False, and in
-        later steps while the matrix is `excluded`. Collective.
+        later steps while `is_distrusted` is true. Collective.
 
         It is slow, because every iteration sums the Gram matrix over all fragments, but safe. If the matrix
-        is not excluded, `update_together` has already updated the momentum in this step.
+        is not yet distrusted, `update_together` has already updated the momentum in this step.
 
         Args:
             p: The fragment's weights, and in `p.grad` the gradient, both fp32.
             whole: The shape of the whole matrix.
-            total: Sums a tensor over all fragments, in place.
+            total: A function that sums a tensor over all fragments, in place.
         """
-        group, excluded = self._settings(p), self.excluded(p)
+        group, distrusted = self._settings(p), self.is_distrusted(p)
 
-        def summed(gram: torch.Tensor) -> None:
+        def sum_gram(gram: torch.Tensor) -> None:
             if gram.dtype is torch.float32:
                 total(gram)
                 return
@@ -101,15 +105,15 @@ class SharedMuon(muon.Muon):
 
         with matmul_precision("fp32"):
             x, norm, square = self._fragment_direction(
-                p, self._standard, min(whole), self.workspace, again=not excluded
+                p, self._standard, min(whole), self.workspace, again=not distrusted
             )
             total(square)
-            _divide(x, norm, square)
-            x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=summed)
-            if not muon.by_blocks(p):
+            _rescale(x, norm, square)
+            x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=sum_gram)
+            if not muon.runs_in_blocks(p):
                 self._set_rates(p, group)
             self._move(p, x, group, whole)
-        if excluded:
+        if distrusted:
             count_down(self.state[p])
         else:
             distrust(self.state[p])
@@ -118,13 +122,13 @@ class SharedMuon(muon.Muon):
         return next(group for group in self.param_groups if any(member is p for member in group["params"]))
 
 
-def _divide(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
-    """Rescales a fragment that was divided by its own `norm` to be divided by the norm of the whole matrix,
-    whose square is `square`."""
+def _rescale(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
+    """Rescales a fragment in place: `x` was divided by the fragment's `norm`, and is now divided by the norm
+    of the whole matrix instead, whose square is `square`."""
     x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
 
 
 def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:
-    """Returns True if the fragment has all rows of the whole matrix, so that its columns, the long side, are
-    cut."""
+    """Returns True if the fragments have all rows of the whole matrix, whose long side is then the
+    columns."""
     return fragment.size(0) == whole[0]

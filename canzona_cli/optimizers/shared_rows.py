@@ -1,5 +1,5 @@
-"""The Gram form of Newton-Schulz (`gram_form`) for a matrix in fragments: the ranks that have the fragments
-share the work on the squares, which are cut by rows.
+"""The Gram form of Newton-Schulz (`gram_form`) for a matrix in fragments: each of the ranks that have
+fragments computes some rows of every square.
 
 Every rank sums its rows of all ranks' Gram matrices and computes its rows of each matmul. The rows are
 gathered where a matmul needs the whole square as its right operand, so all ranks get the same numbers. The
@@ -33,7 +33,7 @@ from .gram_form import (
 )
 from .matrix_optimizer import Workspace
 from .muon_facts import segments
-from .symmetric import plain
+from .symmetric import full_matmul
 
 Shape = tuple[int, int]
 """The rows and columns of the whole matrix; fragments are cut along one of the two."""
@@ -42,8 +42,8 @@ Sum = Callable[[torch.Tensor], object]
 Wait = Callable[[], object]
 """A function that waits for a collective; on a GPU the current stream waits, not the host."""
 type Turns[Result] = Generator[Sequence[Wait], None, Result]
-"""A generator that yields the collectives it has to wait for. The caller may run another generator meanwhile
-and resumes this one after it has called every `Wait`."""
+"""A generator that yields the collectives that it has to wait for. Meanwhile the caller may run another
+generator; it calls every `Wait` before it resumes this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +59,14 @@ class FragmentGroup:
     total: Callable[[torch.Tensor], Wait]
     """The function that starts an in-place sum over all fragments."""
     swap: Callable[[torch.Tensor, torch.Tensor], Wait]
-    """The function that starts an all-to-all of every rank's square (m, m), after which this rank has its
-    rows of each square: (count, m / count, m), in the order of fragments. Called with the output and the
-    input, both contiguous."""
+    """The function that starts an all-to-all of every rank's square (m, m). This rank receives its rows of
+    each square: (count, m / count, m), in the order of fragments. Called with the output and the input, both
+    contiguous."""
     gather: Callable[[torch.Tensor, torch.Tensor], Wait]
     """The function that starts an all-gather of every rank's rows (m / count, m) into (m, m). Called with the
     output and the input, both contiguous; the input may be this rank's rows of the output."""
     workspace: Workspace | None = None
-    """The scratch, which keeps its contents between turns; None: the optimizer's."""
+    """The scratch, whose contents must not change between turns; None: the optimizer's."""
 
     def rows(self, side: int) -> slice:
         """Returns the rows of a square (side, side) that this rank computes."""
@@ -74,12 +74,12 @@ class FragmentGroup:
         return slice(self.index * height, (self.index + 1) * height)
 
 
-def each_turn[Result](running: Turns[Result], within: Callable[[], AbstractContextManager[object]]) -> Turns[Result]:
-    """Runs each turn of the generator `running` inside a new context from `within`."""
+def run_turns[Result](turns: Turns[Result], context: Callable[[], AbstractContextManager[object]]) -> Turns[Result]:
+    """Runs each turn of a generator inside a new context manager, which `context` creates."""
     while True:
-        with within():
+        with context():
             try:
-                waits = next(running)
+                waits = next(turns)
             except StopIteration as end:
                 result: Result = end.value
                 return result
@@ -103,47 +103,47 @@ def gram_by_rows(
         The collectives to wait for before the generator is resumed.
 
     Returns:
-        The fragment of the result, which is `x` or the workspace's second x; and whether it can be trusted:
-        () bool, the same on all ranks.
+        The fragment of the result, which is `x` or the workspace's second x; and a flag, () bool, the same on
+        all ranks: true if the result can be trusted.
     """
     twin = workspace.like("ns_twin", x)
     side, done = x.size(0 if wide else 1), 0
     rows = ranks.rows(side)
     norm = starting_norm(side, x.dtype)
     error: Number = 0.0
-    left = torch.zeros(1, dtype=torch.float64, device=x.device)
+    square = torch.zeros(1, dtype=torch.float64, device=x.device)
     counts = segments(len(steps))
     for segment, count in enumerate(counts):
-        of_segment = unscaled_steps(norm, steps)[done : done + count]
+        segment_steps = unscaled_steps(norm, steps)[done : done + count]
         done += count
         r = workspace.get("ns_gram", (side, side), x.dtype, x.device)
-        alpha = alpha_numbers(of_segment[:1], mean_square(x, wide=wide))[0]
+        alpha = alpha_numbers(segment_steps[:1], mean_square(x, wide=wide))[0]
         centred_gram(x if wide else x.mT, alpha, r)
         sums = torch.cat([_as_tensor(alpha, x), _as_tensor(norm_of_rows(r), x).square()])
         parts = workspace.get("ns_half", (ranks.count, side // ranks.count, side), x.dtype, x.device)
         yield ranks.total(sums), ranks.swap(parts, r)
         mean = _number(sums[0]) if segment else norm * norm / side
-        numbers = alpha_numbers(of_segment, mean)
+        numbers = alpha_numbers(segment_steps, mean)
         _add_up(r[rows], parts, rows.start, sums[0] - _as_tensor(numbers[0], x))
         yield (ranks.gather(r, r[rows]),)
         rounded = _number((sums[1] + _as_tensor(norm_of_rows(r), x).square()).sqrt())
-        polynomial = yield from _polynomial(r, of_segment, numbers, ranks, workspace, twin)
+        polynomial = yield from _polynomial(r, segment_steps, numbers, ranks, workspace, twin)
         apply(x, polynomial.q, polynomial.gamma, twin, wide=wide)
         error = polynomial.error(error, mean, rounded)
-        left = _as_tensor(polynomial.left_of(rows), x)
+        square = _as_tensor(polynomial.mean_square_part(rows), x)
         x, twin = twin, x
     # A rank that does not trust its result makes the sum infinite, so that all ranks make the same decision.
     # Otherwise they would wait for each other in different collectives.
-    left = torch.where(torch.as_tensor(error <= DOUBT, device=x.device).view(1), left, torch.inf)
-    yield (ranks.total(left),)
-    return x, (left <= largest_rms(steps) ** 2).view(())
+    square = torch.where(torch.as_tensor(error <= DOUBT, device=x.device).view(1), square, torch.inf)
+    yield (ranks.total(square),)
+    return x, (square <= largest_rms(steps) ** 2).view(())
 
 
-def _add_up(rows: torch.Tensor, parts: torch.Tensor, first: int, more: torch.Tensor) -> None:
+def _add_up(rows: torch.Tensor, parts: torch.Tensor, first: int, shift: torch.Tensor) -> None:
     """Writes the sum of all ranks' `parts` (count, height, side) into `rows` (height, side), the rows of a
-    square from row `first` on. Sums are in the order of ranks and in fp32; `more` is added to the diagonal
-    before rounding."""
-    diagonal = parts.diagonal(first, dim1=1, dim2=2).sum(0, dtype=torch.float32) + more.float()
+    square from row `first` on. Sums are in the order of ranks and in fp32; `shift` is added to the square's
+    diagonal before rounding."""
+    diagonal = parts.diagonal(first, dim1=1, dim2=2).sum(0, dtype=torch.float32) + shift.float()
     torch.sum(parts, 0, out=rows)
     rows.diagonal(first).copy_(diagonal)
 
@@ -154,54 +154,54 @@ def _polynomial(
     numbers: Sequence[Number],
     ranks: FragmentGroup,
     workspace: Workspace,
-    free: torch.Tensor,
+    scratch: torch.Tensor,
 ) -> Turns[Polynomial]:
     """Computes the same as `gram_form.polynomial`, except that the last step's p has only this rank's rows.
 
     Yields once for each matmul, in an order in which most gathers overlap with the next matmul.
 
     Args:
-        free: Scratch as large as the fragment, which has at least as many elements as this rank's rows of a
-            square.
+        scratch: A tensor of the fragment's size, overwritten; it has at least as many elements as this rank's
+            rows of a square.
     """
     rows = ranks.rows(r.size(0))
     s, q = (workspace.get(role, r.shape, r.dtype, r.device) for role in ("ns_poly", "ns_all"))
     half = workspace.get("ns_half", r[rows].shape, r.dtype, r.device)
-    own_rows = free.view(-1)[: half.numel()].view_as(half)
+    scratch_rows = scratch.view(-1)[: half.numel()].view_as(half)
     before: Number = 0.0
     p = q
-    late: tuple[Wait, ...] = ()
+    pending: tuple[Wait, ...] = ()
     for index, (_, _, c) in enumerate(steps):
         alpha, factor, value, gamma, value_alpha = numbers[5 * index : 5 * index + 5]
         last = index + 1 == len(steps)
         p = s if index else q
         # Not a view of p, because these rows are still read while the gathered p is being received.
-        mine = p[rows] if last else own_rows
-        _multiply(r[rows], r, torch.mul(r[rows], factor, out=mine), c)
+        p_rows = p[rows] if last else scratch_rows
+        _multiply(r[rows], r, torch.mul(r[rows], factor, out=p_rows), c)
         if len(steps) == 1:
-            yield (ranks.gather(p, mine),)
+            yield (ranks.gather(p, p_rows),)
             break
-        gathered = () if last else (ranks.gather(p, mine),)
-        yield late
+        gathered = () if last else (ranks.gather(p, p_rows),)
+        yield pending
         if not last:
-            _multiply(mine, r, blend(half, mine, alpha, r[rows], value))
+            _multiply(p_rows, r, blend(half, p_rows, alpha, r[rows], value))
             yield gathered
             # The reverse order of `gram_form.polynomial`, because p has already been gathered.
-            _multiply(half, p, blend(r[rows], half, value, mine, value_alpha))
+            _multiply(half, p, blend(r[rows], half, value, p_rows, value_alpha))
             gathered = (ranks.gather(r, r[rows]),)
             yield () if index else gathered
         if index:
             if last:
                 before = norm_of_rows(q, gamma)
-            _multiply(mine, q, blend(half, q[rows], value, mine, gamma))
-            late = (ranks.gather(q, half),)
-            yield late if last else gathered
+            _multiply(p_rows, q, blend(half, q[rows], value, p_rows, gamma))
+            pending = (ranks.gather(q, half),)
+            yield pending if last else gathered
     return Polynomial(q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last=(p, numbers[-4], r, numbers[-6]))
 
 
 def _multiply(rows: torch.Tensor, whole: torch.Tensor, out: torch.Tensor, alpha: float = 1.0) -> None:
     """Adds alpha `rows` `whole` to `out` in place, where `whole` is symmetric."""
-    plain(rows, whole.mT, out, out, 1.0, alpha)
+    full_matmul(rows, whole.mT, out, out, 1.0, alpha)
 
 
 def _as_tensor(value: Number, like: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ from .decompositions import rounding
 from .kronecker import LONGEST, KroneckerOptimizer, Side, unpack
 
 RESOLVED = torch.finfo(torch.float32).eps ** 0.5
-"""The share of the largest singular value below which singular vectors cannot be resolved, because the
-squares of these singular values are below fp32's rounding."""
+"""The fraction of the largest singular value below which singular vectors cannot be resolved, because the
+squares of these singular values are below fp32's rounding error."""
 
 
 def _order(powered: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ class SOAP(KroneckerOptimizer):
         order = _order(powered, bases)
         powered = powered.take_along_dim(order[:, None], -1)
         bases = bases.take_along_dim(order[:, None], -1)
-        turned = self._orthonormal(stack, powered, bases)
+        turned = self._orthonormalise(stack, powered, bases)
         for (p, side), new, places in zip(stack, turned, order, strict=True):
             if new is not None:
                 self._reorder(p, side, places, "exp_avg_sq")
@@ -79,7 +79,7 @@ class SOAP(KroneckerOptimizer):
         stored.copy_(stored[order] if side == "L" else stored[:, order])
 
     def _turn(self, p: torch.Tensor, side: Side, new: torch.Tensor) -> None:
-        """Rotates the first moment of `p` to a new basis of one side, and stores the basis."""
+        """Rotates the first moment of `p` into a new basis of one side, and stores the basis."""
         state = self.state[p]
         basis, first = state[f"Q_{side}"], state["exp_avg"]
         turned = self.workspace.like("adam", p)
@@ -101,7 +101,7 @@ class SOAP(KroneckerOptimizer):
                 self._reorder(p, side, order, moment)
             basis.copy_(basis[:, order])
             following.copy_(following[:, order])
-        new = self._orthonormal_part(p, side, part)
+        new = self._orthonormalise_part(p, side, part)
         if new is not None:
             self._turn(p, side, new)
         return new is not None
@@ -139,7 +139,8 @@ class SOAP(KroneckerOptimizer):
         return self._sandwich(p, "Q_", self._adam(p, step), transpose="R")
 
     def _adam(self, p: torch.Tensor, steps: int) -> torch.Tensor:
-        """Returns Adam's update in the eigenbasis, in scratch, from moments of `steps` gradients."""
+        """Returns Adam's update in the eigenbasis (rows, cols), in scratch, from moments of `steps`
+        gradients."""
         state = self.state[p]
         beta1, beta2 = self.betas
         root = torch.div(state["exp_avg_sq"], 1 - beta2**steps, out=self.workspace.like("adam", p)).sqrt_()

@@ -30,20 +30,20 @@ AMX_STRIPS, AMX_LEAST = 3, 1.5e9
 core of a Xeon: 768x2560 0.78. Two and four strips are slower, and nothing gains at 512x2560 and 1024x1024."""
 
 Shape = tuple[int, int, torch.dtype]
-"""The shape (side, long) of A, and its dtype."""
+"""The rows and columns (side, long) of A, and its dtype."""
 
 _chosen: dict[Shape, Kernel] = {}
 
 
 def use(kernels: Mapping[Shape, Kernel]) -> None:
-    """Sets the kernels, by the shape of A, for all further symmetric matmuls; replaces those of earlier
-    calls."""
+    """Sets the kernels for all further symmetric matmuls, by the shape of A. Kernels of earlier calls are
+    removed."""
     _chosen.clear()
     _chosen.update(kernels)
 
 
 def gram(x: torch.Tensor, out: torch.Tensor, *, add: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes X X^T + `add`.
+    """Computes X X^T + `add` into `out`.
 
     Args:
         x: (side, long) or (batch, side, long), with any strides.
@@ -67,8 +67,8 @@ def product(
     beta: float = 1.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """Computes alpha A B + beta `add`, where A and B are polynomials of the same symmetric matrix. They
-    commute, so A B is symmetric too.
+    """Computes alpha A B + beta `add` into `out`, where A and B are polynomials of the same symmetric matrix.
+    They commute, so A B is symmetric too.
 
     Args:
         a, b: (side, side) or (batch, side, side), symmetric.
@@ -85,17 +85,17 @@ def product(
 
 
 def strip_count(side: int, long: int) -> int:
-    """Returns the number of strips that a CPU uses to multiply (side, long) by (long, side) in bf16 or fp16;
-    1 if strips are slower."""
-    strips, least = (AMX_STRIPS, AMX_LEAST) if _amx() else (STRIPS, LEAST)
+    """Returns the number of strips in which a CPU multiplies (side, long) by (long, side) in bf16 or fp16; 1
+    if strips would be slower."""
+    strips, least = (AMX_STRIPS, AMX_LEAST) if _has_amx() else (STRIPS, LEAST)
     return strips if float(side) * side * long >= least else 1
 
 
-def plain(
+def full_matmul(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    """Computes the full matmul with torch's own kernels. It is the only `Kernel` that also takes batches
-    (batch, side, long)."""
+    """Computes the matmul in full with torch's own kernels. The only `Kernel` that also takes batches (batch,
+    side, long)."""
     if add is None and alpha == 1:
         torch.matmul(a, b, out=out)
         return
@@ -114,7 +114,7 @@ def _multiply(
         if a.device.type == "cpu" and a.dtype in cpu_matmuls.NARROW and (strips := strip_count(side, long)) > 1:
             _in_strips(strips, a, b, out, add, beta, alpha)
             return
-    plain(a, b, out, add, beta, alpha)
+    full_matmul(a, b, out, add, beta, alpha)
 
 
 def _in_strips(
@@ -126,31 +126,38 @@ def _in_strips(
     beta: float,
     alpha: float,
 ) -> None:
-    """Computes the lower block triangle, which is (strips + 1) / (2 strips) of the operations, and mirrors
-    it."""
+    """Computes only the lower block triangle, which takes (strips + 1) / (2 strips) of the operations, and
+    mirrors it."""
     side = a.size(0)
     height = -(-side // (32 * strips)) * 32
     for top in range(0, side, height):
         end = min(side, top + height)
-        more = None if add is None else add[top:end, :end]
-        plain(a[top:end], b[:, :end], out[top:end, :end], more, beta, alpha)
+        added = None if add is None else add[top:end, :end]
+        full_matmul(a[top:end], b[:, :end], out[top:end, :end], added, beta, alpha)
         out[:top, top:end].copy_(out[top:end, :top].mT)
 
 
 @cache
-def _amx() -> bool:
+def _has_amx() -> bool:
     capabilities: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)  # not in torch 2.11
     return bool(capabilities().get("amx_bf16"))
 
 
-def quack() -> Kernel:
-    """Loads QuACK's CuTe kernel (package quack-kernels), which can also multiply two polynomials of one
-    matrix."""
+def load_quack() -> Kernel:
+    """Loads QuACK's CuTe kernel (package quack-kernels), which also supports B that is not A's transpose.
+
+    Raises:
+        ImportError: The package is not installed.
+    """
     return _quack("quack.gemm_interface")
 
 
-def torchs_quack() -> Kernel:
-    """Loads the copy of QuACK's kernel that is part of torch's compiler; needs nvidia-cutlass-dsl."""
+def load_torchs_quack() -> Kernel:
+    """Loads the copy of QuACK's kernel that is part of torch's compiler; needs nvidia-cutlass-dsl.
+
+    Raises:
+        ImportError: This torch has no such copy, or nvidia-cutlass-dsl is not installed.
+    """
     return _quack("torch._vendor.quack.gemm_interface")
 
 
@@ -165,7 +172,7 @@ def _quack(module: str) -> Kernel:
     return kernel
 
 
-LADDER: Mapping[str, Callable[[], Kernel]] = {"quack": quack, "torch's quack": torchs_quack}
-"""The loaders of other packages' kernels by name, in the order in which they are tried; if none works,
-matmuls use `plain`, which calls cuBLAS. A loader raises if its kernel cannot be used here, most often
-ImportError."""
+LADDER: Mapping[str, Callable[[], Kernel]] = {"quack": load_quack, "torch's quack": load_torchs_quack}
+"""The loaders of other packages' kernels by name, in the order in which they are tried. A loader raises an
+error, usually ImportError, if its kernel cannot be used here. If no kernel can, matmuls use `full_matmul`,
+which calls cuBLAS."""

@@ -119,7 +119,7 @@ def test_on_a_gpu_an_update_is_measured_as_the_engine_runs_it(name: str) -> None
     config = compose_run(["recipe=tiny", "model.num_layers=2"]).config
     [variant] = [variant for variant in variants(config) if variant.label == name]
     with pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
-        patched.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+        patched.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
         group = Group(variant, 8, 12, DEVICE)
         group.update()
         record.forget()

@@ -379,7 +379,7 @@ def test_what_gram_form_doubted_stays_in_standard_form_for_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA: an update that is left out, and what a run that goes on elsewhere makes of that matrix."""
-    monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     gram = resolve("gpus=1", "optimizer.form=gram")
     fused = resolve("gpus=1", "optimizer.form=gram", "engine.splitting=fused")

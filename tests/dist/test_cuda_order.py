@@ -170,7 +170,7 @@ def _standing(config: RunConfig, layout: Layout) -> Iterator[tuple[Trainee, Reco
     # Compiling is not what is looked at, and its look at every function called takes long.
     eager = torch.compiler.set_stance("force_eager")
     with eager, pytest.MonkeyPatch.context() as patched, cuda_stand_in() as record:
-        patched.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)  # as on CUDA
+        patched.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)  # as on CUDA
         trainee = assemble(config, world, plan)
         megatron = get_model_config(trainee.chunks[0])
         assert megatron.batch_p2p_comm
@@ -266,7 +266,7 @@ def test_the_same_comes_out_as_on_the_cpu(small: tuple[RunConfig, Layout], stood
 
     def on_cpu() -> tuple[list[float], Digests, Digests]:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+            patched.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
             patched.setattr("canzona_cli.megatron.model.use_processor_norms", lambda model: None)  # GPUs have torch's
             trainee = build(config, layout)
             stream = batches(trainee)

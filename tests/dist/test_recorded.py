@@ -68,7 +68,7 @@ def _rank(runs: Sequence[tuple[RunConfig, Layout]], ranks: list[int]) -> list[li
 def _second_step(config: RunConfig, world: World) -> list[Event]:
     recorder = Recorder()
     with recorder.installed(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "by_blocks", lambda matrix: False)  # the way of a GPU: whole matrices at once
+        patch.setattr(muon, "runs_in_blocks", lambda matrix: False)  # the way of a GPU: whole matrices at once
         patch.setattr(muon, "gram_dtype", lambda dtype, _: dtype)  # what nobody has sent is too large for fp16
         trainee = assemble(config, world, planned(config, world.layout))
         # Answers that no other rank has sent are not to be trusted.

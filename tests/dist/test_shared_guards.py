@@ -19,7 +19,7 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers import muon, muon_facts, shared_rows
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns, each_turn
+from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns, run_turns
 from canzona_cli.training.assemble import assemble as assemble_trainee
 from tests.dist.engine_support import engine_of, heard, resolve
 from tests.dist.jobs import build, on_ranks, planned
@@ -63,7 +63,7 @@ def _doubted(matrices: PlannedOptimizer) -> Iterator[None]:
         running = by_rows(p, whole=whole, ranks=ranks)
         if p is not matrices.masters[index]:
             return running
-        return each_turn(running, lambda: patch.object(shared_rows, "DOUBT", -1.0))
+        return run_turns(running, lambda: patch.object(shared_rows, "DOUBT", -1.0))
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(form, "update_together", together)
@@ -109,7 +109,7 @@ def faulted() -> dict[Fault, list[Faulted]]:
         with pytest.MonkeyPatch.context() as patched, heard("canzona_cli") as log:
             patched.setattr(muon_facts, "STANDARD_STEPS", STANDARD)
             if fault == "doubt on a device":
-                patched.setattr(muon, "by_blocks", lambda matrix: False)
+                patched.setattr(muon, "runs_in_blocks", lambda matrix: False)
             trainee = assemble_trainee(made[0], world, plan)
             matrices = engine_of(trainee).matrices
             assert isinstance(matrices, PlannedOptimizer)
@@ -154,7 +154,7 @@ def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
                 order.append(place)
                 yield
 
-            return each_turn(by_rows(p, whole=whole, ranks=ranks), noted)
+            return run_turns(by_rows(p, whole=whole, ranks=ranks), noted)
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(form, "update_together", together)

@@ -74,7 +74,7 @@ def test_what_was_left_out_without_waiting_is_counted_named_and_standard_from_th
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The passes are CUDA's: Muon's flags stay on the device until the step's one wait has brought their number."""
-    monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     masters = _masters()
     optimizer = Muon(list(masters.values()), 0.01, form="gram")
@@ -98,7 +98,7 @@ def test_what_was_left_out_without_waiting_is_counted_named_and_standard_from_th
 
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
 def test_what_is_left_out_changes_nothing_even_if_not_finite(monkeypatch: pytest.MonkeyPatch, kind: type[Muon]) -> None:
-    monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     monkeypatch.setattr(
         "canzona_cli.optimizers.muon.gram_newton_schulz",
         lambda x, *_: (x.fill_(math.nan), torch.zeros(x.shape[:-2], dtype=torch.bool)),

@@ -21,7 +21,7 @@ from canzona_cli.engine.kernels import Call, choose_kernels, matmul_shapes
 from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.optimizers import Muon, gram_form, graphs, muon, muon_cuda, symmetric
 from canzona_cli.optimizers.facts import Form
-from canzona_cli.optimizers.symmetric import Kernel, plain
+from canzona_cli.optimizers.symmetric import Kernel, full_matmul
 from canzona_cli.run.records import KernelChoice
 from tests.cuda_graph_stand_in import cuda_graphs
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
@@ -41,7 +41,7 @@ def _named(name: str, calls: list[str], times: float = 1.0) -> Kernel:
         a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
     ) -> None:
         calls.append(name)
-        plain(a, b, out, add, beta, alpha)
+        full_matmul(a, b, out, add, beta, alpha)
         out.mul_(times)
 
     return kernel
@@ -59,7 +59,7 @@ def _half(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scalars: object)
 def _only_transposes(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
 ) -> None:
-    plain(a, a.mT, out, add, beta, alpha)
+    full_matmul(a, a.mT, out, add, beta, alpha)
 
 
 def _climb(ladder: dict[str, Callable[[], Kernel]], calls: list[str], config: RunConfig) -> list[KernelChoice]:
@@ -141,7 +141,7 @@ def test_one_whose_results_are_wrong_is_refused(climbed: dict[str, list[KernelCh
         assert refused["a"] == refused["b"] == "its results differ from cuBLAS's"
         assert "cuBLAS" not in refused["c"], "in standard form two polynomials are the same one"
     [polynomials, _] = kernels._cases((24, 24, torch.float16), ["square"], torch.device("cpu"))
-    assert polynomials.wrong(_only_transposes), "in Gram form they are not"
+    assert polynomials.is_wrong(_only_transposes), "in Gram form they are not"
 
 
 def test_one_rank_that_cannot_use_it_decides_for_all(climbed: dict[str, list[KernelChoice]]) -> None:
@@ -183,7 +183,7 @@ def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatc
 
     def kernel(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scalars: Any) -> None:
         seen.add((a.dtype, b.dtype, out.dtype))
-        plain(a, b, out, *scalars)
+        full_matmul(a, b, out, *scalars)
 
     choice = kernels._try_kernels(
         (24, 40, torch.float16), ["wide"], torch.device("cpu"), {"a": kernel}, [], lambda run: 1.0
@@ -199,13 +199,13 @@ def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatc
 
 
 def _to_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *scalars: Any) -> None:
-    plain(a, b, out, *scalars)
+    full_matmul(a, b, out, *scalars)
     out.copy_(out.bfloat16())
 
 
 def test_on_cpus_it_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config("model=qwen3-0.6b")
-    monkeypatch.setattr("canzona_cli.optimizers.symmetric._amx", lambda: False)
+    monkeypatch.setattr("canzona_cli.optimizers.symmetric._has_amx", lambda: False)
     choices = {(c.side, c.long): c.kernel for c in choose_kernels(config, torch.device("cpu")).choices}
     assert choices[1024, 3072] == choices[1024, 1024] == "strips"
     assert {(*shape, torch.bfloat16) for shape in choices} == set(matmul_shapes(config, torch.device("cpu")))
@@ -221,7 +221,7 @@ def test_quacks_kernel_is_called_as_torchs_copy_of_it_is_declared(monkeypatch: p
     assert (spec is None) == (Version(torch.__version__).release < (2, 15))
     if spec is None:
         with pytest.raises(ImportError):
-            symmetric.torchs_quack()
+            symmetric.load_torchs_quack()
     else:
         assert spec.origin is not None
         text = (Path(spec.origin).parent / "gemm_interface.py").read_text(encoding="utf-8")
@@ -234,16 +234,16 @@ def test_quacks_kernel_is_called_as_torchs_copy_of_it_is_declared(monkeypatch: p
     def gemm_symmetric(
         A: torch.Tensor, B: torch.Tensor, *, C: torch.Tensor | None, out: torch.Tensor, alpha: float, beta: float
     ) -> None:
-        plain(A, B, out, C, beta, alpha)
+        full_matmul(A, B, out, C, beta, alpha)
 
     stand_in = ModuleType("gemm_interface")
     stand_in.gemm_symmetric = gemm_symmetric  # type: ignore[attr-defined]
     for name in ("quack.gemm_interface", "torch._vendor.quack.gemm_interface"):
         monkeypatch.setitem(sys.modules, name, stand_in)
-    for load in (symmetric.quack, symmetric.torchs_quack):
+    for load in (symmetric.load_quack, symmetric.load_torchs_quack):
         for dtype in (torch.bfloat16, torch.float16):
             cases = kernels._cases((24, 24, dtype), EVERY_CALL, torch.device("cpu"))
-            assert not any(case.wrong(load()) for case in cases)
+            assert not any(case.is_wrong(load()) for case in cases)
 
 
 def test_a_kernel_that_writes_before_it_has_read_what_it_adds_is_refused_in_gram_form() -> None:
@@ -253,17 +253,17 @@ def test_a_kernel_that_writes_before_it_has_read_what_it_adds_is_refused_in_gram
         a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None, beta: float, alpha: float
     ) -> None:
         out.zero_()
-        plain(a, b, out, add, beta, alpha)
+        full_matmul(a, b, out, add, beta, alpha)
 
     gram: tuple[tuple[tuple[int, int, torch.dtype], Call], ...] = (
         ((24, 40, torch.float16), "wide"),
         ((24, 24, torch.float16), "square"),
     )
     for shape, call in gram:
-        assert all(case.wrong(late) for case in kernels._cases(shape, [call], torch.device("cpu"))), call
-        assert not any(case.wrong(plain) for case in kernels._cases(shape, [call], torch.device("cpu"))), call
+        assert all(case.is_wrong(late) for case in kernels._cases(shape, [call], torch.device("cpu"))), call
+        assert not any(case.is_wrong(full_matmul) for case in kernels._cases(shape, [call], torch.device("cpu"))), call
     standard = kernels._cases((24, 24, torch.bfloat16), ["square"], torch.device("cpu"))
-    assert not any(case.wrong(late) for case in standard), "it adds A, which lies elsewhere"
+    assert not any(case.is_wrong(late) for case in standard), "it adds A, which lies elsewhere"
 
 
 @pytest.mark.parametrize("form", get_args(Form))
@@ -272,7 +272,7 @@ def test_what_is_tried_is_what_updates_do(shape: tuple[int, int], form: Form, mo
     """By what a kernel is compiled for: types, strides, what is added and where it lies, which factors are 1."""
     config = _config("optimizer.form=" + form, "cluster=h100-80g", "optimizer.stack=false")
     monkeypatch.setattr(kernels, "matrix_shapes", lambda config: [shape])
-    monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
+    monkeypatch.setattr(muon, "runs_in_blocks", lambda matrix: False)
     monkeypatch.setattr(muon_cuda, "_descend", lambda *given, **named: None)
     monkeypatch.setattr(gram_form, "_number", lambda of_each: of_each[..., None, None])
     seen: set[Hashable] = set()
@@ -308,7 +308,7 @@ def _compiled(
     where = None if add is None else add.data_ptr() == out.data_ptr()
     seen.add((a.dtype, strides, where, beta == 1 or add is None, alpha == 1))
     if a.device.type != "meta":
-        plain(a, b, out, add, beta, alpha)
+        full_matmul(a, b, out, add, beta, alpha)
 
 
 @pytest.mark.parametrize(("size", "most"), [("0.6b", 0), ("8b", 8), ("32b", 8)])

@@ -17,7 +17,7 @@ from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.launch.resume import resumption
 from canzona_cli.optimizers import shared_rows
 from canzona_cli.optimizers.shared_muon import SharedMuon
-from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns, each_turn
+from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns, run_turns
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import read_layout
 from canzona_cli.training.data import Batch
@@ -39,7 +39,7 @@ def doubt_an_answer() -> None:
 
     def doubted(self: SharedMuon, p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
         SharedMuon.update_together = real  # type: ignore[method-assign]
-        return each_turn(real(self, p, whole=whole, ranks=ranks), lambda: patch.object(shared_rows, "DOUBT", -1.0))
+        return run_turns(real(self, p, whole=whole, ranks=ranks), lambda: patch.object(shared_rows, "DOUBT", -1.0))
 
     SharedMuon.update_together = doubted  # type: ignore[method-assign]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from canzona_cli.optimizers import SOAP, KLShampoo, Shampoo
-from canzona_cli.optimizers.decompositions import eigenbasis, orthonormal
+from canzona_cli.optimizers.decompositions import eigenbasis, orthonormalise
 from canzona_cli.optimizers.kronecker import LONGEST
 
 from . import reference as reference
@@ -122,11 +122,11 @@ def test_a_refresh_leaves_what_it_knows_nothing_of_as_it_was() -> None:
     new = torch.randn(48, 2, generator=torch.Generator().manual_seed(3))
     columns = torch.cat([previous[:, :2], new], dim=1)
     factor = columns @ columns.T
-    basis = orthonormal(factor @ previous, previous)
+    basis = orthonormalise(factor @ previous, previous)
     torch.testing.assert_close(basis.T @ basis, torch.eye(48), rtol=0, atol=1e-5)
     outside = factor - basis[:, :4] @ (basis[:, :4].T @ factor)
     assert outside.norm() < 1e-5 * factor.norm()
     assert ((basis * previous).sum(0)[4:] > 0).all()
     columns *= 1 + 3e-7 * torch.randn(columns.shape, generator=torch.Generator().manual_seed(4))
-    shaken = orthonormal(columns @ columns.T @ previous, previous)
+    shaken = orthonormalise(columns @ columns.T @ previous, previous)
     torch.testing.assert_close(shaken, basis, rtol=0, atol=1e-3)

@@ -193,7 +193,7 @@ def test_a_gpu_moves_around_the_iteration_what_plans_count(
     def iterated(x: torch.Tensor, _steps: object, _workspace: object, into: torch.Tensor | None = None) -> Any:
         return x if into is None else into, torch.ones(x.shape[:-2], dtype=torch.bool)
 
-    monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
+    monkeypatch.setattr(muon, "runs_in_blocks", lambda matrix: False)
     monkeypatch.setattr(muon, "gram_dtype", lambda dtype, _: gram_form.gram_dtype(dtype, torch.device("cuda")))
     monkeypatch.setattr(muon, "newton_schulz", lambda x, *_: x)
     monkeypatch.setattr(muon, "gram_newton_schulz", iterated)
@@ -324,7 +324,7 @@ def test_doubted_updates_and_the_next_are_made_in_standard_form(stack: bool, mon
 
 def test_where_nobody_waits_a_doubted_update_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes are CUDA's: whole tensors, and flags that the host reads later."""
-    monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", 2)
     (p, q), grads = reference.weights([(12, 40), (12, 40)]), reference.gradients([(12, 40), (12, 40)], 4)
     optimizer = Muon([p, q], 0.02, form="gram")
@@ -386,7 +386,7 @@ def test_tall_loses_no_more_than_wide() -> None:
 def test_zeros_are_no_reason_for_doubt(stack: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside another matrix, which moves; afterwards both are in Gram form."""
     if on_device:
-        monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+        monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     told: list[str] = []
     params = [torch.nn.Parameter(torch.ones(64, 128)) for _ in range(2)]
     optimizer = Muon(
@@ -397,6 +397,6 @@ def test_zeros_are_no_reason_for_doubt(stack: bool, on_device: bool, monkeypatch
     optimizer.step()
     assert told == []
     assert optimizer.settle() == []
-    assert not any(optimizer.excluded(p) for p in params)
+    assert not any(optimizer.is_distrusted(p) for p in params)
     assert torch.equal(params[0].detach(), torch.ones(64, 128))
     assert not torch.equal(params[1].detach(), torch.ones(64, 128))

@@ -44,7 +44,7 @@ def _on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _on_gpus: None) -> None:
     """Runs in fp16 by blocks of rows, and as whole tensors."""
     if request.param == "GPUs":
-        monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
+        monkeypatch.setattr(muon, "runs_in_blocks", lambda matrix: False)
 
 
 def momentum(seed: int, power: float) -> torch.Tensor:
@@ -225,7 +225,7 @@ def test_weights_move_in_one_pass_as_in_two(
         )[0]
 
     blocked = [run(decay) for decay in (0.0, 0.1, 5.0)]
-    monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
+    monkeypatch.setattr(muon, "runs_in_blocks", lambda matrix: False)
     for decay, others in zip((0.0, 0.1, 5.0), blocked, strict=True):
         for one, other in zip(run(decay), others, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=3 * lr * 0.2 * 40**0.5 * 2**-10 + 1e-7)
@@ -234,7 +234,7 @@ def test_weights_move_in_one_pass_as_in_two(
 @pytest.mark.usefixtures("_on_gpus")
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
 def test_what_is_left_out_only_decays_even_if_not_finite(kind: type[Muon], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(muon, "by_blocks", lambda matrix: False)
+    monkeypatch.setattr(muon, "runs_in_blocks", lambda matrix: False)
     filled: list[float] = []
 
     def broken(x: torch.Tensor, _steps: Any, _workspace: Any, into: torch.Tensor | None = None) -> Any:

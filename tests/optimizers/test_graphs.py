@@ -35,7 +35,7 @@ EVERY_VERSION = pytest.mark.parametrize("version", get_args(Version), indirect=T
 @pytest.fixture(autouse=True)
 def on_cuda(version: Version, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Whole-tensor passes, as on CUDA; nobody waits for the device, and the allocator keeps what it has."""
-    monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     monkeypatch.setattr(Replayed, "refusal", "")
     monkeypatch.setattr(Replayed, "_living", WeakSet())
     monkeypatch.setattr(graphs, "_abandoned", [])
@@ -126,7 +126,7 @@ def test_what_is_left_out_is_left_out_of_replays(
     def run(graph: bool) -> list[torch.Tensor]:
         def between(step: int, optimizer: Muon) -> None:
             doubts[0], doubts[1] = step == 3, step == 5
-            standards[graph] = sum(optimizer.excluded(p) for p in optimizer.param_groups[0]["params"])
+            standards[graph] = sum(optimizer.is_distrusted(p) for p in optimizer.param_groups[0]["params"])
             doubted = optimizer.untrusted_count()
             left_out = 0 if doubted is None else int(doubted)
             verdicts[graph].append((left_out, len(optimizer.settle()) if left_out else 0))

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.optimizers import SOAP, Shampoo, kronecker
-from canzona_cli.optimizers.decompositions import Order, by_eigenvalues, by_newton, damping
+from canzona_cli.optimizers.decompositions import Order, damping, roots_by_eigenvalues, roots_by_newton
 from canzona_cli.optimizers.shampoo_facts import NEWTON_MATMULS
 
 from . import reference as reference
@@ -48,11 +48,11 @@ def test_newton_is_as_exact_as_eigenvalues(order: Order, spectrum: str, conditio
     """Either errs by rounding times the condition that damping leaves, at worst; Newton seen at 0.1 to 2 of it."""
     factor = _factor(spectrum, condition)
     exact = _exact(factor, order)
-    roots, converged = by_newton(factor[None], order, EPS)
+    roots, converged = roots_by_newton(factor[None], order, EPS)
     assert converged.tolist() == [True]
     left = 1 / (1 / condition + damping(SIDE, EPS))
     assert _error(roots[0], exact) <= 2.0**-24 * (8 + left)
-    assert _error(by_eigenvalues(factor, order, EPS), exact) <= 2.0**-24 * (32 + 4 * left)
+    assert _error(roots_by_eigenvalues(factor, order, EPS), exact) <= 2.0**-24 * (32 + 4 * left)
 
 
 @pytest.mark.parametrize("order", [2, 4])
@@ -61,16 +61,16 @@ def test_of_a_stack_each_is_told_by_itself(order: Order) -> None:
     good, drawn = _factor("even", 1e4), torch.Generator().manual_seed(1)
     indefinite = torch.randn(SIDE, SIDE, generator=drawn)
     stack = torch.stack([good, torch.zeros_like(good), indefinite + indefinite.mT, good * torch.nan])
-    roots, converged = by_newton(stack, order, EPS)
+    roots, converged = roots_by_newton(stack, order, EPS)
     assert converged.tolist() == [True, True, False, False]
     torch.testing.assert_close(roots[1], torch.eye(SIDE), rtol=0, atol=1e-6)
-    torch.testing.assert_close(roots[0], by_newton(good[None], order, EPS)[0][0], rtol=1e-4, atol=0.01)
+    torch.testing.assert_close(roots[0], roots_by_newton(good[None], order, EPS)[0][0], rtol=1e-4, atol=0.01)
 
 
 @pytest.mark.parametrize(("order", "sides"), [(4, 2), (2, 1)])
 def test_the_plan_prices_the_products_that_are_made(order: Order, sides: int) -> None:
     with FlopCounterMode(display=False) as counted:
-        by_newton(torch.eye(SIDE)[None], order, EPS)
+        roots_by_newton(torch.eye(SIDE)[None], order, EPS)
     vectors = 10 * 2 * SIDE**2
     assert counted.get_total_flops() - vectors == sum(NEWTON_MATMULS[sides]) * 2 * SIDE**3
 
@@ -101,7 +101,7 @@ def test_what_does_not_converge_is_counted_and_taken_from_eigenvalues(monkeypatc
     def never(factors: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         return factors * torch.nan, torch.zeros(len(factors), dtype=torch.bool)
 
-    monkeypatch.setattr("canzona_cli.optimizers.shampoo.by_newton", never)
+    monkeypatch.setattr("canzona_cli.optimizers.shampoo.roots_by_newton", never)
     fallen, _ = reference.run(
         lambda p: Shampoo(
             p, 0.02, roots="newton", precondition_frequency=2, on_fallback=lambda _, reason: told.append(reason)

@@ -137,7 +137,7 @@ def test_blocks_of_rows_are_the_whole_matrix(
 
     monkeypatch.setattr("canzona_cli.optimizers.muon_cpu.BLOCK", 50)
     blocked = run()
-    monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+    monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     for a, b in zip(blocked, run(), strict=True):
         torch.testing.assert_close(a, b, rtol=RTOL, atol=ATOL if precision == "fp32" else BF16_ATOL)
 
@@ -239,7 +239,7 @@ def test_updates_do_not_depend_on_the_gradients_scale(
     """Powers of two not by a bit; others by the rounding of the scaled gradient: 6e-8 in fp32 times the slopes, and in
     bf16 an element here and there that rounds the other way."""
     if how == "whole":
-        monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+        monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     shapes = [(12, 40), (12, 40)]
     grads = reference.gradients(shapes, 2)
 

@@ -100,7 +100,7 @@ def test_a_run_is_its_matrices(
 ) -> None:
     """Both in one product, so that only the passes differ; with CUDA's passes, and with blocks of two matrices."""
     if on_cuda:
-        monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+        monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.muon_cpu.BLOCK", 2 * ROWS * COLS)
 
     def make(*given: Any, **named: Any) -> Muon:
@@ -133,7 +133,7 @@ def test_more_matrices_take_as_many_operations(
     kind: type[Muon], on_cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if on_cuda:
-        monkeypatch.setattr("canzona_cli.optimizers.muon.by_blocks", lambda matrix: False)
+        monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     counts = []
     for count in (2, 16):
         params = experts(count, apart=False)

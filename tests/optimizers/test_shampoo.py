@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from canzona_cli.optimizers import Shampoo
-from canzona_cli.optimizers.decompositions import by_eigenvalues, damping
+from canzona_cli.optimizers.decompositions import damping, roots_by_eigenvalues
 from canzona_cli.optimizers.facts import RootMethod
 from canzona_cli.optimizers.shampoo import Grafting
 from canzona_cli.optimizers.shampoo_facts import newton_part
@@ -84,7 +84,7 @@ def test_grafting_gives_the_other_methods_norm() -> None:
 def test_noise_below_rounding_is_not_amplified() -> None:
     """A factor of one gradient has rank 4 of 32; what is beyond gets no more than the root of rounding."""
     g = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
-    root = by_eigenvalues(g @ g.T, 4, 1e-12)
+    root = roots_by_eigenvalues(g @ g.T, 4, 1e-12)
     largest = torch.linalg.matrix_norm(g @ g.T, 2)
     assert torch.linalg.matrix_norm(root, 2) <= (largest * 32**0.5 * 2**-23) ** -0.25 * 1.001
 

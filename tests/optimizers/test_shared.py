@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from canzona_cli.costs.sharing import Exchange, shared_exchanges, shared_works
 from canzona_cli.optimizers import Muon, Workspace, shared_rows
-from canzona_cli.optimizers.facts import known
+from canzona_cli.optimizers.facts import known_optimizers
 from canzona_cli.optimizers.gram_form import gram_newton_schulz
 from canzona_cli.optimizers.matrix_optimizer import matmul_precision
 from canzona_cli.optimizers.muon_facts import CoefficientSet
@@ -253,7 +253,7 @@ def test_what_is_not_trusted_is_made_alone_in_standard_form() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 10])
 def test_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None:
-    """Part by part; what `left_of` multiplies of some rows is left out there, and is no `addmm` here."""
+    """Part by part; what `mean_square_part` multiplies of some rows is left out there, and is no `addmm` here."""
     whole, sent, landed = (40, 96), list[tuple[Exchange, int]](), dict[int, int]()
     multiplied: list[int] = []
 
@@ -297,7 +297,7 @@ def test_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None
 
 
 def test_what_plans_may_share_is_what_the_engine_can_update_in_fragments() -> None:
-    for facts in known().values():
+    for facts in known_optimizers().values():
         if facts.update is not None:
             module, _, name = facts.update.partition(":")
             kind = getattr(import_module(f"canzona_cli.optimizers.{module}"), name)

@@ -53,7 +53,7 @@ def test_product_of_polynomials_is_exact_to_rounding(shape: tuple[int, ...], dty
 
 @pytest.mark.parametrize("amx", [False, True])
 def test_strips_begin_where_they_were_measured_to_win(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("canzona_cli.optimizers.symmetric._amx", lambda: amx)
+    monkeypatch.setattr("canzona_cli.optimizers.symmetric._has_amx", lambda: amx)
     assert strip_count(1024, 3072) == (3 if amx else 5)
     assert strip_count(768, 2560) == (3 if amx else 5)
     assert strip_count(1024, 1024) == (1 if amx else 5)

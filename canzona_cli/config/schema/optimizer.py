@@ -7,14 +7,14 @@ from operator import or_
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from canzona_cli.fields import CURVE, NOTHING, OPTIMIZER, PLAN, SPREAD, Example
-from canzona_cli.optimizers.facts import OptimizerBase, known
+from canzona_cli.optimizers.facts import OptimizerBase, known_optimizers
 
 if TYPE_CHECKING:
     UpdateName = str
     OptimizerName = str
     OptimizerConfig = OptimizerBase
 else:
-    UpdateName = Literal[tuple(known())]
+    UpdateName = Literal[tuple(known_optimizers())]
     OptimizerName = UpdateName | Literal["custom"]
 
 
@@ -58,7 +58,7 @@ class CustomConfig(OptimizerBase):
 
 
 OPTIMIZERS: Mapping[str, type[OptimizerBase]] = {
-    **{name: facts.settings for name, facts in known().items()},
+    **{name: facts.settings for name, facts in known_optimizers().items()},
     "custom": CustomConfig,
 }
 if not TYPE_CHECKING:
