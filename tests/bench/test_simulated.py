@@ -122,6 +122,7 @@ def test_a_yardstick_that_fits_in_no_layout_has_no_figures() -> None:
     assert last.split()[1] == MISSING
 
 
+@pytest.mark.sweep  # a plan of every size
 def test_all_of_qwen3_is_the_default_and_a_recipe_names_one() -> None:
     assert run_simulation(["recipe=1.7b"], (8,)).recipes == ("qwen3-1.7b",)
     # Little is left to search.
@@ -243,6 +244,7 @@ def test_simulating_needs_no_torch() -> None:
     loads_none_of(("torch", "megatron", "jinja2", "numpy"), f"import canzona_cli.bench.simulated, {reports}")
 
 
+@pytest.mark.sweep  # many plans of 32B
 def test_the_papers_knobs_are_swept_in_simulation() -> None:
     """alpha trades bytes for balance; a C_max of one largest matrix makes more groups than eight do."""
 

@@ -185,6 +185,7 @@ def test_an_interrupt_while_the_vocabulary_is_learnt_acts_at_once(tmp_path: Path
     assert names(tmp_path) == []
 
 
+@pytest.mark.sweep  # several preparations
 def test_what_is_killed_goes_on_after_its_finished_inputs_to_the_same_bytes_as_one_process(tmp_path: Path) -> None:
     """Kill -9 in the middle, of a foreign tokenizer over JSONL and Parquet; corrupt lines keep their place."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers

@@ -147,6 +147,7 @@ def test_a_dry_run_without_a_recipe_shows_every_size(tmp_path: Path, typed: tupl
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sweep  # ten plans; the test above has every size too
 def test_settings_without_a_recipe_are_those_of_every_size() -> None:
     asked = (*EVERY_SIZE, "--dry-run", "--json")
     result = canzona("plan", *asked, code=0)

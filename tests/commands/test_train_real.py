@@ -181,6 +181,7 @@ def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trai
     assert json.loads((folder / "evaluation.json").read_text())["loss"] == found["loss"]
 
 
+@pytest.mark.sweep  # four launches; the test above evaluates too
 def test_any_checkpoint_is_evaluated_on_all_of_other_data_in_another_layout(trained: Trained, tmp_path: Path) -> None:
     text = "".join(f"line {number} is {number * number}, größer\n" for number in range(150))
     (tmp_path / "in.txt").write_text(text, encoding="utf-8")

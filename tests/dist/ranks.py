@@ -125,6 +125,8 @@ def _rank[T](function: Callable[[], T], rank: int, world_size: int, port: int, s
     assert hasattr(distributed_c10d, "_unpickler"), "torch reads pickles from other ranks by another name now"
     distributed_c10d._unpickler = _refuse  # type: ignore[assignment]
     importlib.metadata.entry_points = INSTALLED.select
+    # With every seed, torch would format the whole stack for each kind of device that is not here.
+    traceback.format_stack = lambda *_: []
     # What was there before lives on: without this each collection, and a run makes some, would go through a million
     # objects of torch and Megatron, and copy their memory.
     gc.freeze()

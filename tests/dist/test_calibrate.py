@@ -46,6 +46,7 @@ def joined() -> int:
     return torch.distributed.get_rank()
 
 
+@pytest.mark.sweep  # a whole calibration
 def test_a_calibrations_profile_predicts_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**importable(), "CANZONA_TEST_BEHAVIOUR": "hasty"}.items():
         monkeypatch.setenv(name, value)

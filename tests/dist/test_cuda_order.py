@@ -225,7 +225,7 @@ def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody() -> None
     """One matrix is computed while another travels. Of squares of side 64 (k and v) the Gram form is not trusted in
     bf16, and repairs wait: so they are none here."""
     shared = ("engine.mode=shared", "optimizer.form=gram", "model.num_query_groups=8", "train.micro_batch_size=4")
-    config, layout = resolve(*SETTINGS, *shared)
+    config, layout = resolve(*SETTINGS, *shared, "gpus=2")
 
     def rank() -> tuple[set[str], list[str], list[list[str]]]:
         with _standing(config, layout) as (trainee, record):

@@ -90,7 +90,7 @@ KIN: dict[str, Run] = {
     "kl-shampoo": (("optimizer=kl-shampoo", *OFTEN), 3),
     "soap-muon": (("optimizer=soap-muon", *OFTEN), 3),
 }
-"""Rules that the engine cannot tell from those: compared in one layout."""
+"""Rules that the engine cannot tell from those: compared in one layout, by the sweep."""
 SPLITTINGS: dict[str, Run] = {
     splitting: (("optimizer=muon", f"engine.splitting={splitting}"), 3)
     for splitting in ("fused", "qkv", "split", "per_head")
@@ -146,7 +146,11 @@ def _run(cases: Sequence[tuple[str, Run]]) -> list[Result]:
     return run_engines([Case(config=config, layout=layout, steps=steps) for config, layout, steps in made])
 
 
-RUNS = Runs([(where, run) for where, runs in COMPARED.items() for run in runs], lambda case: case[0], _run)
+def _all_runs(*, swept: bool) -> list[tuple[str, Run]]:
+    return [(where, run) for where, runs in COMPARED.items() for run in runs if swept is (run in KIN.values())]
+
+
+RUNS = Runs(_all_runs(swept=False), lambda case: case[0], _run, swept=_all_runs(swept=True))
 
 
 def _compared(runs: dict[str, Run]) -> list[tuple[str, str]]:
@@ -204,7 +208,10 @@ def _single_process(name: str, model: tuple[str, ...] = ()) -> Weights:
     return single_process(before, config, steps, _ordinary(config))
 
 
-@pytest.mark.parametrize(("name", "where"), _compared(WHOLE | KIN))
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [*_compared(WHOLE), *(pytest.param(*case, marks=pytest.mark.sweep) for case in _compared(KIN))],
+)
 def test_steps_equal_a_single_process_bitwise(name: str, where: str) -> None:
     found, expected = RUNS[where, (WHOLE | KIN)[name]], _single_process(name, _model(where))
     assert _different(found.after, expected, expected) == []

@@ -284,6 +284,7 @@ class Toy(torch.optim.Optimizer):
 """
 
 
+@pytest.mark.sweep  # ten steps; tests/engine/test_known_optimizer.py has one too
 def test_a_toy_optimizer_trains_on_four_ranks_as_on_one(tmp_path: Path) -> None:
     """Ten real steps, bf16 off, clipped, on a batch that comes back; it needs whole matrices and knows no rank."""
     assert len(TOY.strip().splitlines()) < 20

@@ -157,12 +157,12 @@ def _agreed(ranks: list[Seen], config: RunConfig) -> Found:
 FURTHER: list[Run] = [("pp2", "muon"), ("cp2", "muon"), ("tp2 dp2", "muon"), ("tp2 dp2", "global")]
 ORDINARY: list[Run] = [
     *(("ep2", how) for how in ("sc", "adamw", "muon", "qkv")),
-    *(("tp2 ep2 dp2", how) for how in ("sc", "sc, gathered", "adamw", "muon")),
+    *(("tp2 ep2 dp2", how) for how in ("sc, gathered", "muon")),
 ]
 VARIED: dict[str, tuple[str, ...]] = {
     # The two grids that update an expert's copies with several owners; with TP, and with PP.
     "ep2 dp4": ("sc", "muon", "adamw", "qkv, not overlapped", "qkv, rings"),
-    "tp2 ep2 dp2": ("qkv, rings",),
+    "tp2 ep2 dp2": ("sc", "adamw", "qkv, rings"),
     "tp2 ep4": ("sc", "muon", "adamw", "sc, gathered"),
     "pp2 ep2": ("sc", "muon", "sc, recomputed", "sc, gathered"),
     "pp2 ep2, chunks": ("sc", "muon"),

@@ -41,7 +41,7 @@ LAYOUTS = {
     "cp2": ("gpus=2", "parallel.cp=2", "model.tied_embeddings=false"),
     "tp2 pp2 bf16": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.precision=bf16", "train.recompute=full"),
 }
-SWEPT = ("cp2", "tp2 pp2 bf16")
+SWEPT = ("pp2 vpp2", "cp2", "tp2 pp2 bf16")
 EVERYWHERE = [pytest.param(where, marks=[pytest.mark.sweep] if where in SWEPT else []) for where in LAYOUTS]
 PROMPT = (100, 101, 102, 32, 109)
 TOKENS = 40

@@ -105,6 +105,7 @@ def test_a_loss_spike_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> No
     assert (event["step"], event["level"]) == (SPIKE, "warning")
 
 
+@pytest.mark.sweep  # two launches and thirty saves
 def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path) -> None:
     """The first launch goes well and says so; the second, at AdamW's learning rate 5, is lost within steps. Its guards
     know the steps of the first: with an empty window, no jump would be seen for 24 steps."""

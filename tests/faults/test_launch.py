@@ -64,6 +64,7 @@ def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(l
         assert log.read_text() == f"rank {rank} starts\n"
 
 
+@pytest.mark.sweep  # workers that torchrun starts: seconds of imports each
 def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_connection(launch: Launch) -> None:
     run = launch("raise", device="cuda")  # where torchrun starts programs, and forks none
     code, output = run.finish()

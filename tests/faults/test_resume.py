@@ -38,6 +38,7 @@ def assert_same_end(one: RunFiles, other: RunFiles, steps: int) -> None:
     assert ends[0].progress == ends[1].progress
 
 
+@pytest.mark.sweep  # five launches; `tests/dist/test_checkpoint_state.py` resumes too, and tests/launch restarts
 def test_a_run_whose_rank_is_killed_every_five_steps_ends_as_an_unbroken_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ def test_an_import_onto_a_full_disk_says_where_to_make_room(run: Path, tmp_path:
         assert list((tmp_path / "disk").iterdir()) == []
 
 
+@pytest.mark.sweep  # an import for each call at which one is killed
 def test_an_import_that_is_killed_leaves_no_run(run: Path, tmp_path: Path) -> None:
     def bring() -> None:
         from canzona_cli.commands.checkpoint import import_

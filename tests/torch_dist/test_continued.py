@@ -88,6 +88,7 @@ def muon(cache: Path) -> tuple[Path, list[float]]:
     return folder / f"iter_{SAVED:07d}", _losses(ranks)
 
 
+@pytest.mark.sweep  # four trainings; `test_files` compares what is read and written
 def test_canzona_and_megatron_go_on_from_each_other(
     muon: tuple[Path, list[float]], cache: Path, tmp_path: Path
 ) -> None:
