@@ -3,7 +3,7 @@
 The script is read as if it were started without arguments. Some values stay unknown and are marked in the
 words that contain them: variables that the script does not set, `$(commands)`, and values set under a
 condition that the script alone does not decide. In conditions, unset variables are empty, and tests of files
-are undecided. The body of a loop is read once.
+are undecided. Before `&&` and `||`, other commands count as successful. The body of a loop is read once.
 """
 
 import ast
@@ -29,6 +29,8 @@ _ASSIGNED: Final = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _BRACED: Final = re.compile(r"([A-Za-z_]\w*|[0-9])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
 _QUOTES: Final = ("'", '"', "`")
 _TESTING: Final = frozenset({"if", "elif", "while", "!"})
+_TESTS: Final = frozenset({"[", "[[", "test", "!", "true", "false", ":"})
+"""The commands whose outcome a script may decide."""
 _DECLARING: Final = frozenset({"export", "local", "declare", "readonly", "typeset"})
 _BINARY: Final[Mapping[type[ast.AST], Callable[[int, int], int]]] = {
     ast.Add: operator.add,
@@ -99,26 +101,25 @@ class _Truth(IntEnum):
 
 @dataclass
 class _Branch:
-    """An open `if`, loop or `case`."""
+    """An open `if`, loop, `case` or group in braces."""
 
+    reached: _Truth
+    """YES if the commands before it let it run, NO if they do not."""
     taken: _Truth = _Truth.YES
     """YES if the current part runs, NO if it does not."""
     before: _Truth = _Truth.NO
     """YES if an earlier part of the same `if` runs, NO if none does."""
-    condition: _Truth = _Truth.YES
     reading: bool = False
     """True while the condition is being read."""
 
-    def enter(self, keyword: str) -> None:
+    def enter(self, keyword: str, condition: _Truth) -> None:
         """Begins the part after `then`, `do`, `elif` or `else`."""
         self.reading = keyword == "elif"
-        if keyword == "elif":
-            self.condition = _Truth.YES
-        elif keyword == "else":
+        if keyword == "else":
             self.taken = ~self.before
-        else:
-            self.taken = min(~self.before, self.condition)
-            self.before = max(self.before, self.condition)
+        elif keyword != "elif":
+            self.taken = min(~self.before, condition)
+            self.before = max(self.before, condition)
 
 
 class _Reader:
@@ -131,6 +132,8 @@ class _Reader:
         self._open: list[_Branch] = []
         self._joined = ""
         """The operator between the previous command and the current one."""
+        self._outcome = _Truth.YES
+        """The outcome of the previous commands, joined by `&&` and `||`; YES if they succeed."""
         self._documents: list[str] = []
         """The delimiters of the here-documents that start on the next line."""
 
@@ -138,7 +141,8 @@ class _Reader:
         """Reads a command and the operator that ends it."""
         words, end = self._words()
         self._apply(words, end)
-        self._joined = end
+        if words or end != "\n":  # a line may end after an operator
+            self._joined = end
 
     def _words(self) -> tuple[list[str], str]:
         words: list[str] = []
@@ -293,38 +297,55 @@ class _Reader:
         condition, or records the command or the variables that it sets."""
         while words and (rest := self._keyword(words)) is not None:
             words = rest
-        branch = self._open[-1] if self._open else None
-        if words and branch is not None and branch.reading:
-            join = max if self._joined == "||" else min
-            branch.condition = join(branch.condition, self._test(words))
-        elif words and not (end == ")" and self._runs is _Truth.UNKNOWN):  # a pattern of `case`
+        if not words:
+            return
+        reading = bool(self._open) and self._open[-1].reading
+        if not reading and not (end == ")" and self._runs is _Truth.UNKNOWN):  # a pattern of `case`
             self._record(words)
+        tests = reading or words[0] in _TESTS or words[0].startswith("((")
+        outcome = self._test(words) if tests else _Truth.YES
+        if self._joined == "&&":
+            outcome = min(self._outcome, outcome)
+        elif self._joined == "||":
+            outcome = max(self._outcome, outcome)
+        self._outcome = outcome
 
     def _keyword(self, words: list[str]) -> list[str] | None:
         """Applies the keyword at the beginning of a command; returns the words after it, or None without a
         keyword."""
         first, branch = words[0], self._open[-1] if self._open else None
-        if first in ("if", "while"):
-            self._open.append(_Branch(reading=True))
+        if first in ("if", "while", "{"):
+            self._open.append(_Branch(reached=self._reached, reading=first != "{"))
             self._joined = ""
         elif first in ("for", "select", "until", "case"):
-            self._open.append(_Branch(taken=_Truth.UNKNOWN if first == "case" else _Truth.YES))
+            taken = _Truth.UNKNOWN if first == "case" else _Truth.YES
+            self._open.append(_Branch(reached=self._reached, taken=taken))
+            self._outcome = _Truth.YES
             for name in words[1:2] if first in ("for", "select") else ():
                 self._set(name, f"{_MARK}?{name}{_MARK}")
             return []
-        elif first in ("fi", "done", "esac") and branch is not None:
+        elif first in ("fi", "done", "esac", "}") and branch is not None:
             self._open.pop()
+            if first != "}" or branch.reached is not _Truth.YES:  # else the outcome of its last command
+                self._outcome = _Truth.UNKNOWN
             return []
         elif first in ("then", "do", "elif", "else") and branch is not None:
-            branch.enter(first)
-            self._joined = ""
-        elif first not in ("{", "}", "time", "function"):
+            branch.enter(first, self._outcome)
+        elif first == "function":
+            return words[2:]
+        elif first not in ("time", "}"):
             return None
         return words[1:]
 
     @property
+    def _reached(self) -> _Truth:
+        """YES if the previous command and the operator after it let the current command run."""
+        return {"&&": self._outcome, "||": ~self._outcome}.get(self._joined, _Truth.YES)
+
+    @property
     def _runs(self) -> _Truth:
-        return min((branch.taken for branch in self._open), default=_Truth.YES)
+        """YES if the current command runs, NO if it does not."""
+        return min((self._reached, *(min(branch.reached, branch.taken) for branch in self._open)))
 
     def _record(self, words: list[str]) -> None:
         if self._runs is _Truth.NO:

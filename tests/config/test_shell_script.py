@@ -28,6 +28,11 @@ DECIDED = [
     "show a > /dev/null; show b 2>&1 | cat; show c && show d",
     "cat <<END > /dev/null\nit's --not a command\nEND\nshow after",
     'OPTS=" --a 1 \\\n  --b 2"; CMD="show ${OPTS}"; sh_() { :; }; show "${CMD}"',
+    'T=2; [ "$M" = big ] && T=8; [ -z "$M" ] && U=1; [ -n "$M" ] || V=2; false && T=9; true || T=9; show $T $U $V',
+    "N=4; [[ $N -gt 8 ]] && A=1 || A=2; [ $N = 4 ] &&\n [ 1 = 2 ] ||\n B=3; cd / && export C=5; show $A $B $C",
+    'F=; [ "$F" = 1 ] && { A=x; B=x; }; [ -z "$F" ] && { A=y; B=y; } || A=z; show $A $B',
+    'F=; [ -n "$F" ] && if true; then A=x; fi; [ -n "$F" ] || for i in 1; do B=y; done; show ${A:-none} $B',
+    "if [ 1 = 2 ] ||\n [ 1 = 1 ]; then show a; fi; function f { A=1; }; f; { B=2; }; show $A $B",
     "if [ 1 = 1 ]; then if [ 1 = 2 ]; then show a; else show b; fi; fi; show `true`",
 ]
 
@@ -83,14 +88,19 @@ def test_command_lines_are_those_of_bash(name: str, tmp_path: Path) -> None:
         ("if [ -f /tmp/x ]; then TP=4; fi; show $TP", "$TP"),
         ("TP=2; case $MODEL in a) TP=4;; esac; show $TP", "$TP"),
         ("show $((NODES * 8))", "$(...)"),
+        ("TP=2; [ -d /data ] && TP=4; show $TP", "$TP"),
+        ("TP=2; [ -d /data ] || { TP=4; PP=2; }; show $TP", "$TP"),
+        ("TP=2; if { [ -d /data ]; }; then TP=4; fi; show $TP", "$TP"),
     ],
 )
 def test_what_a_script_does_not_say_is_unknown(script: str, part: str) -> None:
     assert [unknown(word) for word in words(read_script(script).commands, "show") if unknown(word)] == [part]
 
 
-def test_additions_under_a_condition_that_cannot_be_decided_are_kept_apart() -> None:
-    script = read_script("A=(--x); if [ -d /data ]; then A+=(--real --data 1); fi; show ${A[@]}")
+@pytest.mark.parametrize("condition", ["if [ -d /data ]; then {}; fi", "[ -d /data ] && {}"])
+def test_additions_under_a_condition_that_cannot_be_decided_are_kept_apart(condition: str) -> None:
+    addition = condition.format("A+=(--real --data 1)")
+    script = read_script(f"A=(--x); {addition}; show ${{A[@]}}")
     assert words(script.commands, "show") == ["--x"]
     assert script.undecided == ("--real", "--data", "1")
 
