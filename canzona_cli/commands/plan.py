@@ -136,7 +136,7 @@ def plan(
         show(fastest.as_json() if json else fastest)
         return
     config, layout = resolve(config)
-    warn(mode_warnings(config, layout))
+    warn(mode_warnings(config, layout, None if shapes_file is None else shapes_file.matrices(layout)))
     study = study_run(config, layout, compare, shapes_file)
     written = None
     if not dry_run:

@@ -18,7 +18,7 @@ from canzona_cli.config.schema import ClusterConfig, Execution, Layout, RunConfi
 from canzona_cli.costs.links import Group, Links, Transfer
 from canzona_cli.costs.update import GRAM_MIN_SIDE, RULES, algorithm, duration, gram_holds, gram_scale, rounded
 from canzona_cli.fields import Seconds
-from canzona_cli.model.matrices import Matrix
+from canzona_cli.model.matrices import Matrix, matrices
 from canzona_cli.optimizers.facts import Algorithm, Work
 from canzona_cli.optimizers.muon_facts import matmul_bytes, segments
 
@@ -82,10 +82,23 @@ def why_hosted(config: RunConfig, how: Algorithm, layout: Layout) -> str | None:
     return None
 
 
-def mode_warnings(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Yields a warning if `engine.mode` asks for shared matrices and no matrix of the run can be shared."""
-    requested = config.engine.mode == "shared" and config.execution is Execution.PLANNED
-    if requested and (reason := why_hosted(config, algorithm(config), layout)) is not None:
+def mode_warnings(config: RunConfig, layout: Layout, members: Sequence[Matrix] | None = None) -> Iterator[str]:
+    """Yields a warning if `engine.mode` asks for shared matrices and no matrix of the run can be shared.
+
+    Args:
+        members: the run's matrices; None for those of `config.model`.
+    """
+    if config.engine.mode != "shared" or config.execution is not Execution.PLANNED:
+        return
+    if members is None:
+        members = matrices(config.model, layout, config.engine.splitting)
+    how = algorithm(config)
+    reason = why_hosted(config, how, layout)
+    if reason is None and not shares(config, how, layout, members):
+        reason = f"no matrix has a long side that TP cuts and a short side that is a multiple of {layout.tp}"
+        if how.form != "gram":
+            reason += f" and at least {GRAM_MIN_SIDE} long (optimizer.form=gram shares shorter ones)"
+    if reason is not None:
         yield f"engine.mode=shared is ignored: {reason}"
 
 

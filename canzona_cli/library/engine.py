@@ -80,7 +80,10 @@ class Engine:
             groups=groups,
             device=kind_of(device),
         )
-        config, layout = run_config(caller, self._settings)
+        config, layout, warnings = run_config(caller, self._settings)
+        if torch.distributed.get_rank() == 0:
+            for warning in warnings:
+                _LOG.warning(warning)
         world = world_of(groups, layout, device)
         agree_on_problem(next(_parameter_problems(caller.models), None), Unsupported)
         fix = "train a dense decoder whose matrices the engine supports; the plan covers all of its layers"

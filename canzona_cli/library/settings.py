@@ -16,6 +16,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import PLANNED
 from canzona_cli.config.overrides import key_of, written
 from canzona_cli.config.schema import Device, Layout, RunConfig
+from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.errors import Problem, Unsupported, refuse
 from canzona_cli.megatron.limits import BUCKETS, MODEL, OPTIMIZER, problems
 
@@ -45,8 +46,9 @@ class Caller:
         return self.models[0].config
 
 
-def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layout]:
-    """Returns the run and the layout that a training loop's objects describe.
+def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layout, Sequence[str]]:
+    """Returns the run and the layout that a training loop's objects describe, and warnings about settings
+    that have no effect or will probably work badly.
 
     Args:
         settings: Other settings as on the command line (`engine.mode=hosted`, `cluster=h100-80g`).
@@ -60,13 +62,15 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
     chosen = [*_chosen(settings, loop, caller.device)]
     chosen_keys = set(map(key_of, chosen))
     fixed = [f"{key}={written(value)}" for key, value in loop.items() if key not in chosen_keys]
-    config = compose_run([f"recipe={_RECIPE}", *chosen, *fixed]).config
+    composed = compose_run([f"recipe={_RECIPE}", *chosen, *fixed])
+    config = composed.config
     refuse(_engine_problems(config, caller.device))
     vocabulary = caller.models[0].vocab_size
     assert isinstance(vocabulary, int)
     config = replace(config, model=replace(config.model, name="model", vocab_size=vocabulary))
     [layout] = possible_layouts(config)
-    return fill(config, layout), layout
+    config = fill(config, layout)
+    return config, layout, [*composed.warnings, *mode_warnings(config, layout)]
 
 
 def _unsupported(caller: Caller) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ TP2 = ("gpus=4", "parallel.tp=2", "parallel.pp=1", "engine.mode=shared")
         (("recipe=tiny", "optimizer.form=gram", "parallel.tp=1"), "parallel.tp is 1"),
         (("recipe=tiny", "optimizer=soap"), "optimizer soap"),
         (("recipe=tiny", "optimizer.form=standard"), "optimizer.form is standard"),
+        (("recipe=tiny", "optimizer.form=auto", "model.hidden_size=64", "train.precision=fp32"), "no matrix has"),
         (("recipe=tiny", "optimizer.form=gram", "engine=paper"), "engine.strategy is paper"),
         (("recipe=qwen3-moe-tiny", "optimizer.form=gram", "parallel.ep=1"), None),
         (("recipe=qwen3-moe-tiny", "optimizer.form=gram", "parallel.ep=2"), "parallel.ep is 2"),

@@ -6,6 +6,7 @@ of it moves or computes anything.
 
 import contextlib
 import io
+import logging
 import multiprocessing
 import pickle
 import sys
@@ -96,6 +97,7 @@ def run(
     """Runs `pretrain` in this process, which is one rank."""
     # Megatron-LM's ranks exchange objects by pickles, which ranks of these tests are kept from.
     distributed_c10d._unpickler = pickle.Unpickler
+    logging.getLogger("canzona_cli").addHandler(Refusing(level=logging.WARNING))
     seen, models = Pretrained(), list[GPTModel]()
     with stand_ins(), contextlib.redirect_stdout(io.StringIO()) as printed:
         sys.argv = ["pretrain_gpt.py", *flags]
@@ -124,6 +126,13 @@ def run(
         norms=seen.norms,
         weights={name: param.detach().float().numpy().copy() for name, param in global_parameters(models)},
     )
+
+
+class Refusing(logging.Handler):
+    """Raises what canzona warns of: a setting that has no effect would test nothing."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise AssertionError(record.getMessage())
 
 
 def recorded(step: Callable[..., tuple[Any, ...]], seen: Pretrained) -> Callable[..., tuple[Any, ...]]:

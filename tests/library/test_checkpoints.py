@@ -65,7 +65,7 @@ def test_state_passes_through_every_layout_bit_for_bit(tmp_path: Path) -> None:
     before = "start"
     for name, further, ranks, settings in (
         ("hosted", TP, 2, ("engine.mode=hosted",)),
-        ("shared", TP, 2, ("engine.mode=shared",)),
+        ("shared", TP, 2, ("optimizer.form=gram", "engine.mode=shared")),
         ("stages", PP, 2, ()),
         ("one", (), 1, ()),
     ):
