@@ -249,7 +249,8 @@ class _Reader:
 
     def _arithmetic(self, expression: str) -> int | None:
         """Evaluates an expression of integers; returns None if it has unknown parts."""
-        text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self._value(name[1]), expression)
+        text = _Reader(expression, self.variables).piece("")
+        text = re.sub(r"[A-Za-z_]\w*", lambda name: self._value(name[0]), text)
         text = text.strip().replace("/", "//").replace("&&", " and ").replace("||", " or ")
         try:
             value = _evaluate(ast.parse(text, mode="eval").body)

@@ -19,6 +19,7 @@ DECIDED = [
     'A="--x 1 \\\n --y \'2\'"; show $A; A+=" --z"; show $A',
     'A=(--x 1 # a comment \\\n --y "a b"\n\n --z); A+=(--w); show ${A[@]} "${A[@]}" ${A[*]}',
     "G=8; N=${NODES:-4}; W=$(($G*$N)); show $W $((W / 3 + G % 3 - 1)) $(( (W+1) * 2 ))",
+    'G=8; show $((G*${N:-2})) $(("$G" + $(( G / 2 )))); if (( ${N:-2} > 1 )); then show a; fi',
     'T=fp8; if [[ "$T" == "fp8" ]]; then show a; elif [ $T = x ]; then show b; else show c; fi',
     'T=x; if [[ "$T" == "fp8" ]] || [[ -z "$U" ]]; then show a; else show c; fi',
     'T=x; if [[ "$T" == f* && -n $T ]]; then show a; else show c; fi; if [ ! -n "$U" ]; then show d; fi',
