@@ -198,7 +198,7 @@ class CheckpointInvalid(CanzonaError):
 
 
 class SaveFailed(EnvironmentProblem):
-    """The error for a checkpoint that could not be written. Earlier checkpoints are unchanged."""
+    """The error for a checkpoint that could not be written. EarlierSteps checkpoints are unchanged."""
 
     headline = "The checkpoint could not be saved"
 

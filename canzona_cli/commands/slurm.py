@@ -10,7 +10,7 @@ from canzona_cli.commands.output import AsJson, RecipesDirs, check_inputs, overr
 
 if TYPE_CHECKING:
     from canzona_cli.config.schema import Layout, RunConfig
-    from canzona_cli.launch.slurm_job import JobOptions, Submitted
+    from canzona_cli.launch.slurm_job import JobOptions, SubmittedJob
 
 
 Overrides = Annotated[list[str] | None, overrides_argument("recipe=qwen3-32b gpus=256 ..., as for `canzona train`.")]
@@ -68,8 +68,7 @@ def slurm(
     The script is scripts/train.sbatch, filled in. A job that is preempted or close to its time limit saves a
     checkpoint, requeues itself and resumes from this checkpoint.
     """
-    from canzona_cli.launch.slurm_job import JobOptions
-    from canzona_cli.launch.slurm_job import needs as job_needs
+    from canzona_cli.launch.slurm_job import JobOptions, nodes_and_gpus
     from canzona_cli.planner.plan_file import obtain_plan
 
     options = JobOptions(
@@ -87,7 +86,7 @@ def slurm(
     arguments = [*(overrides or []), *([f"cluster.nodes={nodes}"] if nodes else [])]
     config, layout, options = _resolve(arguments, options, recipes_dir or [], sweep=sweep)
     if needs:
-        typer.echo(job_needs(config))
+        typer.echo(nodes_and_gpus(config))
         return
     obtain_plan(config, layout)  # refuses the run if it cannot be planned
     check_inputs(config, layout)
@@ -138,7 +137,7 @@ def _submit(config: "RunConfig", options: "JobOptions", arguments: list[str], *,
         _say(job, config)
 
 
-def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted | None" = None) -> dict[str, object]:
+def _content(config: "RunConfig", *, script: str | None = None, job: "SubmittedJob | None" = None) -> dict[str, object]:
     """Returns the output of `--json`. New fields do not change `version`."""
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
@@ -153,7 +152,7 @@ def _content(config: "RunConfig", *, script: str | None = None, job: "Submitted 
     }
 
 
-def _run_dir(job: "Submitted", config: "RunConfig") -> str:
+def _run_dir(job: "SubmittedJob", config: "RunConfig") -> str:
     """Returns the run directory of a job, or the parent directory of a sweep's runs."""
     from canzona_cli.run.files import sweep_root
 
@@ -172,14 +171,14 @@ def _resolve_sweep(
     """
     from canzona_cli.cluster.fit import swept_runs
     from canzona_cli.errors import Problem, refuse
-    from canzona_cli.launch.slurm_job import check, tasks_of
+    from canzona_cli.launch.slurm_job import check_options, task_indices
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
-    check(options)
+    check_options(options)
     runs = swept_runs(arguments, recipes_dirs)
     options = replace(options, array=options.array or f"0-{len(runs) - 1}")
     problems = []
-    if max(tasks_of(options.array or "")) >= len(runs):
+    if max(task_indices(options.array or "")) >= len(runs):
         reason = f"the sweep has only tasks 0 to {len(runs) - 1}"
         problems.append(Problem(key="--array", value=options.array, reason=reason, fix=f"--array 0-{len(runs) - 1}"))
     needed = {(node_count(run.config), ranks_per_node(run.config)) for run in runs}
@@ -209,7 +208,7 @@ def _compose_with_options(arguments: list[str], options: "JobOptions", recipes_d
     return composed.config
 
 
-def _say(job: "Submitted", config: "RunConfig") -> None:
+def _say(job: "SubmittedJob", config: "RunConfig") -> None:
     from rich.console import Console
 
     from canzona_cli.launch.torchrun import node_count

@@ -29,9 +29,9 @@ from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.processes import run_trackers
 from canzona_cli.launch.restarts import Restarts, resume_command, run_with_restarts
-from canzona_cli.launch.resume import Resumption, data_order_warning, resumption
-from canzona_cli.launch.run_dir import RunDirectory, check_free, prediction_here
-from canzona_cli.launch.slurm import adopt, current_step
+from canzona_cli.launch.resume import Resumption, choose_resumption, data_order_warning
+from canzona_cli.launch.run_dir import RunDirectory, check_free, predict_here
+from canzona_cli.launch.slurm import current_step, fill_in_step
 from canzona_cli.launch.stop import Preempted, Requests, early_stop_outcome
 from canzona_cli.launch.supervisor import Supervision
 from canzona_cli.launch.torchrun import LaunchCommand
@@ -82,7 +82,7 @@ def run(
     warn_about(composed, printed=printed)
     config, layout = resolve(composed.config)
     warn(mode_warnings(config, layout), printed)
-    adopted = adopt(config, current_step())
+    adopted = fill_in_step(config, current_step())
     config = adopted.config
     if not quiet:
         tell_batch(composed.config, layout)
@@ -134,7 +134,7 @@ class _Job:
 
     @cached_property
     def predicted(self) -> Prediction:
-        return prediction_here(self.config, self.layout, None if self.plan is None else self.plan.plan)
+        return predict_here(self.config, self.layout, None if self.plan is None else self.plan.plan)
 
     def write_inputs(self, run: RunDirectory, corpus: PreparedCorpus) -> None:
         run.write_inputs(
@@ -162,12 +162,12 @@ def _show(job: _Job, format: _Format) -> None:
     corpus = check_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
     _print_start(job, format, corpus, run_dir)
-    if preflight.is_elsewhere(config):
+    if preflight.needs_gpu_machine(config):
         progress("note: no GPU is visible here, so this machine is not checked; run canzona doctor where you train")
     else:
         preflight.check_machine(config, layout)
     check_free(config, resumes=True)
-    checkpoint = resumption(config, layout)
+    checkpoint = choose_resumption(config, layout)
     if checkpoint is not None:
         progress(f"note: without --dry-run, the run would {checkpoint.words}")
         _tell_differences(checkpoint)
@@ -185,7 +185,7 @@ def _prepare(job: _Job, format: _Format) -> None:
     them."""
     config, layout = job.config, job.layout
     check_free(config, resumes=True)
-    resumption(config, layout)
+    choose_resumption(config, layout)
     corpus = ensure_corpus(config, lambda what, share: progress(what) if share == 0 else None)
     run = RunDirectory.create(config, resumes=True)
     _import_weights(config, run)
@@ -285,7 +285,7 @@ def _check(job: _Job) -> None:
     preflight.check_nodes(job.config)
     if job.node_rank == 0:
         check_free(job.config, resumes=True)
-        resumption(job.config, job.layout)
+        choose_resumption(job.config, job.layout)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def validate(
     from canzona_cli.config.recipes import shown
     from canzona_cli.costs.sharing import mode_warnings
     from canzona_cli.errors import CanzonaError
-    from canzona_cli.launch.resume import resumption
+    from canzona_cli.launch.resume import choose_resumption
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows
     from canzona_cli.report.page import labelled
@@ -51,7 +51,7 @@ def validate(
         tell_batch(composed.config, layout)
         plan = obtain_plan(config, layout)
         corpus = check_inputs(config, layout)
-        resumption(config, layout)
+        choose_resumption(config, layout)
     except CanzonaError as error:
         if not as_json:
             raise

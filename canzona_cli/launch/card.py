@@ -1,4 +1,4 @@
-"""Cards: the recorded losses of recipes. A later run of a recipe is compared with its card.
+"""A card has the losses of a recorded run of a recipe. A later run of the recipe is compared with its card.
 
 A card is `recipes/cards/RECIPE.yaml`. A recipe without a card has been planned, but no training run of it was
 recorded.
@@ -44,12 +44,12 @@ class Card:
     """The largest difference from the card that a correct run may have. It was chosen from reruns on other
     layouts and with other matmul implementations (`recipes/README.md`)."""
     again: Literal["tests", "person"] = "tests"
-    """The way the run is repeated: by the tests (`make test-sweep`, up to the first validation), or by a
-    person if that takes too long for a test."""
+    """The way in which the run is repeated: by a test (`make test-sweep`, up to the first validation), or by
+    a person because it takes too long for a test."""
 
     @property
     def words(self) -> str:
-        """The card in a line: `validation loss 1.8839 ± 0.02 at step 120 (recorded on 2 cores,
+        """The card as a line of text: `validation loss 1.8839 ± 0.02 at step 120 (recorded on 2 cores,
         2026-11-26)`."""
         step, loss = max(self.validation.items())
         where = f"recorded on {self.machine}, {self.date}"
@@ -57,16 +57,14 @@ class Card:
 
 
 def load_card(recipe: str) -> Card | None:
-    """Reads the card of a built-in recipe; None if it has none."""
+    """Reads the card of a built-in recipe; returns None if the recipe has no card."""
     path = builtin_recipes_dir() / "cards" / f"{recipe}.yaml"
     return parse(Card, read_yaml(path)) if path.is_file() else None
 
 
 def card_of(config: RunConfig) -> Card | None:
-    """Returns the card of a resolved run.
-
-    None if its recipe has no card, or if a setting that changes the losses differs from the recorded run's.
-    """
+    """Returns the card of a resolved run's recipe. Returns None if the recipe has no card, or if a setting
+    that changes the losses differs from the recorded run's."""
     card = load_card(config.name)
     if card is None:
         return None
@@ -81,7 +79,7 @@ class Verdict:
     good: bool
     """True if the losses differ by at most the card's tolerance."""
     words: str
-    """The comparison in a line."""
+    """The comparison as a line of text."""
 
 
 def judge(card: Card, run: RunSummary, corpus: PreparedCorpus | None) -> Verdict | None:

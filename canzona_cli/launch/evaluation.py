@@ -1,5 +1,5 @@
-"""The launcher's side of `canzona eval`: checks checkpoint, documents and layout, and starts the ranks. This
-module does not import torch."""
+"""The launcher's side of `canzona eval`: checks the checkpoint, the documents and the layout, then starts the
+ranks. This module does not import torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ code of a custom optimizer. With `train.recompute=full`, the memory estimate inc
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedEvaluation:
     """An evaluation that is ready to run. It has no run directory yet, and nothing was started."""
 
     config: RunConfig
@@ -57,7 +57,7 @@ def prepare(
     documents: Documents | None = None,
     batches: int | Literal["all"] | None = None,
     on_progress: Callable[[str, float], None] | None = None,
-) -> Prepared:
+) -> PreparedEvaluation:
     """Resolves the configuration, and checks everything that can be checked before anything is started.
 
     Args:
@@ -66,21 +66,17 @@ def prepare(
         batches: the number of batches; None for `train.eval_batches`, `all` to read every document once.
 
     Raises:
-        ConfigError: settings or data are wrong, the model is not the checkpoint's, or the run held out no
+        ConfigError: settings or data are not valid, the model is not the checkpoint's, or the run held out no
             data.
         CheckpointInvalid: the checkpoint cannot be used.
         DoesNotFit: no layout fits into memory.
-        EnvironmentProblem: this machine lacks something.
+        EnvironmentProblem: this machine lacks something that the evaluation needs.
     """
     if checkpoint.manifest is None:
         raise CheckpointInvalid(*checkpoint.problems)
     _, saved = saved_run(checkpoint.path)
-    given = {key_of(argument) for argument in overrides}
-    replaced = [setting for setting in _REPLACED_SETTINGS if key_of(setting) not in given]
-    here = {*given, *map(key_of, replaced)}
-    dropped = [f"{key}=null" for key in CHOSEN if "gpus" in given and key not in here]
-    recipe = f"recipe={text_value(str(checkpoint.path / 'config.yaml'))}"
-    composed = compose_run([recipe, *replaced, *dropped, *overrides], recipes_dirs=recipes_dirs)
+    overridden = {key_of(argument) for argument in overrides}
+    composed = compose_run(_arguments(checkpoint, overrides, overridden), recipes_dirs=recipes_dirs)
     refuse(shape_problems(saved, composed.config, str(checkpoint.path)))
     config, layout = _with_layout(composed.config)
     if (nodes := torchrun.node_count(config)) > 1:
@@ -88,13 +84,25 @@ def prepare(
         reason = f"need {nodes} machines, but an evaluation runs on a single machine, with {per_node} at most"
         raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"add gpus={per_node} or fewer"))
     preflight.check_machine(config, layout, training=False)
-    other_data = any(key == "data" or key.startswith("data.") for key in given - {"data.cache_dir"})
+    other_data = any(key == "data" or key.startswith("data.") for key in overridden - {"data.cache_dir"})
     corpus = _corpus(config, documents or ("all" if other_data else "held-out"), on_progress)
     config = replace(config, train=replace(config.train, eval_batches=_batches(config, corpus, batches)))
-    return Prepared(config=config, layout=layout, corpus=corpus, checkpoint=checkpoint, notes=tuple(composed.warnings))
+    return PreparedEvaluation(
+        config=config, layout=layout, corpus=corpus, checkpoint=checkpoint, notes=tuple(composed.warnings)
+    )
 
 
-def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Path]:
+def _arguments(checkpoint: StoredCheckpoint, overrides: Sequence[str], overridden: set[str]) -> list[str]:
+    """Returns the saved settings with those of an evaluation and the user's overrides, in this order. A new
+    number of GPUs drops the saved layout."""
+    recipe = f"recipe={text_value(str(checkpoint.path / 'config.yaml'))}"
+    replaced = [setting for setting in _REPLACED_SETTINGS if key_of(setting) not in overridden]
+    fixed = overridden.union(map(key_of, replaced))
+    dropped = [f"{key}=null" for key in CHOSEN if "gpus" in overridden and key not in fixed]
+    return [recipe, *replaced, *dropped, *overrides]
+
+
+def run(prepared: PreparedEvaluation, say: Callable[[str], None]) -> tuple[Evaluation, Path]:
     """Launches the ranks; returns the evaluation and its run directory, which has the logs of the ranks.
 
     Raises:
@@ -109,7 +117,7 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
         prepared.layout,
         prepared.corpus,
         module=WORKER_MODULE,
-        view=_Lines(say),
+        view=_LineView(say),
         say=say,
         write_more=lambda files: save(files.resume, point),
         grace_s=0.0,  # there is nothing to save
@@ -119,8 +127,8 @@ def run(prepared: Prepared, say: Callable[[str], None]) -> tuple[Evaluation, Pat
 
 
 def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
-    """Fills in a layout: of the layouts whose forward pass fits into memory, the one with the most
-    data-parallel ranks.
+    """Chooses a layout and fills it into the configuration: of the layouts whose forward pass fits into
+    memory, the one with the most data-parallel ranks.
 
     Raises:
         DoesNotFit: the forward pass fits in no layout.
@@ -155,9 +163,9 @@ def _corpus(
     )
 
 
-def _batches(config: RunConfig, corpus: PreparedCorpus, asked: int | Literal["all"] | None) -> int:
-    if asked != "all":
-        return asked or config.train.eval_batches
+def _batches(config: RunConfig, corpus: PreparedCorpus, requested: int | Literal["all"] | None) -> int:
+    if requested != "all":
+        return requested or config.train.eval_batches
     batch, length = config.train.global_batch_size, config.train.seq_length
     assert batch is not None
     samples = (min(data.validation_tokens for data in corpus.sets) - 1) // length  # every set contributes equally
@@ -168,7 +176,7 @@ def _batches(config: RunConfig, corpus: PreparedCorpus, asked: int | Literal["al
     return samples // batch
 
 
-class _Lines(TrainView):
+class _LineView(TrainView):
     """A view that prints a line for each stage and each note."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

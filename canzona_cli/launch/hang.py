@@ -23,9 +23,9 @@ from canzona_cli.errors import Problem
 from canzona_cli.run.heartbeat import BEAT_S, PATIENCE, STACKS_SIGNAL, VARIABLE, Heartbeats, Sign
 from canzona_cli.run.records import Incident
 
-_LONGEST_LOOK_S: Final = 5.0
-"""The most seconds of silence that one call of `look` adds, so that a suspended machine is not taken for a
-hang."""
+_LONGEST_GAP_S: Final = 5.0
+"""The most seconds of silence that one call of `check` adds. Without this limit, a machine that was suspended
+would look like a hang."""
 _AFTER_OTHERS_S: Final = 5.0
 _NO_BEAT_S: Final = 10 * BEAT_S
 _WRITE_STACKS_S: Final = 1.0
@@ -45,7 +45,7 @@ class HangReport:
     """The report of a hang: the rank that the other ranks wait for, and what it is doing."""
 
     rank: int | None
-    """None if all ranks have ended and torchrun has not."""
+    """The rank that the other ranks wait for; None if all ranks have ended but torchrun has not."""
     step: int
     where: str
     reason: str
@@ -73,8 +73,8 @@ class HangReport:
 
 @contextmanager
 def hang_watch(ranks: range, *, timeout_s: float | None) -> Iterator["HangWatch | None"]:
-    """Creates the heartbeats of the ranks that the block starts, and yields their watch; yields None without
-    a timeout."""
+    """Creates the heartbeats of the ranks that the block starts, and yields a watch over them; yields None
+    without a timeout."""
     if timeout_s is None:
         yield None
         return
@@ -96,7 +96,7 @@ class HangWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._beats, self._timeout_s, self._clock = beats, timeout_s, clock
-        self._began = self._looked = clock()
+        self._began = self._checked = clock()
         self._newest = 0.0
         self._silent_s = 0.0
         self._reported = False
@@ -106,12 +106,12 @@ class HangWatch:
         """The environment variable that tells the ranks where to write their heartbeats."""
         return {VARIABLE: str(self._beats.folder)}
 
-    def look(self) -> HangReport | None:
+    def check(self) -> HangReport | None:
         """Returns a report if the ranks hang, else None. Call this several times a second."""
         now = self._clock()
         every_sign = self._beats.signs()
         newest = max(sign.progress for sign in every_sign)
-        passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
+        passed, self._checked = min(now - self._checked, _LONGEST_GAP_S), now
         self._silent_s = 0.0 if newest != self._newest else self._silent_s + passed
         self._newest = newest
         signs = [sign for sign in every_sign if not sign.ended]
@@ -123,13 +123,13 @@ class HangWatch:
         limit_s = self._timeout_s * (PATIENCE if patient else 1)
         if self._silent_s <= limit_s:
             return None
-        report = blame(signs, now=now, began=self._began, state=_state)
+        report = blame(signs, now=now, began=self._began, state=_process_status)
         # If all ranks here wait, the machine of the culprit gets the time to report first.
         return None if report.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else report
 
-    def waits_for(self) -> str | None:
-        """Describes what the ranks are doing if their start-up has made no progress for 30 seconds. Returns
-        None otherwise, and on later calls during the same wait."""
+    def describe_slow_start(self) -> str | None:
+        """Describes what the ranks are doing if their start-up has made no progress for 30 seconds, once for
+        each such wait; otherwise returns None."""
         signs = self._beats.signs()
         if self._silent_s < _REPORT_AFTER_S or any(sign.steps for sign in signs):
             self._reported = False
@@ -169,8 +169,8 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
     culprit = min(frozen or absent or busy or signs, key=silent_since)
     duration = f"{now - silent_since(culprit):.0f} s"
     if culprit in frozen:
-        known = _STATES.get(state(culprit.pid), "does not respond: swapped out, or stuck in native code")
-        reason = f"{known}, for {duration}, in {_place(culprit)}"
+        explanation = _STATES.get(state(culprit.pid), "does not respond: swapped out, or stuck in native code")
+        reason = f"{explanation}, for {duration}, in {_place(culprit)}"
     elif culprit in absent:
         reason = f"has not started after {duration}: its process has sent no heartbeat"
     elif culprit in busy:
@@ -206,7 +206,7 @@ def _describe_ranks(signs: Sequence[Sign]) -> str:
     return ", ".join(groups)
 
 
-def _state(pid: int) -> str:
+def _process_status(pid: int) -> str:
     try:
         return str(psutil.Process(pid).status())
     except psutil.Error:

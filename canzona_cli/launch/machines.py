@@ -30,12 +30,12 @@ VERDICT_PATIENCE_S = 900.0
 """The seconds that a machine without a failure waits for the verdict: machine 0 may still be verifying a
 checkpoint."""
 FAILURE_GRACE_S = 20.0
-"""The seconds that this machine's workers get to notice a failure on another machine. The launcher stops them
-afterwards, as NCCL may wait forever."""
+"""The seconds that this machine's workers get to notice a failure on another machine. Then the launcher stops
+them, because NCCL may wait forever."""
 HANG_GRACE_S = 15.0
-"""The seconds that a machine whose ranks all only wait gives the other machines to report the hanging
-rank."""
-_LOOK_S = 2.0
+"""The seconds that a machine whose ranks are all waiting for others gives the other machines to report the
+hanging rank."""
+_READ_INTERVAL_S = 2.0
 _POLL_S = 0.2
 
 
@@ -43,7 +43,7 @@ class Machines:
     """The link between this launcher and the launchers of the run's other machines."""
 
     def __init__(self, files: RunFiles, *, node_rank: int = 0, nodes: int = 1, restarts: int = 0) -> None:
-        """Names the folder in which the machines meet.
+        """Chooses the folder in which the machines meet.
 
         Args:
             restarts: the number of restarts of this launch so far. After each, the machines meet in a new
@@ -53,7 +53,7 @@ class Machines:
         self.node_rank = node_rank
         self._nodes = nodes
         self._folder = files.root / "nodes" / (f"restart-{restarts}" if restarts else "")
-        self._next_look = 0.0
+        self._next_read = 0.0
         self._failed_since: float | None = None
         self._waiting_since: float | None = None
 
@@ -72,7 +72,7 @@ class Machines:
         self._folder.mkdir(parents=True, exist_ok=True)
         others = range(1, self._nodes)
         start, announced = time.monotonic(), False
-        while absent := [rank for rank in others if not self._arrival(rank).exists()]:
+        while absent := [rank for rank in others if not self._arrival_file(rank).exists()]:
             waited, missing = time.monotonic() - start, ", ".join(map(str, absent))
             if waited > patience_s:
                 within = f"{self._files.root} within {patience_s:.0f} s"
@@ -83,7 +83,7 @@ class Machines:
                 announced = True
                 say(f"waiting for machine {missing} of {self._nodes}")
             time.sleep(_POLL_S)
-        tokens = {str(rank): (read_json(self._arrival(rank)) or {}).get("token") for rank in others}
+        tokens = {str(rank): (read_json(self._arrival_file(rank)) or {}).get("token") for rank in others}
         write_json_atomic(self._folder / "meeting.json", {"endpoint": endpoint, "tokens": tokens})
 
     def arrive(self, *, patience_s: float = MEETING_PATIENCE_S) -> str:
@@ -97,7 +97,7 @@ class Machines:
             EnvironmentProblem: machine 0 did not answer in time, or another launcher has the same node rank.
         """
         token = secrets.token_hex(8)
-        arrival = self._arrival(self.node_rank)
+        arrival = self._arrival_file(self.node_rank)
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             if self._folder.is_dir() and not arrival.exists():
@@ -120,16 +120,16 @@ class Machines:
         workers here must be stopped. Reads the folder every two seconds, and returns False between two
         reads."""
         now = time.monotonic()
-        if self._nodes == 1 or now < self._next_look:
+        if self._nodes == 1 or now < self._next_read:
             return False
-        self._next_look = now + _LOOK_S
+        self._next_read = now + _READ_INTERVAL_S
         if self._failed_since is None and any(outcome.failed for outcome in self._outcomes().values()):
             self._failed_since = now
         return self._failed_since is not None and now - self._failed_since > FAILURE_GRACE_S
 
-    def may_know_better(self) -> bool:
+    def others_may_report(self) -> bool:
         """Returns True until `HANG_GRACE_S` after the first call, while another machine may still report the
-        hanging rank. Call this if all ranks of this machine only wait."""
+        hanging rank. Call this if every rank of this machine waits for other ranks."""
         if self._nodes == 1:
             return False
         now = time.monotonic()
@@ -155,16 +155,16 @@ class Machines:
         if self._nodes == 1:
             return settle(outcome)
         with suppress(OSError):  # the disk may be full; the other machines then report this one as gone
-            save(self._end(self.node_rank), outcome)
+            save(self._outcome_file(self.node_rank), outcome)
         if self.node_rank == 0:
             return self._make_verdict(outcome, settle, patience_s)
         return self._await_verdict(outcome, 2 * patience_s if outcome.failed else max(patience_s, VERDICT_PATIENCE_S))
 
-    def _make_verdict(self, here: Outcome, settle: Callable[[Outcome], Outcome], patience_s: float) -> Outcome:
+    def _make_verdict(self, outcome: Outcome, settle: Callable[[Outcome], Outcome], patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s
-        while len(ended := {**self._outcomes(), 0: here}) < self._nodes and time.monotonic() < deadline:
+        while len(ended := {**self._outcomes(), 0: outcome}) < self._nodes and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        gone = [self._gone(rank) for rank in range(self._nodes) if rank not in ended]
+        gone = [self._gone_outcome(rank) for rank in range(self._nodes) if rank not in ended]
         verdict = verdict_of(ended, gone)
         settled = verdict if gone else settle(verdict)
         try:
@@ -173,17 +173,17 @@ class Machines:
             return verdict
         return settled
 
-    def _await_verdict(self, here: Outcome, patience_s: float) -> Outcome:
+    def _await_verdict(self, outcome: Outcome, patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             verdict = load_if_valid(self._folder / "verdict.json", Outcome)
             if verdict is not None:
                 return verdict
             time.sleep(_POLL_S)
-        return verdict_of({self.node_rank: here}, [self._gone(0)])
+        return verdict_of({self.node_rank: outcome}, [self._gone_outcome(0)])
 
-    def _gone(self, node_rank: int) -> Outcome:
-        host = (read_json(self._arrival(node_rank)) or {}).get("host")
+    def _gone_outcome(self, node_rank: int) -> Outcome:
+        host = (read_json(self._arrival_file(node_rank)) or {}).get("host")
         name = f"machine {node_rank}" + (f" ({host})" if host else "")
         return Outcome(
             status="failed",
@@ -198,24 +198,24 @@ class Machines:
         outcomes: dict[int, Outcome] = {}
         ended_at: dict[int, int] = {}
         for rank in range(self._nodes):
-            outcome = load_if_valid(self._end(rank), Outcome)
+            outcome = load_if_valid(self._outcome_file(rank), Outcome)
             if outcome is not None:
-                outcomes[rank], ended_at[rank] = outcome, self._end(rank).stat().st_mtime_ns
+                outcomes[rank], ended_at[rank] = outcome, self._outcome_file(rank).stat().st_mtime_ns
         return {rank: outcomes[rank] for rank in sorted(outcomes, key=ended_at.__getitem__)}
 
-    def _end(self, node_rank: int) -> Path:
+    def _outcome_file(self, node_rank: int) -> Path:
         return self._folder / f"ended-{node_rank}.json"
 
-    def _arrival(self, node_rank: int) -> Path:
+    def _arrival_file(self, node_rank: int) -> Path:
         return self._folder / f"arrived-{node_rank}.json"
 
 
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     """Combines the outcomes of the machines into the outcome of the run.
 
-    The run's failure is the first that is more than the loss of another rank, because later failures may be
-    its consequences. If all reported failures are such losses, it is that of a machine without an outcome, if
-    there is one, else the first.
+    If machines failed, this is the first failure with a cause of its own, because later failures may be its
+    consequences. If every reported failure is only the loss of another rank, it is the failure of a machine
+    that did not report or, if all reported, the first loss.
 
     Args:
         ended: outcomes by node rank, in the order in which the machines ended.

@@ -55,8 +55,8 @@ class Outcome(RunResult):
     error_type: str = ""
     """The class name of the rank's error if it is a user's mistake; else empty."""
     secondary: bool = False
-    """True for a failure whose cause may be on another machine: a rank only lost another rank, or all ranks
-    wait."""
+    """True for a failure whose cause may be on another machine: a rank lost its connection to another rank,
+    or all ranks wait."""
     again_in_s: float | None = None
     """The seconds after which the same launch restarts the run; None if there is no restart."""
 
@@ -154,35 +154,40 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
     # A rank on a full disk cannot write that it is done, so its file still says `running`. torchrun's exit
     # code of 0 then says that all ranks are done.
     unreported = "running" if agent_code == 0 and not stopping else None
-    if all(r.status in ("done", unreported) for r in results):
+    if all(result.status in ("done", unreported) for result in results):
         return Outcome(status="done", exit_code=ExitCode.OK, message=_unwritten_text(results))
-    saved = next((f", saved as {r.checkpoint}" for r in results if r.checkpoint is not None), "")
-    if all(r.status == "preempted" for r in results):
+    saved = next((f", saved as {result.checkpoint}" for result in results if result.checkpoint is not None), "")
+    if all(result.status == "preempted" for result in results):
         return Outcome(
             status="preempted", exit_code=ExitCode.PREEMPTED, message=f"stopped after a complete step{saved}"
         )
-    deaths = {} if agent_code == 0 else _deaths(workers.files.agent_log(workers.node_rank))
-    failed = sorted((r for r in results if r.status in FAILURES), key=lambda r: r.time)
-    causes = [r for r in failed if not _lost_another_rank(r)]
+    exit_codes = {} if agent_code == 0 else _exit_codes(workers.files.agent_log(workers.node_rank))
+    failed = sorted((result for result in results if result.status in FAILURES), key=lambda result: result.time)
+    causes = [result for result in failed if not _lost_another_rank(result)]
     # torchrun sends SIGTERM to the other ranks after one has failed.
-    killed = [r for r in results if -deaths.get(r.rank, 0) not in (0, signal.SIGTERM) and deaths[r.rank] < 0]
+    signals = {rank: -code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
+    killed = [result.rank for result in results if result.rank in signals]
     if stopping and not causes and not killed:
         return interrupted_outcome(f"stopped after a complete step{saved}")
     if causes or (failed and not killed):
         return _failure_outcome(workers, (causes or failed)[0])
     if killed:
-        rank = killed[0].rank
-        return workers.failure(f"rank {rank} {_signal_text(-deaths[rank])}", rank=rank)
-    if any(r.status == "interrupted" for r in results):
+        return workers.failure(f"rank {killed[0]} {_signal_text(signals[killed[0]])}", rank=killed[0])
+    if any(result.status == "interrupted" for result in results):
         return interrupted_outcome("the workers were asked to stop")
     if agent_code < 0:
         return workers.failure(f"torchrun {_signal_text(-agent_code)}")
-    silent = next(r for r in results if r.status != "done")
-    at = "before it could start" if silent.status == "missing" else "without reporting"
-    code = deaths.get(silent.rank, 0)
+    silent = next(result for result in results if result.status != "done")
+    return _silent_outcome(workers, silent, exit_codes.get(silent.rank, 0))
+
+
+def _silent_outcome(workers: Workers, silent: RankResult, code: int) -> Outcome:
+    """Returns the outcome of a run in which a rank ended without writing how; `code` is the rank's exit code,
+    0 if it is unknown."""
+    how = "before it could start" if silent.status == "missing" else "without reporting"
     with_code = f", with exit code {code}" if code > 0 else ""
     exit_code = code if code in _USER_MISTAKES else ExitCode.CRASH
-    return workers.failure(f"rank {silent.rank} ended {at}{with_code}", rank=silent.rank, exit_code=exit_code)
+    return workers.failure(f"rank {silent.rank} ended {how}{with_code}", rank=silent.rank, exit_code=exit_code)
 
 
 def _failure_outcome(workers: Workers, first: RankResult) -> Outcome:
@@ -233,15 +238,15 @@ def _divergence_outcome(workers: Workers, rank: int, error: RankError) -> Outcom
 
 
 def _lost_another_rank(result: RankResult) -> bool:
-    """Returns True if the rank's error only says that it lost another rank."""
+    """Returns True if the rank's error only says that it lost its connection to another rank."""
     error = result.error or RankError()
     return error.type in _SECONDARY_TYPES or _SECONDARY.search(error.message) is not None
 
 
 def _unwritten_text(results: Sequence[RankResult]) -> str:
     """Describes the records that the ranks could not write; empty if there are none."""
-    missing = [f"{count} lines of {name}" for r in results for name, count in r.lost.items()]
-    missing += [f"the end of rank {r.rank}'s record" for r in results if r.status != "done"]
+    missing = [f"{count} lines of {name}" for result in results for name, count in result.lost.items()]
+    missing += [f"the end of rank {result.rank}'s record" for result in results if result.status != "done"]
     return f"could not write {', '.join(missing)}" if missing else ""
 
 
@@ -260,13 +265,13 @@ def hang_outcome(workers: Workers, report: HangReport) -> Outcome:
 
 def _signal_text(number: int) -> str:
     known = {int(signal.SIGKILL): "the kernel kills processes when memory runs out"}
-    names = {int(each): each.name for each in signal.Signals}
+    names = {int(known_signal): known_signal.name for known_signal in signal.Signals}
     return f"was killed by signal {number} ({known.get(number) or names.get(number, 'unknown')})"
 
 
-def _deaths(agent_log: Path) -> dict[int, int]:
-    """Reads the ranks' exit codes from the failure report in torchrun's log; negative for a signal. Empty if
-    there is no report."""
+def _exit_codes(agent_log: Path) -> dict[int, int]:
+    """Reads the ranks' exit codes from the failure report in torchrun's log; empty without a report. Negative
+    codes are signals."""
     try:
         text = agent_log.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -25,7 +25,7 @@ from canzona_cli.launch.torchrun import node_count, on_one_machine, port_in_use,
 
 
 def check_machine(config: RunConfig, layout: Layout, *, training: bool = True) -> None:
-    """Refuses a run if this machine cannot run its part.
+    """Checks that this machine can run its part of a run.
 
     Args:
         training: False if the ranks only run forward passes.
@@ -36,13 +36,14 @@ def check_machine(config: RunConfig, layout: Layout, *, training: bool = True) -
     refuse(machine_problems(config, layout, training=training), EnvironmentProblem)
 
 
-def is_elsewhere(config: RunConfig) -> bool:
-    """Returns True if the run needs GPUs and none is visible here: this machine can only plan it."""
+def needs_gpu_machine(config: RunConfig) -> bool:
+    """Returns True if the run needs GPUs and this machine has no visible GPU, so that it can only plan the
+    run."""
     return config.cluster.device == "cuda" and not visible_gpus()
 
 
 def check_nodes(config: RunConfig) -> None:
-    """Refuses a run over several machines whose settings do not say how the machines find each other.
+    """Checks that the settings of a run on several machines say how the machines find each other.
 
     Raises:
         ConfigError: lists every missing or impossible setting.
@@ -90,10 +91,10 @@ def _holder(port: int) -> str:
 def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True) -> Iterator[Problem]:
     """Yields a problem for everything that this machine lacks for its part of the run."""
     if config.cluster.device == "cuda":
-        yield from list(_gpus(config)) or _gpu_access(config)
+        yield from list(_gpu_count_problems(config)) or _gpu_access_problems(config)
     else:
         memory = estimate(config, layout)
-        yield from _host_memory(config, memory.total if training else memory.forward)
+        yield from _host_memory_problems(config, memory.total if training else memory.forward)
     if on_one_machine(config) and (obstacle := loopback_problem(ranks_per_node(config))) is not None:
         reason = f"its ranks cannot meet there: {obstacle[:1].lower()}{obstacle[1:]}"
         yield Problem(key="network", value=LOOPBACK, reason=reason, fix=LOOPBACK_FIX)
@@ -108,7 +109,7 @@ def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True
             yield problem_with(config, "run.trackers", f"{tracker} is not installed here", fix)
 
 
-def _gpus(config: RunConfig) -> Iterator[Problem]:
+def _gpu_count_problems(config: RunConfig) -> Iterator[Problem]:
     needed, here = ranks_per_node(config), visible_gpus()
     if here >= needed:
         return
@@ -124,7 +125,7 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
     yield problem_with(config, "gpus", reason, ";\n".join(ways))
 
 
-def _gpu_access(config: RunConfig) -> Iterator[Problem]:
+def _gpu_access_problems(config: RunConfig) -> Iterator[Problem]:
     """Yields the problems with the driver, the network interface and the NCCL backend that would keep ranks
     from using this machine's GPUs."""
     environment = worker_environment(config)
@@ -133,7 +134,7 @@ def _gpu_access(config: RunConfig) -> Iterator[Problem]:
     yield from filter(None, problems)
 
 
-def _host_memory(config: RunConfig, rank_bytes: int) -> Iterator[Problem]:
+def _host_memory_problems(config: RunConfig, rank_bytes: int) -> Iterator[Problem]:
     ranks = ranks_per_node(config)
     needed = int((rank_bytes + config.cluster.reserved_gib * GIB) * ranks)
     available = psutil.virtual_memory().available

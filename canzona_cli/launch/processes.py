@@ -15,7 +15,7 @@ from canzona_cli.run import orphan
 from canzona_cli.run.files import RunFiles
 
 PATIENCE_S = 30.0
-"""The seconds that all trackers together get after a run's end to send the remaining records."""
+"""The seconds that the trackers have, after a run ends, to send the remaining records."""
 
 
 def start_child(
@@ -78,7 +78,7 @@ def run_trackers(
     reported.
 
     Args:
-        start: the number of steps that were done before this launch.
+        start: the number of steps that earlier launches have done.
         environment: the workers' variables, added to those of this process; trackers read their keys from
             them.
         say: a function that prints a message for the user at once.
@@ -86,7 +86,7 @@ def run_trackers(
     started: dict[TrackerName, subprocess.Popen[bytes]] = {}
     for name in dict.fromkeys(trackers):
         try:
-            started[name] = _tracker(files, name, start, environment)
+            started[name] = _start_tracker(files, name, start, environment)
         except OSError as error:
             say(f"{name} cannot be started ({error.strerror}); training continues without it")
     try:
@@ -105,6 +105,8 @@ def run_trackers(
                 kill_tree(process)
 
 
-def _tracker(files: RunFiles, name: TrackerName, start: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_tracker(
+    files: RunFiles, name: TrackerName, start: int, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "canzona_cli.trackers.follow", str(files.root), name, str(start)]
     return start_child(command, environment=environment, log=files.tracker_log(name), stdin=subprocess.PIPE)

@@ -37,13 +37,15 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 @dataclass
 class Restarts:
-    """The restarts of one launch so far. Machine 0 decides on them; the other machines follow."""
+    """The restarts of one launch. Machine 0 decides on them; the other machines follow."""
 
     most: int = 0
+    """The number of restarts that are allowed."""
     first_wait_s: float = field(default_factory=lambda: FIRST_WAIT_S)
     """The seconds of the first wait. The wait doubles whenever the run fails again without having reached a
     later step."""
     done: int = field(default=0, init=False)
+    """The number of restarts so far."""
     _stuck: int = field(default=0, init=False)
     """The number of consecutive failures that came no later than step `_furthest`."""
     _furthest: int = field(default=-1, init=False)
@@ -83,7 +85,8 @@ def run_with_restarts(
     node_rank: int,
     say: Callable[[str], None],
 ) -> Outcome:
-    """Repeats the run until an outcome has no restart, or somebody stops the run between two attempts.
+    """Runs `attempt` until its outcome asks for no restart, or until somebody stops the run while it waits
+    for one.
 
     Args:
         attempt: a function that starts the run, watches it to its end, and writes `result.json`.
@@ -155,7 +158,7 @@ def resume_command(
         return shlex.join(("canzona", "resume", str(run_dir)))
     repeated = [text for text in overrides if not _is_replaced(text)]
     folders = [word for folder in recipes_dirs for word in ("--recipes-dir", str(folder.absolute()))]
-    words = [*_program(config, environment), *repeated, f"run.dir={text_value(str(run_dir))}", *folders]
+    words = [*_program_and_options(config, environment), *repeated, f"run.dir={text_value(str(run_dir))}", *folders]
     return shlex.join(words)
 
 
@@ -177,13 +180,13 @@ def resume_hint(
 
 
 def _is_replaced(text: str) -> bool:
-    """Returns True if an override only applied to the first start: the run directory, or a checkpoint named
-    by its step."""
+    """Returns True for an override that a resumed run must not repeat: the run directory, or a checkpoint
+    named by its step."""
     key, _, value = (part.strip() for part in text.partition("="))
     return key == "run.dir" or (key == "checkpoint.resume" and step_of(value.strip("'\"")) is not None)
 
 
-def _program(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]:
+def _program_and_options(config: RunConfig, environment: Mapping[str, str]) -> Iterator[str]:
     if current_step(environment) is None:
         yield from ("canzona", "train")
     elif environment.get("ENVIRONMENT") == "BATCH":

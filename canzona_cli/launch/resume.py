@@ -32,7 +32,7 @@ _KEY = "checkpoint.resume"
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """A checkpoint to start from, with all of its state or only with its weights."""
+    """The checkpoint that a run starts from, with all of its state or only with its weights."""
 
     checkpoint: Path
     progress: Progress
@@ -57,7 +57,7 @@ class Resumption:
 
     @property
     def words(self) -> str:
-        """The start of the run in words: `continue from step 30 (step-00000030)`."""
+        """The start of the run as text: `continue from step 30 (step-00000030)`."""
         if self.weights_only:
             return f"start at step 1 from the weights of {self.origin}"
         return f"continue from step {self.step:,} ({self.origin})"
@@ -74,15 +74,16 @@ def holds_run(files: RunFiles) -> bool:
     return any(path.exists() for path in known)
 
 
-def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Resumption | None:
-    """Chooses the checkpoint that a resolved run starts from; None if there is none.
+def choose_resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Resumption | None:
+    """Chooses the checkpoint that a run starts from; returns None if there is none.
 
     Args:
+        config: resolved.
         again: True if this is a restart by the same launch.
 
     Raises:
-        ConfigError: the run directory holds a finished run; the checkpoint does not exist, or is of another
-            model or optimizer; lists every reason.
+        ConfigError: the run directory holds a finished run, or the checkpoint does not exist or is of another
+            model or optimizer.
         CheckpointInvalid: the manifest, or the sizes and headers of the files, show that the checkpoint is
             damaged or does not match its model.
     """
@@ -91,24 +92,24 @@ def resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Res
         raise ConfigError(problem_with(config, "checkpoint.weights_from", reason, "leave one of them out"))
     files = RunFiles(Path(config.run.dir).absolute()) if config.run.dir is not None else None
     used = files is not None and holds_run(files)
-    asked = config.checkpoint.resume
+    request = config.checkpoint.resume
     if files is not None and used:
         _refuse_finished(files, config)
-        asked = _before_divergence(files, _newer_request(files, asked, again=again))
+        request = _unless_diverged(files, _unless_repeated(files, request, again=again))
     checkpoints = files.checkpoints if files is not None else Path(config.run.root) / "checkpoints"
-    checkpoint = resolve(checkpoints, asked) if files is not None or asked != "auto" else None
+    checkpoint = resolve(checkpoints, request) if files is not None or request != "auto" else None
     if checkpoint is None:
         return None if config.checkpoint.weights_from is None else _from_weights(config)
     of_this_run = files is not None and checkpoint.parent.resolve() == files.checkpoints.resolve()
     if used and not of_this_run and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
         reason = f"belongs to another run, but {files.root} already has checkpoints of its own"
         fix = "run.dir=DIR for a new run, or checkpoint.resume=auto to continue this one"
-        raise ConfigError(Problem(key=_KEY, value=asked, reason=reason, fix=fix))
-    return _check(config, layout, checkpoint, of_this_run=of_this_run)
+        raise ConfigError(Problem(key=_KEY, value=request, reason=reason, fix=fix))
+    return _from_checkpoint(config, layout, checkpoint, of_this_run=of_this_run)
 
 
 def data_order_warning(resumption: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus) -> str | None:
-    """Returns a warning if a changed number of steps changes the order of the data; else None.
+    """Returns a warning if a new number of steps changes the order of the data, otherwise None.
 
     Megatron shuffles all epochs of a data set together, so a different number of epochs moves every sample.
     """
@@ -205,27 +206,27 @@ def next_free(path: Path) -> Path:
     return other
 
 
-def _newer_request(files: RunFiles, asked: str, *, again: bool) -> str:
-    """Returns `auto` if the previous launch had the same request and has saved a later step; else the
-    request.
+def _unless_repeated(files: RunFiles, request: str, *, again: bool) -> str:
+    """Returns the requested checkpoint, or `auto` if the previous launch had the same request and has saved a
+    later step.
 
     A batch system starts a preempted job with its old command, which must not discard what the job did. A
-    user who names a step wants to go back to that step, so such a request is kept unless this is a restart.
+    user who names a step wants to go back to that step, so such a request becomes `auto` only in a restart.
     """
-    before, newest = load_if_valid(files.resume, ResumePoint), CheckpointStore(files.checkpoints).latest()
-    restarted = step_of(asked) is None or again or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
-    if before is not None and before.asked == asked and restarted and newest is not None:
-        return "auto" if newest.step > before.step else asked
-    return asked
+    previous, newest = load_if_valid(files.resume, ResumePoint), CheckpointStore(files.checkpoints).latest()
+    restarted = step_of(request) is None or again or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+    if previous is not None and previous.asked == request and restarted and newest is not None:
+        return "auto" if newest.step > previous.step else request
+    return request
 
 
-def _before_divergence(files: RunFiles, asked: str) -> str:
-    """Returns the last good checkpoint from before the divergence if the request is `auto` and the run
-    diverged, because a later checkpoint would diverge again; else the request."""
+def _unless_diverged(files: RunFiles, request: str) -> str:
+    """Returns the requested checkpoint. If that is `auto` and the run diverged, returns the last good
+    checkpoint instead, because a later one would diverge again."""
     result = load_if_valid(files.result, RunResult)
-    if asked != "auto" or result is None or result.status != "diverged":
-        return asked
-    return result.last_good or asked
+    if request != "auto" or result is None or result.status != "diverged":
+        return request
+    return result.last_good or request
 
 
 def finished_result(files: RunFiles, config: RunConfig) -> RunResult | None:
@@ -244,16 +245,21 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
     raise ConfigError(Problem(key="run.dir", value=str(config.run.dir), reason=reason, fix=fix))
 
 
-def _check(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run: bool) -> Resumption:
+def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run: bool) -> Resumption:
+    """Returns a resumption with all of a checkpoint's state, or with its weights if it has no optimizer state.
+
+    Raises:
+        ConfigError: lists every setting with which the run cannot continue from the checkpoint.
+    """
     manifest, saved = saved_run(checkpoint)
     if manifest.optimizer == NO_OPTIMIZER:
         return _from_weights_of(config, checkpoint, manifest, saved, of_this_run=of_this_run)
     progress = manifest.progress
-    between = changes(saved, config, step=progress.step)
+    differences = changes(saved, config, step=progress.step)
     with as_checkpoint_errors(checkpoint):
         before = layout_words(read_layout(checkpoint / "layout.json"))
     layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]
-    problems = [*family_problems(saved.model, config.model, str(checkpoint)), *between.problems]
+    problems = [*family_problems(saved.model, config.model, str(checkpoint)), *differences.problems]
     if progress.step > config.train.steps or (progress.step == config.train.steps and not of_this_run):
         reason = f"the checkpoint was saved at step {progress.step:,}, but the run ends at step {config.train.steps:,}"
         fix = f"train.steps={2 * progress.step}, or an earlier checkpoint: checkpoint.resume=NAME"
@@ -263,7 +269,7 @@ def _check(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run: 
         fix = "use the batch size it was saved with, or one that divides the number of samples"
         problems.append(Problem(key="train.global_batch_size", value=layout.global_batch_size, reason=reason, fix=fix))
     refuse(problems)
-    warnings = [*between.warnings]
+    warnings = [*differences.warnings]
     if progress.losses.excess > 0:
         high = f"was saved while the loss was too high, from step {progress.losses.since:,} on: it may have diverged"
         warnings.append(f"{checkpoint.name} {high}")
@@ -276,7 +282,7 @@ def _check(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run: 
         of_this_run=of_this_run,
         steps_before=saved.train.steps,
         warnings=tuple(warnings),
-        spread=", ".join([*layouts, *between.spread]),
+        spread=", ".join([*layouts, *differences.spread]),
     )
 
 
@@ -315,7 +321,7 @@ def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
     for path in leftovers:
         _move(path, folder)
     for path in curve:
-        _cut(path, folder, resumption)
+        _move_later_lines(path, folder, resumption)
     later = store.move_later(resumption.step, folder / "checkpoints")
     return [f"{', '.join(later)}: moved to {folder / 'checkpoints'}"] if later else []
 
@@ -325,29 +331,29 @@ def _move(path: Path, folder: Path) -> None:
         os.rename(path, folder / path.name)
 
 
-def _cut(path: Path, folder: Path, resumption: Resumption) -> None:
+def _move_later_lines(path: Path, folder: Path, resumption: Resumption) -> None:
     """Moves the lines of a .jsonl file that come after the checkpoint, and incomplete lines, which a killed
     writer leaves."""
     try:
         text = read_plain(path, most=None).decode("utf-8", errors="replace")
     except Unreadable:
         return
-    before: list[str] = []
-    after: list[str] = []
+    kept: list[str] = []
+    moved: list[str] = []
     for line in text.splitlines(keepends=True):
         value = json_object(line.encode())
-        if value is not None and line.endswith("\n") and _is_before(value, resumption):
-            before.append(line)
+        if value is not None and line.endswith("\n") and _precedes_checkpoint(value, resumption):
+            kept.append(line)
         else:
-            after.append(line)
-    if after:
-        write_text_atomic(folder / path.name, "".join(after))
-        write_text_atomic(path, "".join(before))
+            moved.append(line)
+    if moved:
+        write_text_atomic(folder / path.name, "".join(moved))
+        write_text_atomic(path, "".join(kept))
 
 
-def _is_before(line: Mapping[str, object], resumption: Resumption) -> bool:
-    """Returns True if a line is from before the end of the checkpoint's step: by its step or, as most events
-    have none, by its time."""
+def _precedes_checkpoint(line: Mapping[str, object], resumption: Resumption) -> bool:
+    """Returns True if a line was written before the checkpoint was saved, judged by its step or, if it has
+    none, by its time."""
     step, time = line.get("step"), line.get("time")
     if "step" in line:
         return isinstance(step, int) and step <= resumption.step

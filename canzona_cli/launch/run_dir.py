@@ -1,5 +1,5 @@
-"""Claims a run directory for one launch at a time, refuses places where other users could change the run's
-files, and writes what is needed to repeat the run."""
+"""Claims a run directory for one launch at a time, refuses folders in which other users could change the
+run's files, and writes the files that are needed to repeat the run."""
 
 import errno
 import fcntl
@@ -29,10 +29,10 @@ from canzona_cli.errors import (
     write_error,
 )
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.launch.resume import Resumption, holds_run, next_free, resume_point, resumption, set_aside
+from canzona_cli.launch.resume import Resumption, choose_resumption, holds_run, next_free, resume_point, set_aside
 from canzona_cli.launch.stop import early_stop_outcome
 from canzona_cli.launch.torchrun import LaunchCommand
-from canzona_cli.launch.view import Earlier
+from canzona_cli.launch.view import EarlierSteps
 from canzona_cli.model.matrices import Routing
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.breakdown import Prediction
@@ -65,7 +65,7 @@ class RunDirectory:
 
     def __init__(self, files: RunFiles, *, lock: IO[str] | None = None, used: bool = False) -> None:
         self.files = files
-        self.earlier: Earlier | None = None
+        self.earlier: EarlierSteps | None = None
         """The part of a resumed run that is already done; None if the run starts at its first step."""
         self.notes: tuple[str, ...] = ()
         """Notes for the user on the files of earlier launches, one per line."""
@@ -108,12 +108,12 @@ class RunDirectory:
             The checkpoint; None if the run starts without one.
 
         Raises:
-            ConfigError: as for `canzona_cli.launch.resume.resumption`.
-            CheckpointInvalid: as for `resumption`.
+            ConfigError: as for `canzona_cli.launch.resume.choose_resumption`.
+            CheckpointInvalid: as for `choose_resumption`.
             EnvironmentProblem: files cannot be moved or written.
         """
         in_this_directory = replace(config, run=replace(config.run, dir=str(self.path)))
-        checkpoint = resumption(in_this_directory, layout, again=self._again)
+        checkpoint = choose_resumption(in_this_directory, layout, again=self._again)
         try:
             if self._used:
                 resumes_here = checkpoint is not None and checkpoint.of_this_run
@@ -127,7 +127,7 @@ class RunDirectory:
         self._used = self._again = True
         self.earlier = None
         if checkpoint is not None and not checkpoint.weights_only:
-            self.earlier = Earlier(
+            self.earlier = EarlierSteps(
                 step=checkpoint.step,
                 origin=checkpoint.origin,
                 metrics=read_lines(self.files.metrics, StepMetrics)[0],
@@ -175,7 +175,8 @@ class RunDirectory:
         Args:
             plan: the text of the plan that the run executes; None for a run without a plan.
             predicted: the prediction of a step; None if nothing was predicted.
-            routing: the parameters that are updated as matrices and by AdamW; None writes no routing.json.
+            routing: the parameters that are updated as matrices, and those that AdamW updates; None writes no
+                routing.json.
 
         Raises:
             EnvironmentProblem: a file cannot be written, for example on a full disk.
@@ -198,8 +199,8 @@ class RunDirectory:
 
 
 def check_free(config: RunConfig, *, resumes: bool = False) -> None:
-    """Refuses a run directory that holds a run or cannot be written. Call this before any long preparation;
-    `create` checks again."""
+    """Checks that a run directory holds no run and can be written, with the errors of `RunDirectory.create`.
+    Call this before any long preparation."""
     path = Path(config.run.dir or config.run.root).absolute()
     if config.run.dir is not None and not resumes and holds_run(RunFiles(path)):
         raise _already_used_error(path, config)
@@ -210,7 +211,7 @@ def check_free(config: RunConfig, *, resumes: bool = False) -> None:
         raise _not_writable_error(path, config, f"{existing} does not allow writing")
 
 
-def prediction_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
+def predict_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
     """Predicts the step time of a resolved run. For a calibrated profile, adds the reasons why the profile
     may not match this machine.
 
@@ -222,7 +223,8 @@ def prediction_here(config: RunConfig, layout: Layout, plan: Plan | None) -> Pre
 
 
 def describe_environment() -> dict[str, object]:
-    """Returns versions, host and the allow-listed environment variables of this launch."""
+    """Returns facts about this launch for environment.json: versions, host, and the environment variables
+    that may be recorded."""
     return {
         "time": time.time(),
         "host": socket.gethostname(),
@@ -237,6 +239,7 @@ def describe_environment() -> dict[str, object]:
 
 
 def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, resumes: bool = False) -> RunDirectory:
+    """Creates the directory if it does not exist, locks it and returns it."""
     files = RunFiles(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -246,7 +249,7 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, resumes:
         used = holds_run(files)
         if used and not resumes:
             raise _already_used_error(path, config)
-        lock = _hold(files, config)
+        lock = _lock(files, config)
         if not used:
             files.ranks.mkdir(mode=0o755, exist_ok=True)
             files.logs.mkdir(mode=0o755, exist_ok=True)
@@ -282,8 +285,8 @@ def _git_revision() -> str | None:
     return None if revision is None else revision.strip()
 
 
-def _hold(files: RunFiles, config: RunConfig) -> IO[str]:
-    """Locks the directory until the returned file is closed or this process ends.
+def _lock(files: RunFiles, config: RunConfig) -> IO[str]:
+    """Locks the run directory until the returned file is closed or this process ends.
 
     Raises:
         ConfigError: another launch holds the lock; the message names its process.

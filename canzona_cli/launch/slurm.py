@@ -28,7 +28,7 @@ processes."""
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmStep:
-    """The Slurm step that this process is a task of."""
+    """The Slurm step to which this process belongs."""
 
     job_id: int
     """The job ID. Each task of an array has its own; a requeue does not change it."""
@@ -39,8 +39,8 @@ class SlurmStep:
     node_list: str
     """The machines in Slurm's notation, as in `n[1-3,7]`; the first is machine 0."""
     name: str
-    """The job ID or, in an array, the array's job ID and the task index (`17_3`); followed by -STEP unless
-    this is the job's first step."""
+    """The name of the job: its ID or, in an array, the array's job ID and the task index (`17_3`). In later
+    steps of the job, -STEP is appended."""
     array_task: int | None = None
     """The index of this task in its array; None outside of an array."""
 
@@ -51,8 +51,9 @@ class SlurmStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adopted:
-    """A configuration completed from the Slurm step, and notes for the user on what was filled in."""
+class StepSettings:
+    """A configuration with the settings of the Slurm step, and notes for the user that list these
+    settings."""
 
     config: RunConfig
     notes: tuple[str, ...] = ()
@@ -84,9 +85,9 @@ def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | Non
     )
 
 
-def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
-    """Fills in settings that the Slurm step knows and that the user has not set: node rank, rendezvous
-    endpoint and id, run directory.
+def fill_in_step(config: RunConfig, step: SlurmStep | None) -> StepSettings:
+    """Fills in the settings that follow from the Slurm step, unless the user has set them: node rank,
+    rendezvous endpoint and ID, run directory.
 
     Args:
         config: resolved.
@@ -98,7 +99,7 @@ def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
         EnvironmentProblem: machine 0 has no address that this machine can resolve, or no free port.
     """
     if step is None:
-        return Adopted(config=config)
+        return StepSettings(config=config)
     cluster, run = config.cluster, config.run
     if cluster.node_rank is None or node_count(config) == 1:
         _check_shape(config, step)
@@ -116,7 +117,7 @@ def adopt(config: RunConfig, step: SlurmStep | None) -> Adopted:
         if cluster.rdzv_id is None:
             cluster = replace(cluster, rdzv_id=f"slurm-{step.name}")
     notes = (f"from Slurm job {step.name}: {', '.join(filled_in)}",) if filled_in else ()
-    return Adopted(config=replace(config, cluster=cluster, run=run), notes=notes)
+    return StepSettings(config=replace(config, cluster=cluster, run=run), notes=notes)
 
 
 def first_host(node_list: str) -> str:
@@ -128,10 +129,10 @@ def first_host(node_list: str) -> str:
             inside, _, rest = rest[1:].partition("]")
             host += re.split("[-,]", inside, maxsplit=1)[0]
         else:
-            plain = re.match(r"[^\[,]+", rest)
-            assert plain is not None
-            host += plain.group()
-            rest = rest[plain.end() :]
+            literal = re.match(r"[^\[,]+", rest)
+            assert literal is not None
+            host += literal.group()
+            rest = rest[literal.end() :]
     return host
 
 
@@ -180,8 +181,8 @@ def _endpoint(step: SlurmStep) -> str:
 
 
 def _address(host: str) -> str:
-    """Returns a name or address of a host that this machine can resolve: the host's name, else the address
-    that Slurm uses.
+    """Returns a name or address of a host that this machine can resolve: its name or, failing that, the
+    address that Slurm uses.
 
     Raises:
         EnvironmentProblem: this machine can resolve neither.

@@ -73,7 +73,7 @@ class JobOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submitted:
+class SubmittedJob:
     """A job that Slurm has accepted."""
 
     job_id: str
@@ -82,8 +82,9 @@ class Submitted:
     array: bool = False
 
 
-def needs(config: RunConfig) -> str:
-    """Returns two numbers for the job script to read: the nodes, and the GPUs on each (0 for CPU ranks)."""
+def nodes_and_gpus(config: RunConfig) -> str:
+    """Returns two numbers that the job script reads: the nodes of the run, and the GPUs on each node (0 for
+    CPU ranks)."""
     return f"{node_count(config)} {ranks_per_node(config) if config.cluster.device == 'cuda' else 0}"
 
 
@@ -108,11 +109,11 @@ def script_path(script: str) -> Path:
     raise EnvironmentProblem(Problem(key="scripts", value=str(package / "_scripts" / script), reason=reason, fix=fix))
 
 
-def check(options: JobOptions) -> None:
-    """Refuses options that Slurm would reject or misread.
+def check_options(options: JobOptions) -> None:
+    """Checks the options of a job before Slurm sees them.
 
     Raises:
-        ConfigError: lists all such options.
+        ConfigError: lists every option that Slurm would reject or misread.
     """
     refuse(option_problems(options))
 
@@ -122,7 +123,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
 
     Args:
         config: resolved.
-        options: the options of the job, which `check` has accepted.
+        options: the options of the job, which `check_options` has accepted.
         arguments: the arguments of `canzona train`, or the file that contains them (`write_arguments`).
 
     Raises:
@@ -130,7 +131,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     """
     name = options.job_name or config.name
     if options.job_name is None:
-        check(JobOptions(job_name=name))
+        check_options(JobOptions(job_name=name))
     directives: dict[str, str | None] = {
         "job-name": name,
         "nodes": str(node_count(config)),
@@ -159,12 +160,12 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     begin, end = text.index("#     sbatch "), text.index("#\n#SBATCH ")
     text = f"{text[:begin]}{_FILLED_IN}{text[end:]}"
     for line, replacement in (
-        ('overrides=("$@")', f"{_NO_ARGUMENTS}\n{_overrides(arguments)}"),
-        ('canzona=("${CANZONA:-canzona}")', f"canzona=({_words(cluster.command or (_this_command(),))})"),
+        ('overrides=("$@")', f"{_NO_ARGUMENTS}\n{_overrides_lines(arguments)}"),
+        ('canzona=("${CANZONA:-canzona}")', f"canzona=({_quoted(cluster.command or (_this_command(),))})"),
         ("requeues=${CANZONA_REQUEUES:-20}", f"requeues={options.requeues}"),
-        ("srun_args=()", f"srun_args=({_words(cluster.srun_args)})"),
-        (_EXAMPLE, _setup(cluster.setup)),
-        ('needs=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit', f'needs="{needs(config)}"'),
+        ("srun_args=()", f"srun_args=({_quoted(cluster.srun_args)})"),
+        (_EXAMPLE, _setup_lines(cluster.setup)),
+        ('needs=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit', f'needs="{nodes_and_gpus(config)}"'),
     ):
         assert text.count(f"\n{line}\n") == 1, line
         text = text.replace(f"\n{line}\n", f"\n{replacement}\n")
@@ -180,15 +181,15 @@ _NO_ARGUMENTS = '(($# == 0)) || { echo "this script has its settings in it and t
 _FAILED = 'echo "cluster.setup: this line failed with code $?: $BASH_COMMAND" >&2; exit 3'
 
 
-def _setup(lines: Sequence[str]) -> str:
-    """Returns the lines of `cluster.setup`, as a block that ends the job if one of them fails; without any,
+def _setup_lines(lines: Sequence[str]) -> str:
+    """Returns the lines of `cluster.setup` as a block that ends the job if a line fails; without any lines,
     the template's example."""
     if not lines:
         return _EXAMPLE
     return "\n".join([f"trap '{_FAILED}' ERR", *lines, "trap - ERR"])
 
 
-def _words(words: Sequence[str]) -> str:
+def _quoted(words: Sequence[str]) -> str:
     return " ".join(quote(word) for word in words)
 
 
@@ -211,7 +212,7 @@ def write_arguments(folder: Path, name: str, arguments: Sequence[str]) -> Path:
     return path
 
 
-def submit(script: str, *, name: str, array: bool) -> Submitted:
+def submit(script: str, *, name: str, array: bool) -> SubmittedJob:
     """Submits a rendered script with sbatch.
 
     Raises:
@@ -229,10 +230,10 @@ def submit(script: str, *, name: str, array: bool) -> Submitted:
         raise EnvironmentProblem(Problem(key="sbatch", reason=f"Slurm refused the job: {'; '.join(reasons)}"))
     job_id = done.stdout.strip().partition(";")[0]
     log = Path.cwd() / f"{name}-{job_id}{'_%a' if array else ''}.out"
-    return Submitted(job_id=job_id, log=log, array=array)
+    return SubmittedJob(job_id=job_id, log=log, array=array)
 
 
-def tasks_of(array: str) -> set[int]:
+def task_indices(array: str) -> set[int]:
     """Returns the task indices of a valid `--array` option."""
     tasks: set[int] = set()
     for part in array.partition("%")[0].split(","):
@@ -260,7 +261,7 @@ def option_problems(options: JobOptions) -> Iterator[Problem]:
         if number is not None and not least <= number <= most:
             flag = f"--{field.replace('_', '-')}"
             yield Problem(key=flag, value=number, reason=f"is not between {least} and {most}")
-    limit = None if options.time is None else _seconds(options.time)
+    limit = None if options.time is None else _limit_seconds(options.time)
     if limit is not None and limit <= options.signal_before:
         reason = f"leaves no time to train: the job is asked to save {options.signal_before} s before the limit"
         fix = "use a longer --time, or a shorter --signal-before"
@@ -299,7 +300,7 @@ def _full_name(name: str) -> str:
     return next((option for option in _SET_BY_CANZONA if option.startswith(name)), name)
 
 
-def _seconds(time: str) -> int | None:
+def _limit_seconds(time: str) -> int | None:
     """Parses a time limit in Slurm's notation (minutes, MM:SS, H:MM:SS, D-H, D-H:MM, D-H:MM:SS) into seconds;
     returns None if the limit is not valid."""
     if re.fullmatch(_PATTERNS["time"][0], time, re.ASCII) is None:
@@ -323,7 +324,7 @@ def _with_directives(text: str, changes: dict[str, str | None], removed: set[str
     return "\n".join([*lines[: places[0]], *block, *lines[places[-1] + 1 :]]) + "\n"
 
 
-def _overrides(arguments: Sequence[str] | Path) -> str:
+def _overrides_lines(arguments: Sequence[str] | Path) -> str:
     if isinstance(arguments, Path):
         return f"mapfile -d '' -t overrides < {quote(str(arguments))} || exit"
     return "\n".join(["overrides=(", *(f"    {quote(argument)}" for argument in arguments), ")"])
@@ -340,7 +341,7 @@ def quote(word: str) -> str:
 
 
 def _this_command() -> str:
-    """Returns the path of the running canzona command, because the job's PATH may lead to another
-    installation or to none."""
-    beside = Path(sys.executable).with_name("canzona")
-    return str(beside) if beside.is_file() else "canzona"
+    """Returns the path of this installation's canzona command, because the PATH of the job may lead to
+    another installation or to none."""
+    command = Path(sys.executable).with_name("canzona")
+    return str(command) if command.is_file() else "canzona"

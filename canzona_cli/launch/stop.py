@@ -1,4 +1,4 @@
-"""Turns signals into requests to stop a run, and watches saves in progress.
+"""Converts signals to requests to stop a run, and watches the saves that are in progress.
 
 With SIGTERM, SIGUSR1 or SIGUSR2 a batch system announces that it will take the machine away: the run is
 preempted, and is expected to be started again. SIGINT (Ctrl-C) and SIGHUP (a closed terminal) come from the
@@ -45,6 +45,7 @@ class Requests:
     KeyboardInterrupt in the launcher."""
 
     def add(self, number: int, _frame: FrameType | None) -> None:
+        """Records a signal. This is a handler for `handle_signals`."""
         if self.reason is None:
             self.reason = "preempted" if number in _PREEMPTING else "interrupted"
             self.first = time.monotonic()
@@ -60,11 +61,11 @@ class SaveWatch:
     def __init__(self, files: RunFiles) -> None:
         self._root = files.checkpoints
         self._seen: dict[str, int] = {}
-        self.moved = 0.0
+        self.last_progress = 0.0
         """The time of the last progress, in seconds of the monotonic clock; 0 if there was none."""
 
-    def look(self) -> bool:
-        """Returns True if there is an unfinished checkpoint now, and updates `moved` if its size has
+    def is_saving(self) -> bool:
+        """Returns True if there is an unfinished checkpoint now, and updates `last_progress` if its size has
         changed."""
         try:
             names = [path.name for path in self._root.iterdir()]
@@ -73,12 +74,12 @@ class SaveWatch:
         partial = [name for name in names if (hidden := hidden_name(name)) and hidden[1] == "partial"]
         seen = {name: bytes_written(self._root / name) for name in partial}
         if seen != self._seen:
-            self._seen, self.moved = seen, time.monotonic()
+            self._seen, self.last_progress = seen, time.monotonic()
         return bool(seen)
 
 
 def checkpoint_to_resume(files: RunFiles, *, thorough: bool = True) -> str | None:
-    """Returns the name of the newest checkpoint, which a new start in this directory would resume from; None
+    """Returns the name of the newest checkpoint, from which a new launch in this directory would resume; None
     if there is none or it is damaged.
 
     Args:

@@ -1,13 +1,13 @@
-"""Starts torchrun and watches it, passes requests to stop on to the workers, and kills the processes that are
-left at the end.
+"""Starts torchrun, watches it, passes requests to stop on to the workers, and kills the processes that remain
+at the end.
 
 - On a request to stop (`canzona_cli.launch.stop`), the launcher writes the file `stop` into the run
-  directory. The workers finish their current step, save, and end. torchrun gets no signal, and ignores the
-  signals that a batch system sends to every process.
-- The process tree is killed at once if training has not begun (there is nothing to save), on a second Ctrl-C
-  (a third one during a save), or if the workers neither end nor write a checkpoint within the grace period.
-- If the ranks hang (`canzona_cli.launch.hang`), they write their stacks to their logs and are killed.
-- If the launcher itself is killed, the kernel kills torchrun and then the workers (`canzona_cli.run.orphan`).
+directory. The workers finish their current step, save, and end. torchrun gets no signal, and ignores the
+signals that a batch system sends to every process. - The process tree is killed at once if training has not
+begun (there is nothing to save), on a second Ctrl-C (a third one during a save), or if the workers neither
+end nor write a checkpoint within the grace period. - If the ranks hang (`canzona_cli.launch.hang`), they
+write their stacks to their logs and are killed. - If the launcher itself is killed, the kernel kills torchrun
+and then the workers (`canzona_cli.run.orphan`).
 """
 
 import time
@@ -81,7 +81,7 @@ class Supervision:
     def __post_init__(self, view: TrainView, machines: Machines | None) -> None:
         self._machines = machines or Machines(self.files)
         self._monitor = Monitor(self.files, view)
-        self._asked = False
+        self._stop_requested = False
         """True once the workers have been asked to stop."""
         self._forced = False
         """True if the workers must be killed because somebody asked to stop."""
@@ -108,14 +108,14 @@ class Supervision:
         saves, node_rank = SaveWatch(self.files), self._machines.node_rank
         with handle_signals(self.requests.add), hang_watch(self.ranks, timeout_s=self.hang_timeout_s) as watch:
             if node_rank == 0:
-                self._tell(FIRST_STAGE, plural(len(self.ranks), "rank"), aloud=False)
+                self._announce(FIRST_STAGE, plural(len(self.ranks), "rank"), shown=False)
             environment = {**self.command.environment, **({} if watch is None else watch.environment)}
             log = self.files.agent_log(node_rank)
             agent = start_child(self.command.argv, environment=environment, log=log)
             try:
                 while agent.poll() is None:
                     self._monitor.poll()
-                    if self._hangs(watch) or self._stops(saves):
+                    if self._hangs(watch) or self._must_kill(saves):
                         break
                     if self._machines.others_failed():  # `conclude` finds the cause
                         break
@@ -135,48 +135,48 @@ class Supervision:
         start-up waits for."""
         if watch is None:
             return False
-        hang = watch.look()
-        waiting = watch.waits_for()
+        hang = watch.check()
+        waiting = watch.describe_slow_start()
         if waiting is not None:
             detail = f"{waiting}; torchrun's output: {self.files.agent_log(self._machines.node_rank)}"
             slow = Incident(time=time.time(), event="waiting", detail=detail, level="info")
             try_append_json_line(self.files.events, slow.line())
-        if hang is None or (hang.elsewhere and self._machines.may_know_better()):
+        if hang is None or (hang.elsewhere and self._machines.others_may_report()):
             return False
         self._hang = hang
         try_append_json_line(self.files.events, hang.incident.line())
         watch.write_stacks()
         return True
 
-    def _stops(self, saves: SaveWatch) -> bool:
+    def _must_kill(self, saves: SaveWatch) -> bool:
         """Passes a request to stop on to the workers; returns True if they must be killed now."""
-        if self.requests.reason is not None and not self._asked:
-            self._asked = True
-            if not self._ask(self.requests.reason):
+        if self.requests.reason is not None and not self._stop_requested:
+            self._stop_requested = True
+            if not self._request_stop(self.requests.reason):
                 return True
-        saving = self._asked and saves.look()
-        late = self._asked and time.monotonic() - max(self.requests.first, saves.moved) > self.grace_s
+        saving = self._stop_requested and saves.is_saving()
+        late = self._stop_requested and time.monotonic() - max(self.requests.first, saves.last_progress) > self.grace_s
         if self.requests.interrupts >= _INTERRUPTS_TO_KILL + saving or late:
             self._forced = True
             after = f"the workers did not end within {self.grace_s:.0f} s: killing them"
-            self._tell("stop", after if late else "killing the workers")
+            self._announce("stop", after if late else "killing the workers")
         return self._forced
 
-    def _ask(self, reason: StopReason) -> bool:
+    def _request_stop(self, reason: StopReason) -> bool:
         """Asks the workers to stop after their step; returns False if they must be killed instead, because
         they cannot be asked or training has not begun."""
         try:
             self.files.request_stop(reason)
         except OSError as error:  # a full disk has no room for a checkpoint either
             self._forced = True
-            self._tell("stop", f"the workers cannot be asked to stop ({error.strerror}): stopping them at once")
+            self._announce("stop", f"the workers cannot be asked to stop ({error.strerror}): stopping them at once")
             return False
         self._monitor.poll()  # the first step may have been logged since the last poll
         if not self._monitor.training:
             self._forced = True
-            self._tell("stop", "stopping: training has not begun")
+            self._announce("stop", "stopping: training has not begun")
             return False
-        self._tell(
+        self._announce(
             "stop", f"stopping after this step, {self.grace_s:.0f} s at most (press Ctrl-C again to stop at once)"
         )
         return True
@@ -189,13 +189,14 @@ class Supervision:
         elif self._forced:
             outcome = killed_outcome(self.files, training=self._monitor.training)
         else:
-            outcome = judge(workers, stopping=self._asked)
+            outcome = judge(workers, stopping=self._stop_requested)
         if outcome.status == "interrupted" and self.requests.reason == "preempted":
             return unsaved_outcome(outcome.message, checkpoint_to_resume(self.files, thorough=node_rank == 0))
         return outcome
 
     def _settle(self, outcome: Outcome) -> Outcome:
-        """Completes the outcome and decides on a restart. A run that was asked to stop is not restarted."""
+        """Completes the outcome, and adds a restart if there is to be one. A run that was asked to stop is
+        not restarted."""
         outcome = self._complete(outcome)
         return outcome if self.files.stop_requested() else self.restarts.decide(outcome)
 
@@ -215,10 +216,11 @@ class Supervision:
             go_on=self.resume_command if outcome.resumable else None,
         )
 
-    def _tell(self, stage: str, detail: str, *, aloud: bool = True) -> None:
+    def _announce(self, stage: str, detail: str, *, shown: bool = True) -> None:
+        """Records the start of a stage in events.jsonl and, if `shown`, prints its details."""
         event = StageEvent(time=time.time(), stage=stage, detail=detail)
         try_append_json_line(self.files.events, record_dict(event))
-        if aloud:
+        if shown:
             self.say(detail)
 
 
@@ -256,13 +258,14 @@ def run_ranks(
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
 ) -> RunFiles:
-    """Runs ranks on this machine for a purpose other than training, until they end, in their own run
-    directory.
+    """Runs ranks for a purpose other than training, on this machine and in a run directory of their own,
+    until they end.
 
     Args:
         config: the resolved configuration; the ranks use `run.dir`, or a new directory under `run.root`.
         write_more: a function that writes further files for the ranks, besides configuration, layout and
-            corpus. grace_s, hang_timeout_s: as in `Supervision`.
+            corpus.
+        grace_s, hang_timeout_s: as in `Supervision`.
 
     Raises:
         KeyboardInterrupt: somebody stopped the ranks.

@@ -39,7 +39,7 @@ _LOCAL_INTERFACES = ("lo", "docker", "veth", "virbr", "br-", "cni", "podman", "t
 _NUMA_NODES = Path("/sys/devices/system/node")
 _PINS_EXACT_SIZES = Version("2.13")
 """The first torch version that can pin memory in sizes other than powers of two. Older versions reject the
-option, and no rank with a GPU would start."""
+option, so ranks with a GPU would not start."""
 _MAX_THREADS_BESIDE_GPU = 8
 """The most CPU threads of a rank with a GPU. They only have to keep the GPU busy."""
 
@@ -113,8 +113,8 @@ def forks_ranks(config: RunConfig) -> bool:
 
 
 def worker_environment(config: RunConfig) -> dict[str, str]:
-    """Returns the variables that the workers need. Values set by the user take precedence, but CPU ranks
-    never see a GPU."""
+    """Returns the environment variables that the workers need. Values that the user has set take precedence,
+    except that CPU ranks never see a GPU."""
     on_gpu = config.cluster.device == "cuda"
     threads = max(1, cores() // ranks_per_node(config))
     if on_gpu:
@@ -202,8 +202,8 @@ def port_in_use(host: str, port: int) -> bool:
 
 
 def on_one_machine(config: RunConfig) -> bool:
-    """Returns True if every launcher of the run is on this machine: there is only one, or the launchers meet
-    at a loopback address.
+    """Returns True if every launcher of the run is on this machine: the run has only one machine, or its
+    launchers meet at a loopback address.
 
     Names other than `localhost` are not resolved. Many systems resolve a machine's own name to a loopback
     address, which other machines cannot reach.
@@ -215,8 +215,8 @@ def on_one_machine(config: RunConfig) -> bool:
 def _interfaces(config: RunConfig) -> dict[str, str]:
     """Returns the variables that choose the network interfaces of gloo and NCCL.
 
-    By default, gloo takes the interface that the host name resolves to, often loopback, and NCCL the first
-    one that looks usable, which may be a container bridge.
+    By default, gloo takes the interface to which the host name resolves, often loopback. NCCL takes the first
+    interface that looks usable, which may be a container bridge.
     """
     on_gpu = config.cluster.device == "cuda"
     if on_one_machine(config):
@@ -230,22 +230,23 @@ def _interfaces(config: RunConfig) -> dict[str, str]:
 
 
 def _interface_to(host: str) -> str | None:
-    """Returns the name of the interface that leads to `host`. If no interface does (`host` is this machine or
-    unknown), returns the only interface that connects machines; None if there is not exactly one."""
+    """Returns the name of the network interface that leads to `host`. If none does, because `host` is this
+    machine or unknown, returns the only interface that connects machines; None unless there is exactly
+    one."""
     addresses = psutil.net_if_addrs()
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    real = {
+    addresses_of = {
         name: {entry.address for entry in entries if entry.family == socket.AF_INET}
         for name, entries in addresses.items()
         if name in up and not name.startswith(_LOCAL_INTERFACES)
     }
-    candidates = [name for name, ipv4 in real.items() if ipv4]
+    candidates = [name for name, ipv4 in addresses_of.items() if ipv4]
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # connecting a UDP socket only looks up the route; nothing is sent
             source = probe.getsockname()[0]
     except OSError:
         source = None
-    interfaces = [name for name in candidates if source in real[name]]
+    interfaces = [name for name in candidates if source in addresses_of[name]]
     choice = interfaces or candidates
     return choice[0] if len(choice) == 1 else None

@@ -21,15 +21,15 @@ from canzona_cli.run.records import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Earlier:
-    """The part of a resumed run that is already done."""
+class EarlierSteps:
+    """The steps of a resumed run that earlier launches have done."""
 
     step: int
     """The step of the checkpoint that the run resumes from."""
     origin: str
     """The checkpoint as shown to the user: its name, or the path of another run's checkpoint."""
     metrics: Sequence[StepMetrics] = ()
-    """The metrics up to that step."""
+    """The metrics of the logged steps up to `step`."""
     validations: Sequence[ValidationLoss] = ()
 
 
@@ -41,7 +41,7 @@ class TrainView:
     """
 
     def progress(self, what: str, fraction: float) -> None:
-        """Shows the progress of a long part of the preparation, `fraction` from 0 to 1."""
+        """Shows the progress of `what`, a long part of the preparation; `fraction` is from 0 to 1."""
 
     def stage(self, event: StageEvent) -> None:
         """Shows that a stage begins, which ends the stage before it."""

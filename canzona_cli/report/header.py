@@ -13,7 +13,9 @@ from canzona_cli.run.words import clean, count, duration, layout_code, layout_wo
 from canzona_cli.simulate.predict import Outlook
 
 if TYPE_CHECKING:
-    from canzona_cli.launch.view import Earlier  # that module imports all records of a run; plans need none of them
+    from canzona_cli.launch.view import (
+        EarlierSteps,  # that module imports all records of a run; plans need none of them
+    )
 
 
 def rank_word(device: Device | None) -> str:
@@ -152,7 +154,7 @@ def header_rows(
     run_dir: Path | None = None,
     corpus: PreparedCorpus | None = None,
     plan: Obtained | None = None,
-    earlier: "Earlier | None" = None,
+    earlier: "EarlierSteps | None" = None,
     routed: bool = True,
 ) -> list[tuple[str, str]]:
     """Returns the description of a run as (label, value) rows; an argument that is None has no row.

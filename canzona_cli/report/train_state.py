@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.launch.view import Earlier
+from canzona_cli.launch.view import EarlierSteps
 from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
 from canzona_cli.run.words import MISSING, clean, experts_words, finite_or_none, guard_notes, number
 
@@ -93,7 +93,7 @@ class TrainState:
     def __post_init__(self) -> None:
         self.started = self.clock()
 
-    def go_on(self, earlier: Earlier) -> None:
+    def go_on(self, earlier: EarlierSteps) -> None:
         """Takes over the loss curve, validations and step of a resumed run, but not its speed."""
         for metrics in earlier.metrics:
             if (loss := finite_or_none(metrics.loss)) is not None:

@@ -14,7 +14,7 @@ from canzona_cli.checkpoint.store import CheckpointStore, choose
 from canzona_cli.checkpoint.verify import read_manifest
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid
-from canzona_cli.launch.resume import resumption
+from canzona_cli.launch.resume import choose_resumption
 from canzona_cli.planner.plan import Plan
 from canzona_cli.report.checkpoint import verify_all
 from canzona_cli.training.data import BatchStream
@@ -68,14 +68,14 @@ def test_whatever_is_forged_all_ranks_refuse_it_and_take_the_honest_one(tmp_path
     assert {kind: said for kind, said in second.items() if kind in first and said != first[kind]} == {}
     honest = tmp_path / "honest" / "step-00000001"
     begins = replace(config, checkpoint=replace(config.checkpoint, resume=str(honest)))
-    assert (found := resumption(begins, layout)) is not None
+    assert (found := choose_resumption(begins, layout)) is not None
     assert found.checkpoint == honest
     assert verify_all(choose(honest)).problems == []
     late = set()
     for kind in (*forge.KINDS, REFUSED_HEADER):
         folder = tmp_path / kind / honest.name
         try:
-            resumption(replace(begins, checkpoint=replace(config.checkpoint, resume=str(folder))), layout)
+            choose_resumption(replace(begins, checkpoint=replace(config.checkpoint, resume=str(folder))), layout)
         except CheckpointInvalid as error:
             said = str(error)
             assert (forge.KINDS[kind][1] if kind in forge.KINDS else "header") in said, (kind, said)
@@ -135,7 +135,7 @@ def test_a_manifest_of_no_time_and_a_bomb_for_settings_are_told_apart(tmp_path: 
     for command in ("list", "show", "verify"):
         done = canzona("checkpoint", command, str(folder.parents[1]), code=0)
     with pytest.raises(CheckpointInvalid, match="expands to more than") as refused:
-        resumption(resolve("gpus=1", f"run.dir={root.parent}")[0], resolve("gpus=1")[1])
+        choose_resumption(resolve("gpus=1", f"run.dir={root.parent}")[0], resolve("gpus=1")[1])
     assert "checkpoint.resume=step-00000010" in refused.value.problems[0].fix
     manifest = read_manifest(folder)
     for created in (math.nan, math.inf, 1e300, -1.0):

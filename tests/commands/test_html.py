@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.compose import dump_resolved
-from canzona_cli.launch.run_dir import prediction_here
+from canzona_cli.launch.run_dir import predict_here
 from canzona_cli.planner.make import make_plan
 from canzona_cli.run.codec import read_lines, save
 from canzona_cli.run.files import RunFiles, append_json_line, write_json_atomic
@@ -28,7 +28,7 @@ def whole_run(root: Path) -> RunFiles:
     shutil.copy(FIXTURE, files.breakdown)
     plan = make_plan(CONFIG, LAYOUT)
     files.plan.write_text(plan.to_json())
-    save(files.predicted, prediction_here(CONFIG, LAYOUT, plan))
+    save(files.predicted, predict_here(CONFIG, LAYOUT, plan))
     files.timelines.mkdir()
     for rank in range(4):
         write_json_atomic(files.timeline(rank), timeline(rank, transfers=[("grad_reduce", 3, 4)]))

@@ -14,7 +14,7 @@ import torch
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.compose import compose_run, load_resolved
 from canzona_cli.data.corpus import ensure_corpus
-from canzona_cli.launch.resume import resumption
+from canzona_cli.launch.resume import choose_resumption
 from canzona_cli.optimizers import shared_rows
 from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.optimizers.shared_rows import FragmentGroup, Shape, Turns, run_turns
@@ -134,7 +134,7 @@ def test_a_run_that_diverges_after_it_was_resumed(tmp_path: Path) -> None:
     assert f"checkpoint.resume=step-{sound:08d}" in problem.fix
     assert {(read_json(files.rank(rank)) or {})["status"] for rank in range(2)} == {"diverged"}
 
-    again = resumption(load_resolved(files.config), read_layout(files.layout))
+    again = choose_resumption(load_resolved(files.config), read_layout(files.layout))
     assert again is not None
     assert again.step == sound, "the next launch goes back to before it diverged"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from canzona_cli.launch.run_dir import prediction_here
+from canzona_cli.launch.run_dir import predict_here
 from canzona_cli.planner.make import make_plan
 from canzona_cli.run.breakdown import load_breakdown
 from canzona_cli.run.codec import save
@@ -77,7 +77,7 @@ def test_a_slow_rank_is_named_once_and_by_the_breakdown(corpus_cache: Path, tmp_
         steps, sleep_s = ranks[slow ^ 1][0], ranks[slow][1]
         assert sum(waited for _, waited in steps) > sleep_s * 2 * len(steps) * 0.9
         return
-    save(files.predicted, prediction_here(config, layout, make_plan(config, layout)))
+    save(files.predicted, predict_here(config, layout, make_plan(config, layout)))
     why = load_breakdown(tmp_path).why
     assert why is not None
     assert f"rank {slow}" in why.text

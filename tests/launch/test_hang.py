@@ -112,7 +112,7 @@ def test_ranks_say_what_they_do_and_leave_no_file(hearts: tuple[Heartbeats, list
 
 def seconds_until_hang(watch: HangWatch, clock: Clock, *, most: int = 1000) -> int:
     for passed in range(most):
-        if watch.look() is not None:
+        if watch.check() is not None:
             return passed
         clock.now += 1
     raise AssertionError("never")
@@ -139,14 +139,14 @@ def test_a_long_start_says_once_which_ranks_it_waits_for(hearts: tuple[Heartbeat
     first.mark_waiting(True)
     said = []
     for _ in range(90):
-        watch.look()
-        said.append(watch.waits_for())
+        watch.check()
+        said.append(watch.describe_slow_start())
         clock.now += 1
     told = [text for text in said if text is not None]
     assert told == ["no progress for 30 s: rank 0 waiting in start workers, rank 1 at work in start workers"]
     second.step(1)
-    watch.look()
-    assert watch.waits_for() is None, "it trains"
+    watch.check()
+    assert watch.describe_slow_start() is None, "it trains"
 
 
 def test_one_rank_that_goes_on_keeps_the_run_alive_and_ended_ones_do_not(
@@ -157,16 +157,16 @@ def test_one_rank_that_goes_on_keeps_the_run_alive_and_ended_ones_do_not(
     watch = HangWatch(beats, timeout_s=10, clock=clock)
     for _ in range(100):
         first.progress()
-        assert watch.look() is None
+        assert watch.check() is None
         clock.now += 1
     first.end()
     for _ in range(PATIENCE * 10):
-        assert watch.look() is None
+        assert watch.check() is None
         second.progress()
         clock.now += 1
     second.end()
     assert seconds_until_hang(watch, clock) in (10, 11)
-    stopped = watch.look()
+    stopped = watch.check()
     assert stopped is not None
     assert (stopped.name, stopped.rank) == ("torchrun", None)
     assert stopped.reason.startswith("has not exited, though all ranks ended ")
@@ -176,9 +176,9 @@ def test_a_machine_that_slept_does_not_hang(hearts: tuple[Heartbeats, list[Heart
     beats, _ = hearts
     clock = Clock()
     watch = HangWatch(beats, timeout_s=10, clock=clock)
-    assert watch.look() is None
+    assert watch.check() is None
     clock.now += 10_000
-    assert watch.look() is None
+    assert watch.check() is None
 
 
 def test_the_folder_of_signs_goes_with_the_watch_and_lies_where_there_is_room(tmp_path: Path) -> None:

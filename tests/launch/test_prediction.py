@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.config.schema import AdamWConfig, Execution, MuonConfig, OptimizerConfig, Strategy
-from canzona_cli.launch.run_dir import prediction_here
+from canzona_cli.launch.run_dir import predict_here
 from canzona_cli.planner.make import make_plan
 from canzona_cli.run.breakdown import load_prediction
 from canzona_cli.run.codec import save
@@ -27,9 +27,7 @@ def test_every_strategy_has_a_prediction_that_adds_up_and_is_read_as_written(
     tmp_path: Path, strategy: Strategy, optimizer: OptimizerConfig
 ) -> None:
     config = replace(CONFIG, optimizer=optimizer, engine=replace(CONFIG.engine, strategy=strategy))
-    planned = prediction_here(
-        config, LAYOUT, make_plan(config, LAYOUT) if config.execution is Execution.PLANNED else None
-    )
+    planned = predict_here(config, LAYOUT, make_plan(config, LAYOUT) if config.execution is Execution.PLANNED else None)
     assert planned.strategy == ("adamw" if optimizer is ADAMW else strategy)
     assert sum(planned.phases.get(name, 0.0) for name in IN_STEP) == pytest.approx(planned.iteration_s)
     assert set(planned.phases) <= set(LABELS)

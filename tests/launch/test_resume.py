@@ -11,7 +11,7 @@ from canzona_cli.checkpoint.manifest import Header, LossMemory, Progress, Shard
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import AdamWConfig, CheckpointConfig, CustomConfig, Layout, RunConfig
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Problem
-from canzona_cli.launch.resume import Resumption, data_order_warning, resumption
+from canzona_cli.launch.resume import Resumption, choose_resumption, data_order_warning
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.run import codec
 from canzona_cli.run.codec import JsonLines, load_if_valid
@@ -87,7 +87,7 @@ def train(config: RunConfig, *, steps: int, saved: tuple[int, ...] = ()) -> None
 
 
 def resumed(config: RunConfig, layout: Layout = LAYOUT) -> Resumption:
-    checkpoint = resumption(config, layout)
+    checkpoint = choose_resumption(config, layout)
     assert checkpoint is not None
     return checkpoint
 
@@ -102,7 +102,7 @@ def relaunched(config: RunConfig) -> tuple[RunDirectory, Resumption]:
 def refusal(config: RunConfig, layout: Layout = LAYOUT) -> tuple[Problem, ...]:
     """The problems for which a resumption is refused."""
     with pytest.raises(ConfigError) as refused:
-        resumption(config, layout)
+        choose_resumption(config, layout)
     return refused.value.problems
 
 
@@ -290,7 +290,7 @@ def test_weights_that_do_not_fit_or_are_missing_are_refused_with_a_fix(config: R
     text = (checkpoint / "config.yaml").read_text()
     (checkpoint / "config.yaml").write_text(text.replace("tiny", "tinY"))
     with pytest.raises(CheckpointInvalid, match=r"config\.yaml"):
-        resumption(beginning(new, source), LAYOUT)
+        choose_resumption(beginning(new, source), LAYOUT)
 
 
 def test_a_finished_run_is_refused_unless_it_has_grown(config: RunConfig) -> None:
@@ -357,7 +357,7 @@ def test_a_checkpoint_that_is_damaged_is_refused_and_the_one_before_offered(conf
     (newest / "config.yaml").write_text(text.replace("lr: 0.001", "lr: 0.009"))
     for broken in (newest / "config.yaml", newest / "rank-00000.safetensors"):
         with pytest.raises(CheckpointInvalid) as refused:
-            resumption(config, LAYOUT)
+            choose_resumption(config, LAYOUT)
         assert any(f"step-00000005/{broken.name}" == problem.key for problem in refused.value.problems)
         assert "checkpoint.resume=step-00000003" in refused.value.problems[0].fix
         (newest / "config.yaml").write_text(text)
@@ -378,8 +378,8 @@ def test_a_checkpoint_beyond_the_end_of_the_run(config: RunConfig) -> None:
     train(config, steps=5, saved=(5,))
     short = replace(config, train=replace(config.train, steps=4))
     with pytest.raises(ConfigError, match="the run ends at step 4"):
-        resumption(short, LAYOUT)
-    exact = resumption(replace(config, train=replace(config.train, steps=5)), LAYOUT)
+        choose_resumption(short, LAYOUT)
+    exact = choose_resumption(replace(config, train=replace(config.train, steps=5)), LAYOUT)
     assert exact is not None, "killed after its last save: what is left is to say that it is done"
 
 

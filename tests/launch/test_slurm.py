@@ -14,8 +14,8 @@ from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.config.settings import settings
 from canzona_cli.errors import ConfigError, EnvironmentProblem
 from canzona_cli.launch import slurm
-from canzona_cli.launch.slurm import SlurmStep, adopt, current_step, first_host
-from canzona_cli.launch.slurm_job import JobOptions, check, render, tasks_of, template_text, write_arguments
+from canzona_cli.launch.slurm import SlurmStep, current_step, fill_in_step, first_host
+from canzona_cli.launch.slurm_job import JobOptions, check_options, render, task_indices, template_text, write_arguments
 from tests.faults.support import run_config
 from tests.refusals import refused
 
@@ -66,12 +66,12 @@ def test_a_step_is_recognised_and_a_batch_script_is_none() -> None:
 def test_a_run_is_called_after_job_and_task_which_a_requeue_keeps(more: dict[str, str], name: str) -> None:
     step = current_step(VARIABLES | more)
     assert step is not None
-    adopted = adopt(two_nodes(), step)
+    adopted = fill_in_step(two_nodes(), step)
     assert adopted.config.run.dir == f"runs/tiny-{name}"
 
 
 def test_what_the_user_has_not_set_comes_from_slurm_and_is_said() -> None:
-    adopted = adopt(two_nodes(), STEP)
+    adopted = fill_in_step(two_nodes(), STEP)
     cluster = adopted.config.cluster
     assert (cluster.node_rank, cluster.rdzv_id) == (1, "slurm-41")
     host, _, port = (cluster.rdzv_endpoint or "").rpartition(":")
@@ -85,29 +85,31 @@ def test_what_the_user_has_not_set_comes_from_slurm_and_is_said() -> None:
 def test_flags_win() -> None:
     config = two_nodes(node_rank=0, rdzv_endpoint="h:1", rdzv_id="mine")
     config = replace(config, run=replace(config.run, dir="d"))
-    assert adopt(config, STEP).config == config
-    assert adopt(config, STEP).notes == ()
-    assert adopt(two_nodes(), None).config == two_nodes(), "outside of Slurm nothing changes"
+    assert fill_in_step(config, STEP).config == config
+    assert fill_in_step(config, STEP).notes == ()
+    assert fill_in_step(two_nodes(), None).config == two_nodes(), "outside of Slurm nothing changes"
 
 
 def test_a_step_of_another_shape_is_refused_with_the_srun_that_fits() -> None:
-    [few, *_] = refused(adopt, two_nodes(), replace(STEP, nodes=1, tasks=1))
+    [few, *_] = refused(fill_in_step, two_nodes(), replace(STEP, nodes=1, tasks=1))
     assert "needs 2 machines" in few.reason
     assert "--nodes=2" in few.fix
-    [many, *_] = refused(adopt, run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=4))
+    [many, *_] = refused(fill_in_step, run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=4))
     assert "starts canzona train 4 times on one machine" in many.reason
-    assert adopt(run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=1)).config.cluster.rdzv_endpoint is None
+    assert (
+        fill_in_step(run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=1)).config.cluster.rdzv_endpoint is None
+    )
 
 
 def test_machine_0_takes_a_free_port_and_has_a_name_that_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "port_in_use", lambda host, port: port % 2 == 1)
-    endpoint = adopt(two_nodes(), replace(STEP, node_rank=0)).config.cluster.rdzv_endpoint
+    endpoint = fill_in_step(two_nodes(), replace(STEP, node_rank=0)).config.cluster.rdzv_endpoint
     assert int((endpoint or "").rpartition(":")[2]) % 2 == 0
     monkeypatch.setattr(slurm, "port_in_use", lambda host, port: True)
     with pytest.raises(EnvironmentProblem, match="are in use"):
-        adopt(two_nodes(), replace(STEP, node_rank=0))
+        fill_in_step(two_nodes(), replace(STEP, node_rank=0))
     with pytest.raises(EnvironmentProblem, match=r"no-such-host\.invalid"):
-        adopt(two_nodes(), replace(STEP, node_list="no-such-host.invalid,n2"))
+        fill_in_step(two_nodes(), replace(STEP, node_list="no-such-host.invalid,n2"))
 
 
 @pytest.mark.parametrize(
@@ -144,9 +146,9 @@ BAD = ("x y", "x\ny", "x\n#SBATCH --uid=0", "#x", "", "-x", "x;y", "$(x)", "x'",
 def test_no_value_can_be_more_than_itself(field: str) -> None:
     for bad in BAD:
         with pytest.raises(ConfigError):
-            check(JobOptions(**{field: bad}))  # type: ignore[arg-type]
+            check_options(JobOptions(**{field: bad}))  # type: ignore[arg-type]
     wrong = JobOptions(**{field: BAD[0]}, cpus_per_task=0, requeues=-1, signal_before=0)  # type: ignore[arg-type]
-    problems = refused(check, wrong)
+    problems = refused(check_options, wrong)
     keys = {problem.key for problem in problems}
     flag = f"--{field.replace('_', '-')}"
     assert keys == {flag, "--cpus-per-task", "--requeues", "--signal-before"}, "every bad value is told at once"
@@ -157,22 +159,22 @@ def test_no_value_can_be_more_than_itself(field: str) -> None:
 )
 def test_a_time_limit_leaves_time_to_train(time: str, fits: bool) -> None:
     with nullcontext() if fits else pytest.raises(ConfigError, match="leaves no time"):
-        check(JobOptions(time=time))
+        check_options(JobOptions(time=time))
 
 
 def test_the_tasks_of_an_array_are_those_that_slurm_would_start() -> None:
     for array, tasks in (("0-3", {0, 1, 2, 3}), ("1,4-5%2", {1, 4, 5}), ("0-9:4", {0, 4, 8}), ("7", {7})):
-        assert tasks_of(array) == tasks
+        assert task_indices(array) == tasks
 
 
 def test_further_directives_are_added_as_they_are_and_only_as_one_each() -> None:
     more = ("--constraint=h100&ib", "--reservation=a b", "--hold")
-    check(JobOptions(more=more))
+    check_options(JobOptions(more=more))
     asked = directives(render(two_nodes(), JobOptions(more=more), []))
     assert {"--constraint='h100&ib'", "--reservation='a b'", "--hold"} <= set(asked)
     assert set(directives(render(two_nodes(), JobOptions(), []))) < set(asked), "nothing else has changed"
     shared = JobOptions(more=("--mem=64G",), cpus_per_task=4)
-    check(shared)
+    check_options(shared)
     assert "--mem=64G" in directives(render(two_nodes(), shared, []))
 
 
@@ -185,7 +187,7 @@ def test_further_directives_are_added_as_they_are_and_only_as_one_each() -> None
     ],
 )
 def test_a_directive_that_is_none_or_contradicts_canzona_is_refused_with_a_way_out(directive: str) -> None:
-    (problem,) = refused(check, JobOptions(more=(directive, "--comment=x")))
+    (problem,) = refused(check_options, JobOptions(more=(directive, "--comment=x")))
     assert (problem.key, problem.value) == ("--sbatch", directive)
     assert problem.fix
     if directive.startswith("--nod"):
@@ -197,7 +199,7 @@ def test_every_directive_of_canzonas_own_script_is_its_own() -> None:
     for script in (render(two_nodes(device="cuda"), options, []), template_text()):
         for directive in directives(script):
             with pytest.raises(ConfigError, match="contradicts"):
-                check(JobOptions(more=(directive,)))
+                check_options(JobOptions(more=(directive,)))
 
 
 def test_a_recipe_cannot_name_a_job_into_a_directive() -> None:

@@ -71,21 +71,21 @@ def test_while_nobody_can_be_asked_a_signal_ends_what_is_done(number: int, error
 def test_a_save_is_under_way_while_there_is_half_a_checkpoint_and_moves_while_it_grows(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     watch = SaveWatch(files)
-    assert not watch.look()
+    assert not watch.is_saving()
     save(files.checkpoints, 3)
-    assert not watch.look()
-    assert watch.moved == 0
+    assert not watch.is_saving()
+    assert watch.last_progress == 0
     partial = files.checkpoints / ".step-00000004.partial"
     partial.mkdir()
     (partial / "rank-00000.safetensors").write_bytes(b"1")
-    assert watch.look()
-    first = watch.moved
+    assert watch.is_saving()
+    first = watch.last_progress
     assert first > 0
-    assert watch.look()
-    assert watch.moved == first, "nothing has been written since"
+    assert watch.is_saving()
+    assert watch.last_progress == first, "nothing has been written since"
     (partial / "rank-00000.safetensors").write_bytes(b"12")
-    assert watch.look()
-    assert watch.moved > first
+    assert watch.is_saving()
+    assert watch.last_progress > first
 
 
 def test_a_preempted_run_ends_with_75_only_where_a_whole_checkpoint_is(tmp_path: Path) -> None:

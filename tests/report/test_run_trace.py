@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canzona_cli.errors import ConfigError
-from canzona_cli.launch.run_dir import prediction_here
+from canzona_cli.launch.run_dir import predict_here
 from canzona_cli.planner.make import make_plan
 from canzona_cli.report.run_trace import lanes, write_trace
 from canzona_cli.run.codec import save
@@ -102,7 +102,7 @@ def test_clocks_of_other_machines_are_laid_over_the_first_ones_by_the_ends_of_st
 
 def test_the_planned_step_stands_behind_the_measured_ranks(tmp_path: Path) -> None:
     files = run(tmp_path, *(timeline(rank) for rank in range(4)))
-    planned = prediction_here(CONFIG, LAYOUT, make_plan(CONFIG, LAYOUT))
+    planned = predict_here(CONFIG, LAYOUT, make_plan(CONFIG, LAYOUT))
     save(files.predicted, planned)
     trace = drawn(files)
     names = list(trace.processes.values())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from canzona_cli.launch.view import Earlier, TrainView
+from canzona_cli.launch.view import EarlierSteps, TrainView
 from canzona_cli.report.curves import bar, line_chart, sparkline
 from canzona_cli.report.train import ConsoleView, LiveView, PlainView, make_view
 from canzona_cli.report.train_state import History, TrainState
@@ -229,7 +229,7 @@ def test_plain_lines_tell_what_the_guards_did_once_and_at_the_end() -> None:
 def test_a_resumed_run_shows_the_curve_it_goes_on_and_its_own_pace(width: int) -> None:
     """Step, validations and loss history go on; time left is judged by the steps of this launch alone."""
     clock, lines = Clock(), [*metrics(31)]
-    earlier = Earlier(
+    earlier = EarlierSteps(
         step=30, origin="step-00000030", metrics=lines[:30], validations=[ValidationLoss(step=0, loss=9.7213)]
     )
     out, pipe = console(width, terminal=True), console(200)
