@@ -67,16 +67,16 @@ def check_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | Non
     custom optimizer, prints a note that its code is not tested here.
 
     Raises:
-        ConfigError: see `canzona_cli.data.corpus.look_at_data`.
+        ConfigError: see `canzona_cli.data.corpus.check_data`.
     """
     from canzona_cli.config.schema import CustomConfig
     from canzona_cli.run.corpus import data_warnings
 
     corpus = None
     if config.data.source != "stdlib" or config.data.tokenizer not in ("byte", "bpe"):
-        from canzona_cli.data.corpus import look_at_data  # imports numpy
+        from canzona_cli.data.corpus import check_data  # imports numpy
 
-        corpus = look_at_data(config, lambda what, share: progress(what) if share == 0 else None)
+        corpus = check_data(config, lambda what, share: progress(what) if share == 0 else None)
     warn(data_warnings(config, layout, corpus))
     if isinstance(config.optimizer, CustomConfig) and not config.optimizer.built_in:
         source = config.optimizer.source

@@ -1,5 +1,5 @@
-"""The differences between a resumed run and the saved run, grouped by effect: they make resuming impossible,
-change the loss curve, or change only the distribution of work."""
+"""Compares a resumed run with the saved run. A changed setting makes it impossible to resume, changes the
+loss curve, or changes only the distribution of work."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -38,30 +38,30 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     }
-    problems = tuple(_impossible(differing, step))
+    problems = tuple(_resume_problems(differing, step))
     other_optimizer = any(problem.key in affecting(OPTIMIZER) for problem in problems)
     warnings = tuple(
-        f"{key} is {_shown(value)} now; up to step {step:,} it was {_shown(previous)}"
+        f"{key} is {_value_text(value)} now; up to step {step:,} it was {_value_text(previous)}"
         for key, (previous, value) in differing.items()
         if key in affecting(CURVE) and not (other_optimizer and key.startswith("optimizer."))
     )
     spread = (
-        f"{key} {_shown(differing[key][0])} -> {_shown(differing[key][1])}"
+        f"{key} {_value_text(differing[key][0])} -> {_value_text(differing[key][1])}"
         for key in affecting(SPREAD)
         if key in differing
     )
     return Changes(problems=problems, warnings=warnings, spread=tuple(spread))
 
 
-def curve_differences(one: RunConfig, other: RunConfig) -> tuple[str, ...]:
+def curve_differences(a: RunConfig, b: RunConfig) -> tuple[str, ...]:
     """Returns the keys of the settings that affect the losses and differ between two runs."""
-    first, second = _settings(one), _settings(other)
+    settings_a, settings_b = _settings(a), _settings(b)
     keys = dict.fromkeys([*affecting(MODEL), *affecting(OPTIMIZER), *affecting(CURVE)])
-    return tuple(key for key in keys if first.get(key) != second.get(key))
+    return tuple(key for key in keys if settings_a.get(key) != settings_b.get(key))
 
 
 def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem, ...]:
-    """Returns a problem for each model setting that differs, because the weights of `old` do not fit `new`.
+    """Returns a problem for each model setting that differs: the weights of `old` then do not fit `new`.
 
     Args:
         old: the run that saved the weights.
@@ -73,8 +73,8 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
         Problem(
             key=key,
             value=now.get(key),
-            reason=f"is {_shown(before.get(key))} for the weights in {source}",
-            fix=f"use {key}={_shown(before.get(key))}",
+            reason=f"is {_value_text(before.get(key))} for the weights in {source}",
+            fix=f"use {key}={_value_text(before.get(key))}",
         )
         for key in affecting(MODEL)
         if before.get(key) != now.get(key)
@@ -90,23 +90,24 @@ def _settings(config: RunConfig) -> dict[str, object]:
     return dict(leaves(asdict(config))) | {f"schedule.{name}": value for name, value in vars(schedule).items()}
 
 
-def _impossible(differing: Mapping[str, tuple[object, object]], step: int) -> Iterator[Problem]:
+def _resume_problems(differing: Mapping[str, tuple[object, object]], step: int) -> Iterator[Problem]:
     for key, (previous, value) in differing.items():
         if key in affecting(MODEL):
-            reason = f"does not match the model saved at step {step:,}, which has {_shown(previous)}"
+            reason = f"does not match the model saved at step {step:,}, which has {_value_text(previous)}"
         elif key in affecting(OPTIMIZER) and not (key == "optimizer.source" and _same_class(previous, value)):
-            reason = f"does not match the optimizer state saved at step {step:,}, which has {_shown(previous)}"
+            reason = f"does not match the optimizer state saved at step {step:,}, which has {_value_text(previous)}"
         else:
             continue
         name = "optimizer" if key == "optimizer.name" else key
-        fix = f"use {name}={_shown(previous)}, or start another run with run.dir=DIR"
+        fix = f"use {name}={_value_text(previous)}, or start another run with run.dir=DIR"
         yield Problem(key=key, value=value, reason=reason, fix=fix)
 
 
 def _same_class(previous: object, value: object) -> bool:
-    """Returns True if two sources name the same class, even in different files: a user may have moved it."""
+    """Returns True if two sources name the same class, even in different files, because a user may have moved
+    it."""
     return str(previous).rpartition(":")[2] == str(value).rpartition(":")[2]
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else written(value)

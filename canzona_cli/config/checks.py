@@ -1,5 +1,5 @@
-"""Checks that the settings of a run work together. `config.layout_rules` checks the arithmetic of layouts,
-and `config.unused` finds settings that have no effect."""
+"""Checks that the settings of a run work together. `config.layout_rules` checks which sizes must divide
+which, and `config.unused` finds settings that have no effect."""
 
 import os
 import re
@@ -27,21 +27,21 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         training: False for plans; skips the checks that only a training run needs.
     """
     problems = [
-        *_values(config),
+        *_value_problems(config),
         *layout_problems(config),
-        *_schedule(config),
-        *(_engine(config) if training else ()),
-        *(_custom(config) if training else ()),
-        *_data(config),
-        *_cluster(config),
-        *_measurements(config),
-        *(_recorded_steps(config) if training else ()),
-        *(_plans_only(config) if training else ()),
+        *_schedule_problems(config),
+        *(_engine_problems(config) if training else ()),
+        *(_custom_optimizer_problems(config) if training else ()),
+        *_data_problems(config),
+        *_cluster_problems(config),
+        *_measurement_problems(config),
+        *(_recorded_step_problems(config) if training else ()),
+        *(_training_problems(config) if training else ()),
     ]
     return [*with_own_values(config, problems), *safety_problems(config)]
 
 
-def _values(config: RunConfig) -> Iterator[Problem]:
+def _value_problems(config: RunConfig) -> Iterator[Problem]:
     train, limit = config.train, settings()["train.global_batch_size"].range.at_most
     if train.global_batch_size is None and train.batch_tokens // train.seq_length > limit:
         reason = f"is more than {limit:,} sequences of {train.seq_length} tokens, the limit for one step"
@@ -56,13 +56,13 @@ def _values(config: RunConfig) -> Iterator[Problem]:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
         reason = "must be a name for the run directory: up to 100 letters, digits, dots, dashes and underscores"
         yield Problem(key="name", reason=reason, fix="for example name=my-run")
-    yield from _experts(config)
+    yield from _expert_problems(config)
     if config.model.head_dim % 2:
         reason = "must be even: rotary embedding rotates pairs of dimensions"
         yield Problem(key="model.head_dim", reason=reason, fix=f"use model.head_dim={config.model.head_dim + 1}")
 
 
-def _experts(config: RunConfig) -> Iterator[Problem]:
+def _expert_problems(config: RunConfig) -> Iterator[Problem]:
     experts, chosen = config.model.num_experts, config.model.experts_per_token
     if 0 < experts < chosen:
         reason = f"is fewer than model.experts_per_token={chosen}"
@@ -75,7 +75,7 @@ def _experts(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="model.gated", reason="experts always have a gate", fix="leave it out")
 
 
-def _schedule(config: RunConfig) -> Iterator[Problem]:
+def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
     steps = config.train.steps
     schedule = config.schedule.complete(steps)
     assert schedule.warmup_steps is not None
@@ -97,7 +97,7 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key="schedule.wsd_decay_steps", value=schedule.wsd_decay_steps, reason=reason, fix=fix)
 
 
-def _engine(config: RunConfig) -> Iterator[Problem]:
+def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     if config.optimizer.clip == "adamw" and config.execution in (Execution.LAYERWISE, Execution.MEGATRON_SC):
         reason = f"needs canzona's engine; with engine.strategy={config.engine.strategy} Megatron clips all gradients"
         yield Problem(
@@ -124,7 +124,7 @@ def _engine(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="train.precision", reason=reason, fix="use train.precision=bf16, or engine.strategy=sc")
 
 
-def _custom(config: RunConfig) -> Iterator[Problem]:
+def _custom_optimizer_problems(config: RunConfig) -> Iterator[Problem]:
     """Yields the problems with the class of a custom optimizer and with its options."""
     custom = config.optimizer
     if not isinstance(custom, CustomConfig):
@@ -150,7 +150,7 @@ def _custom(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key=f"optimizer.options.{key}", value=custom.options[key], reason=reason, fix=fix)
 
 
-def _data(config: RunConfig) -> Iterator[Problem]:
+def _data_problems(config: RunConfig) -> Iterator[Problem]:
     data, vocabulary = config.data, config.model.vocab_size
     if data.source == "prepared":
         if data.path and data.blend:
@@ -181,7 +181,7 @@ def _data(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="model.vocab_size", reason=reason, fix="use model.vocab_size=384")
 
 
-def _cluster(config: RunConfig) -> Iterator[Problem]:
+def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.reserved_gib >= cluster.memory_gib:
         reason = f"leaves no memory: cluster.memory_gib is {cluster.memory_gib}"
@@ -207,14 +207,14 @@ def _cluster(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="cluster.node_rank", reason=reason, fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}")
 
 
-def _plans_only(config: RunConfig) -> Iterator[Problem]:
+def _training_problems(config: RunConfig) -> Iterator[Problem]:
     if not config.model.gated:
         reason = "can only be planned: canzona does not train feed-forward layers without a gate"
         yield Problem(key="model.gated", reason=reason, fix="leave it out, or use `canzona plan --dry-run`")
 
 
-def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem if the steps to trace or profile are not steps of the run."""
+def _recorded_step_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yields a problem if the steps to trace or to profile are not steps of the run."""
     last = config.train.steps
     for key in ("trace_steps", "profile_steps"):
         steps = getattr(config.run, key)
@@ -224,7 +224,7 @@ def _recorded_steps(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key=f"run.{key}", value=f"[{steps[0]},{steps[1]}]", reason=reason, fix=fix)
 
 
-def _measurements(config: RunConfig) -> Iterator[Problem]:
+def _measurement_problems(config: RunConfig) -> Iterator[Problem]:
     """Yields the problems with the tables of measurements in the cluster profile."""
     table = config.cluster.matmul_tflops
     sizes = [size for size, _ in table]

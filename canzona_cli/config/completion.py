@@ -19,7 +19,7 @@ from canzona_cli.errors import ConfigError
 
 COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
 CALIBRATED = "`canzona calibrate`"
-"""The text in the first line of every calibrated profile, by which completion recognises one."""
+"""The text in the first line of every calibrated profile, by which completion recognises these profiles."""
 
 # Typer's script for bash with two changes: no space follows a key, and files are offered only if there is no
 # other completion.
@@ -38,8 +38,8 @@ complete -o default -F %(complete_func)s %(prog_name)s
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Returns the completions of one `KEY=VALUE`. There are none if the key does not have a fixed set of
-    values; the shell then offers files."""
+    """Returns the completions of one `KEY=VALUE`. A key without a fixed set of values has none, and the shell
+    offers files."""
     key, equals, _ = incomplete.partition("=")
     words = [f"{key}={value}" for value in _values(key)] if equals else [f"{name}=" for name in _keys(incomplete)]
     return [word for word in words if word.startswith(incomplete)]
@@ -78,17 +78,17 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
         which bash inserts a completion.
     """
     joined: list[str] = []
-    place, prefix = len(words), ""
-    glue = False
+    cursor, prefix = len(words), ""
+    after_equals = False
     for index, word in enumerate(words):
-        before = ""
-        if len(joined) > 1 and (word == "=" or glue):
-            before = joined.pop()
-        joined.append(before + word)
+        start = ""
+        if len(joined) > 1 and (word == "=" or after_equals):
+            start = joined.pop()
+        joined.append(start + word)
         if index == current:
-            place, prefix = len(joined) - 1, joined[-1] if word == "=" else before
-        glue = word == "="
-    return joined, place if current < len(words) else len(joined), prefix
+            cursor, prefix = len(joined) - 1, joined[-1] if word == "=" else start
+        after_equals = word == "="
+    return joined, cursor if current < len(words) else len(joined), prefix
 
 
 def prepare_completion_options(arguments: list[str]) -> None:
@@ -105,8 +105,8 @@ def prepare_completion_options(arguments: list[str]) -> None:
         os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
 
 
-def _profiles_here() -> list[str]:
-    """Returns the paths of the calibrated profiles in the current folder."""
+def _local_profiles() -> list[str]:
+    """Returns the paths of the calibrated profiles in the working directory."""
     profiles = []
     for file in sorted(file for file in Path().glob("*.yaml") if file.is_file()):  # opening a pipe would block
         try:
@@ -142,7 +142,7 @@ def _values(key: str) -> list[str]:
             dirs = (*user_recipes_dirs(), builtin_recipes_dir())
         except ConfigError:
             dirs = (builtin_recipes_dir(),)
-        return [*group_options(key, dirs), *(_profiles_here() if key == "cluster" else ())]
+        return [*group_options(key, dirs), *(_local_profiles() if key == "cluster" else ())]
     setting = settings().get(key)
     if setting is None:
         return []

@@ -1,7 +1,7 @@
 """Loads the configuration of one run: composes the recipe, groups and overrides with Hydra, then converts the
 values to their types and checks them together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -33,8 +33,8 @@ WRITTEN: Final = "config.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """A checked configuration, and the files from which it was composed. `canzona_cli.cluster.fit` replaces
-    its null values later."""
+    """A checked configuration and the files from which it was composed. Its null values are filled in later,
+    by `canzona_cli.cluster.fit`."""
 
     config: RunConfig
     explicit: frozenset[str]
@@ -46,11 +46,11 @@ class Composed:
 
 
 def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), training: bool = True) -> Composed:
-    """Composes and checks a run.
+    """Composes and checks the configuration of a run.
 
     Recipes and the options of other groups are searched for in `recipes_dirs`, then in $CANZONA_RECIPES_DIR,
-    then among the built-in ones. A bad value does not hide other problems, because the recipe's value
-    replaces it while the rest is checked.
+    then among the built-in ones. A value that is not valid does not hide other problems: the rest is checked
+    with the recipe's value in its place.
 
     Args:
         overrides: the settings as `KEY=VALUE`. Without `recipe=...`, the settings of the run in `run.dir` are
@@ -97,10 +97,10 @@ def dump_resolved(config: RunConfig) -> str:
 def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool) -> Composed:
     parsed = parse_overrides(overrides)
     problems = list(parsed.problems)
-    folder = parsed.values.get("run.dir")
-    written = Path(folder).expanduser() / WRITTEN if isinstance(folder, str) else None
-    if "recipe" not in parsed.groups and written is not None and written.is_file():
-        parsed = replace(parsed, groups={"recipe": str(written.absolute()), **parsed.groups})
+    run_dir = parsed.values.get("run.dir")
+    saved = Path(run_dir).expanduser() / WRITTEN if isinstance(run_dir, str) else None
+    if "recipe" not in parsed.groups and saved is not None and saved.is_file():
+        parsed = replace(parsed, groups={"recipe": str(saved.absolute()), **parsed.groups})
     options, paths = find_options(parsed.groups, dirs, problems)
     if "recipe" not in {*options, *paths}:
         # Without a recipe, only the problems of single overrides can be reported.
@@ -114,9 +114,11 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     recipes = [file for file in files if file.parent.name == "recipe" or file == recipe_file]
     set_keys = {*parsed.values, *overruling(recipes, parsed)}
     drop_replaced(tree, parsed, set_keys, problems)
-    if written is not None and recipe_file == written.resolve():
+    if saved is not None and recipe_file == saved.resolve():
         choose_again(tree, base, parsed)
-    where = " with ".join(shown(path) for path in (recipe_file, *(paths[g] for g in paths if g == "cluster")))
+    where = " with ".join(
+        shown(path) for path in (recipe_file, *(paths[group] for group in paths if group == "cluster"))
+    )
     built = build(tree, texts=parsed.texts, where=where)
     bad: set[str] = set()
     if isinstance(built, list):
@@ -127,30 +129,39 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     else:
         config = with_rates(built, set_keys)
     if config is not None:
-        problems += [p for p in config_problems(config, training=training) if p.key not in bad]
+        problems += [problem for problem in config_problems(config, training=training) if problem.key not in bad]
     if bad or config is None:
         raise ConfigError(*problems)
     explicit = frozenset(parsed.values) | frozenset(parsed.groups)
     problems += unasked_problems(config, explicit, training=training)
     problems += with_own_values(config, unused_problems(config, explicit, training=training))
     refuse(problems)
-    notes = [
-        f"{group} {name} from {shown(file)} shadows the built-in"
-        for group, name, file in shadowed([file for file in files if file not in paths.values()])
-    ]
-    builtin_names = group_options("recipe", [builtin_recipes_dir()])
-    if "recipe" in paths and recipe_file.stem in builtin_names and recipe_file != builtin_names[recipe_file.stem]:
-        notes.append(f"recipe {recipe_file.stem} is read from {shown(recipe_file)}, not the built-in of that name")
+    shadowing = _shadowing_notes(files, paths, recipe_file)
     return Composed(
         config=config,
         explicit=explicit,
-        warnings=(*parsed.warnings, *notes, *config_warnings(config, explicit, training=training)),
+        warnings=(*parsed.warnings, *shadowing, *config_warnings(config, explicit, training=training)),
         recipe_file=recipe_file,
         files=tuple(files),
     )
 
 
+def _shadowing_notes(files: Sequence[Path], paths: Mapping[str, Path], recipe_file: Path) -> Iterator[str]:
+    """Yields a note for each file that is used in place of the built-in file of the same name.
+
+    Args:
+        files: all files of the configuration.
+        paths: the files that the command line names by their path, by group.
+    """
+    for group, name, file in shadowed([file for file in files if file not in paths.values()]):
+        yield f"{group} {name} from {shown(file)} shadows the built-in"
+    builtin_names = group_options("recipe", [builtin_recipes_dir()])
+    if "recipe" in paths and recipe_file.stem in builtin_names and recipe_file != builtin_names[recipe_file.stem]:
+        yield f"recipe {recipe_file.stem} is read from {shown(recipe_file)}, not the built-in of that name"
+
+
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:
+    """Drops problems that repeat the key and the reason of an earlier problem."""
     seen: dict[tuple[str, str], Problem] = {}
     for problem in problems:
         seen.setdefault((problem.key, problem.reason), problem)

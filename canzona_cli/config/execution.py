@@ -1,4 +1,4 @@
-"""The facts that follow from the way a run executes its updates (`RunConfig.execution`)."""
+"""Derives facts about a run from `RunConfig.execution`, the way it executes its updates."""
 
 from dataclasses import replace
 from typing import Literal
@@ -41,7 +41,7 @@ def overlaps_param_gather(config: RunConfig) -> bool:
 
 
 def aligns_param_gather(config: RunConfig, layout: Layout) -> bool:
-    """Returns True if all parameters of a model chunk are gathered together.
+    """Returns True if all parameters of a model chunk are gathered at once.
 
     Megatron-LM does so with interleaved pipelines (`align_param_gather`, on by default); otherwise it gathers
     each bucket while the previous one is in use. Runs that execute a plan follow the plan's order instead.

@@ -1,4 +1,4 @@
-"""The rules for valid layouts: which sizes Megatron-core 0.19 and torchrun require to be divisible by which.
+"""The rules for valid layouts: the sizes that must divide each other in Megatron-core 0.19 and torchrun.
 
 Null values are not checked here; `canzona_cli.cluster.fit` later chooses values that follow these rules.
 Sources: `TransformerConfig.__post_init__` (heads and query groups over tp), `get_num_layers_to_build`
@@ -33,8 +33,8 @@ def possible_tp(model: ModelConfig, *, whole_experts: bool = False) -> tuple[int
 
 
 def may_have_whole_experts(config: RunConfig) -> bool:
-    """Returns True if the run may have a layout that divides experts among ranks (`parallel.ep` above 1) and
-    so keeps each expert whole. Unless the user sets `parallel.ep`, this is possible only on GPUs."""
+    """Returns True if the run may have a layout that distributes whole experts over ranks (`parallel.ep`
+    above 1). Unless the user sets `parallel.ep`, this is possible only on GPUs."""
     ep, experts = config.parallel.ep, config.model.num_experts
     if experts == 0 or ep is not None:
         return experts > 0 and (ep or 1) > 1
@@ -47,30 +47,30 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
     Args:
         counts: (count, name) pairs, such as (36, "layers").
     """
-    uneven = " or ".join(f"{count} {what}" for count, what in counts if count % parts)
+    uneven = " or ".join(f"{count} {name}" for count, name in counts if count % parts)
     if uneven:
         fix = f"use one of {listed(divisors(math.gcd(*(count for count, _ in counts))))}"
         yield Problem(key=key, value=parts, reason=f"cannot split {uneven} into {parts} equal parts", fix=fix)
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
-    """Returns the problems with the parallelism, the nodes and the batch of a run. Some lack the value of
-    their setting, which `settings.with_own_values` fills in."""
-    return [*_parallelism(config), *_machines(config), *_batch(config)]
+    """Returns the problems with the parallelism, the machines and the batch of a run. Some problems lack the
+    value of their setting, which `settings.with_own_values` fills in."""
+    return [*_parallelism_problems(config), *_machine_problems(config), *_batch_problems(config)]
 
 
 def _cut_by_tp(model: ModelConfig, *, whole_experts: bool) -> list[tuple[int, str]]:
-    """Returns (count, name) pairs; a tensor-parallel size must divide every count (`possible_tp`)."""
+    """Returns the counts that a tensor-parallel size must divide, as (count, name) pairs."""
     counts = [
         (model.num_attention_heads, "attention heads"),
         (model.num_query_groups, "key/value heads"),
         (model.ffn_hidden_size, "ffn rows"),
         (model.vocab_size, "vocabulary entries"),
     ]
-    return [(count, what) for count, what in counts if not (whole_experts and what == "ffn rows")]
+    return [(count, name) for count, name in counts if not (whole_experts and name == "ffn rows")]
 
 
-def _parallelism(config: RunConfig) -> Iterator[Problem]:
+def _parallelism_problems(config: RunConfig) -> Iterator[Problem]:
     model, parallel, train = config.model, config.parallel, config.train
     if model.num_attention_heads % model.num_query_groups:
         reason = f"does not divide the {model.num_attention_heads} attention heads"
@@ -90,7 +90,7 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
         reason = f"is not a multiple of {product}, the number of ranks that hold one copy of the model"
         fix = f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size"
         yield Problem(key="gpus", reason=reason, fix=fix)
-    yield from _expert_parallelism(config)
+    yield from _expert_parallelism_problems(config)
     if cp > 1 and train.seq_length % (2 * cp):
         reason = f"must be a multiple of 2 * cp = {2 * cp}: each rank has two slices, to balance causal attention"
         fix = f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}"
@@ -110,7 +110,7 @@ def _parallelism(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key="train.seq_length", reason=reason, fix=fix)
 
 
-def _expert_parallelism(config: RunConfig) -> Iterator[Problem]:
+def _expert_parallelism_problems(config: RunConfig) -> Iterator[Problem]:
     ep, experts = config.parallel.ep or 1, config.model.num_experts
     if ep == 1:
         return
@@ -133,7 +133,7 @@ def _expert_parallelism(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="parallel.dispatcher", value="flex", reason=reason, fix="leave it null, or train in bf16")
 
 
-def _machines(config: RunConfig) -> Iterator[Problem]:
+def _machine_problems(config: RunConfig) -> Iterator[Problem]:
     gpus, per_node, nodes = config.gpus, config.cluster.gpus_per_node, config.cluster.nodes
     ranks = "GPUs" if config.cluster.device == "cuda" else "CPU ranks"
     if nodes is None:
@@ -150,7 +150,7 @@ def _machines(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key="cluster.nodes", reason=reason, fix=fix)
 
 
-def _batch(config: RunConfig) -> Iterator[Problem]:
+def _batch_problems(config: RunConfig) -> Iterator[Problem]:
     parallel, train = config.parallel, config.train
     batch, micro = train.global_batch_size, train.micro_batch_size
     if batch is None:
@@ -166,8 +166,8 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
     ]
     step = math.prod(n for _, n in factors)
     if batch % step:
-        what = " * ".join(f"{name} {n}" for name, n in factors if n > 1)
+        product = " * ".join(f"{name} {n}" for name, n in factors if n > 1)
         above = -(-batch // step) * step
-        reason = f"is not a multiple of {what}" + (f" = {step}" if " * " in what else "")
+        reason = f"is not a multiple of {product}" + (f" = {step}" if " * " in product else "")
         fix = f"use train.global_batch_size={above}" + (f" or {above - step}" if above > step else "")
         yield Problem(key="train.global_batch_size", reason=reason, fix=fix)

@@ -22,7 +22,7 @@ from typing import Literal
 
 from canzona_cli import __version__
 from canzona_cli.data.encode import Encoded, Recipe, encode_in_order
-from canzona_cli.data.indexed import PairWriter, Written, bin_path, can_continue, idx_path, temporary_path
+from canzona_cli.data.indexed import PairCounts, PairWriter, bin_path, can_continue, idx_path, temporary_path
 from canzona_cli.data.reading import (
     Batch,
     DocumentUnit,
@@ -47,9 +47,9 @@ from canzona_cli.run.machine import cores
 
 Stage = Literal["read input", "learn vocabulary", "tokenise", "write"]
 
-LARGE = 16 << 20
-"""The minimum number of input bytes between two records of a build's progress on the disk. A build with at
-least twice as many bytes left uses a pool of processes."""
+RECORD_INTERVAL = 16 << 20
+"""The minimum number of input bytes between two records of a build's progress on the disk. A build that still
+has to read at least twice as many bytes uses a pool of processes."""
 _MAX_RECORDS = 64
 _MAX_BAD_LINES_SHOWN = 5
 _MAX_INPUTS_LISTED = 1000
@@ -74,12 +74,13 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """The settings that decide how sources become a pair."""
+    """The settings for building a pair from sources."""
 
     tokenizer: str = "byte"
     """The tokenizer: byte, bpe, or the path of a tokenizer.json."""
     vocab_size: int | None = None
-    """The vocabulary size of a bpe; None for `DEFAULT_VOCAB_SIZE`. Other tokenizers have a fixed size."""
+    """The vocabulary size of a byte-pair encoding (bpe); None for `DEFAULT_VOCAB_SIZE`. Other tokenizers have
+    a fixed size."""
     eod: str | None = None
     """The end-of-document token of a tokenizer.json; None to find it by its usual names."""
     document: DocumentUnit = "file"
@@ -87,7 +88,7 @@ class BuildSettings:
     template: str = ""
     """The template that turns JSONL objects into text; empty to use only the field `text_key`."""
     max_bad: int = 0
-    """The maximum number of lines without text that are skipped; with more, the build fails."""
+    """The number of lines without text that may be skipped; with more, the build fails."""
     workers: int | None = None
     """The number of processes, or of the tokenizer's threads if the input is too small for several processes;
     None for one per core."""
@@ -98,7 +99,7 @@ class BuildSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Built:
+class BuiltPair:
     """A finished pair and facts about its build."""
 
     prefix: Path
@@ -123,7 +124,7 @@ def pair_files(prefix: Path) -> tuple[Path, ...]:
     return bin_path(prefix), idx_path(prefix), sidecar_path(prefix), saved_tokenizer_path(prefix)
 
 
-def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress) -> Built:
+def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings, on_progress: OnProgress) -> BuiltPair:
     """Builds the pair `prefix` from `sources` and replaces an existing pair. The caller must hold the
     prefix's lock.
 
@@ -163,7 +164,7 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
             if saved is None:
                 saved_tokenizer_path(prefix).unlink(missing_ok=True)  # the replaced pair may have had one
             _finished_path(prefix).unlink(missing_ok=True)
-    return Built(
+    return BuiltPair(
         prefix=prefix,
         sidecar=sidecar,
         skipped=tuple(tally.skipped),
@@ -174,13 +175,13 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
+class FinishedInputs:
     """A record of a build's finished inputs, whose tokens are all on the disk."""
 
     inputs: int
     fingerprint: str
     """The hash of these inputs and of the settings that tokenised them."""
-    written: Written
+    written: PairCounts
     tally: Tally
 
 
@@ -188,12 +189,12 @@ def _finished_path(prefix: Path) -> Path:
     return prefix.with_name(f".{prefix.name}.finished")
 
 
-def _finished_inputs(prefix: Path, recipe: Recipe, sources: Sequence[Source]) -> Finished | None:
+def _finished_inputs(prefix: Path, recipe: Recipe, sources: Sequence[Source]) -> FinishedInputs | None:
     """Returns the record of an interrupted build of the same sources; None if there is none.
 
     A record that does not match the sources, the settings or the files on the disk is removed.
     """
-    done = load_if_valid(_finished_path(prefix), Finished)
+    done = load_if_valid(_finished_path(prefix), FinishedInputs)
     if (
         done is not None
         and done.inputs <= len(sources)
@@ -208,22 +209,22 @@ def _finished_inputs(prefix: Path, recipe: Recipe, sources: Sequence[Source]) ->
 def _tokenise(
     sources: Sequence[Source],
     recipe: Recipe,
-    done: Finished | None,
+    done: FinishedInputs | None,
     writer: PairWriter,
     settings: BuildSettings,
     on_progress: OnProgress,
 ) -> Tally:
     """Tokenises and writes all documents that are not finished yet; returns the counts over all inputs.
 
-    The finished inputs are recorded on the disk whenever at least `LARGE` bytes have been read since the last
-    record.
+    The finished inputs are recorded on the disk whenever at least `RECORD_INTERVAL` bytes have been read
+    since the last record.
     """
     tally, inputs = (Tally(), 0) if done is None else (done.tally, done.inputs)
     writer.keep = done is not None
-    total = _total(sources)
-    reader = Reader(settings=recipe.read, bytes_read=_total(sources[:inputs]) or 0)
+    total = _total_bytes(sources)
+    reader = Reader(settings=recipe.read, bytes_read=_total_bytes(sources[:inputs]) or 0)
     read = recorded = reader.bytes_read
-    parallel = total is not None and total - reader.bytes_read >= 2 * LARGE
+    parallel = total is not None and total - reader.bytes_read >= 2 * RECORD_INTERVAL
     workers = (settings.workers or cores()) if parallel else 1
     for result in encode_in_order(_read_all(sources[inputs:], reader), recipe, workers):
         if isinstance(result, Encoded):
@@ -234,10 +235,10 @@ def _tokenise(
             tally.add(result)
             inputs += 1
             read += sum(record.bytes for record in result.records)
-            if total is not None and read - recorded >= max(LARGE, total // _MAX_RECORDS):
+            if total is not None and read - recorded >= max(RECORD_INTERVAL, total // _MAX_RECORDS):
                 writer.sync()
                 written, fingerprint = writer.written, recipe.fingerprint(sources[:inputs])
-                finished = Finished(inputs=inputs, fingerprint=fingerprint, written=written, tally=tally)
+                finished = FinishedInputs(inputs=inputs, fingerprint=fingerprint, written=written, tally=tally)
                 save(_finished_path(writer.prefix), finished, indented=False)
                 writer.keep, recorded = True, read
         facts = {"tokens": writer.written.tokens, "documents": writer.written.documents}
@@ -263,7 +264,7 @@ def _make_tokenizer(
         return ByteTokenizer(), False
     if settings.tokenizer != "bpe":
         return load_json_tokenizer(settings.tokenizer, settings.eod), False
-    total = _total(sources) or 0
+    total = _total_bytes(sources) or 0
     reader = Reader(settings=read)
     # Each piece is sampled with the probability that fills the sample on average. The fixed seed makes the
     # vocabulary reproducible. Compressed inputs contain more text than their size suggests, so the sample
@@ -298,7 +299,7 @@ def _make_tokenizer(
     return tokenizer, is_sample
 
 
-def _total(sources: Sequence[Source]) -> int | None:
+def _total_bytes(sources: Sequence[Source]) -> int | None:
     sizes = [source.size for source in sources]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
@@ -373,7 +374,7 @@ def _copy(source: Source, target: Path, on_progress: OnProgress) -> int:
 
 @contextmanager
 def _disk_errors(prefix: Path) -> Iterator[None]:
-    """Turns an OSError raised while writing the files of `prefix` into a user-facing error."""
+    """Converts an OSError raised while writing the files of `prefix` to an error for the user."""
     try:
         yield
     except OSError as error:
@@ -381,10 +382,10 @@ def _disk_errors(prefix: Path) -> Iterator[None]:
 
 
 def _refuse_bad_lines(tally: Tally, limit: int) -> None:
-    """Checks that no more lines were skipped than allowed.
+    """Checks that no more than `limit` lines were skipped.
 
     Raises:
-        ConfigError: more than `limit` lines have no text. The error names the first of them.
+        ConfigError: names the first lines that have no text.
     """
     if tally.bad <= limit:
         return
@@ -401,7 +402,7 @@ def _refuse_bad_lines(tally: Tally, limit: int) -> None:
 
 
 def disk_problem(prefix: Path, error: OSError) -> EnvironmentProblem:
-    """Returns the user-facing error for an OSError that was raised while writing the files of `prefix`."""
+    """Returns the error that the user sees for an OSError raised while writing the files of `prefix`."""
     fix = "choose a writable folder"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = 0

@@ -41,7 +41,8 @@ _CONFIG_KEYS = {
 
 
 def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) -> PreparedCorpus:
-    """Checks and returns the corpus of `config.data`; prepares and caches the built-in corpus if necessary.
+    """Returns the corpus of `config.data` after checking it. The built-in corpus is prepared and cached if
+    necessary.
 
     Args:
         config: the run. Its model's vocabulary and its sequence length are checked against the data.
@@ -53,16 +54,16 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         EnvironmentProblem: the cache is not writable, or this Python has no library sources.
     """
     report = on_progress or (lambda what, share: None)
-    data, share = config.data, _held_out(config)
+    data, share = config.data, _held_out_share(config)
     pairs: list[tuple[PairInfo, Sidecar | None]]
     if data.source == "stdlib":
         weights, pairs = {"stdlib": 1.0}, [_stdlib_pair(config, report)]
     else:
         weights = data.blend or {str(data.path): 1.0}
         pairs = _pairs([*weights], blended=bool(data.blend))
-    largest = [sidecar.max_token_id if sidecar else _scan_max(pair, config, report) for pair, sidecar in pairs]
+    largest = [sidecar.max_token_id if sidecar else _largest_token_id(pair, config, report) for pair, sidecar in pairs]
     sets = []
-    for name, weight, (pair, _) in zip(_names([*weights]), weights.values(), pairs, strict=True):
+    for name, weight, (pair, _) in zip(_set_names([*weights]), weights.values(), pairs, strict=True):
         train_tokens, validation_tokens = pair.split_tokens(share)
         sets.append(
             PreparedSet(
@@ -145,7 +146,7 @@ def token_bytes(corpus: PreparedCorpus) -> TokenBytes | None:
         return None
     if (values := bytes_by_id(tokenizer)) is not None:
         return TokenBytes(values=values, counted=True)
-    sidecars = [sidecar for each in corpus.sets if (sidecar := load_sidecar(inspect_pair(each.prefix))) is not None]
+    sidecars = [sidecar for part in corpus.sets if (sidecar := load_sidecar(inspect_pair(part.prefix))) is not None]
     if len(sidecars) < len(corpus.sets):
         return None
     mean = sum(sidecar.text_bytes for sidecar in sidecars) / sum(sidecar.tokens for sidecar in sidecars)
@@ -164,12 +165,14 @@ def _pairs(paths: Sequence[str], *, blended: bool) -> list[tuple[PairInfo, Sidec
             pair = inspect_pair(Path(path).expanduser().absolute())
             pairs.append((pair, load_sidecar(pair)))
     if blended:
-        problems = [replace(each, key="data.blend", fix=each.fix.replace("data.path=", "")) for each in problems]
+        problems = [
+            replace(problem, key="data.blend", fix=problem.fix.replace("data.path=", "")) for problem in problems
+        ]
     refuse(problems)
     return pairs
 
 
-def _names(paths: Sequence[str]) -> list[str]:
+def _set_names(paths: Sequence[str]) -> list[str]:
     """Returns the last part of each path, or the full paths if the last parts are not unique."""
     names = [Path(path).name for path in paths]
     return names if len(set(names)) == len(names) else [*paths]
@@ -180,7 +183,7 @@ def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator
     mean different text."""
     (first, first_sidecar), *others = pairs
     for pair, sidecar in others:
-        if _identity(sidecar) == _identity(first_sidecar):
+        if _tokenizer_key(sidecar) == _tokenizer_key(first_sidecar):
             continue
         tokenizer, expected = _tokenizer_words(sidecar), _tokenizer_words(first_sidecar)
         reason = f"its tokenizer is {tokenizer}, but {first.prefix} has {expected}: the same id means different text"
@@ -193,13 +196,13 @@ def _tokenizer_words(sidecar: Sidecar | None) -> str:
     return f"{sidecar.tokenizer} ({sidecar.vocab_size:,} ids)" if sidecar else "an unknown one"
 
 
-def _identity(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
+def _tokenizer_key(sidecar: Sidecar | None) -> tuple[str | None, int, int] | None:
     """Returns a key that is equal for equal tokenizers; None for a pair without a sidecar."""
     return None if sidecar is None else (sidecar.tokenizer_sha256, sidecar.vocab_size, sidecar.eod)
 
 
-def look_at_data(config: RunConfig, on_progress: ReportProgress) -> PreparedCorpus | None:
-    """Checks a run's data as far as possible without preparing the built-in corpus.
+def check_data(config: RunConfig, on_progress: ReportProgress) -> PreparedCorpus | None:
+    """Checks a run's data as far as this is possible without preparing the built-in corpus.
 
     Prepared data are checked completely. For the built-in corpus only the tokenizer file is checked, because
     the corpus is prepared by the first run that needs it.
@@ -221,7 +224,7 @@ def look_at_data(config: RunConfig, on_progress: ReportProgress) -> PreparedCorp
 
 
 def _stdlib_pair(config: RunConfig, report: ReportProgress) -> tuple[PairInfo, Sidecar]:
-    """Returns the built-in corpus from the cache, where it is prepared first if it is missing or damaged."""
+    """Returns the built-in corpus from the cache. If it is missing or damaged, it is prepared first."""
     data = config.data
     try:
         sources = stdlib_sources()
@@ -289,7 +292,7 @@ def _progress_words(progress: Progress) -> tuple[str, float]:
 
 
 def _as_settings_problem(problem: Problem) -> Problem:
-    """Rewrites a problem of `canzona data prepare` for a run: with settings instead of options."""
+    """Rewrites a problem of `canzona data prepare` for a run, which has settings instead of options."""
     fix = problem.fix
     if problem.key == "--output":
         fix = "use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder that has room"
@@ -298,7 +301,7 @@ def _as_settings_problem(problem: Problem) -> Problem:
     return replace(problem, key=_CONFIG_KEYS.get(problem.key, problem.key), fix=fix)
 
 
-def _scan_max(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
+def _largest_token_id(pair: PairInfo, config: RunConfig, report: ReportProgress) -> int:
     """Returns the largest token id in a pair without a sidecar. The result is cached, because the scan may
     take minutes."""
     status = bin_path(pair.prefix).stat()
@@ -332,7 +335,7 @@ def padded_vocab_size(least: int) -> int:
     return -(-least // 128) * 128
 
 
-def _held_out(config: RunConfig) -> float:
+def _held_out_share(config: RunConfig) -> float:
     validates = config.train.eval_interval > 0 and config.train.eval_batches > 0
     return config.data.validation_fraction if validates else 0.0
 
@@ -348,7 +351,7 @@ def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, bl
         reason = f"{data} has only {part.tokens:,} tokens, less than one sample"
         fix = "prepare more text, or use a shorter train.seq_length"
         yield problem_with(config, "train.seq_length", reason, fix)
-    elif part.train_tokens < needed or (_held_out(config) > 0 and part.validation_tokens < needed):
+    elif part.train_tokens < needed or (_held_out_share(config) > 0 and part.validation_tokens < needed):
         split = "training" if part.train_tokens < needed else "validation"
         left = min(part.train_tokens, part.validation_tokens)
         of_set = f" of {part.name}" if blended else ""
@@ -365,7 +368,7 @@ def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Prob
     try:
         tokens = len(tokenizer_of(corpus).encode_batch([(prompt or "").encode()])[0])
     except ConfigError as error:
-        yield from (replace(each, fix=f"{each.fix}; or train.sample_every=0") for each in error.problems)
+        yield from (replace(problem, fix=f"{problem.fix}; or train.sample_every=0") for problem in error.problems)
         return
     if tokens >= config.train.seq_length:
         reason = f"is {tokens} tokens, which leaves no room in train.seq_length={config.train.seq_length}"

@@ -1,5 +1,5 @@
-"""Turns batches of text into tokens, in this process or in a pool of processes, in the order of the
-batches."""
+"""Converts batches of text to tokens, in this process or in a pool of processes. The order of the batches is
+kept."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ from canzona_cli.errors import CanzonaError, EnvironmentProblem, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that tokens depend on, except the inputs."""
+    """The tokenizer and the settings on which tokens depend, in addition to the inputs."""
 
     tokenizer: Tokenizer
     read: ReadSettings
@@ -56,10 +56,11 @@ class Recipe:
 def encode_in_order(
     items: Iterable[Batch | Tally | CanzonaError], recipe: Recipe, workers: int
 ) -> Iterator["Encoded | Tally"]:
-    """Encodes all batches and yields the results, and the tallies among the items, in the order of the items.
+    """Encodes the batches among `items`, passes the tallies through, and yields both in the order of the
+    items.
 
     Args:
-        items: the batches and tallies. An error among them is raised when its turn comes.
+        items: batches, tallies and errors. An error is raised once the results before it have been yielded.
         recipe: the tokenizer and the settings.
         workers: the number of processes. With 1, this process encodes.
 
@@ -76,7 +77,7 @@ def encode_in_order(
     context = multiprocessing.get_context("spawn")
     pending: deque[Future[Encoded] | Tally | CanzonaError] = deque()
 
-    def first() -> Encoded | Tally:
+    def next_result() -> Encoded | Tally:
         item = pending.popleft()
         if isinstance(item, CanzonaError):
             raise item
@@ -87,9 +88,9 @@ def encode_in_order(
         for item in items:
             pending.append(pool.submit(_encode_in_worker, item) if isinstance(item, Batch) else item)
             if len(pending) > 2 * workers:
-                yield first()
+                yield next_result()
         while pending:
-            yield first()
+            yield next_result()
     except BrokenProcessPool:
         reason, fix = "a tokenising process died", "usually because memory ran out: use fewer --workers"
         raise EnvironmentProblem(Problem(key="INPUT", reason=reason, fix=fix)) from None

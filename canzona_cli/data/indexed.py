@@ -32,6 +32,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_CODES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _FLOAT_CODES = (6, 7)
 _SCAN_TOKENS = 16 << 20
+_PREPARE_AGAIN = "prepare it again with canzona data prepare ... --overwrite"
 
 
 def bin_path(prefix: Path) -> Path:
@@ -50,7 +51,7 @@ def temporary_path(path: Path) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class PairCounts:
     """The numbers of tokens, documents and sequences in a pair, finished or not."""
 
     tokens: int = 0
@@ -75,11 +76,11 @@ class PairWriter:
             new files.
     """
 
-    def __init__(self, prefix: Path, *, vocab_size: int, eod: int, after: Written | None = None) -> None:
+    def __init__(self, prefix: Path, *, vocab_size: int, eod: int, after: PairCounts | None = None) -> None:
         self.prefix = prefix
         self.dtype = token_dtype(vocab_size)
         self.item_bytes = np.dtype(self.dtype).itemsize
-        self.written = after or Written()
+        self.written = after or PairCounts()
         self.keep = False
         """True to leave the temporary files of an unfinished pair on the disk."""
         self._continues = after is not None
@@ -135,7 +136,7 @@ class PairWriter:
         stored = stored[stored > 0]
         self._lengths.write(stored.data)
         self._ends.write(ends.astype("<i8").data)
-        self.written = Written(
+        self.written = PairCounts(
             tokens=self.written.tokens + len(block),
             documents=self.written.documents + len(ends),
             sequences=self.written.sequences + len(stored),
@@ -201,7 +202,7 @@ class PairWriter:
             sync_folder(self.prefix.parent)
 
 
-def can_continue(prefix: Path, written: Written, vocab_size: int) -> bool:
+def can_continue(prefix: Path, written: PairCounts, vocab_size: int) -> bool:
     """Returns True if the temporary files of an unfinished pair contain at least the data of `written`."""
     sizes = _file_sizes(written, token_dtype(vocab_size))
     return all(
@@ -217,7 +218,7 @@ def _unfinished_files(prefix: Path) -> tuple[Path, Path, Path]:
     return ids, lengths, ends
 
 
-def _file_sizes(written: Written, dtype: type[np.generic]) -> tuple[int, int, int]:
+def _file_sizes(written: PairCounts, dtype: type[np.generic]) -> tuple[int, int, int]:
     """Returns the sizes in bytes of the temporary files: token ids, sequence lengths and document ends."""
     return written.tokens * np.dtype(dtype).itemsize, 4 * written.sequences, 8 * written.documents
 
@@ -229,7 +230,7 @@ def _sync(stream: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PairInfo:
-    """The contents of an intact pair."""
+    """The contents of an intact pair, according to its index."""
 
     prefix: Path
     tokens: int
@@ -291,7 +292,7 @@ def inspect_pair(prefix: Path) -> PairInfo:
         output = f"data/{prefix.stem}"
         prepare = shlex.join(["canzona", "data", "prepare", str(prefix), "--output", output])
         raise ConfigError(_problem(prefix, "is not prepared data", f"run {prepare}; then data.path={output}"))
-    refuse(_missing(prefix, path) for path in missing)
+    refuse(_missing_problem(prefix, path) for path in missing)
     try:
         raw = np.memmap(idx_path(prefix), dtype=np.uint8, mode="r") if idx_path(prefix).stat().st_size else None
         return _inspect(prefix, b"" if raw is None else memoryview(raw))
@@ -300,26 +301,28 @@ def inspect_pair(prefix: Path) -> PairInfo:
 
 
 def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
-    """Checks the contents of an index, `raw`, and returns what the pair contains."""
-    idx, again = idx_path(prefix), "prepare it again with canzona data prepare ... --overwrite"
+    """Checks `raw`, the bytes of an index, and returns the contents of the pair."""
+    idx = idx_path(prefix)
     if len(raw) < len(MAGIC) or bytes(raw[: len(MAGIC)]) != MAGIC:
         reason = "it is empty" if not len(raw) else "it is not a Megatron index (does not start with MMIDIDX)"
-        raise ConfigError(_problem(idx, reason, again))
+        raise ConfigError(_problem(idx, reason, _PREPARE_AGAIN))
     if len(raw) < _HEADER.size:
         reason = f"truncated: {len(raw)} bytes, but the header alone has {_HEADER.size}"
-        raise ConfigError(_problem(idx, reason, again))
+        raise ConfigError(_problem(idx, reason, _PREPARE_AGAIN))
     _, version, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size])
     if version != VERSION:
-        raise ConfigError(_problem(idx, f"index version {version}; Megatron-core reads version {VERSION}", again))
+        raise ConfigError(
+            _problem(idx, f"index version {version}; Megatron-core reads version {VERSION}", _PREPARE_AGAIN)
+        )
     if code not in _DTYPE_CODES:
         kind = "floating-point numbers, not token ids" if code in _FLOAT_CODES else f"an unknown type (code {code})"
-        raise ConfigError(_problem(idx, f"its .bin contains {kind}", again))
+        raise ConfigError(_problem(idx, f"its .bin contains {kind}", _PREPARE_AGAIN))
     expected = _HEADER.size + 12 * sequences + 8 * indices
     # Multimodal datasets append one byte per sequence, which a text run ignores.
     if len(raw) not in (expected, expected + sequences):
         state = "truncated" if len(raw) < expected else "damaged"
         reason = f"{state}: {len(raw):,} bytes, but {expected:,} according to its header"
-        raise ConfigError(_problem(idx, reason, again))
+        raise ConfigError(_problem(idx, reason, _PREPARE_AGAIN))
     if sequences == 0:
         raise ConfigError(_problem(idx, "it contains no documents", "prepare it again from inputs that contain text"))
     lengths = np.frombuffer(raw, dtype="<i4", count=sequences, offset=_HEADER.size)
@@ -337,18 +340,17 @@ def _check_body(
 ) -> PairInfo:
     """Checks that sequence lengths, byte offsets and document ends are consistent with each other and the
     .bin."""
-    again = "prepare it again with canzona data prepare ... --overwrite"
     problems: list[Problem] = []
     tokens = int(lengths.sum(dtype=np.int64))
     size, expected = bin_path(prefix).stat().st_size, tokens * dtype.itemsize
     last_byte = int((offsets + lengths.astype(np.int64) * dtype.itemsize).max())
     if int(lengths.min()) < 0 or int(offsets.min()) < 0 or last_byte > expected:
-        problems.append(_problem(idx_path(prefix), "damaged: it points outside its .bin", again))
+        problems.append(_problem(idx_path(prefix), "damaged: it points outside its .bin", _PREPARE_AGAIN))
     elif size != expected:
         state = "truncated" if size < expected else "longer than its index says, so it belongs to another index"
-        problems.append(_problem(bin_path(prefix), f"{state}: {size:,} bytes instead of {expected:,}", again))
+        problems.append(_problem(bin_path(prefix), f"{state}: {size:,} bytes instead of {expected:,}", _PREPARE_AGAIN))
     if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(lengths) or bool((np.diff(ends) < 0).any()):
-        problems.append(_problem(idx_path(prefix), "damaged: its document boundaries are out of order", again))
+        problems.append(_problem(idx_path(prefix), "damaged: its document boundaries are out of order", _PREPARE_AGAIN))
     refuse(problems)
     return PairInfo(
         prefix=prefix,
@@ -361,7 +363,7 @@ def _check_body(
     )
 
 
-def _missing(prefix: Path, path: Path) -> Problem:
+def _missing_problem(prefix: Path, path: Path) -> Problem:
     near = sorted(prefix.parent.glob(f"{prefix.name}*.idx")) if prefix.name else []
     if near:
         # Megatron's preprocessing tool appends `_text_document` to the name in its options.

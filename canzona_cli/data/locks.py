@@ -1,4 +1,4 @@
-"""A lock file, which lets only one process at a time write to a path."""
+"""Locks a path with a lock file, so that only one process at a time writes to it."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ class Busy(Exception):
 
 @contextmanager
 def exclusive_lock(path: Path, *, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Holds the lock file `path` during the block; removes the file afterwards.
+    """Locks the file `path` during the block, and removes it afterwards.
 
     If the process dies, the kernel releases the lock.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from canzona_cli.data.build import (
     DEFAULT_VOCAB_SIZE,
     BuildSettings,
-    Built,
+    BuiltPair,
     OnProgress,
     build_pair,
     disk_problem,
@@ -47,8 +47,8 @@ class PrepareRequest(BuildSettings):
     overwrite: bool = False
 
 
-def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
-    """Turns text into a pair of Megatron files.
+def prepare(request: PrepareRequest, on_progress: OnProgress) -> BuiltPair:
+    """Converts text to a pair of Megatron files, `.bin` and `.idx`.
 
     Raises:
         ConfigError: arguments are not valid (all problems at once), or an input cannot be used.
@@ -63,7 +63,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
     if request.template and any(source.format == "parquet" for source in sources):
         reason, fix = "is for JSONL, and Parquet has one column of text", "leave it out, or write JSONL"
         problems.append(Problem(key="--template", value=request.template, reason=reason, fix=fix))
-    environment = [*_place_problems(prefix, sources, request), *_package_problems(sources)]
+    environment = [*_disk_problems(prefix, sources, request), *_package_problems(sources)]
     if problems:
         raise ConfigError(*problems, *environment)
     refuse(environment, EnvironmentProblem)
@@ -79,12 +79,12 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> Built:
             raise disk_problem(prefix, error) from error
 
 
-def train_command(built: Built) -> str:
+def train_command(built: BuiltPair) -> str:
     """Returns a shell command that trains on the pair."""
     path = str(built.prefix)
     # Hydra would parse characters such as = and , and blanks as syntax if they were not quoted.
-    plain = all(char.isalnum() or char in "/._-+" for char in path)
-    data = f"data.path={path}" if plain else "data.path='" + path.replace("'", "\\'") + "'"
+    needs_no_quotes = all(char.isalnum() or char in "/._-+" for char in path)
+    data = f"data.path={path}" if needs_no_quotes else "data.path='" + path.replace("'", "\\'") + "'"
     recipe, seq_length = _FIRST_RECIPE
     words = ["canzona", "train", f"recipe={recipe}", "data=prepared", data]
     words.append(f"model.vocab_size={padded_vocab_size(built.sidecar.vocab_size)}")
@@ -127,15 +127,15 @@ def _setting_problems(request: PrepareRequest) -> Iterator[Problem]:
 def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
     existing = [path for path in pair_files(prefix) if path.exists()] if prefix.name else []
     inputs = {source.path.resolve() for source in sources if source.path is not None}
-    clash = [path for path in existing if path.resolve() in inputs]
+    replaced_inputs = [path for path in existing if path.resolve() in inputs]
     if not request.output or request.output.endswith("/") or prefix.name in ("", "..") or prefix.is_dir():
         reason = "is a folder, but the output is the common prefix of several files"
         fix = f"--output {prefix / 'corpus'}"
     elif prefix.suffix in (".bin", ".idx"):
         reason = "has an extension, but the output is a prefix to which .bin and .idx are added"
         fix = f"--output {prefix.with_suffix('')}"
-    elif clash:
-        reason, fix = f"would replace the input {clash[0]}", f"--output {prefix}-tokens"
+    elif replaced_inputs:
+        reason, fix = f"would replace the input {replaced_inputs[0]}", f"--output {prefix}-tokens"
     elif existing and not request.overwrite:
         reason = f"already exists: {', '.join(path.name for path in existing)}"
         fix = "--overwrite to replace it, or choose another --output"
@@ -144,7 +144,7 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
     yield Problem(key="--output", value=request.output, reason=reason, fix=fix)
 
 
-def _place_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
+def _disk_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
     folder = existing_folder(prefix.parent)
     # The byte tokenizer turns every byte into a two-byte id. With other tokenizers the size is unknown in
     # advance.
@@ -170,7 +170,8 @@ def _package_problems(sources: Sequence[Source]) -> Iterator[Problem]:
 
 @contextmanager
 def _output_folder(prefix: Path) -> Iterator[None]:
-    """Creates the missing folders of the output. If the block fails, removes those that are empty."""
+    """Creates the folders of the output that are missing. If the block fails, removes these folders again,
+    unless they contain files."""
     missing = [folder for folder in prefix.parents if not folder.exists()]
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)

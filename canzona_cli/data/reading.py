@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DocumentUnit = Literal["file", "line"]
 
 
-def _zstd(raw: BinaryIO) -> object:
+def _open_zstd(raw: BinaryIO) -> object:
     from pyarrow import CompressedInputStream
 
     return CompressedInputStream(raw, "zstd")
@@ -41,7 +41,7 @@ _OPENERS: dict[bytes, Callable[[BinaryIO], object]] = {
     b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
-    b"\x28\xb5\x2f\xfd": _zstd,
+    b"\x28\xb5\x2f\xfd": _open_zstd,
 }
 _UNREAD = {b"PAR1": "Parquet", b"PK\x03\x04": "a zip archive"}
 _UTF8_BOM = b"\xef\xbb\xbf"
@@ -71,31 +71,33 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSettings:
-    """The settings that decide how bytes become documents and pieces."""
+    """The settings for cutting bytes into documents and pieces."""
 
     piece: int
     """The maximum length of a piece in bytes."""
     document: DocumentUnit = "file"
-    """The unit of plain text that forms a document. A line of JSONL or a row of Parquet is always a document."""
+    """The part of plain text that is a document. A line of JSONL or a row of Parquet is always a document."""
     text_key: str = "text"
     """The field of a JSONL object, or the column of Parquet, with the text."""
     template: str = ""
-    """The template that turns JSONL objects into text (`canzona_cli.data.template`); empty to use only the field."""
+    """The template that converts JSONL objects to text (`canzona_cli.data.template`); empty to use only the
+    field `text_key`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """About 2 MiB of one source, as read by `Reader`."""
+    """A part of one source, about 2 MiB long, as read by `Reader`."""
 
     label: str
     form: Literal["pieces", "lines", "jsonl", "rows"]
-    """The kind of the items: pieces of one document, or lines or rows whose texts have not been extracted yet."""
+    """The kind of the items: pieces of one document, or lines or rows from which the text has not been
+    extracted yet."""
     items: Sequence[bytes | None]
     """The pieces, lines or rows; None for a row without text."""
     first: int = 1
     """The number of the first line or row, counted from 1."""
     ends: bool = False
-    """True if the last piece is the end of the document."""
+    """True if the document ends with the last piece."""
 
 
 def piece_bytes(sources: Sequence[Source]) -> int:
@@ -115,7 +117,8 @@ class Reader:
     """The bytes read so far before decompression, so that the progress of compressed files is correct."""
 
     def read(self, source: Source) -> Iterator[Batch | Tally]:
-        """Reads one source: yields its batches in order, then a tally with its hash and with the skipped files.
+        """Reads one source: yields its batches in order, then a tally with the source's hash and the files
+        that were skipped.
 
         Raises:
             ConfigError: the input is unreadable, damaged or binary.
@@ -124,12 +127,12 @@ class Reader:
         tally = Tally()
         try:
             if source.format == "parquet":
-                yield from self._parquet(source, tally)
+                yield from self._parquet_batches(source, tally)
             else:
                 raw = _CountingFile(open_source(source), self)
                 with _buffer(raw) as buffered:
                     stream = _decompress(buffered)
-                    yield from self._text(source, stream, tally)
+                    yield from self._text_batches(source, stream, tally)
                     while buffered.read(1 << 20):  # the hash includes bytes that a decompressor left unread
                         pass
                 tally.records.append(InputRecord(path=source.label, bytes=raw.count, sha256=raw.digest.hexdigest()))
@@ -142,28 +145,28 @@ class Reader:
             raise input_error(source.label, f"damaged or truncated: {error}", fix) from error
         yield tally
 
-    def _text(self, source: Source, stream: io.BufferedReader, tally: Tally) -> Iterator[Batch]:
+    def _text_batches(self, source: Source, stream: io.BufferedReader, tally: Tally) -> Iterator[Batch]:
         """Yields the batches of a file of text. A binary file is skipped in a folder, otherwise refused."""
         head = stream.peek(_SNIFF)[:_SNIFF]
         if b"\0" in head or any(head.startswith(magic) for magic in _UNREAD):
             if not source.from_folder:
-                raise _binary(source.label, head)
+                raise _binary_error(source.label, head)
             tally.skipped.append(source.label)
             return
         if head.startswith(_UTF8_BOM):
             stream.read(len(_UTF8_BOM))
         if source.format == "jsonl" or (source.format == "auto" and head.lstrip().startswith(b"{")):
-            yield from _batches(source.label, "jsonl", _lines(stream))
+            yield from _batches(source.label, "jsonl", _read_lines(stream))
         elif self.settings.document == "line":
-            yield from _batches(source.label, "lines", _lines(stream))
+            yield from _batches(source.label, "lines", _read_lines(stream))
         else:
             tally.empty = 1
-            for group in _group(cut_stream(stream, self.settings.piece), lambda piece: len(piece.data)):
+            for group in _in_groups(cut_stream(stream, self.settings.piece), lambda piece: len(piece.data)):
                 tally.empty = 0
                 items = [piece.data for piece in group]
                 yield Batch(label=source.label, form="pieces", items=items, ends=group[-1].last)
 
-    def _parquet(self, source: Source, tally: Tally) -> Iterator[Batch]:
+    def _parquet_batches(self, source: Source, tally: Tally) -> Iterator[Batch]:
         """Yields the batches of a Parquet file, and records its size and hash in `tally`."""
         if source.path is None:
             fix = "give the path of the file, because Parquet is read from its end"
@@ -173,10 +176,10 @@ class Reader:
             size = stream.tell()
         tally.records.append(InputRecord(path=source.label, bytes=size, sha256=digest))
         before = self.bytes_read
-        yield from _batches(source.label, "rows", self._rows(source.path))
+        yield from _batches(source.label, "rows", self._parquet_texts(source.path))
         self.bytes_read = before + size
 
-    def _rows(self, path: Path) -> Iterator[bytes | None]:
+    def _parquet_texts(self, path: Path) -> Iterator[bytes | None]:
         """Yields the texts of a Parquet column, and None for each null. Texts are bytes, because they may not
         be valid UTF-8.
 
@@ -241,7 +244,7 @@ def _document(item: bytes | None, form: str, settings: ReadSettings, tally: Tall
         return item.rstrip(b"\r\n")
     if item.isspace():
         return None
-    text = _text_of(item, settings)
+    text = _jsonl_text(item, settings)
     try:
         return text.encode()
     except UnicodeEncodeError:  # a JSON escape gave a lone surrogate
@@ -250,21 +253,21 @@ def _document(item: bytes | None, form: str, settings: ReadSettings, tally: Tall
 
 
 def _decompress(stream: io.BufferedReader) -> io.BufferedReader:
-    """Returns the decompressed stream; the stream itself if it does not start like a compressed format."""
+    """Returns a stream of decompressed data, or `stream` itself if its first bytes show no compression."""
     head = stream.peek(_SNIFF)
     opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), None)
     return stream if opener is None else _buffer(opener(stream))
 
 
 def _batches(label: str, form: Literal["lines", "jsonl", "rows"], items: Iterable[bytes | None]) -> Iterator[Batch]:
-    """Yields lines or rows in batches that have the number of their first line or row."""
+    """Yields lines or rows in batches, each with the number of its first line or row."""
     first = 1
-    for group in _group(items, lambda item: len(item or b"")):
+    for group in _in_groups(items, lambda item: len(item or b"")):
         yield Batch(label=label, form=form, items=group, first=first)
         first += len(group)
 
 
-def _group[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+def _in_groups[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
     """Yields the items in lists of about `_BATCH_BYTES` and at most `_BATCH_ITEMS` items."""
     group: list[T] = []
     size = 0
@@ -278,8 +281,9 @@ def _group[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T
         yield group
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines with their line ends. A line that is too long is cut after `LONGEST_LINE` + 1 bytes."""
+def _read_lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines of a stream with their line ends. A line that is too long is cut after `LONGEST_LINE`
+    + 1 bytes."""
     while line := stream.readline(LONGEST_LINE + 1):
         if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
             while (rest := stream.readline(_SNIFF)) and not rest.endswith(b"\n"):
@@ -359,8 +363,8 @@ def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
 
 
 def _cut_point(data: bytes, size: int) -> int:
-    """Returns the position at which to cut: after the last line end in the second half of `size` bytes;
-    without a line end, after the last blank there; without a blank, between two UTF-8 characters."""
+    """Returns the position at which to cut: in the second half of the first `size` bytes, after the last line
+    end or, without a line end, after the last blank; without a blank, between two UTF-8 characters."""
     for separator in (b"\n", b" "):
         position = data.rfind(separator, size // 2, size)
         if position >= 0:
@@ -379,7 +383,7 @@ class _BadText(ValueError):
         self.kind, self.detail = kind, detail
 
 
-def _text_of(line: bytes, settings: ReadSettings) -> str:
+def _jsonl_text(line: bytes, settings: ReadSettings) -> str:
     """Returns the text of one JSONL line.
 
     Raises:
@@ -414,7 +418,8 @@ def _text_of(line: bytes, settings: ReadSettings) -> str:
 
 
 def _suggested_options(record: Mapping[str, object]) -> str:
-    """Returns the options that would read a record's only text or only chat; empty if there is not exactly one."""
+    """Suggests the options for a record that has exactly one field with text, or one with a chat; returns an
+    empty text for any other record."""
     texts = [name for name, value in record.items() if isinstance(value, str)]
     chats = [
         name for name, value in record.items() if isinstance(value, list) and value and all(map(_is_message, value))
@@ -428,14 +433,15 @@ def _is_message(value: object) -> bool:
     return isinstance(value, dict) and {"role", "content"} <= value.keys()
 
 
-def _binary(label: str, head: bytes) -> ConfigError:
+def _binary_error(label: str, head: bytes) -> ConfigError:
     kind = next((name for magic, name in _UNREAD.items() if head.startswith(magic)), "binary (it has NUL bytes)")
     fixes = {"Parquet": "rename it to .parquet, or use --format parquet"}
     return input_error(label, f"not text: {kind}", fixes.get(kind, "give text as UTF-8, or JSONL"))
 
 
 def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
-    """Raises ConfigError unless a Parquet file has exactly one column of this name, and it contains text."""
+    """Checks that a Parquet file has exactly one column of this name, and that it contains text; raises a
+    ConfigError otherwise."""
     from pyarrow import types
 
     schema = file.schema_arrow

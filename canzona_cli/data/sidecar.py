@@ -67,6 +67,7 @@ class Tally:
         return {reason: count for reason, count in reasons.items() if count}
 
     def add_bad(self, line: BadLine) -> None:
+        """Counts a skipped line, and keeps it if it is one of the first hundred."""
         self.bad_kinds[line.kind] = self.bad_kinds.get(line.kind, 0) + 1
         if len(self.bad_lines) < _MOST_BAD_LINES:
             self.bad_lines.append(line)
@@ -91,7 +92,7 @@ class Sidecar:
     tokenizer_kind: TokenizerKind
     tokenizer: str
     tokenizer_sha256: str | None
-    """The hash of `<prefix>.tokenizer.json`; None for byte."""
+    """The hash of `<prefix>.tokenizer.json`; None for the byte tokenizer, which has no such file."""
     vocab_size: int
     """One more than the largest id that the tokenizer can produce."""
     eod: int

@@ -1,4 +1,5 @@
-"""Finds the inputs that INPUT arguments name: files, globs, folders, standard input, the standard library.
+"""Finds the inputs that the INPUT arguments name: files, globs, folders, standard input, the standard
+library.
 
 The standard library is the default corpus: the source code of the running Python, about 11 MB of real text on
 every machine. Its tests are excluded, because they are half of the bytes and many distributions omit them.
@@ -77,7 +78,7 @@ def _expand(text: str, format: InputFormat) -> list[Source]:
         return [Source(label="standard input", path=None, format=format, size=None)]
     path = Path(text).expanduser()
     if path.is_dir():
-        return _walk(path, format)
+        return _folder_sources(path, format)
     if path.exists():
         return [_file_source(path, format)]
     if has_magic(text):
@@ -90,8 +91,8 @@ def _expand(text: str, format: InputFormat) -> list[Source]:
     raise input_error(text, "no such file or folder", _suggestion(path))
 
 
-def _walk(folder: Path, format: InputFormat) -> list[Source]:
-    relative = sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+def _folder_sources(folder: Path, format: InputFormat) -> list[Source]:
+    relative = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     visible = [name for name in relative if not any(part.startswith(".") for part in name.parts)]
     if not visible:
         raise input_error(str(folder), "the folder contains no files", "name a folder with text or JSONL files")
@@ -118,7 +119,7 @@ def _file_source(path: Path, format: InputFormat, *, from_folder: bool = False) 
 
 
 def _suggestion(path: Path) -> str:
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    names = [neighbour.name for neighbour in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, names, n=2)
     if near:
         return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
@@ -171,5 +172,5 @@ def _is_utf8(path: Path) -> bool:
 
 
 def input_error(value: str, reason: str, fix: str) -> ConfigError:
-    """Returns the error for one input."""
+    """Returns the error for an input that cannot be used."""
     return ConfigError(Problem(key="INPUT", value=value, reason=reason, fix=fix))

@@ -16,7 +16,7 @@ class Unfilled(ValueError):
 
 
 def template_problem(template: str) -> str:
-    """Returns the reason why a template cannot be used; empty if it can."""
+    """Returns the reason why a template cannot be used; empty for a valid template."""
     try:
         parts = [*Formatter().parse(template)]
     except ValueError as error:
@@ -24,10 +24,10 @@ def template_problem(template: str) -> str:
     names = [name for _, name, _, _ in parts if name is not None]
     if not names:
         return "names no field"
-    plain = all(
+    valid = all(
         _is_name(name) and not spec and not conversion for _, name, spec, conversion in parts if name is not None
     )
-    return "" if plain else "may only have plain names in braces"
+    return "" if valid else "may only have plain names in braces"
 
 
 def fill(template: str, record: Mapping[str, object], key: str) -> str:
@@ -39,7 +39,7 @@ def fill(template: str, record: Mapping[str, object], key: str) -> str:
     """
     parts = [(text.replace("\\n", "\n").replace("\\t", "\t"), name) for text, name, _, _ in Formatter().parse(template)]
     messages = record.get(key)
-    return "".join(_fill_one(parts, each) for each in (messages if isinstance(messages, list) else [record]))
+    return "".join(_fill_one(parts, fields) for fields in (messages if isinstance(messages, list) else [record]))
 
 
 def _fill_one(parts: list[tuple[str, str | None]], fields: object) -> str:

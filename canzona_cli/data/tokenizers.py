@@ -52,7 +52,7 @@ REPLACEMENT = "\ufffd"
 _MOST_IDS = 1 << 24
 """The limit on ids in a tokenizer.json. A file may give a token any 32-bit id, and canzona's tables have an
 entry for each id up to the largest."""
-_FORM = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
+_EXPECTED_FILE = "give the tokenizer.json of a fast tokenizer (not tokenizer.model or tokenizer_config.json)"
 
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
@@ -121,6 +121,11 @@ class JsonTokenizer:
         return JsonTokenizer, (self.kind, self.name, self.eod, self.backend)  # runs __post_init__ when unpickled
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
+        """Returns the token ids of each text as one 1-D array per text; eod is not added.
+
+        Raises:
+            ConfigError: the tokenizer cannot encode a text.
+        """
         decoded = [self._text(text) for text in texts]
         try:
             encodings = self.backend.encode_batch_fast(decoded, add_special_tokens=False)
@@ -134,6 +139,7 @@ class JsonTokenizer:
         return text
 
     def to_json(self) -> str:
+        """Returns the contents of its tokenizer.json."""
         text: str = self.backend.to_str()
         return text
 
@@ -217,7 +223,8 @@ def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None =
 
 
 def _train(connection: Connection, vocab_size: int, workers: int | None) -> None:
-    """Trains in the child process: receives texts up to an empty one, then sends the tokenizer.json."""
+    """Trains in the child process: receives texts until an empty text arrives, then sends the
+    tokenizer.json."""
     begin_child(workers)
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -329,13 +336,13 @@ def read_backend(path: Path) -> "RustTokenizer":
     try:
         backend = RustTokenizer.from_buffer(read_plain(path))
     except Unreadable as error:
-        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=_FORM)) from None
+        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=_EXPECTED_FILE)) from None
     except BaseException as error:
         raise _tokenizer_error(error, str(path), "is not a tokenizer file") from error
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= _MOST_IDS:
         reason = f"has a token with the id {largest:,}, which is too large for an embedding"
-        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_FORM))
+        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_EXPECTED_FILE))
     return backend
 
 
@@ -347,11 +354,11 @@ def _tokenizer_error(error: BaseException, value: str, what: str) -> ConfigError
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     message = (str(error).splitlines() or [type(error).__name__])[0]
-    return ConfigError(Problem(key="--tokenizer", value=value, reason=f"{what}: {message}", fix=_FORM))
+    return ConfigError(Problem(key="--tokenizer", value=value, reason=f"{what}: {message}", fix=_EXPECTED_FILE))
 
 
 def _apply_config(backend: "RustTokenizer", path: Path) -> str | None:
-    """Adds to the tokenizer the tokens that only its tokenizer_config.json has, as transformers does.
+    """Adds the tokens that only tokenizer_config.json has to the tokenizer, as transformers does.
 
     Returns:
         The eos_token of the tokenizer_config.json; None if there is none.
@@ -389,23 +396,23 @@ def _display_name(path: Path) -> str:
     return folder.name if published else f"{folder.name}/{path.name}"
 
 
-def _find_eod(backend: "RustTokenizer", named: str | None, path: Path) -> int:
-    """Returns the id of the token `named`; if that is None, of the first of `EOD_CANDIDATES` in the
-    tokenizer.
+def _find_eod(backend: "RustTokenizer", name: str | None, path: Path) -> int:
+    """Returns the id of the token `name` or, if that is None, of the first of `EOD_CANDIDATES` that the
+    tokenizer has.
 
     Raises:
         ConfigError: there is no such token.
     """
-    candidates = EOD_CANDIDATES if named is None else (named,)
+    candidates = EOD_CANDIDATES if name is None else (name,)
     for token in candidates:
         token_id: int | None = backend.token_to_id(token)
         if token_id is not None:
             return token_id
     special = [added.content for added in backend.get_added_tokens_decoder().values()]
-    if named is not None:
-        near = get_close_matches(named, [*special, *EOD_CANDIDATES, *backend.get_vocab()], n=3)
+    if name is not None:
+        near = get_close_matches(name, [*special, *EOD_CANDIDATES, *backend.get_vocab()], n=3)
         fix = f"did you mean {' or '.join(near)}?" if near else _eod_fix(special)
-        raise ConfigError(Problem(key="--eod", value=named, reason=f"{path} has no such token", fix=fix))
+        raise ConfigError(Problem(key="--eod", value=name, reason=f"{path} has no such token", fix=fix))
     reason = "it has none of the usual end-of-document tokens"
     raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_eod_fix(special)))
 
@@ -420,8 +427,8 @@ def _eod_fix(special: Sequence[str]) -> str:
 def bytes_by_id(tokenizer: Tokenizer) -> npt.NDArray[np.float64] | None:
     """Returns the number of bytes of text for each token id, shape [vocab_size]; special tokens have 0.
 
-    Returns None unless the tokenizer is byte-level, like GPT-2's and most later ones, whose vocabularies have
-    one character for each byte.
+    Returns None unless the tokenizer is byte-level, as GPT-2's and most later tokenizers are: their
+    vocabularies write each byte as one character.
     """
     if isinstance(tokenizer, ByteTokenizer):
         values = np.ones(tokenizer.vocab_size)

@@ -1,4 +1,5 @@
-"""Reads prepared data back as text: the first documents, the lengths of all, and one training sequence."""
+"""Reads prepared data back as text: the first documents, the lengths of all documents, and one training
+sequence."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class ShownDocument:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
+class LengthSummary:
     """The lengths of all documents, in tokens."""
 
     least: int
@@ -41,8 +42,8 @@ class Lengths:
     p90: int
     most: int
     histogram: tuple[tuple[int, int], ...]
-    """The bars as pairs (most tokens, documents): the number of documents with at most that many tokens that
-    are not in an earlier bar."""
+    """The bars as pairs (most tokens, documents). A bar counts the documents with at most that many tokens
+    and with more than the bar before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class DataView:
     pair: PairInfo
     sidecar: Sidecar | None
     """The facts that `canzona data prepare` wrote; None for data from other tools."""
-    lengths: Lengths
+    lengths: LengthSummary
     documents: tuple[ShownDocument, ...]
     """The first documents, without text if the tokenizer is unknown."""
     sequence: str | None
@@ -63,7 +64,7 @@ class DataView:
 
 
 def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -> DataView:
-    """Reads the documents and statistics to show of a prepared .bin/.idx pair.
+    """Reads the first documents of a prepared pair, and the statistics of all its documents.
 
     Args:
         documents: the number of documents to show.
@@ -85,7 +86,7 @@ def view(prefix: Path, *, documents: int, tokens: int, seq_length: int | None) -
     return DataView(
         pair=pair,
         sidecar=sidecar,
-        lengths=_lengths(np.diff(ends, prepend=0)),
+        lengths=_length_summary(np.diff(ends, prepend=0)),
         documents=tuple(_documents(ids, ends[:documents].tolist(), tokens, tokenizer)),
         sequence=sequence,
         sequence_documents=0 if sequence is None else int(np.searchsorted(ends, min(seq_length or 0, ids.size))) + 1,
@@ -112,12 +113,12 @@ def _text(tokenizer: Tokenizer, ids: TokenArray) -> str:
     )
 
 
-def _lengths(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Lengths:
+def _length_summary(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> LengthSummary:
     """Summarises the documents' lengths. The bars of the histogram end at powers of two."""
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     first = max(int(powers.min()), int(powers.max()) - BINS + 1)
     counts = np.bincount(np.maximum(powers, first) - first)
-    return Lengths(
+    return LengthSummary(
         least=int(lengths.min()),
         median=int(np.median(lengths)),
         mean=float(lengths.mean()),

@@ -246,7 +246,8 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
 
 
 def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run: bool) -> Resumption:
-    """Returns a resumption with all of a checkpoint's state, or with its weights if it has no optimizer state.
+    """Returns a resumption with all of a checkpoint's state, or only its weights if it has no optimizer
+    state.
 
     Raises:
         ConfigError: lists every setting with which the run cannot continue from the checkpoint.

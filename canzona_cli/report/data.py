@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from canzona_cli.data.build import Built, OnProgress
+from canzona_cli.data.build import BuiltPair, OnProgress
 from canzona_cli.data.build import Progress as BuildProgress
 from canzona_cli.data.prepare import train_command
 from canzona_cli.data.sidecar import Sidecar
@@ -74,7 +74,7 @@ def _is_learning(progress: BuildProgress) -> bool:
     return progress.stage == "learn vocabulary" and progress.done == progress.total
 
 
-def print_prepared(built: Built) -> None:
+def print_prepared(built: BuiltPair) -> None:
     """Prints the files that a build wrote, the documents that it dropped, notes, and the command to train on
     the data."""
     console = Console(highlight=False)
@@ -182,7 +182,7 @@ def _dropped(sidecar: Sidecar) -> str:
     return f"{sum(sidecar.dropped.values()):,}: {counts}" + (f" ({named}{more})" if named else "")
 
 
-def _notes(built: Built, command: str) -> Iterator[str]:
+def _notes(built: BuiltPair, command: str) -> Iterator[str]:
     sidecar = built.sidecar
     if sidecar.replaced:
         yield f"{sidecar.replaced:,} invalid characters (not UTF-8) were replaced by U+FFFD or '?'"

@@ -204,7 +204,9 @@ def test_what_is_killed_goes_on_after_its_finished_inputs_to_the_same_bytes_as_o
     pq.write_table(table, tmp_path / "b.parquet", row_group_size=200, compression="none", use_dictionary=False)
     arguments = ["a.jsonl", "b.parquet", "d.jsonl", "--text-key", "body", "--tokenizer", "tok", "--max-bad", "3", "-o"]
 
-    small = "from canzona_cli.data import build; build.LARGE = 200_000; from canzona_cli.app import main; main()"
+    small = (
+        "from canzona_cli.data import build; build.RECORD_INTERVAL = 200_000; from canzona_cli.app import main; main()"
+    )
     command = [sys.executable, "-c", small, "data", "prepare", *arguments, "p", "--workers", "2"]
     (tmp_path / "d.jsonl").write_text("\n".join(lines[20:4000] * 12))
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.STDOUT, stdout=subprocess.PIPE)
@@ -244,7 +246,7 @@ def test_an_input_that_has_changed_is_read_again(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 300_000)
     code = (
-        "from canzona_cli.data import build; build.LARGE = 200_000\n"
+        "from canzona_cli.data import build; build.RECORD_INTERVAL = 200_000\n"
         "from canzona_cli.app import main\n"
         "if FAILS: build.PairWriter.finish = lambda writer: 1 / 0\n"
         "main()"

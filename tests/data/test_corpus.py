@@ -11,7 +11,7 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.data.build import Built
+from canzona_cli.data.build import BuiltPair
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.data.indexed import bin_path, idx_path
 from canzona_cli.data.locks import Busy, exclusive_lock
@@ -28,7 +28,7 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
     return compose_run(["recipe=qwen3-tiny", f"data.cache_dir={tmp_path / 'cache'}", *overrides]).config
 
 
-def prepared(tmp_path: Path, text: str, *overrides: str) -> tuple[RunConfig, Built]:
+def prepared(tmp_path: Path, text: str, *overrides: str) -> tuple[RunConfig, BuiltPair]:
     (tmp_path / "in.txt").write_text(text, encoding="utf-8")
     request = PrepareRequest(inputs=(str(tmp_path / "in.txt"),), output=str(tmp_path / "p"), document="line")
     built = prepare(request, lambda progress: None)
