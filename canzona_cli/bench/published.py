@@ -12,7 +12,7 @@ from typing import Literal
 
 from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.overrides import written
+from canzona_cli.config.overrides import override_text
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
 from canzona_cli.config.schema import ClusterConfig, Dispatcher, Layout, RunConfig
 from canzona_cli.costs.memory import estimate
@@ -208,7 +208,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
         **{f"model.{name}": value for name, value in shape.settings.items()},
         **{f"cluster.{name}": value for name, value in series.cluster.items()},
     }
-    config = compose_run([f"{key}={written(value)}" for key, value in overrides.items()], training=False).config
+    config = compose_run([f"{key}={override_text(value)}" for key, value in overrides.items()], training=False).config
     (candidate,) = candidates(config)
     return fill(config, candidate.layout), candidate.layout
 

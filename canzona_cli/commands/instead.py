@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from canzona_cli.config.removed import REMOVED_OPTIONS
-from canzona_cli.config.unknown_keys import as_override, instead
+from canzona_cli.config.unknown_keys import as_override, missing_feature_problem
 from canzona_cli.errors import Problem, closest
 
 _OTHER_WORDS = {
@@ -79,7 +79,7 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
     """
     word, *after = words
     reason = "there is no such command"
-    answer = instead(word)
+    answer = missing_feature_problem(word)
     if answer is not None:
         reason, (first, _, rest) = answer.reason, answer.fix.partition("; ")
         fix = answer.fix if first != _LEAVE_OUT else rest or "see canzona --help"

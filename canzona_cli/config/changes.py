@@ -4,9 +4,9 @@ loss curve, or changes only the distribution of work."""
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from canzona_cli.config.overrides import written
+from canzona_cli.config.overrides import override_text
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.settings import affecting, leaves
+from canzona_cli.config.settings import leaves, settings_affecting
 from canzona_cli.errors import Problem
 from canzona_cli.fields import CURVE, MODEL, OPTIMIZER, SPREAD
 
@@ -39,15 +39,15 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
         if before.get(key) != now.get(key)
     }
     problems = tuple(_resume_problems(differing, step))
-    other_optimizer = any(problem.key in affecting(OPTIMIZER) for problem in problems)
+    other_optimizer = any(problem.key in settings_affecting(OPTIMIZER) for problem in problems)
     warnings = tuple(
         f"{key} is {_value_text(value)} now; up to step {step:,} it was {_value_text(previous)}"
         for key, (previous, value) in differing.items()
-        if key in affecting(CURVE) and not (other_optimizer and key.startswith("optimizer."))
+        if key in settings_affecting(CURVE) and not (other_optimizer and key.startswith("optimizer."))
     )
     spread = (
         f"{key} {_value_text(differing[key][0])} -> {_value_text(differing[key][1])}"
-        for key in affecting(SPREAD)
+        for key in settings_affecting(SPREAD)
         if key in differing
     )
     return Changes(problems=problems, warnings=warnings, spread=tuple(spread))
@@ -56,7 +56,7 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
 def curve_differences(a: RunConfig, b: RunConfig) -> tuple[str, ...]:
     """Returns the keys of the settings that affect the losses and differ between two runs."""
     settings_a, settings_b = _settings(a), _settings(b)
-    keys = dict.fromkeys([*affecting(MODEL), *affecting(OPTIMIZER), *affecting(CURVE)])
+    keys = dict.fromkeys([*settings_affecting(MODEL), *settings_affecting(OPTIMIZER), *settings_affecting(CURVE)])
     return tuple(key for key in keys if settings_a.get(key) != settings_b.get(key))
 
 
@@ -76,7 +76,7 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
             reason=f"is {_value_text(before.get(key))} for the weights in {source}",
             fix=f"use {key}={_value_text(before.get(key))}",
         )
-        for key in affecting(MODEL)
+        for key in settings_affecting(MODEL)
         if before.get(key) != now.get(key)
     )
 
@@ -92,9 +92,9 @@ def _settings(config: RunConfig) -> dict[str, object]:
 
 def _resume_problems(differing: Mapping[str, tuple[object, object]], step: int) -> Iterator[Problem]:
     for key, (previous, value) in differing.items():
-        if key in affecting(MODEL):
+        if key in settings_affecting(MODEL):
             reason = f"does not match the model saved at step {step:,}, which has {_value_text(previous)}"
-        elif key in affecting(OPTIMIZER) and not (key == "optimizer.source" and _same_class(previous, value)):
+        elif key in settings_affecting(OPTIMIZER) and not (key == "optimizer.source" and _same_class(previous, value)):
             reason = f"does not match the optimizer state saved at step {step:,}, which has {_value_text(previous)}"
         else:
             continue
@@ -110,4 +110,4 @@ def _same_class(previous: object, value: object) -> bool:
 
 
 def _value_text(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else written(value)
+    return f"{value:g}" if isinstance(value, float) else override_text(value)

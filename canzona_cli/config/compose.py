@@ -20,9 +20,9 @@ from canzona_cli.config.recipes import (
 from canzona_cli.config.removed import bring_up_to_date
 from canzona_cli.config.replaced import choose_again, drop_replaced, overruling, with_rates
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.config.secrets import content_problems, unasked_problems
-from canzona_cli.config.settings import nested, with_own_values
-from canzona_cli.config.tree import composed, with_values
+from canzona_cli.config.secrets import consent_problems, content_problems
+from canzona_cli.config.settings import tree_of, with_own_values
+from canzona_cli.config.tree import compose_files, with_values
 from canzona_cli.config.typed import build, stand_in, type_problems
 from canzona_cli.config.unused import config_warnings, unused_problems
 from canzona_cli.errors import ConfigError, Problem, refuse
@@ -104,9 +104,9 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     options, paths = find_options(parsed.groups, dirs, problems)
     if "recipe" not in {*options, *paths}:
         # Without a recipe, only the problems of single overrides can be reported.
-        raise ConfigError(*problems, *type_problems(nested(parsed.values), parsed.texts))
+        raise ConfigError(*problems, *type_problems(tree_of(parsed.values), parsed.texts))
     try:
-        base, files = composed(options, paths, dirs)
+        base, files = compose_files(options, paths, dirs)
         tree = with_values(base, parsed.values, problems)
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
@@ -133,7 +133,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     if bad or config is None:
         raise ConfigError(*problems)
     explicit = frozenset(parsed.values) | frozenset(parsed.groups)
-    problems += unasked_problems(config, explicit, training=training)
+    problems += consent_problems(config, explicit, training=training)
     problems += with_own_values(config, unused_problems(config, explicit, training=training))
     refuse(problems)
     shadowing = _shadowing_notes(files, paths, recipe_file)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterator
 
 from canzona_cli.config.schema import ModelConfig, RunConfig
-from canzona_cli.config.stages import listed, pipeline_problems
+from canzona_cli.config.stages import number_list, pipeline_problems
 from canzona_cli.errors import Problem
 
 
@@ -49,7 +49,7 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
     """
     uneven = " or ".join(f"{count} {name}" for count, name in counts if count % parts)
     if uneven:
-        fix = f"use one of {listed(divisors(math.gcd(*(count for count, _ in counts))))}"
+        fix = f"use one of {number_list(divisors(math.gcd(*(count for count, _ in counts))))}"
         yield Problem(key=key, value=parts, reason=f"cannot split {uneven} into {parts} equal parts", fix=fix)
 
 
@@ -74,7 +74,7 @@ def _parallelism_problems(config: RunConfig) -> Iterator[Problem]:
     model, parallel, train = config.model, config.parallel, config.train
     if model.num_attention_heads % model.num_query_groups:
         reason = f"does not divide the {model.num_attention_heads} attention heads"
-        fix = f"use one of {listed(divisors(model.num_attention_heads))}"
+        fix = f"use one of {number_list(divisors(model.num_attention_heads))}"
         yield Problem(key="model.num_query_groups", reason=reason, fix=fix)
     tp, pp, cp = parallel.tp, parallel.pp, parallel.cp or 1
     if tp is not None:
@@ -123,7 +123,7 @@ def _expert_parallelism_problems(config: RunConfig) -> Iterator[Problem]:
     if cells % ep:
         reason = f"does not divide the {cells} ranks of a pipeline stage"
         possible = [size for size in divisors(cells) if experts % size == 0]
-        yield Problem(key="parallel.ep", value=ep, reason=reason, fix=f"use one of {listed(possible)}")
+        yield Problem(key="parallel.ep", value=ep, reason=reason, fix=f"use one of {number_list(possible)}")
     if config.parallel.dispatcher != "flex":
         return
     if config.cluster.device == "cpu":

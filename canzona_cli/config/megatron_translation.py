@@ -14,11 +14,11 @@ from typing import Final, get_args
 
 from canzona_cli.config.megatron_arguments import Arguments, default, limited, read_arguments, table
 from canzona_cli.config.megatron_run import MegatronRun, TpMode
-from canzona_cli.config.overrides import key_of, text_value, written
+from canzona_cli.config.overrides import key_of, override_text, text_value
 from canzona_cli.config.recipes import builtin_recipes_dir, group_options, read_yaml
 from canzona_cli.config.settings import settings
 from canzona_cli.config.shell_script import unknown
-from canzona_cli.config.stages import counted
+from canzona_cli.config.stages import count_parts_as_layers
 from canzona_cli.config.unknown_keys import exact_key
 from canzona_cli.errors import ConfigError, Problem, refuse
 
@@ -233,7 +233,7 @@ class _Translation:
         self._chunks = max(1, chunks)
         if pp > 1 or chunks > 1:
             self._set("parallel.vpp", self._chunks, "num_layers_per_virtual_pipeline_stage")
-        cut = counted(layers, pp * self._chunks)
+        cut = count_parts_as_layers(layers, pp * self._chunks)
         if pp > 1 and cut is not None and cut != counts:
             parts = [part for part, is_counted in cut._asdict().items() if is_counted]
             name = f"account_for_{'loss' if cut.loss != counts[1] else 'embedding'}_in_pipeline_split"
@@ -414,7 +414,7 @@ class _Translation:
 
 def _written(value: object) -> str | None:
     """Returns a value from the table or from code as the text of an argument or an override."""
-    return None if value is None else written(value)
+    return None if value is None else override_text(value)
 
 
 def _number(text: str | None) -> float | None:

@@ -78,7 +78,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
 
 
 def _without_spaced(arguments: Sequence[str], problems: list[Problem]) -> list[str]:
-    """Returns the arguments except those of the form `KEY = VALUE` (with spaces); adds a problem for each of
+    """Returns the arguments without those written as `KEY = VALUE`, with spaces; adds a problem for each of
     these."""
     rest = [*arguments]
     while (index := next((n for n, argument in enumerate(rest[1:-1], 1) if argument == "="), None)) is not None:
@@ -95,16 +95,16 @@ def key_of(override: str) -> str:
 
 
 def text_value(text: str) -> str:
-    """Returns a text as the value of an override, quoted if Hydra's grammar might read it as something
-    else."""
+    """Formats a text as the value of an override. It is quoted if Hydra's grammar might read it as something
+    other than text."""
     if _PLAIN.fullmatch(text):
         return text
     # In Hydra's grammar a backslash is an escape only before a quote, so only such backslashes are doubled.
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
-def written(value: object) -> str:
-    """Returns a value in the syntax of overrides, without quotes."""
+def override_text(value: object) -> str:
+    """Formats a value as in an override, without quotes: `null`, `true`, `0.1`."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -118,7 +118,7 @@ def _read_group(group: str, text: str, groups: dict[str, str], problems: list[Pr
         )
     elif not option or option.startswith(("[", "{", "$")) or ("," in option and "/" not in option):
         empty = Problem(key=group, value=text, reason="does not name an option", fix=f"write {group}=NAME")
-        problems.append(_sweep(group, text) if "," in option else empty)
+        problems.append(_sweep_problem(group, text) if "," in option else empty)
     else:
         groups[group] = option
 
@@ -142,7 +142,7 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
         reason = f"cannot be read: {reason[:1].lower()}{reason[1:]}"
         return Problem(key=key, value=text, reason=reason, fix=f"write a plain value: {key}=VALUE")
     if override.is_sweep_override():
-        return _sweep(key, text)
+        return _sweep_problem(key, text)
     value = override.value()
     if _takes_text(key) and value is not None and not isinstance(value, str | list | dict):
         value = text.strip("'\"")  # for example `cluster.rdzv_id=0042`, a name that looks like a number
@@ -161,7 +161,7 @@ def _takes_text(key: str) -> bool:
     return key in settings() and settings()[key].kind == "text"
 
 
-def _sweep(key: str, text: str) -> Problem:
+def _sweep_problem(key: str, text: str) -> Problem:
     fix = "add --sweep to `canzona train` or `canzona slurm` to start a run for each value" + (
         f"; or quote the value if it is a single text: {key}=\"'{text}'\"" if _takes_text(key) else ""
     )

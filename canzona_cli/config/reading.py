@@ -29,8 +29,8 @@ LARGEST_INTEGER: Final = 1 << 63
 
 
 class Unreadable(ValueError):
-    """An error for a file that cannot be read, is not valid, or exceeds a limit. The message continues a
-    sentence that starts with the file's name: `is not a regular file`."""
+    """An error for a file that cannot be read, is not valid, or exceeds a limit. The message is a sentence
+    without its subject, the file: `is not a regular file`."""
 
 
 class Absent(Unreadable, FileNotFoundError):
@@ -49,10 +49,10 @@ def read_plain(path: Path, *, most: int | None = LARGEST, follow: bool = True) -
         Unreadable: the file is not a regular file, is too large, or cannot be read.
     """
     try:
-        facts = path.stat(follow_symlinks=follow)
-        if not stat.S_ISREG(facts.st_mode):
+        status = path.stat(follow_symlinks=follow)
+        if not stat.S_ISREG(status.st_mode):
             raise Unreadable("is not a regular file")
-        if most is not None and facts.st_size > most:
+        if most is not None and status.st_size > most:
             raise Unreadable(f"is larger than the limit of {most >> 20} MiB")
         return path.read_bytes()
     except OSError as error:
@@ -75,7 +75,7 @@ def parse_json(text: bytes) -> object:
         raise Unreadable(_TOO_DEEP) from None
     except ValueError as error:
         raise Unreadable(f"is not JSON: {error}") from None
-    _check(value, finite=True)
+    _check_values(value, finite=True)
     return value
 
 
@@ -104,7 +104,7 @@ def parse_yaml(text: bytes) -> object:
         if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
             message = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem or error.context}"
         raise Unreadable(f"is not valid YAML: {' '.join(message.split())}") from error
-    _check(value, finite=False)
+    _check_values(value, finite=False)
     return value
 
 
@@ -117,7 +117,7 @@ def _no_number(name: str) -> object:
     raise Unreadable(f"has {name}, which is not a number in JSON")
 
 
-def _check(value: object, *, finite: bool) -> None:
+def _check_values(value: object, *, finite: bool) -> None:
     """Checks that a value is not nested too deeply, and contains only text, numbers, booleans and nulls.
 
     Args:
@@ -230,12 +230,12 @@ def adapter[T](kind: type[T]) -> "TypeAdapter[T]":
 def _create_adapter[T](kind: type[T]) -> "TypeAdapter[T]":
     from pydantic import TypeAdapter
 
-    before = os.environ.get(_NO_PLUGINS)
+    previous = os.environ.get(_NO_PLUGINS)
     os.environ[_NO_PLUGINS] = "1"
     try:
         return TypeAdapter(kind)
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[_NO_PLUGINS]
         else:
-            os.environ[_NO_PLUGINS] = before
+            os.environ[_NO_PLUGINS] = previous

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RECIPES_DIR_VARIABLE = "CANZONA_RECIPES_DIR"
 GROUPS = ("recipe", "model", "optimizer", "engine", "cluster", "data")
 _FAMILIES = ("qwen3-", "llama3-")
-"""The prefixes that users may omit from names. The first prefix that completes a name is used."""
+"""The prefixes that users may omit from names. The first prefix that gives an existing name is used."""
 FROM_FILES = ("recipe", "cluster")
 """The groups whose option may also be the path of a file."""
 
@@ -42,15 +42,15 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
         ConfigError: folders do not exist; all of them are reported.
     """
     from_environment = [part for part in os.environ.get(RECIPES_DIR_VARIABLE, "").split(os.pathsep) if part]
-    named = [("--recipes-dir", path) for path in recipes_dirs]
-    named += [(RECIPES_DIR_VARIABLE, Path(part)) for part in from_environment]
+    folders = [("--recipes-dir", path) for path in recipes_dirs]
+    folders += [(RECIPES_DIR_VARIABLE, Path(part)) for part in from_environment]
     fix = f"give a folder of recipes, or a folder with some of {', '.join(f'{group}/' for group in GROUPS)}"
     refuse(
         Problem(key=origin, value=str(path), reason="there is no such folder", fix=fix)
-        for origin, path in named
+        for origin, path in folders
         if not path.expanduser().is_dir()
     )
-    return tuple(dict.fromkeys(path.expanduser().resolve() for _, path in named))
+    return tuple(dict.fromkeys(path.expanduser().resolve() for _, path in folders))
 
 
 def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
@@ -65,14 +65,14 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
 
 
 def lies_flat(recipe: Path) -> bool:
-    """Returns True if a recipe is not in a `recipe/` group folder; it is then composed like a file chosen by
-    path."""
+    """Returns True if a recipe is not in a folder `recipe/`. Hydra does not find such a recipe by name, so it
+    is composed like a file that was chosen by its path."""
     return recipe.parent.name != "recipe"
 
 
 def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
-    """Returns the option with this name, which may omit the prefix of its family (`8b`, `tiny`, `405b`) and
-    is compared ignoring case; None if there is no such option."""
+    """Returns the full name of an option; None if there is no such option. `option` may omit the prefix of
+    the model family (`8b`, `tiny`, `405b`), and its case is ignored."""
     lowered = {name.lower(): name for name in options}
     for candidate in (option.lower(), *(f"{family}{option.lower()}" for family in _FAMILIES)):
         if candidate in lowered:
@@ -81,8 +81,8 @@ def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | No
 
 
 def shown(path: Path) -> str:
-    """Returns a path for messages: relative to the current folder if it is inside that folder, otherwise
-    unchanged."""
+    """Returns a path for messages: relative to the working directory if it is inside that directory,
+    otherwise unchanged."""
     try:
         return f"./{path.resolve().relative_to(Path.cwd())}"
     except (ValueError, RuntimeError):  # RuntimeError: a symbolic link to itself
@@ -125,7 +125,7 @@ def find_file(group: str, choice: str, dirs: Sequence[Path]) -> Path:
 def find_options(
     chosen: Mapping[str, str], dirs: Sequence[Path], problems: list[Problem]
 ) -> tuple[dict[str, str], dict[str, Path]]:
-    """Returns, by group, the full names of the chosen options, and the files chosen by path.
+    """Returns the full names of the options chosen by name, and the files chosen by path, both by group.
 
     Adds a problem to `problems` for each option or file that does not exist. A misspelt recipe is replaced by
     the closest one, so that the other values can still be checked.
@@ -200,9 +200,10 @@ def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
 
 
 def closest_option(choice: str, options: Mapping[str, Path]) -> str | None:
-    """Returns the option most similar to a misspelt or shortened name; None if none is similar.
+    """Returns the option whose name is most similar to a misspelt or shortened name; None if no name is
+    similar.
 
-    The numbers in the name are taken to be right: h100 may mean h100-80g, but never h200.
+    The numbers in the name are assumed to be correct: h100 may mean h100-80g, but never h200.
     """
     short = {
         name.removeprefix(family): name for family in reversed(_FAMILIES) for name in options if name.startswith(family)
@@ -256,9 +257,9 @@ def recipe_text(config: "RunConfig", *, origin: str, notes: Sequence[str] = ()) 
         if isinstance(value, dict):
             lines += ["", f"{name}:"]
             for inner_key, inner in value.items():
-                lines += _setting(inner_key, inner, explained.get(f"{name}.{inner_key}", ""), indent="  ")
+                lines += _setting_lines(inner_key, inner, explained.get(f"{name}.{inner_key}", ""), indent="  ")
         else:
-            lines += _setting(name, value, explained.get(name, ""), indent="")
+            lines += _setting_lines(name, value, explained.get(name, ""), indent="")
     text = "\n".join(lines) + "\n"
     assert yaml.safe_load(text) == json.loads(json.dumps(asdict(config)))  # JSON turns tuples into lists, as YAML does
     return text
@@ -275,7 +276,7 @@ def short_recipe_text(name: str, recipe: str, groups: Mapping[str, str], values:
     """
     import yaml
 
-    from canzona_cli.config.settings import nested
+    from canzona_cli.config.settings import tree_of
 
     lines = [
         "# @package _global_",
@@ -284,7 +285,7 @@ def short_recipe_text(name: str, recipe: str, groups: Mapping[str, str], values:
         f"  - {recipe}",
         *(f"  - override /{group}: {option}" for group, option in groups.items()),
         "",
-        yaml.safe_dump({"name": name, **nested(values)}, sort_keys=False, allow_unicode=True).rstrip(),
+        yaml.safe_dump({"name": name, **tree_of(values)}, sort_keys=False, allow_unicode=True).rstrip(),
     ]
     return "\n".join(lines) + "\n"
 
@@ -293,7 +294,7 @@ def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a re
     """Writes a recipe or profile.
 
     Args:
-        force: replace an existing file.
+        force: True replaces an existing file.
         what: the kind of file in messages: `a recipe`, `a profile`.
 
     Raises:
@@ -311,10 +312,10 @@ def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a re
 
 
 def check_destination(destination: Path, *, force: bool, what: str = "a recipe", key: str = "DEST") -> None:
-    """Checks, before the text is computed, that `write_recipe` would accept this path.
+    """Checks that `write_recipe` would accept a path. Call this before computing the text takes time.
 
     Args:
-        force: accept existing files.
+        force: True accepts an existing file.
         what: the kind of file in messages: `a recipe`, `a profile`.
         key: the option or argument with the path, for messages.
 
@@ -332,7 +333,7 @@ def check_destination(destination: Path, *, force: bool, what: str = "a recipe",
         raise ConfigError(Problem(key=key, value=shown(destination), reason=reason, fix=fix))
 
 
-def _setting(name: str, value: object, meaning: str, *, indent: str) -> list[str]:
+def _setting_lines(name: str, value: object, meaning: str, *, indent: str) -> list[str]:
     import yaml
 
     if isinstance(value, list | tuple | dict):  # on one line

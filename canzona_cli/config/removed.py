@@ -1,5 +1,5 @@
-"""Removed settings, values and options, their replacements, and the update of stored configurations that have
-them.
+"""Lists the removed settings, values and options with their replacements, and updates stored configurations
+that have them.
 
 To remove a setting, add an entry here. Anyone who uses the setting gets a message with the replacement. Older
 run directories and recipes still work if the entry says what the old value means now.
@@ -64,7 +64,7 @@ REMOVED_OPTIONS: Mapping[str, str] = {
 
 
 def removed_setting_problem(key: str, value: object, *, where: str) -> Problem | None:
-    """Returns a problem that names a removed setting's replacement; None for any other key."""
+    """Returns a problem with the replacement of a removed setting; None for any other key."""
     removed = REMOVED_SETTINGS.get(key)
     if removed is None:
         return None
@@ -81,17 +81,17 @@ def bring_up_to_date(tree: dict[str, object]) -> None:
         tree: sections and settings, changed in place.
     """
     for key, removed in REMOVED_SETTINGS.items():
-        section, name = _place(tree, key)
+        section, name = _find_setting(tree, key)
         harmless = removed.without_effect
         if section is not None and (harmless is None or section.get(name) in harmless):
             del section[name]
     for (key, value), replaced in REMOVED_VALUES.items():
-        section, name = _place(tree, key)
+        section, name = _find_setting(tree, key)
         if section is not None and section.get(name) == value:
             section[name] = replaced.stored_as
 
 
-def _place(tree: dict[str, object], key: str) -> tuple[dict[str, object] | None, str]:
+def _find_setting(tree: dict[str, object], key: str) -> tuple[dict[str, object] | None, str]:
     """Returns the section that contains a setting (None if the setting is not set), and the setting's bare
     name."""
     first, dot, name = key.partition(".")

@@ -1,4 +1,4 @@
-"""Drops a recipe's values that no longer apply because the command line sets a related setting, and resolves
+"""Drops values of a recipe that no longer apply because the command line sets a related setting, and resolves
 learning rates."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,29 +24,29 @@ _OVERRULES: Final = {
     "optimizer.min_lr": "optimizer.min_lr_ratio",
     "train.batch_tokens": "train.global_batch_size",
 }
-"""The settings that have no effect if another setting is set, each with this other setting. A recipe that
-sets the first, and builds on a recipe that sets the other, means the first to apply."""
+"""Pairs of settings: the first has no effect if the second is set. If a recipe sets the first and builds on a
+recipe that sets the second, the first is meant to apply."""
 
 
 def overruling(recipes: Sequence[Path], parsed: Overrides) -> Iterator[str]:
-    """Yields the settings of a recipe that would have no effect because a recipe that it builds on sets
-    another one (`_OVERRULES`).
+    """Yields the settings of a recipe that would have no effect because it builds on a recipe that sets the
+    second setting of a pair (`_OVERRULES`).
 
-    A recipe's learning rate is meant for the recipe's optimizer, so it is not yielded if the command line
-    chooses an optimizer.
+    `optimizer.lr` is not yielded if the command line chooses an optimizer: a recipe's learning rate is meant
+    for its own optimizer.
 
     Args:
         recipes: the files of the recipe and of those that it builds on, in the order of application.
     """
     chain = [dict(leaves(read_yaml(file))) for file in recipes] if len(recipes) > 1 else []
 
-    def last(name: str) -> int:
+    def last_recipe_with(name: str) -> int:
         """Returns the index of the last recipe that sets `name`; -1 if none does."""
         return max((number for number, tree in enumerate(chain) if name in tree), default=-1)
 
     for key, other in _OVERRULES.items():
         replaced = other in parsed.values or (key == "optimizer.lr" and "optimizer" in parsed.groups)
-        if last(key) > last(other) >= 0 and not replaced:
+        if last_recipe_with(key) > last_recipe_with(other) >= 0 and not replaced:
             yield key
 
 
@@ -107,13 +107,13 @@ def _choose_source(tree: dict[str, object], parsed: Overrides) -> None:
                 data.pop(key, None)
 
 
-def choose_again(tree: dict[str, object], written: Mapping[str, object], parsed: Overrides) -> None:
+def choose_again(tree: dict[str, object], stored: Mapping[str, object], parsed: Overrides) -> None:
     """Drops stored values that were derived from settings that the command line changes: the layout if it
     sets GPUs or a cluster, and the schedule if it sets the number of steps.
 
     Args:
         tree: the stored values, overridden by the command line's; changed in place.
-        written: the values stored in the run directory.
+        stored: the values stored in the run directory.
     """
     if "gpus" in parsed.values or "cluster" in parsed.groups:
         for key in CHOSEN:
@@ -122,13 +122,13 @@ def choose_again(tree: dict[str, object], written: Mapping[str, object], parsed:
             if isinstance(values, dict) and key not in parsed.values:
                 values[name] = None
     if "train.steps" in parsed.values and not any(key.startswith("schedule.") for key in parsed.values):
-        _choose_schedule(tree, written)
+        _choose_schedule(tree, stored)
 
 
-def _choose_schedule(tree: dict[str, object], written: Mapping[str, object]) -> None:
+def _choose_schedule(tree: dict[str, object], stored: Mapping[str, object]) -> None:
     """Sets the schedule's numbers of steps to null if they are the values that replaced nulls when the run
     started."""
-    schedule, train = tree.get("schedule"), written.get("train")
+    schedule, train = tree.get("schedule"), stored.get("train")
     steps = train.get("steps") if isinstance(train, Mapping) else None
     if not isinstance(schedule, dict) or not isinstance(steps, int) or schedule.get("decay_steps") != steps:
         return
@@ -143,6 +143,9 @@ def with_rates(config: RunConfig, set_keys: Collection[str]) -> RunConfig:
     """Resolves `optimizer.lr` from `lrs`, unless the command line sets it, and `min_lr` from `min_lr_ratio`.
 
     `lr` and `min_lr_ratio` are multiplied as decimals, so that 0.1 times 0.0003 is exactly the float 0.00003.
+
+    Raises:
+        ConfigError: `lrs` has a rate for an unknown optimizer.
     """
     optimizer = config.optimizer
     for name in optimizer.lrs.keys() - OPTIMIZERS.keys():

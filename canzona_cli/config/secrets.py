@@ -29,7 +29,7 @@ _SECRET_WORDS = frozenset(
 _KEY_KINDS = frozenset(("api", "access", "private", "secret", "signing", "encryption", "ssh", "auth", "license"))
 _PLACES = frozenset(("file", "path", "dir", "folder", "name", "id", "type", "count", "budget"))
 """The last words of names whose value is a path, a label or a count, not a secret."""
-_LOOKS = re.compile(
+_SECRET_FORMATS = re.compile(
     r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"  # GitHub, GitLab
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS
@@ -39,7 +39,7 @@ _LOOKS = re.compile(
     re.DOTALL,
 )
 _IN_URL = re.compile(r"(?P<before>\b[a-z][a-z0-9+.-]*://[^\s/:@]*:)(?P<secret>[^\s/@]+)(?=@)", re.IGNORECASE)
-_NAMED = re.compile(r"""(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*["']?)(?P<value>[^\s"',;&]+)""")
+_NAME_AND_VALUE = re.compile(r"""(?P<name>[A-Za-z_][\w.-]*)(?P<between>["']?\s*[=:]\s*["']?)(?P<value>[^\s"',;&]+)""")
 _DIRECTORIES = ("PWD", "OLDPWD")
 """The shell's variables for the current and the previous directory. They are named `PWD` but are not
 passwords, and many paths start with their values."""
@@ -59,7 +59,7 @@ _PROSE = ("description",)
 _FOLDERS = ("run.dir", "run.root")
 
 
-def secret_name(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Returns True if a name probably belongs to a secret: `HF_TOKEN`, `apiKey`, `options.password`; not
     `tokenizer`."""
     words = [word.lower() for word in _WORD.findall(name)]
@@ -71,11 +71,11 @@ def secret_name(name: str) -> bool:
 
 def redacted(text: str) -> str:
     """Returns the text with every recognised secret replaced by `***`."""
-    for secret in _from_environment():
+    for secret in _secret_values():
         text = text.replace(secret, HIDDEN)
-    text = _LOOKS.sub(HIDDEN, text)
+    text = _SECRET_FORMATS.sub(HIDDEN, text)
     text = _IN_URL.sub(rf"\g<before>{HIDDEN}", text)
-    return _NAMED.sub(_hide_named, text)
+    return _NAME_AND_VALUE.sub(_hide_value, text)
 
 
 def shown_value(key: str, value: object) -> object:
@@ -83,7 +83,7 @@ def shown_value(key: str, value: object) -> object:
     redacted."""
     if isinstance(value, bool | int | float | None):
         return value
-    if secret_name(key.rpartition(".")[2]):
+    if is_secret_name(key.rpartition(".")[2]):
         return HIDDEN
     return redacted(str(value))
 
@@ -94,13 +94,13 @@ def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
     Args:
         settings: a configuration as nested mappings and sequences.
     """
-    in_environment = _from_environment()
+    secret_values = _secret_values()
     for key, name, value in _texts(settings):
-        if secret_name(name) and value:
+        if is_secret_name(name) and value:
             finding = "is named like a secret"
-        elif _LOOKS.search(value) or _IN_URL.search(value):
+        elif _SECRET_FORMATS.search(value) or _IN_URL.search(value):
             finding = "looks like a secret (a token, a private key, or a password in an address)"
-        elif any(secret in value for secret in in_environment):
+        elif any(secret in value for secret in secret_values):
             finding = "contains the value of an environment variable that is named like a secret"
         else:
             continue
@@ -110,8 +110,8 @@ def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def safety_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem for each secret, for unprintable characters, and for torchrun arguments with a leading
-    dash."""
+    """Yields a problem for each setting that contains a secret or unprintable characters, or that would
+    become an argument of torchrun with a leading dash."""
     tree = asdict(config)
     yield from secret_problems(tree)
     for key, _, text in _texts(tree, names=True):
@@ -131,9 +131,9 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(key=key, value=text, reason=reason, fix="start with a letter")
 
 
-def unasked_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
-    """Yields a problem if the recipe names custom code, or a folder with `..`: only the command line may name
-    these.
+def consent_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
+    """Yields a problem if the recipe names custom code, or a folder with `..`, to which the user has not
+    consented by naming it on the command line.
 
     Args:
         explicit: the dotted keys that the command line sets.
@@ -190,23 +190,23 @@ class RedactingFormatter(logging.Formatter):
         return redacted(super().format(record))
 
 
-def _from_environment() -> list[str]:
+def _secret_values() -> list[str]:
     """Returns the values of environment variables that are named like secrets, longest first, because a value
     may contain another."""
     variables = {
         value
         for name, value in os.environ.items()
-        if name not in _DIRECTORIES and secret_name(name) and len(value) >= _SHORTEST and not value.isdecimal()
+        if name not in _DIRECTORIES and is_secret_name(name) and len(value) >= _SHORTEST and not value.isdecimal()
     }
     return sorted(variables, key=len, reverse=True)
 
 
-def _hide_named(match: re.Match[str]) -> str:
+def _hide_value(match: re.Match[str]) -> str:
     name, value = match["name"], match["value"]
     # "key: value" and "the token: missing" are prose.
     prose = name.lower() in ("key", "token") and ":" in match["between"]
     harmless = re.fullmatch(r"-?[\d.]+(e-?\d+)?|None|null|true|false|(VALUE|NAME)[?.]?|\$\w+", value) is not None
-    if prose or harmless or not secret_name(name):
+    if prose or harmless or not is_secret_name(name):
         return match[0]
     return f"{name}{match['between']}{HIDDEN}"
 

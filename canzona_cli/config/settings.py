@@ -23,13 +23,13 @@ class Setting:
     choices: tuple[str, ...] = ()
     """The allowed values, if the kind is `choice`."""
     optional: bool
-    """True if null is allowed; the help text says what it means."""
+    """True if null is allowed. The help text then explains its meaning."""
     required: bool
     """True if there is no default, so that the recipe or the command line must set a value."""
     default: object = None
     """The default value; None if a value is required."""
     range: Range
-    """The allowed range, if the setting is a number."""
+    """The allowed range; unlimited if the setting is not a number."""
     help: str
     """The help text. A test requires one for every setting."""
     unit: str
@@ -100,7 +100,7 @@ def value_of(config: RunConfig, key: str) -> object:
 
 
 def with_own_values(config: RunConfig, problems: Iterable[Problem]) -> list[Problem]:
-    """Returns the problems; each without a value gets the run's value of its setting."""
+    """Returns the problems, with the run's value of the setting filled in where a problem has no value."""
     return [
         problem_with(config, problem.key, problem.reason, problem.fix) if problem.value is None else problem
         for problem in problems
@@ -119,7 +119,7 @@ def sections() -> Mapping[str, frozenset[str]]:
 
 
 @cache
-def affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
+def settings_affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
     """Returns the settings whose changes have this effect, in the order of the schema.
 
     Args:
@@ -146,16 +146,16 @@ def leaves(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def nested(values: Mapping[str, object]) -> dict[str, object]:
-    """Converts values by dotted key to a tree of sections; the inverse of `leaves`."""
+def tree_of(values: Mapping[str, object]) -> dict[str, object]:
+    """Converts values by dotted key to a tree of sections. This is the inverse of `leaves`."""
     tree: dict[str, object] = {}
     for key, value in values.items():
         section = tree
         *sections_above, name = key.split(".")
         for above in sections_above:
-            below = section.setdefault(above, {})
-            assert isinstance(below, dict)
-            section = below
+            inner = section.setdefault(above, {})
+            assert isinstance(inner, dict)
+            section = inner
         section[name] = value
     return tree
 
@@ -181,7 +181,7 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
 
 
 def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]]:
-    """Returns what a type hint says about a setting: the kind of value, the choices, whether None is allowed,
+    """Reads a type hint of the schema. Returns the kind of the setting, its choices, True if None is allowed,
     and the annotations."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)

@@ -16,7 +16,7 @@ _DYNAMIC = {"globals", "exec", "setattr"}
 def source_problem(place: str, name: str) -> str | None:
     """Returns the reason why a file or module does not have a class, without importing it.
 
-    Returns None if the class exists, or if only running the code would tell.
+    Returns None if the class exists, or if only running the code would show whether it does.
 
     Args:
         place: the path of a .py file, or the name of an installed module.
@@ -24,17 +24,17 @@ def source_problem(place: str, name: str) -> str | None:
     """
     if place.endswith(".py"):
         path = Path(place)
-        return f"there is no file {place} in {Path.cwd()}" if not path.is_file() else _missing(path, name)
-    module = _located(place)
+        return f"there is no file {place} in {Path.cwd()}" if not path.is_file() else _class_problem(path, name)
+    module = _find_module(place)
     if isinstance(module, str):
         return module
     path = Path(module.origin or "")
-    return _missing(path, name) if path.suffix == ".py" and path.is_file() else None
+    return _class_problem(path, name) if path.suffix == ".py" and path.is_file() else None
 
 
-def _located(module: str) -> ModuleSpec | str:
-    """Returns the spec of a module without importing its parent packages, or a message about the missing
-    part."""
+def _find_module(module: str) -> ModuleSpec | str:
+    """Finds a module without importing its parent packages; returns its spec or, if a package or module is
+    missing, a message."""
     first, *rest = module.split(".")
     try:
         spec = find_spec(first)
@@ -53,7 +53,7 @@ def _located(module: str) -> ModuleSpec | str:
     return spec
 
 
-def _missing(path: Path, name: str) -> str | None:
+def _class_problem(path: Path, name: str) -> str | None:
     try:
         text = decode_source(path.read_bytes())
         module = symtable.symtable(text, str(path), "exec")

@@ -5,9 +5,9 @@ part `c * pp + s`. If the layers do not divide evenly, the loss counts as a laye
 possibly the embedding as a layer of the first part. These parts then have one layer less than the others.
 Llama-3.1 405B with its 126 layers was trained in this way on 16 stages (arXiv 2407.21783, section 3.3.2).
 
-This needs no setting, because for given layers, stages and chunks at most one of these ways gives whole
-layers. The only exception is a model with two parts, which are cut in the same place whether both the
-embedding and the loss count or neither does.
+This needs no setting, because for given layers, stages and chunks at most one way of counting gives whole
+layers. The only exception is a model of two parts, and it is cut in the same place whether both the embedding
+and the loss count or neither does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,23 +19,23 @@ from canzona_cli.config.schema import Mesh
 from canzona_cli.errors import Problem
 
 
-class Counted(NamedTuple):
+class CountedParts(NamedTuple):
     """The parts of the model that count as additional layers."""
 
     embedding: bool
     loss: bool
 
 
-WAYS = (Counted(False, False), Counted(False, True), Counted(True, True))
-"""The possible ways to count, in order of preference."""
+COUNTINGS = (CountedParts(False, False), CountedParts(False, True), CountedParts(True, True))
+"""The possible ways of counting, in order of preference."""
 
 
-def counted(layers: int, parts: int) -> Counted | None:
-    """Returns which of embedding and loss count as layers when `layers` layers are cut into `parts` parts
-    with at least one layer each; None if no way gives whole layers."""
-    for way in WAYS:
-        each, rest = divmod(layers + sum(way), parts)
-        if rest == 0 and each - any(way) >= 1:
+def count_parts_as_layers(layers: int, parts: int) -> CountedParts | None:
+    """Decides whether the embedding and the loss count as layers when `layers` layers are cut into `parts`
+    parts with at least one layer each. Returns None if no way of counting gives whole layers."""
+    for way in COUNTINGS:
+        layers_each, rest = divmod(layers + sum(way), parts)
+        if rest == 0 and layers_each - any(way) >= 1:
             return way
     return None
 
@@ -43,7 +43,7 @@ def counted(layers: int, parts: int) -> Counted | None:
 @lru_cache(maxsize=1024)
 def possible_pp(layers: int) -> tuple[int, ...]:
     """Returns, in ascending order, the possible numbers of pipeline stages for `layers` layers."""
-    return tuple(pp for pp in range(1, layers + 1) if counted(layers, pp) is not None)
+    return tuple(pp for pp in range(1, layers + 1) if count_parts_as_layers(layers, pp) is not None)
 
 
 @lru_cache(maxsize=1024)
@@ -52,7 +52,7 @@ def possible_vpp(layers: int, pp: int) -> tuple[int, ...]:
     single stage, which has no other stage to interleave with, only 1 is possible."""
     if pp == 1:
         return (1,)
-    return tuple(vpp for vpp in range(1, layers // pp + 2) if counted(layers, pp * vpp) is not None)
+    return tuple(vpp for vpp in range(1, layers // pp + 2) if count_parts_as_layers(layers, pp * vpp) is not None)
 
 
 def pipeline_problems(layers: int, pp: int | None, vpp: int | None) -> Iterator[Problem]:
@@ -62,33 +62,33 @@ def pipeline_problems(layers: int, pp: int | None, vpp: int | None) -> Iterator[
         possible = sorted({chunks for stages in possible_pp(layers) for chunks in possible_vpp(layers, stages)})
         if vpp is not None and vpp not in possible:
             reason = f"cannot split the stages of {layers} layers into {vpp} chunks"
-            yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=f"use one of {listed(possible)}")
+            yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=f"use one of {number_list(possible)}")
         return
     chunks = vpp or 1
-    if counted(layers, pp) is None:
+    if count_parts_as_layers(layers, pp) is None:
         reason = f"cannot split {layers} layers into {pp} stages, even if the loss or the embedding counts as a layer"
-        yield Problem(key="parallel.pp", value=pp, reason=reason, fix=f"use one of {listed(possible_pp(layers))}")
+        yield Problem(key="parallel.pp", value=pp, reason=reason, fix=f"use one of {number_list(possible_pp(layers))}")
     elif chunks > 1 and pp == 1:
         reason = "model chunks interleave pipeline stages, but with parallel.pp=1 there is only one stage"
         yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix="use parallel.vpp=1, or a larger parallel.pp")
-    elif counted(layers, pp * chunks) is None:
+    elif count_parts_as_layers(layers, pp * chunks) is None:
         reason = f"cannot split {layers} layers into {pp} stages of {chunks} chunks"
-        fix = f"use one of {listed(possible_vpp(layers, pp))}"
+        fix = f"use one of {number_list(possible_vpp(layers, pp))}"
         yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=fix)
 
 
-def listed(numbers: Sequence[int]) -> str:
-    """Returns numbers for a message, separated by commas."""
+def number_list(numbers: Sequence[int]) -> str:
+    """Formats numbers for a message, separated by commas."""
     return ", ".join(str(number) for number in numbers)
 
 
 @lru_cache(maxsize=1024)
 def _parts(layers: int, parts: int) -> tuple[range, ...]:
     """Returns the layers of each part of the model, in order."""
-    way = counted(layers, parts)
+    way = count_parts_as_layers(layers, parts)
     assert way is not None, f"{layers} layers in {parts} parts should have been refused"
-    each = (layers + sum(way)) // parts
-    starts = [0, *(part * each - way.embedding for part in range(1, parts)), layers]
+    layers_each = (layers + sum(way)) // parts
+    starts = [0, *(part * layers_each - way.embedding for part in range(1, parts)), layers]
     return tuple(range(start, end) for start, end in pairwise(starts))
 
 

@@ -38,15 +38,15 @@ class Combination:
 def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     """Returns the runs of a sweep, always in the same order; the last swept setting varies fastest.
 
-    Arguments that are not sweeps or cannot be parsed are passed on to all runs; composing a run reports
-    problems with them.
+    Arguments that are not sweeps, or that cannot be parsed, are passed on to all runs, and are checked when a
+    run is composed.
 
     Raises:
         ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or
             repeat, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
     """
     problems: list[Problem] = []
-    choices = [_values(argument, problems) for argument in arguments]
+    choices = [_expand(argument, problems) for argument in arguments]
     swept = [key_of(argument) for argument, values in zip(arguments, choices, strict=True) if values]
     if not swept and not problems:
         reason, fix = "no setting has several values", "for example optimizer.lr=1e-3,3e-3, or train.seed='range(1,5)'"
@@ -65,14 +65,14 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
             if values:
                 key, _, text = override.partition("=")
                 chosen[key] = text
-        runs.append(Combination(name=_name(chosen), values=chosen, overrides=overrides))
+        runs.append(Combination(name=_directory_name(chosen), values=chosen, overrides=overrides))
     if len(runs) > MOST_RUNS:
         reason = f"asks for more than {MOST_RUNS:,} runs"
         raise ConfigError(Problem(key="--sweep", reason=reason, fix="sweep fewer values at a time"))
-    return tuple(_distinct(runs))
+    return tuple(_with_unique_names(runs))
 
 
-def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
+def _expand(argument: str, problems: list[Problem]) -> tuple[str, ...]:
     """Returns the overrides to which a sweep expands; empty if the argument is not a sweep or cannot be
     expanded. Adds problems with the sweep to `problems`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -107,7 +107,7 @@ def _values(argument: str, problems: list[Problem]) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for value in values)
 
 
-def _name(values: Mapping[str, str]) -> str:
+def _directory_name(values: Mapping[str, str]) -> str:
     """Returns the directory name of a run: `lr=0.001_seed=2`, with full keys if bare names are ambiguous."""
     bare = {key: key.rpartition(".")[2] for key in values}
     count = Counter(bare.values())
@@ -116,9 +116,9 @@ def _name(values: Mapping[str, str]) -> str:
     return re.sub(r"[^\w.+=-]", "-", name, flags=re.ASCII)[:_LONGEST_NAME]
 
 
-def _distinct(combinations: Sequence[Combination]) -> list[Combination]:
-    """Makes names unique by appending the run's index to names that are the same after unsafe characters were
-    replaced."""
+def _with_unique_names(combinations: Sequence[Combination]) -> list[Combination]:
+    """Makes the runs' names unique: two names may be equal once unsafe characters have been replaced, and
+    then get the runs' indices as suffixes."""
     count = Counter(run.name for run in combinations)
     return [
         run if count[run.name] == 1 else replace(run, name=f"{run.name}_{number}")

@@ -24,7 +24,7 @@ from canzona_cli.config.recipes import (
 from canzona_cli.config.removed import bring_up_to_date
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.secrets import REFERENCE, content_problems
-from canzona_cli.config.settings import leaves, nested, sections, settings
+from canzona_cli.config.settings import leaves, sections, settings, tree_of
 from canzona_cli.errors import ConfigError, Problem, refuse
 
 SCHEME = "canzona"
@@ -59,7 +59,8 @@ class RecipeInfo:
     optimizer: str
     description: str
     error: str = ""
-    """The reason why the recipe could not be read (most other fields are then empty); empty if it could."""
+    """The reason why the recipe could not be read; most other fields are then empty. An empty text if it was
+    read."""
 
 
 def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
@@ -76,9 +77,9 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
         error = ""
         try:
             if lies_flat(path):
-                tree, _ = composed({}, {"recipe": path}, dirs)
+                tree, _ = compose_files({}, {"recipe": path}, dirs)
             else:
-                tree, _ = composed({"recipe": name}, {}, dirs)
+                tree, _ = compose_files({"recipe": name}, {}, dirs)
         except ConfigError as problem:
             error = problem.problems[0].reason
         gpus = tree.get("gpus")
@@ -89,10 +90,10 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
                 path=path,
                 builtin=is_builtin,
                 shadows=any(shadowed([path])) or (lies_flat(path) and (builtin / "recipe" / path.name).is_file()),
-                model=_model(tree),
+                model=_read_model(tree),
                 gpus=gpus if isinstance(gpus, int) else None,
-                cluster=_named(tree.get("cluster")),
-                optimizer=_named(tree.get("optimizer")),
+                cluster=_section_name(tree.get("cluster")),
+                optimizer=_section_name(tree.get("optimizer")),
                 description=str(tree.get("description", "")),
                 error=error,
             )
@@ -100,7 +101,7 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
     return sorted(recipes, key=lambda info: (info.builtin, info.name))
 
 
-def composed(
+def compose_files(
     options: Mapping[str, str], paths: Mapping[str, Path], dirs: Sequence[Path]
 ) -> tuple[dict[str, object], list[Path]]:
     """Composes a tree of values from files with Hydra, without resolving references to other settings.
@@ -117,21 +118,21 @@ def composed(
         ConfigError: a file cannot be read or composed, names code to run, or refers to environment variables.
     """
     if paths or tuple(dirs) != (builtin_recipes_dir(),):
-        return _composed(options, paths, dirs)
-    tree, files = _composed_builtin(tuple(options.items()), *dirs)
+        return _compose_files(options, paths, dirs)
+    tree, files = _compose_builtin_files(tuple(options.items()), *dirs)
     return deepcopy(tree), [*files]
 
 
 @lru_cache(maxsize=64)
-def _composed_builtin(options: tuple[tuple[str, str], ...], folder: Path) -> tuple[dict[str, object], list[Path]]:
+def _compose_builtin_files(options: tuple[tuple[str, str], ...], folder: Path) -> tuple[dict[str, object], list[Path]]:
     """Composes built-in files; cached, because they do not change during a process and Hydra takes 0.1 s."""
-    return _composed(dict(options), {}, (folder,))
+    return _compose_files(dict(options), {}, (folder,))
 
 
-def _composed(
+def _compose_files(
     options: Mapping[str, str], paths: Mapping[str, Path], dirs: Sequence[Path]
 ) -> tuple[dict[str, object], list[Path]]:
-    """Composes a tree of values as `composed` does, but without the cache."""
+    """Composes a tree of values as `compose_files` does, but without the cache."""
     from hydra import compose, initialize
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -146,7 +147,7 @@ def _composed(
     OmegaConf.clear_resolver("oc.env")
     read = _folder_source()
     read.clear()
-    with _stored(options, paths), initialize(config_path=None, version_base="1.3"):
+    with _in_config_store(options, paths), initialize(config_path=None, version_base="1.3"):
         try:
             merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *overrides])
             container = OmegaConf.to_container(merged, resolve=False)
@@ -216,7 +217,7 @@ def _folder_source() -> list[Path]:
 
 
 @contextmanager
-def _stored(options: Mapping[str, str], paths: Mapping[str, Path]) -> Iterator[None]:
+def _in_config_store(options: Mapping[str, str], paths: Mapping[str, Path]) -> Iterator[None]:
     """Adds the primary configuration and the given files to Hydra's ConfigStore during the block."""
     from hydra.core.config_store import ConfigStore
 
@@ -247,7 +248,8 @@ def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
 
 
 def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object]:
-    """Turns the contents of a recipe file into an option of the recipe group: completes its `defaults:` list.
+    """Converts the contents of a recipe file to an option of the recipe group, by completing its `defaults:`
+    list.
 
     A complete section (in a run's config.yaml or a copied recipe) replaces the file of its group. If the
     command line chooses an option of this group, the section is removed instead.
@@ -272,7 +274,7 @@ def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object
 
 
 def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> Problem:
-    """Turns Hydra's error about a recipe's files into a problem, without the search path and Hydra's own
+    """Converts Hydra's error about a recipe's files to a problem, without the search path and Hydra's own
     hints.
 
     Args:
@@ -299,7 +301,7 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
     """Returns a tree with the command line's values applied and references to other settings resolved.
 
     Adds a problem to `problems` for each value that cannot be set, and for each setting whose references
-    cannot be resolved; drops such settings.
+    cannot be resolved. Those settings are dropped.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -334,16 +336,17 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
             problems.append(Problem(key=key, value=value, reason=reason, fix=fix))
             continue
         resolved[key] = filled
-    return nested(resolved)
+    return tree_of(resolved)
 
 
 def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
-    """Returns the length of a setting or section after its references are resolved; for a cycle, a number
-    above `_LONGEST`. Only texts with references, and the texts that they refer to, are counted.
+    """Returns the number of characters of a setting or section after its references are resolved; for a
+    cycle, a number above `_LONGEST`. Only texts with references, and the texts that they refer to, are
+    counted.
 
     Args:
         name: the key of the setting or section.
-        within: the keys whose references are being resolved. Meeting one of them again reveals a cycle.
+        within: the keys whose references are being resolved. A reference to one of these keys closes a cycle.
     """
     length = 0
     for key in (name,) if name in texts else [key for key in texts if key.startswith(f"{name}.")]:
@@ -388,7 +391,7 @@ def _defaults_with_experts(tree: Mapping[str, object], defaults: Mapping[str, ob
     return {"max_preconditioner_dim": max(1024, width)}
 
 
-def _model(tree: Mapping[str, object]) -> ModelConfig | None:
+def _read_model(tree: Mapping[str, object]) -> ModelConfig | None:
     import json
 
     from pydantic import ValidationError
@@ -401,6 +404,6 @@ def _model(tree: Mapping[str, object]) -> ModelConfig | None:
         return None
 
 
-def _named(section: object) -> str:
+def _section_name(section: object) -> str:
     name = section.get("name") if isinstance(section, Mapping) else None
     return name if isinstance(name, str) else ""

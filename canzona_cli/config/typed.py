@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from canzona_cli.config.reading import adapter
 from canzona_cli.config.removed import REMOVED_VALUES
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
-from canzona_cli.config.settings import Setting, leaves, nested, sections, setting_of, settings
+from canzona_cli.config.settings import Setting, leaves, sections, setting_of, settings, tree_of
 from canzona_cli.config.tree import with_values
 from canzona_cli.config.unknown_keys import unknown_key
 from canzona_cli.errors import Problem, closest
@@ -37,7 +37,7 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
         where: the file of all other values, for messages.
     """
     hints = get_type_hints(RunConfig, include_extras=True)
-    problems = list(_unknown(tree, where))
+    problems = list(_unknown_key_problems(tree, where))
     parts: dict[str, object] = {}
     for field in fields(RunConfig):
         name = field.name
@@ -52,10 +52,12 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
             try:
                 parts[name] = adapter(kind).validate_json(json.dumps(value), strict=True)
             except ValidationError as error:
-                problems += _invalid(name, value, error, texts, where) if name in tree else [_missing_section(name)]
+                problems += (
+                    _section_problems(name, value, error, texts, where) if name in tree else [_missing_section(name)]
+                )
         elif settings()[name].required:
-            problems.append(_missing(name, where))
-    return _together(problems, where) or RunConfig(**parts)  # type: ignore[arg-type]
+            problems.append(_missing_value(name, where))
+    return _merge_missing_values(problems, where) or RunConfig(**parts)  # type: ignore[arg-type]
 
 
 def type_problems(tree: dict[str, object], texts: Mapping[str, str]) -> list[Problem]:
@@ -63,8 +65,8 @@ def type_problems(tree: dict[str, object], texts: Mapping[str, str]) -> list[Pro
     recipe.
 
     Args:
-        tree: the values. If they include optimizer settings but no optimizer, the name of one that has these
-            settings is added.
+        tree: the values. If they include optimizer settings but no optimizer, the name of an optimizer that
+            has these settings is added.
         texts: see `build`.
     """
     optimizer = tree.get("optimizer")
@@ -72,12 +74,12 @@ def type_problems(tree: dict[str, object], texts: Mapping[str, str]) -> list[Pro
         supporting = [settings()[f"optimizer.{name}"].optimizers for name in optimizer if name != "name"]
         optimizer.setdefault("name", next(iter(sorted(frozenset.intersection(*supporting) or {"muon"})), "muon"))
     built = build(tree, texts=texts, where="the command line")
-    return [problem for problem in built if _among(problem.key, texts)] if isinstance(built, list) else []
+    return [problem for problem in built if _concerns(problem.key, texts)] if isinstance(built, list) else []
 
 
 def stand_in(base: Mapping[str, object], values: Mapping[str, object], bad: Collection[str]) -> RunConfig | None:
-    """Returns the run with the recipe's values in place of bad ones, so that the other values can be checked
-    together.
+    """Returns the run with the recipe's values in place of those that are not valid, so that the other values
+    can be checked together.
 
     If the recipe's values are bad too, defaults replace them. Returns None if the run is still not valid.
 
@@ -86,8 +88,8 @@ def stand_in(base: Mapping[str, object], values: Mapping[str, object], bad: Coll
         values: the command line's values by dotted key.
         bad: the keys with problems.
     """
-    good = {key: value for key, value in values.items() if not _among(key, bad)}
-    without_bad = nested({key: value for key, value in leaves(base) if key not in bad})
+    good = {key: value for key, value in values.items() if not _concerns(key, bad)}
+    without_bad = tree_of({key: value for key, value in leaves(base) if key not in bad})
     for tree in (base, without_bad):
         config = build(with_values(tree, good, []), texts={}, where="")
         if isinstance(config, RunConfig):
@@ -95,13 +97,13 @@ def stand_in(base: Mapping[str, object], values: Mapping[str, object], bad: Coll
     return None
 
 
-def _among(key: str, keys: Collection[str]) -> bool:
-    """Returns True if a key equals one of `keys`, is an entry of one that is a mapping, or is a mapping with
-    one of them as an entry."""
+def _concerns(key: str, keys: Collection[str]) -> bool:
+    """Returns True if `keys` contains this key, the mapping of which it is an entry, or an entry of the
+    mapping that it names."""
     return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
 
-def _together(problems: list[Problem], where: str) -> list[Problem]:
+def _merge_missing_values(problems: list[Problem], where: str) -> list[Problem]:
     """Merges all problems about missing values into one if even the model is missing, because the recipe then
     probably lacks its `defaults:` list; otherwise returns the problems unchanged."""
     absent = [problem for problem in problems if problem.reason.startswith((_NO_VALUE, _NOT_CHOSEN, _NOT_SET))]
@@ -115,27 +117,27 @@ def _together(problems: list[Problem], where: str) -> list[Problem]:
     ]
 
 
-def _invalid(
+def _section_problems(
     name: str, value: object, error: ValidationError, texts: Mapping[str, str], where: str
 ) -> Iterator[Problem]:
-    """Yields a problem for each value of a section that pydantic refused; only one for each list or mapping
-    entry."""
+    """Yields a problem for each value of a section that pydantic refused. A list, or an entry of a mapping,
+    gets only one problem."""
     lists = set()
     for detail in error.errors(include_url=False):
         location, entry = detail["loc"], detail["input"]
         key = ".".join([name, *(str(part) for part in location[:1])])
         setting = setting_of(key)
         if len(location) <= 1 or (setting is not None and setting.kind == "choice"):
-            yield _explained(key, detail["type"], entry, texts, where)
+            yield _explain(key, detail["type"], entry, texts, where)
             continue
         inner = value[location[0]] if isinstance(value, Mapping) else value
         if isinstance(inner, Mapping):
             key, inner = f"{key}.{location[1]}", inner[location[1]]
         if key not in lists:
             lists.add(key)
-            bound = _bound(detail["type"], detail.get("ctx", {}), entry)
+            bound = _bound_text(detail["type"], detail.get("ctx", {}), entry)
             reason = f"contains {entry}, which must be {bound}" if bound else ""
-            yield _bad_inside(key, inner, reason, texts, where)
+            yield _bad_entry(key, inner, reason, texts, where)
 
 
 _BOUNDS = {
@@ -147,7 +149,7 @@ _BOUNDS = {
 """The bound that each pydantic error type reports: pydantic's name for it, and the words used in messages."""
 
 
-def _bound(error: str, context: Mapping[str, float], value: float) -> str:
+def _bound_text(error: str, context: Mapping[str, float], value: float) -> str:
     """Describes the bound that a number in a list or mapping violates; returns an empty text for other
     errors."""
     if error not in _BOUNDS:
@@ -183,7 +185,7 @@ def _bad_optimizer(tree: Mapping[str, object], texts: Mapping[str, str]) -> Prob
     return _not_a_choice(settings()["optimizer.name"], name)
 
 
-def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
+def _unknown_key_problems(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
     """Yields a problem for each key that is not a setting, or not a setting of the run's optimizer."""
     known, in_section = settings(), sections()
     variant = _optimizer_type(tree)
@@ -199,10 +201,10 @@ def _unknown(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
             yield unknown_key(key, shown, where=f" (in {where})")
 
 
-def _explained(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
+def _explain(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
     """Converts a pydantic error about a setting to a problem with a reason and a fix."""
     if error == "missing":
-        return _missing(key, where)
+        return _missing_value(key, where)
     setting = settings()[key]
     shown = texts.get(key, value)
     if setting.kind == "choice":
@@ -213,7 +215,7 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
     if error in _BOUNDS:
         return _out_of_range(setting, value, shown, place)
     if setting.kind == "list":
-        return _bad_inside(key, value, "", texts, where)
+        return _bad_entry(key, value, "", texts, where)
     null = _OR_NULL if setting.optional else ""
     integral = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
     expected, fix = {
@@ -225,7 +227,7 @@ def _explained(key: str, error: str, value: object, texts: Mapping[str, str], wh
     return Problem(key=key, value=shown, reason=f"is {_type_words(value)}, not {expected}{place}", fix=fix)
 
 
-def _bad_inside(key: str, value: object, reason: str, texts: Mapping[str, str], where: str) -> Problem:
+def _bad_entry(key: str, value: object, reason: str, texts: Mapping[str, str], where: str) -> Problem:
     """Returns a problem for a list with a bad entry, or for a mapping's entry with a bad value.
 
     Args:
@@ -252,7 +254,7 @@ def _not_a_choice(setting: Setting, value: object) -> Problem:
     return Problem(key=setting.key, value=value, reason="is not one of its choices", fix=fix)
 
 
-def _missing(key: str, where: str) -> Problem:
+def _missing_value(key: str, where: str) -> Problem:
     return Problem(key=key, reason=f"{_NO_VALUE} (in {where})", fix=_example(settings()[key]))
 
 

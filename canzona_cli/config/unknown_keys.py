@@ -141,9 +141,9 @@ it between dots or underscores; a word with underscores matches the part of a na
 fix, `{}` is replaced by the matching word."""
 
 
-def instead(name: str) -> Problem | None:
-    """Returns a problem with advice for the name, dotted or not, of a feature that canzona does not have;
-    None for any other name."""
+def missing_feature_problem(name: str) -> Problem | None:
+    """Returns a problem with advice if `name`, dotted or not, is that of a feature that canzona does not
+    have; otherwise None."""
     flat = name.replace("-", "_").lower()
     words, last = {*flat.replace(".", "_").split("_")}, flat.rpartition(".")[2]
     if {flat, last} & RENAMED.keys():
@@ -163,7 +163,7 @@ def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
         example = f"{key}.{min(names)}"
         reason = f"is a section{where}, not a setting"
         return Problem(key=key, value=text, reason=reason, fix=f"for example {example}=VALUE")
-    if (answer := instead(key)) is not None:
+    if (answer := missing_feature_problem(key)) is not None:
         return replace(answer, value=text, reason=f"{answer.reason}{where}")
     group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
     hint = group or closest_key(key)
@@ -177,7 +177,7 @@ def as_override(option: str, value: str, *, exact: bool) -> str | None:
 
     Args:
         value: the option's value; empty if it has none.
-        exact: accept only exact names of settings, not similar ones.
+        exact: True accepts only the exact names of settings; False also accepts similar names.
     """
     word = option.lstrip("-").replace("-", "_").lower()
     key = word if word in GROUPS else exact_key(word)
@@ -191,7 +191,7 @@ def as_override(option: str, value: str, *, exact: bool) -> str | None:
     return f"{key}={value or placeholder}"
 
 
-NEAR = 0.8
+MIN_SIMILARITY = 0.8
 """The minimum similarity, from 0 to 1, of a key that is suggested for an unknown one."""
 
 
@@ -231,4 +231,4 @@ def closest_key(key: str) -> str | None:
         score = max(entire, 0.9 * word + 0.1 * SequenceMatcher(None, given_section, section).ratio())
         if score > best_score:
             best, best_score = name, score
-    return best if best_score >= NEAR else None
+    return best if best_score >= MIN_SIMILARITY else None

@@ -37,36 +37,14 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         training: False if the run is only planned. The plan is then made for any strategy, so a plan's
             settings have an effect.
     """
-    execution, strategy = config.execution, config.engine.strategy
-    if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
-        yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
-    unplanned = training and execution is not Execution.PLANNED
-    if unplanned:
-        why = _no_plan(config)
-        for key in ("layout", "alpha", "grouping", "mode", "c_max_mib", "reduction", "exchange_dtype", "plan"):
-            if f"engine.{key}" in explicit:
-                yield f"engine.{key} is ignored: {why}, which does not use a plan"
-        for key in ("stack", "graph"):
-            if f"optimizer.{key}" in explicit and not execution.ours:
-                yield f"optimizer.{key} is ignored: {why}, which runs Megatron's own optimizer"
-        if execution is Execution.ADAMW and "engine.splitting" in explicit:
-            yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
-    elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
-        yield "optimizer.graph is ignored: CUDA graphs need GPUs"
-    if isinstance(config.optimizer, CustomConfig) and "optimizer" in explicit:
-        if "optimizer.lr" not in explicit:
-            rate = f"optimizer.lr={config.optimizer.lr:g}"
-            yield f"{rate} comes from the recipe and was not chosen for your optimizer: set optimizer.lr"
-        if "optimizer.cost_like" not in explicit:
-            like = config.optimizer.cost_like
-            yield f"plans price your optimizer like {like}: set optimizer.cost_like to the most similar optimizer"
-    if config.optimizer.lr > (highest := config.optimizer.PLAUSIBLE_LR):
-        name = config.optimizer.name
-        yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name}, training will probably diverge"
+    yield from _plan_warnings(config, explicit, training=training)
+    yield from _optimizer_warnings(config, explicit)
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
+    unplanned = training and config.execution is not Execution.PLANNED
     for key, only in (("layout", "contiguous"), ("grouping", "greedy")):
-        if strategy == "paper" and not unplanned and f"engine.{key}" in explicit and vars(config.engine)[key] != only:
+        has_other_value = f"engine.{key}" in explicit and vars(config.engine)[key] != only
+        if config.engine.strategy == "paper" and not unplanned and has_other_value:
             yield f"engine.{key} is ignored: engine.strategy is paper, which always uses {only}"
     tp = config.parallel.tp
     if tp == 1 and "engine.exchange_dtype" in explicit and not unplanned:
@@ -80,6 +58,38 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
             yield f"train.{key} is ignored: train.sample_every is 0"
     if "train.eval_batches" in explicit and config.train.eval_interval == 0:
         yield "train.eval_batches is ignored: train.eval_interval is 0"
+
+
+def _plan_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[str]:
+    """Yields the warnings about settings of the engine and the plan that this run does not use."""
+    execution = config.execution
+    if execution is Execution.ADAMW and explicit & {"engine", "engine.strategy"}:
+        yield "engine.strategy is ignored: with optimizer=adamw Megatron's DistributedOptimizer updates everything"
+    if training and execution is not Execution.PLANNED:
+        why = _no_plan(config)
+        for key in ("layout", "alpha", "grouping", "mode", "c_max_mib", "reduction", "exchange_dtype", "plan"):
+            if f"engine.{key}" in explicit:
+                yield f"engine.{key} is ignored: {why}, which does not use a plan"
+        for key in ("stack", "graph"):
+            if f"optimizer.{key}" in explicit and not execution.ours:
+                yield f"optimizer.{key} is ignored: {why}, which runs Megatron's own optimizer"
+        if execution is Execution.ADAMW and "engine.splitting" in explicit:
+            yield "engine.splitting is ignored: optimizer is adamw, which updates element by element"
+    elif config.cluster.device == "cpu" and getattr(config.optimizer, "graph", False) is True:
+        yield "optimizer.graph is ignored: CUDA graphs need GPUs"
+
+
+def _optimizer_warnings(config: RunConfig, explicit: frozenset[str]) -> Iterator[str]:
+    if isinstance(config.optimizer, CustomConfig) and "optimizer" in explicit:
+        if "optimizer.lr" not in explicit:
+            rate = f"optimizer.lr={config.optimizer.lr:g}"
+            yield f"{rate} comes from the recipe and was not chosen for your optimizer: set optimizer.lr"
+        if "optimizer.cost_like" not in explicit:
+            like = config.optimizer.cost_like
+            yield f"plans price your optimizer like {like}: set optimizer.cost_like to the most similar optimizer"
+    if config.optimizer.lr > (highest := config.optimizer.PLAUSIBLE_LR):
+        name = config.optimizer.name
+        yield f"optimizer.lr={config.optimizer.lr:g} is above {highest:g}: with {name}, training will probably diverge"
 
 
 def _no_plan(config: RunConfig) -> str:

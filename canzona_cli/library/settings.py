@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from canzona_cli.cluster.search import fill, possible_layouts
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import PLANNED
-from canzona_cli.config.overrides import key_of, written
+from canzona_cli.config.overrides import key_of, override_text
 from canzona_cli.config.schema import Device, Layout, RunConfig
 from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.errors import Problem, Unsupported, refuse
@@ -61,7 +61,7 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
     loop = dict([*_model(caller), *_layout(caller), *_optimizer(caller, settings), *_training(caller)])
     chosen = [*_chosen(settings, loop, caller.device)]
     chosen_keys = set(map(key_of, chosen))
-    fixed = [f"{key}={written(value)}" for key, value in loop.items() if key not in chosen_keys]
+    fixed = [f"{key}={override_text(value)}" for key, value in loop.items() if key not in chosen_keys]
     composed = compose_run([f"recipe={_RECIPE}", *chosen, *fixed])
     config = composed.config
     refuse(_engine_problems(config, caller.device))

@@ -23,7 +23,7 @@ from torch.autograd.function import FunctionCtx
 
 from canzona_cli.cluster.machine import missing_for_compiling
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
-from canzona_cli.config.stages import counted
+from canzona_cli.config.stages import count_parts_as_layers
 from canzona_cli.megatron import dense, moe
 from canzona_cli.megatron.experts import RoutingMeter, leave_routers_to_adamw
 from canzona_cli.megatron.parallel import World
@@ -59,7 +59,7 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
     model, layout, train = config.model, world.layout, config.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
     on_gpu = world.device.type == "cuda"
-    as_layers = counted(model.num_layers, layout.pp * layout.vpp)
+    as_layers = count_parts_as_layers(model.num_layers, layout.pp * layout.vpp)
     assert as_layers is not None
     recompute_settings: dict[Recompute, dict[str, object]] = {
         "none": {},

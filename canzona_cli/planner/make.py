@@ -16,7 +16,7 @@ from typing import Final
 
 from canzona_cli.config.execution import PLANNED
 from canzona_cli.config.schema import Execution, Layout, RunConfig
-from canzona_cli.config.settings import affecting
+from canzona_cli.config.settings import settings_affecting
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import GIB, capacity, element_bytes, headroom, spare_bytes
 from canzona_cli.costs.sharing import shares
@@ -48,11 +48,11 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
     Args:
         shapes: the user's own shapes if these are planned instead of `config.model`.
     """
-    affecting_model = {name: getattr(config.model, name) for name in affecting(PLAN, "model")}
+    affecting_model = {name: getattr(config.model, name) for name in settings_affecting(PLAN, "model")}
     model: dict[str, Scalar] = {
         name: value for name, value in affecting_model.items() if name not in _LATER or value != _LATER[name]
     }
-    profile = {name: getattr(config.cluster, name) for name in affecting(PLAN, "cluster")}
+    profile = {name: getattr(config.cluster, name) for name in settings_affecting(PLAN, "cluster")}
     return Subject(
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
         layout=layout.mesh,

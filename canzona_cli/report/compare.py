@@ -9,7 +9,7 @@ from functools import partial
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.config.overrides import written
+from canzona_cli.config.overrides import override_text
 from canzona_cli.report.charts import phase_bar, step_bars
 from canzona_cli.report.curves import Curve, Curves, SideBySide, loss_curve
 from canzona_cli.report.document import Document, sections
@@ -107,7 +107,7 @@ def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
 def setting_value(value: object) -> str:
     """Returns a value as a user types it; shortens a long list to its number of entries, and cuts other long
     text."""
-    shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else written(value))
+    shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else override_text(value))
     if len(shown) <= _LONGEST_VALUE:
         return shown
     return f"{len(value)} entries" if isinstance(value, tuple) else f"{shown[: _LONGEST_VALUE - 3]}..."

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.config.overrides import written
+from canzona_cli.config.overrides import override_text
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import leaves
 from canzona_cli.costs.memory import GIB
@@ -246,7 +246,7 @@ def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[RenderableT
 
 
 def _setting(value: object) -> str:
-    return json_text(value) if isinstance(value, dict | list | tuple) else written(value)
+    return json_text(value) if isinstance(value, dict | list | tuple) else override_text(value)
 
 
 def _folded_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Html:

@@ -20,7 +20,7 @@ from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.megatron_arguments import saved_arguments
 from canzona_cli.config.megatron_run import MegatronRun
 from canzona_cli.config.megatron_translation import translated
-from canzona_cli.config.overrides import key_of, written
+from canzona_cli.config.overrides import key_of, override_text
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import settings as all_settings
 from canzona_cli.config.settings import value_of
@@ -137,8 +137,8 @@ def _setting_problems(folder: TorchDistFolder, ours: RunConfig, theirs: RunConfi
     for key in facts:
         value, stored = value_of(ours, key), value_of(theirs, key)
         if value != stored:
-            reason = f"is {written(stored)} in {folder.path}"
-            yield Problem(key=key, value=value, reason=reason, fix=f"{key}={written(stored)}")
+            reason = f"is {override_text(stored)} in {folder.path}"
+            yield Problem(key=key, value=value, reason=reason, fix=f"{key}={override_text(stored)}")
 
 
 def _tensor_problems(folder: TorchDistFolder, theirs: RunConfig) -> list[Problem]:

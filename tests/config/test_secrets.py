@@ -5,7 +5,14 @@ import sys
 
 import pytest
 
-from canzona_cli.config.secrets import HIDDEN, RedactingFormatter, redacted, secret_name, secret_problems, shown_value
+from canzona_cli.config.secrets import (
+    HIDDEN,
+    RedactingFormatter,
+    is_secret_name,
+    redacted,
+    secret_problems,
+    shown_value,
+)
 
 SECRETS = (
     "hf_AbCdEfGhIjKlMnOpQrStUvWx",
@@ -25,18 +32,26 @@ SECRETS = (
     ],
 )
 def test_names_of_secrets(name: str) -> None:
-    assert secret_name(name)
+    assert is_secret_name(name)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *("tokenizer", "batch_tokens", "tokenizer_vocab_size", "num_key_value_heads", "monkey", "keyboard", "key_dim"),
-        *("TOKENIZERS_PARALLELISM", "SSH_KEY_PATH", "secret_name", "TOKEN_COUNT", "password_file", "SSH_AUTH_SOCK", ""),
+        *(
+            "TOKENIZERS_PARALLELISM",
+            "SSH_KEY_PATH",
+            "secret_name",
+            "TOKEN_COUNT",
+            "password_file",
+            "SSH_AUTH_SOCK",
+            "",
+        ),
     ],
 )
 def test_names_of_other_things(name: str) -> None:
-    assert not secret_name(name)
+    assert not is_secret_name(name)
 
 
 @pytest.mark.parametrize("secret", SECRETS)

@@ -13,7 +13,7 @@ from canzona_cli.config.compose import compose_run
 from canzona_cli.config.overrides import parse_overrides
 from canzona_cli.config.recipes import GROUPS
 from canzona_cli.config.schema import OPTIMIZERS, Layout, RunConfig
-from canzona_cli.config.settings import Setting, affecting, settings
+from canzona_cli.config.settings import Setting, settings, settings_affecting
 from canzona_cli.config.typed import build
 from canzona_cli.config.unknown_keys import RENAMED, closest_key, unknown_key
 from canzona_cli.fields import CURVE, LAYOUT, MODEL, NOTHING, OPTIMIZER, PLAN, SPREAD, Range
@@ -166,10 +166,10 @@ def test_a_resumed_run_is_judged_by_what_its_settings_say() -> None:
 
 
 def test_the_effects_that_matter_most_are_said() -> None:
-    assert {"optimizer.lr", "train.seed", "schedule.decay", "data.source"} <= {*affecting(CURVE)}
-    assert {"engine.strategy", "gpus", "cluster.nodes"} <= {*affecting(SPREAD)}
-    assert {"num_layers", "qk_norm"} <= {*affecting(MODEL, "model")}
-    assert affecting(LAYOUT) == ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep")
+    assert {"optimizer.lr", "train.seed", "schedule.decay", "data.source"} <= {*settings_affecting(CURVE)}
+    assert {"engine.strategy", "gpus", "cluster.nodes"} <= {*settings_affecting(SPREAD)}
+    assert {"num_layers", "qk_norm"} <= {*settings_affecting(MODEL, "model")}
+    assert settings_affecting(LAYOUT) == ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep")
 
 
 @pytest.mark.parametrize(("name", "key"), RENAMED.items())

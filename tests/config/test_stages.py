@@ -6,7 +6,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from canzona_cli.config.schema import Mesh
-from canzona_cli.config.stages import chunk_layers, counted, most_layers, possible_pp, possible_vpp, stage_layers
+from canzona_cli.config.stages import (
+    chunk_layers,
+    count_parts_as_layers,
+    most_layers,
+    possible_pp,
+    possible_vpp,
+    stage_layers,
+)
 
 
 def mesh(pp: int, vpp: int = 1) -> Mesh:
@@ -37,7 +44,7 @@ def test_every_layer_is_where_megatron_builds_it(layers: int) -> None:
     for pp in possible_pp(layers):
         in_stages = set()
         for vpp in possible_vpp(layers, pp):
-            way, cut = counted(layers, pp * vpp), mesh(pp, vpp)
+            way, cut = count_parts_as_layers(layers, pp * vpp), mesh(pp, vpp)
             assert way is not None
             theirs = TransformerConfig(
                 num_layers=layers,
@@ -62,7 +69,7 @@ def test_every_layer_is_where_megatron_builds_it(layers: int) -> None:
 
 def test_what_cannot_be_cut_is_not_among_the_possible() -> None:
     assert possible_pp(36) == (1, 2, 3, 4, 6, 9, 12, 18, 19, 36)
-    assert counted(36, 8) is None
-    assert counted(4, 6) is None, "the first and the last stage would have no layer"
+    assert count_parts_as_layers(36, 8) is None
+    assert count_parts_as_layers(4, 6) is None, "the first and the last stage would have no layer"
     assert possible_vpp(126, 8) == (1, 2, 4, 8)
     assert possible_vpp(126, 1) == (1,)

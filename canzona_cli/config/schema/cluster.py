@@ -34,7 +34,7 @@ class HashedOnce:
 
     def __hash__(self) -> int:
         if "_hash" not in self.__dict__:
-            hashed = [each.name for each in fields(self) if each.hash is not False]  # type: ignore[arg-type]
+            hashed = [field.name for field in fields(self) if field.hash is not False]  # type: ignore[arg-type]
             self.__dict__["_hash"] = hash(tuple(getattr(self, name) for name in hashed))
         return int(self.__dict__["_hash"])
 
