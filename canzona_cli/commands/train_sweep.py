@@ -42,8 +42,9 @@ def sweep(
         requests: the stop requests of signals, which raise exceptions while no run trains.
 
     Raises:
-        CanzonaError: a run cannot be composed. No run has been started. typer.Exit: a run failed or the sweep
-            was stopped. The exit code is the largest exit code of the runs, or that of the stop.
+        CanzonaError: a run cannot be composed; no run has been started.
+        typer.Exit: a run failed or the sweep was stopped. The exit code is the largest exit code of the runs,
+            or the exit code of the stop.
     """
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
     root = _root(runs, step)

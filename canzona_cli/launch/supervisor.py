@@ -2,12 +2,12 @@
 at the end.
 
 - On a request to stop (`canzona_cli.launch.stop`), the launcher writes the file `stop` into the run
-directory. The workers finish their current step, save, and end. torchrun gets no signal, and ignores the
-signals that a batch system sends to every process. - The process tree is killed at once if training has not
-begun (there is nothing to save), on a second Ctrl-C (a third one during a save), or if the workers neither
-end nor write a checkpoint within the grace period. - If the ranks hang (`canzona_cli.launch.hang`), they
-write their stacks to their logs and are killed. - If the launcher itself is killed, the kernel kills torchrun
-and then the workers (`canzona_cli.run.orphan`).
+  directory. The workers finish their current step, save, and end. torchrun gets no signal, and ignores the
+  signals that a batch system sends to every process.
+- The process tree is killed at once if training has not begun (there is nothing to save), on a second Ctrl-C
+  (a third one during a save), or if the workers neither end nor write a checkpoint within the grace period.
+- If the ranks hang (`canzona_cli.launch.hang`), they write their stacks to their logs and are killed.
+- If the launcher itself is killed, the kernel kills torchrun and then the workers (`canzona_cli.run.orphan`).
 """
 
 import time

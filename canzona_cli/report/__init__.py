@@ -1,13 +1,17 @@
 """The terminal views and HTML pages of all commands. A file is named after the command that shows its views.
 
-| file | contents | | --- | --- | | `page`, `tables` | the parts of all views: wrapped lines and tables | |
-`charts`, `curves` | charts, drawn with characters in a terminal and as SVG in an HTML page | | `markup`,
-`document` | the HTML page of a view (`--html`), with the same text | | `header` | the description of a run,
-shared by all commands | | `errors` | the error messages of all commands | | `train*` | `canzona train`: the
-live view, plain lines for pipes, the dry run | | `run`, `run_page`, `compare`, `run_trace` | `canzona
-report`: a run, its breakdown and trace, and comparisons | | `plan`, `layouts`, `beside_megatron` | `canzona
-plan`, and `canzona recipes layouts` | | `machines` | `canzona clusters` and `canzona doctor` | | `bench*`,
-`tune`, `checkpoint`, `calibrate`, `data` | the command of that name |
+| file | contents |
+| --- | --- |
+| `page`, `tables` | the parts of all views: wrapped lines and tables |
+| `charts`, `curves` | charts, drawn with characters in a terminal and as SVG in an HTML page |
+| `markup`, `document` | the HTML page of a view (`--html`), with the same text |
+| `header` | the description of a run, shared by all commands |
+| `errors` | the error messages of all commands |
+| `train*` | `canzona train`: the live view, plain lines for pipes, the dry run |
+| `run`, `run_page`, `compare`, `run_trace` | `canzona report`: a run, its breakdown and trace, and comparisons |
+| `plan`, `layouts`, `beside_megatron` | `canzona plan`, and `canzona recipes layouts` |
+| `machines` | `canzona clusters` and `canzona doctor` |
+| `bench*`, `tune`, `checkpoint`, `calibrate`, `data` | the command of that name |
 
 Most views only show results that were computed elsewhere. The exceptions are: `layouts` plans and searches,
 `checkpoint` reads and verifies checkpoints, `header` counts matrices, and `run_page` and `run_trace` read run
