@@ -48,7 +48,7 @@ def calibrate(
     from canzona_cli.calibrate.calibrate import calibrate as measure
     from canzona_cli.calibrate.profile import FULL, QUICK
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.report.calibrate import CalibrationView, Progress, closing
+    from canzona_cli.report.calibrate import CalibrationView, Progress, closing_lines
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
     warn_about(composed, training=False)
@@ -68,7 +68,7 @@ def calibrate(
     else:
         console = Console(highlight=False)
         console.print(CalibrationView(calibration=calibration, config=config))
-        for line in closing(calibration, config, written):
+        for line in closing_lines(calibration, config, written):
             console.print(line, soft_wrap=True)
     if calibration.outcome.exit_code:
         raise typer.Exit(calibration.outcome.exit_code)

@@ -37,9 +37,9 @@ def list_(where: Where = None, as_json: AsJson = False) -> None:
     Reads only manifests and file sizes; `canzona checkpoint verify` reads everything.
     """
     from canzona_cli.checkpoint.store import choose
-    from canzona_cli.report.checkpoint import Listing
+    from canzona_cli.report.checkpoint import CheckpointListView
 
-    listing = Listing(choose(where))
+    listing = CheckpointListView(choose(where))
     show_page(listing.as_json() if as_json else listing)
 
 
@@ -68,12 +68,12 @@ def show(where: Where = None, as_json: AsJson = False) -> None:
     """Show what the newest or a given checkpoint contains."""
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.errors import CheckpointInvalid
-    from canzona_cli.report.checkpoint import Content
+    from canzona_cli.report.checkpoint import CheckpointView
 
     checkpoint = choose(where).newest
     if checkpoint.manifest is None:
         raise CheckpointInvalid(*checkpoint.problems)
-    content = Content(checkpoint=checkpoint, manifest=checkpoint.manifest)
+    content = CheckpointView(checkpoint=checkpoint, manifest=checkpoint.manifest)
     show_page(content.as_json() if as_json else content)
 
 

@@ -68,7 +68,7 @@ def _batches(text: str | None) -> int | Literal["all"] | None:
     """Parses `--batches`: a positive number, `all`, or None.
 
     Raises:
-        ConfigError: the text is anything else.
+        ConfigError: the text is none of these.
     """
     if text is None:
         return None

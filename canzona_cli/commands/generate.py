@@ -84,13 +84,13 @@ def generate(
     writer = _writer(checkpoint, tokenizer, None if device == "auto" else device)
     from canzona_cli.huggingface.generating import Choosing
 
-    how = Choosing(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    choosing = Choosing(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if prompt is None:
-        _converse(writer, how)
+        _converse(writer, choosing)
         return
     if not as_json:
         typer.echo(prompt, nl=False)
-    written = writer.go_on(prompt, how, aloud=not as_json)
+    written = writer.go_on(prompt, choosing, aloud=not as_json)
     if written.too_long:
         typer.echo("note: the text is longer than the sequences that the model was trained on", err=True)
     if as_json:
@@ -103,8 +103,8 @@ def generate(
 
 
 def _silence_teardown() -> None:
-    """Discards further output to standard error: libraries that transformers imports, such as Triton, report
-    leaks of their bindings while Python shuts down."""
+    """Discards further output to standard error, because libraries that transformers imports, such as Triton,
+    report leaks of their bindings while Python shuts down."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
@@ -143,7 +143,7 @@ def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Dev
         return Writer(reader, tokenizer_files, dtype=dtype, device=device, seq_length=length, on_bytes=on_bytes)
 
 
-def _converse(writer: "Writer", how: "Choosing") -> None:
+def _converse(writer: "Writer", choosing: "Choosing") -> None:
     """Generates a text for every line of standard input."""
     shows_prompt = sys.stdin.isatty()
     while True:
@@ -152,4 +152,4 @@ def _converse(writer: "Writer", how: "Choosing") -> None:
         line = sys.stdin.readline()
         if not line:
             return
-        writer.go_on(line.rstrip("\n"), how, aloud=True)
+        writer.go_on(line.rstrip("\n"), choosing, aloud=True)

@@ -1,4 +1,5 @@
-"""Suggestions for options and commands that do not exist. Imported only if the command line has one."""
+"""Suggests replacements for options and commands that do not exist. This module is imported only if the
+command line has such a word."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -35,9 +36,10 @@ _OTHER_WORDS = {
     "verify": "checkpoint verify",
     "version": "--version",
 }
-"""canzona's commands, by names in other programs and by names of canzona's subcommands."""
+"""canzona's commands, by the names of such commands in other programs, and of canzona's subcommands."""
 _LEAVE_OUT = "leave it out"
-"""The advice for a setting that canzona does not have. It makes no sense for a command."""
+"""The fix for a setting that canzona does not have. It makes no sense for a command, so `other_command`
+replaces it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +53,23 @@ class Command:
     takes_overrides: bool
 
 
-def other_options(command: Command, words: Sequence[str], unread: str) -> list[Problem]:
+def other_options(command: Command, words: Sequence[str], unknown: str) -> list[Problem]:
     """Suggests a replacement for each option that the command does not have.
 
     Args:
         words: the arguments after the command's name.
-        unread: the unknown option that the parser found first, as the parser names it.
+        unknown: the first unknown option, as the parser names it.
     """
     options = []
     for index, word in enumerate(words):
         option, equals, value = word.partition("=")
-        if option != unread and (not option.startswith("--") or len(option) == 2 or option in command.options):
+        if option != unknown and (not option.startswith("--") or len(option) == 2 or option in command.options):
             continue
-        after = words[index + 1] if index + 1 < len(words) else ""
-        if not equals and not after.startswith("-") and "=" not in after:
-            value = after
+        next_word = words[index + 1] if index + 1 < len(words) else ""
+        if not equals and not next_word.startswith("-") and "=" not in next_word:
+            value = next_word
         options.append(_other_option(command, option, value))
-    return options or [_other_option(command, unread, "")]
+    return options or [_other_option(command, unknown, "")]
 
 
 def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
@@ -79,10 +81,9 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
     """
     word, *after = words
     reason = "there is no such command"
-    answer = missing_feature_problem(word)
-    if answer is not None:
-        reason, (first, _, rest) = answer.reason, answer.fix.partition("; ")
-        fix = answer.fix if first != _LEAVE_OUT else rest or "see canzona --help"
+    if (missing := missing_feature_problem(word)) is not None:
+        first, _, rest = missing.fix.partition("; ")
+        reason, fix = missing.reason, missing.fix if first != _LEAVE_OUT else rest or "see canzona --help"
     elif word == "help":
         fix = f"write canzona {shlex.join([*after[:1], '--help'])}"
     elif "=" in word or word.endswith((".yaml", ".yml")):
@@ -95,8 +96,8 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
 
 
 def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
-    """Returns the problem with arguments that the parser refuses: there is no such subcommand, an argument is
-    missing, there are too many, or a value is not valid.
+    """Returns the problem with arguments that the parser refuses: an unknown subcommand, a missing argument,
+    too many arguments, or a value that is not valid.
 
     Args:
         context: the parser's context of the command.

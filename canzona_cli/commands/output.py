@@ -1,4 +1,5 @@
-"""The output of commands (JSON, pages of text, warnings on standard error) and the options that they share.
+"""Prints the output of commands (JSON, pages of text, warnings on standard error), and defines the options
+that commands share.
 
 Imports rich only to print, so that help stays fast.
 """
@@ -24,7 +25,7 @@ from canzona_cli.config.completion import complete_override
 
 
 def show(content: "Mapping[str, object] | RenderableType") -> None:
-    """Prints a mapping as JSON, anything else with rich."""
+    """Prints a mapping as JSON, and anything else with rich."""
     if isinstance(content, Mapping):
         from canzona_cli.run.words import json_text
 
@@ -41,8 +42,8 @@ def warn(warnings: Iterable[str], printed: set[str] | None = None) -> None:
     """Prints each distinct warning as a yellow line on standard error.
 
     Args:
-        printed: the warnings that have already been printed and are not repeated; new warnings are added to
-            it.
+        printed: the warnings that have already been printed, which are not repeated. The new warnings are
+            added to the set.
     """
     for warning in dict.fromkeys(warnings):
         if printed is None or warning not in printed:
@@ -52,7 +53,7 @@ def warn(warnings: Iterable[str], printed: set[str] | None = None) -> None:
 
 
 def warn_about(composed: "Composed", *notes: str, training: bool = True, printed: set[str] | None = None) -> None:
-    """Prints the warnings of a composed run and of its cluster profile, and `notes`, except those in
+    """Prints the warnings about a composed run and its cluster profile, and the `notes`, except those in
     `printed`."""
     from canzona_cli.cluster.profiles import profile_warnings
 
@@ -61,10 +62,10 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True, printed
 
 
 def check_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
-    """Checks the data of a run before training, prints warnings about the data, and returns the corpus.
+    """Checks a run's data before training and prints warnings about them. Returns the corpus; None if the
+    data needed no check: the standard library's sources with a built-in tokenizer.
 
-    Returns None for the standard library's sources with a built-in tokenizer, which need no check. For a
-    custom optimizer, prints a note that its code is not tested here.
+    For a custom optimizer, also prints a note that its code is not tested here.
 
     Raises:
         ConfigError: see `canzona_cli.data.corpus.check_data`.
@@ -115,7 +116,7 @@ def write_out(path: Path, text: str, fix: str) -> None:
     """Writes the file of `--out`.
 
     Args:
-        fix: the fix to show if the file cannot be written.
+        fix: the fix in the error if the file cannot be written.
 
     Raises:
         EnvironmentProblem: the file cannot be written.
@@ -141,7 +142,7 @@ def write_page(path: Path, page: "Document") -> None:
 
 
 def overrides_argument(help: str) -> ArgumentInfo:
-    """Returns the argument `KEY=VALUE ...` with shell completion."""
+    """Returns the command-line argument `KEY=VALUE ...`, with shell completion."""
     argument: ArgumentInfo = typer.Argument(
         metavar="KEY=VALUE", help=help, autocompletion=complete_override, show_default=False
     )
@@ -149,7 +150,8 @@ def overrides_argument(help: str) -> ArgumentInfo:
 
 
 def option_argument(group: str, help: str) -> ArgumentInfo:
-    """Returns the argument `NAME`, an option of a recipe group such as `cluster`, with shell completion."""
+    """Returns the command-line argument `NAME`, an option of a recipe group such as `cluster`, with shell
+    completion."""
 
     def complete(incomplete: str) -> list[str]:
         return [word.removeprefix(f"{group}=") for word in complete_override(f"{group}={incomplete}")]

@@ -130,9 +130,9 @@ def plan(
     if shapes_file is not None:
         config = with_shapes(config, shapes_file)
     if layouts:
-        from canzona_cli.report.layouts import layouts_of
+        from canzona_cli.report.layouts import fastest_layouts
 
-        fastest = layouts_of(config, verbose=verbose)
+        fastest = fastest_layouts(config, verbose=verbose)
         show(fastest.as_json() if json else fastest)
         return
     config, layout = resolve(config)

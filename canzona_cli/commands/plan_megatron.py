@@ -1,4 +1,5 @@
-"""`canzona plan --from-megatron`: the optimizer's cost in a run of Megatron-LM, next to canzona's plan."""
+"""`canzona plan --from-megatron`: shows the optimizer's cost in a run of Megatron-LM, next to canzona's
+plan."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,10 +37,10 @@ def show_beside_megatron(
         raise ConfigError(*map(run.by_argument, error.problems)) from None
     warn_about(composed, *notes, training=False)
     command = run.command(composed.config, user_overrides, recipes_dirs)
-    beside = beside_megatron(run, fill(config, layout), layout, command)
+    comparison = beside_megatron(run, fill(config, layout), layout, command)
     if json:
-        show(beside.as_json())
+        show(comparison.as_json())
         return
     from canzona_cli.report.beside_megatron import BesideMegatronView
 
-    show(BesideMegatronView(beside=beside, verbose=verbose))
+    show(BesideMegatronView(beside=comparison, verbose=verbose))

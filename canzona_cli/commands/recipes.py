@@ -186,7 +186,7 @@ def layouts(
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes
     from canzona_cli.model.families import parameter_count
-    from canzona_cli.report.layouts import layouts as layouts_of_size
+    from canzona_cli.report.layouts import layouts_by_gpus
 
     dirs = recipes_dir or ()
     recipes = names or [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]
@@ -194,15 +194,15 @@ def layouts(
     if not names:
         configs.sort(key=lambda config: parameter_count(config.model).total)
     if as_json:
-        show_page({"version": JSON_VERSION, "recipes": [layouts_of_size(config).as_json() for config in configs]})
+        show_page({"version": JSON_VERSION, "recipes": [layouts_by_gpus(config).as_json() for config in configs]})
         return
     for index, config in enumerate(configs):
         if index:
             typer.echo()
-        show_page(layouts_of_size(config))
+        show_page(layouts_by_gpus(config))
 
 
 def _content(recipe: "RecipeInfo") -> dict[str, object]:
     """Returns a recipe's entry in `canzona recipes list --json`."""
-    named = ("name", "builtin", "shadows", "gpus", "cluster", "optimizer", "description", "error")
-    return {"path": str(recipe.path), **{name: getattr(recipe, name) for name in named}}
+    names = ("name", "builtin", "shadows", "gpus", "cluster", "optimizer", "description", "error")
+    return {"path": str(recipe.path), **{name: getattr(recipe, name) for name in names}}

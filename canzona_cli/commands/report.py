@@ -81,19 +81,19 @@ def report(
 
 def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
     """Shows two runs in detail, or three or more runs with one row each."""
-    from canzona_cli.report.compare import ComparedView, SeveralView, several_page
+    from canzona_cli.report.compare import RunPairView, RunTableView, comparison_page
     from canzona_cli.run.compare import compare_two, load_runs
 
-    several = load_runs(run_dirs)
-    for path in several.skipped:
+    comparison = load_runs(run_dirs)
+    for path in comparison.skipped:
         progress(f"note: {path} is skipped, because it contains no run")
     if html is not None:
-        write_page(html, several_page(several))
-    if len(several.runs) == 2:
-        both = compare_two(several)
-        show(both.as_json() if as_json else ComparedView(compared=both))
+        write_page(html, comparison_page(comparison))
+    if len(comparison.runs) == 2:
+        pair = compare_two(comparison)
+        show(pair.as_json() if as_json else RunPairView(compared=pair))
     else:
-        show(several.as_json() if as_json else SeveralView(several=several))
+        show(comparison.as_json() if as_json else RunTableView(comparison=comparison))
 
 
 def _newest() -> list[Path]:

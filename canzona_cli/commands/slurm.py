@@ -92,7 +92,7 @@ def slurm(
     check_inputs(config, layout)
     arguments += ["--sweep"] if sweep else []
     arguments += [word for folder in recipes_dir or [] for word in ("--recipes-dir", str(folder.absolute()))]
-    (_submit if submit else _print)(config, options, arguments, as_json=as_json)
+    (_submit if submit else _print_script)(config, options, arguments, as_json=as_json)
 
 
 def _resolve(
@@ -111,7 +111,7 @@ def _resolve(
     return *resolve(_compose_with_options(arguments, options, recipes_dirs)), options
 
 
-def _print(config: "RunConfig", options: "JobOptions", arguments: list[str], *, as_json: bool) -> None:
+def _print_script(config: "RunConfig", options: "JobOptions", arguments: list[str], *, as_json: bool) -> None:
     from canzona_cli.launch.slurm_job import render
 
     script = render(config, options, arguments)
@@ -134,7 +134,7 @@ def _submit(config: "RunConfig", options: "JobOptions", arguments: list[str], *,
     if as_json:
         show(_content(config, job=job))
     else:
-        _say(job, config)
+        _show_job(job, config)
 
 
 def _content(config: "RunConfig", *, script: str | None = None, job: "SubmittedJob | None" = None) -> dict[str, object]:
@@ -208,7 +208,7 @@ def _compose_with_options(arguments: list[str], options: "JobOptions", recipes_d
     return composed.config
 
 
-def _say(job: "SubmittedJob", config: "RunConfig") -> None:
+def _show_job(job: "SubmittedJob", config: "RunConfig") -> None:
     from rich.console import Console
 
     from canzona_cli.launch.torchrun import node_count

@@ -1,4 +1,4 @@
-"""The options of `canzona train`. `train_run`, which is imported later, does the work."""
+"""`canzona train`: parses the options. `train_run`, which is imported later, does the work."""
 
 from typing import Annotated
 
@@ -122,7 +122,7 @@ def _weights(where: str | None) -> list[str]:
 
 
 def _recorded_steps(**options: str | None) -> list[str]:
-    """Turns `--trace 5-7` into the override run.trace_steps=[5,7], and `--trace 5` into a single step.
+    """Converts `--trace 5-7` to the override run.trace_steps=[5,7], and `--trace 5` to the single step 5.
 
     Args:
         options: the values of `trace` and `profile`; None for an option that is not set.

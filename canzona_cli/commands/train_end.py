@@ -1,4 +1,4 @@
-"""The end of `canzona train`: figures, the reason of a failure, paths, and the next commands."""
+"""Shows the end of `canzona train`: figures, the reason for a failure, paths, and the next commands."""
 
 import os
 import shlex
@@ -29,7 +29,7 @@ def show_end(
     """Shows how a run ended on this node.
 
     Args:
-        full: True to show figures and further commands; False for a run that prints one line.
+        full: True to show figures and further commands; False for a quiet run, which prints one line.
     """
     done = outcome.status == "done"
     if node_rank:  # node 0 reports everything else, and all nodes often write to the same file
@@ -41,7 +41,7 @@ def show_end(
     elif full and run.files.breakdown.exists():
         console.print()
         console.print(BreakdownView(breakdown=load_breakdown(run.path), brief=True))
-    rows = [] if outcome.failed else [*_recordings(run, config)]
+    rows = [] if outcome.failed else [*_trace_rows(run, config)]
     if done and full:
         rows += _card_rows(run, config)
     if full or rows or not done:
@@ -64,20 +64,20 @@ def _card_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
 
 def _next_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
     """Yields the most useful commands after a run."""
-    shown = shlex.quote(os.path.relpath(run.path))
+    path = shlex.quote(os.path.relpath(run.path))
     if CheckpointStore(run.files.checkpoints).latest() is not None:
         prompt = "'def main'" if config.data.source == "stdlib" else "TEXT"
-        yield f"next: canzona generate {shown} --prompt {prompt}"
-    yield f"next: canzona report {shown} --html run.html"
+        yield f"next: canzona generate {path} --prompt {prompt}"
+    yield f"next: canzona report {path} --html run.html"
 
 
-def _recordings(run: RunDirectory, config: RunConfig) -> Iterator[str]:
-    """Yields lines with the paths of the requested traces, or the reason why there are none."""
+def _trace_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
+    """Yields a line for each requested trace, with its path or the reason why there is no trace."""
     if config.run.trace_steps is not None:
         try:
             ranks = write_trace(run.path, run.files.trace)
-            shown = f"trace of {plural(ranks, 'rank')}, measured and planned"
-            yield f"{shown}: {run.files.trace} (open it in ui.perfetto.dev)"
+            trace = f"trace of {plural(ranks, 'rank')}, measured and planned"
+            yield f"{trace}: {run.files.trace} (open it in ui.perfetto.dev)"
         except CanzonaError as error:  # the run itself succeeded
             yield f"no trace of steps {config.run.trace_steps[0]} to {config.run.trace_steps[1]}: {error}"
     if config.run.profile_steps is not None:

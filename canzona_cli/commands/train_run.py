@@ -1,4 +1,4 @@
-"""The work of `canzona train`: resolve, check, prepare, launch, watch, report.
+"""Does the work of `canzona train`: resolves, checks, prepares, launches, watches and reports a run.
 
 This module is separate from the command's options, so that help and completion do not need its imports.
 """
@@ -65,12 +65,12 @@ def run(
     """Runs `canzona train` for one run.
 
     Args:
-        requests: the stop requests of signals, which raise exceptions until the workers run.
-        dry_run: print the resolved run; write and start nothing.
-        prepare_only: write the run directory and print the command that starts the workers.
-        show_config: with `dry_run` or `prepare_only`, also print the resolved configuration.
-        quiet: print only warnings, errors and one line at the end.
-        name: the name of the run in that line; empty for the recipe's name.
+        requests: the requests to stop that signals make. Until the workers run, they raise exceptions.
+        dry_run: True prints the resolved run; nothing is written or started.
+        prepare_only: True writes the run directory and prints the command that starts the workers.
+        show_config: True, with `dry_run` or `prepare_only`, also prints the resolved configuration.
+        quiet: True prints only warnings, errors and one line at the end.
+        name: the name of the run in the line of a quiet run; empty for the recipe's name.
         printed: the warnings that earlier runs of the same command have printed; they are not repeated.
 
     Raises:
@@ -82,17 +82,17 @@ def run(
     warn_about(composed, printed=printed)
     config, layout = resolve(composed.config)
     warn(mode_warnings(config, layout), printed)
-    adopted = fill_in_step(config, current_step())
-    config = adopted.config
+    from_slurm = fill_in_step(config, current_step())
+    config = from_slurm.config
     if not quiet:
         tell_batch(composed.config, layout)
-        for note in adopted.notes:
+        for note in from_slurm.notes:
             progress(note)
     short = (name or config.name) if quiet else ""
     job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout), short=short, printed=printed)
     if dry_run or prepare_only:
-        format = _Format(console=console, as_json=as_json, show_config=show_config)
-        (_show if dry_run else _prepare)(job, format)
+        output = _Output(console=console, as_json=as_json, show_config=show_config)
+        (_show_dry_run if dry_run else _prepare_only)(job, output)
         return
     try:
         outcome, directory = _launch(job, console, requests, command_line=(overrides, recipes_dirs))
@@ -101,7 +101,7 @@ def run(
         outcome = early_stop_outcome(files, request)
         tell(outcome.message)
         raise typer.Exit(outcome.exit_code) from None
-    _conclude(outcome, directory, job, console)
+    _report_end(outcome, directory, job, console)
 
 
 def _compose(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
@@ -123,7 +123,7 @@ class _Job:
     plan: Obtained | None
     """The plan that the run executes; None for a strategy without a plan."""
     short: str = ""
-    """The name of the run in the one line that is printed at its end; empty to print everything."""
+    """The name of a quiet run in the line that is printed at its end; empty to print everything."""
     printed: set[str] | None = None
     """The warnings that have already been printed; None to print every warning."""
 
@@ -134,6 +134,7 @@ class _Job:
 
     @cached_property
     def predicted(self) -> Prediction:
+        """The predicted time of a step."""
         return predict_here(self.config, self.layout, None if self.plan is None else self.plan.plan)
 
     def write_inputs(self, run: RunDirectory, corpus: PreparedCorpus) -> None:
@@ -149,19 +150,20 @@ class _Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Format:
-    """The format in which a run is printed."""
+class _Output:
+    """The settings for printing a resolved run."""
 
     console: Console
     as_json: bool
     show_config: bool
 
 
-def _show(job: _Job, format: _Format) -> None:
+def _show_dry_run(job: _Job, output: _Output) -> None:
+    """Checks a run as far as this machine can, and prints it; writes and starts nothing."""
     config, layout = job.config, job.layout
     corpus = check_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
-    _print_start(job, format, corpus, run_dir)
+    _print_start(job, output, corpus, run_dir)
     if preflight.needs_gpu_machine(config):
         progress("note: no GPU is visible here, so this machine is not checked; run canzona doctor where you train")
     else:
@@ -170,7 +172,7 @@ def _show(job: _Job, format: _Format) -> None:
     checkpoint = choose_resumption(config, layout)
     if checkpoint is not None:
         progress(f"note: without --dry-run, the run would {checkpoint.words}")
-        _tell_differences(checkpoint)
+        _print_differences(checkpoint)
         data = corpus or _earlier_corpus(config)
         warn(filter(None, [data_order_warning(checkpoint, config, layout, data)]) if data is not None else ())
 
@@ -180,7 +182,7 @@ def _earlier_corpus(config: RunConfig) -> PreparedCorpus | None:
     return None if config.run.dir is None else load_if_valid(RunFiles(Path(config.run.dir)).corpus, PreparedCorpus)
 
 
-def _prepare(job: _Job, format: _Format) -> None:
+def _prepare_only(job: _Job, output: _Output) -> None:
     """Writes everything that the workers need to the run directory, so that another launcher can start
     them."""
     config, layout = job.config, job.layout
@@ -189,33 +191,33 @@ def _prepare(job: _Job, format: _Format) -> None:
     corpus = ensure_corpus(config, lambda what, share: progress(what) if share == 0 else None)
     run = RunDirectory.create(config, resumes=True)
     _import_weights(config, run)
-    _say_resumption(run, run.resume(config, layout))
+    _print_resumption(run, run.resume(config, layout))
     job.write_inputs(run, corpus)
     warn(data_warnings(config, layout, corpus))
-    _print_start(job, format, corpus, run.path, prepared=True)
+    _print_start(job, output, corpus, run.path, prepared=True)
 
 
 def _print_start(
-    job: _Job, format: _Format, corpus: PreparedCorpus | None, run_dir: Path, *, prepared: bool = False
+    job: _Job, output: _Output, corpus: PreparedCorpus | None, run_dir: Path, *, prepared: bool = False
 ) -> None:
     """Prints the resolved run and the command that starts it."""
     config = replace(job.config, run=replace(job.config.run, dir=str(run_dir))) if prepared else job.config
-    shown = DryRun(
+    description = DryRun(
         config=config,
-        config_yaml=dump_resolved(config) if format.show_config else None,
+        config_yaml=dump_resolved(config) if output.show_config else None,
         layout=job.layout,
         corpus=corpus,
         plan=job.plan,
-        ahead=outlook(config, job.layout, job.predicted.iteration_s),
+        outlook=outlook(config, job.layout, job.predicted.iteration_s),
         memory=memory_of(config, job.layout, None if job.plan is None else job.plan.plan),
         command=torchrun.build(config, run_dir),
         card=card_of(config),
         prepared=prepared,
     )
-    if format.as_json:
-        show(shown.as_json())
+    if output.as_json:
+        show(description.as_json())
     else:
-        format.console.print(shown, soft_wrap=True)
+        output.console.print(description, soft_wrap=True)
 
 
 def _launch(
@@ -228,7 +230,7 @@ def _launch(
             run.
     """
     config, layout, node_rank = job.config, job.layout, job.node_rank
-    _check(job)
+    _check_before_launch(job)
     console.quiet = node_rank > 0  # node 0 shows the run; all nodes often write to the same file
     first_view = make_view(config, layout, console, short=job.short)
     with _show_progress(first_view, requests) as on_progress:
@@ -279,8 +281,8 @@ def _launch(
         return run_with_restarts(attempt, restarts, run.files, requests, node_rank=node_rank, say=tell), run
 
 
-def _check(job: _Job) -> None:
-    """Refuses a run that cannot start here, before anything is written."""
+def _check_before_launch(job: _Job) -> None:
+    """Checks that a run can start here, before anything is written."""
     preflight.check_machine(job.config, job.layout)
     preflight.check_nodes(job.config)
     if job.node_rank == 0:
@@ -314,8 +316,8 @@ def _show_progress(view: TrainView, requests: Requests) -> Iterator[Callable[[st
 
 
 def _claim(job: _Job) -> RunDirectory:
-    """Returns the run directory. Node 0 creates it or resumes in it. The other nodes do not create it: in
-    `_prepare_attempt` they wait there for node 0's address."""
+    """Returns the run directory, which node 0 creates or resumes in. The other nodes do not create it: they
+    wait in it for node 0's address (`_prepare_attempt`)."""
     if job.node_rank == 0:
         return RunDirectory.create(job.config, resumes=True)
     return RunDirectory(RunFiles(Path(job.config.run.dir or "").absolute()))
@@ -354,30 +356,31 @@ def _prepare_attempt(
         config = replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
     else:
         checkpoint = run.resume(config, job.layout)
-        _say_resumption(run, checkpoint)
+        _print_resumption(run, checkpoint)
         warn(() if checkpoint is None else filter(None, [data_order_warning(checkpoint, config, job.layout, corpus)]))
     return machines, torchrun.build(config, run.path)
 
 
-def _say_resumption(run: RunDirectory, resumption: Resumption | None) -> None:
-    """Prints how a resumed run differs from the saved run, before anything starts."""
+def _print_resumption(run: RunDirectory, resumption: Resumption | None) -> None:
+    """Prints what happens to earlier files, and how a resumed run differs from the saved run."""
     for note in run.notes:
         progress(f"note: {note}")
     if resumption is not None and resumption.weights_only:
         progress(f"note: {resumption.words}")
     if resumption is not None:
-        _tell_differences(resumption)
+        _print_differences(resumption)
 
 
-def _tell_differences(resumption: Resumption) -> None:
+def _print_differences(resumption: Resumption) -> None:
     """Prints the settings, and the layout, that differ from the saved run."""
     warn(resumption.warnings)
     if resumption.spread:
         progress(f"note: different layout: {resumption.spread}")
 
 
-def _conclude(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) -> None:
-    """Shows how the run ended. An error here does not change the run's exit code."""
+def _report_end(outcome: Outcome, run: RunDirectory, job: _Job, console: Console) -> None:
+    """Shows how the run ended, then exits if its exit code is not 0. An error while showing the end does not
+    change the exit code."""
     try:
         show_end(outcome, run, job.config, console, node_rank=job.node_rank, full=not job.short)
     except Exception as error:

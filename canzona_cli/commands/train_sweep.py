@@ -18,7 +18,7 @@ from canzona_cli.errors import ConfigError, ExitCode, Problem
 from canzona_cli.launch.resume import finished_result, holds_run, next_free
 from canzona_cli.launch.slurm import SlurmStep, current_step
 from canzona_cli.launch.stop import Requests
-from canzona_cli.report.compare import SeveralView
+from canzona_cli.report.compare import RunTableView
 from canzona_cli.report.errors import show_failure
 from canzona_cli.run.compare import load_runs
 from canzona_cli.run.files import RunFiles, sweep_root
@@ -39,7 +39,7 @@ def sweep(
     """Runs `canzona train --sweep`.
 
     Args:
-        requests: the stop requests of signals, which raise exceptions while no run trains.
+        requests: the requests to stop that signals make. While no run trains, they raise exceptions.
 
     Raises:
         CanzonaError: a run cannot be composed; no run has been started.
@@ -47,7 +47,7 @@ def sweep(
             or the exit code of the stop.
     """
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
-    root = _root(runs, step)
+    root = _sweep_directory(runs, step)
     added = {override for run in runs for override in run.combination.overrides if override.startswith(MIN_LR_RATIO)}
     for override in sorted(added - {*arguments}):
         progress(f"note: optimizer.min_lr follows optimizer.lr, at the recipe's ratio: {override}")
@@ -61,7 +61,7 @@ def sweep(
                 tell("is already finished")
                 continue
             train_run.run(
-                _overrides(run, root),
+                _run_overrides(run, root),
                 recipes_dirs,
                 requests,
                 dry_run=dry_run,
@@ -77,15 +77,15 @@ def sweep(
 
 
 def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], requests: Requests) -> int:
-    """Trains the runs one after another, even after failures, until the sweep is stopped; returns the exit
-    code. Runs that have already finished are skipped."""
+    """Trains the runs one after another until the sweep is stopped; a run that fails does not end the sweep,
+    and finished runs are skipped. Returns the largest exit code, or that of the stop."""
     codes, printed = [int(ExitCode.OK)], set[str]()
     for number, run in enumerate(runs, 1):
         where = f"run {number} of {len(runs)}: {run.combination.words}"
         if finished_result(RunFiles(root / run.combination.name), run.config) is not None:
             tell(f"{where}: is already finished", "bold")
             continue
-        overrides = _overrides(run, root)
+        overrides = _run_overrides(run, root)
         codes.append(_train(overrides, recipes_dirs, requests, name=where, printed=printed))
         if codes[-1] in _STOPPED:
             return codes[-1]
@@ -95,8 +95,8 @@ def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], r
 def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, name: str, printed: set[str]) -> int:
     """Trains one run, prints one line at its end, and returns its exit code.
 
-    A stop request that arrives too late for the run still stops the sweep. Then the exit code of the stop is
-    returned.
+    A request to stop that arrives too late for the run still stops the sweep; the exit code of the stop is
+    then returned.
     """
     code = int(ExitCode.OK)
     try:
@@ -116,12 +116,12 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *
 
 
 def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
-    """Shows a row for each started run, the names of the other runs, and the commands to resume and to
-    report."""
+    """Shows a row for each started run, the names of the others, and the commands that resume and report the
+    runs."""
     started = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
     typer.echo()
     if started:
-        show(SeveralView(several=load_runs(started)))
+        show(RunTableView(comparison=load_runs(started)))
     not_started = [run.combination.words for run in runs if root / run.combination.name not in started]
     if not_started:
         tell(f"not started: {', '.join(not_started)}", "yellow")
@@ -131,7 +131,7 @@ def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
         tell(f"canzona report --compare {shlex.quote(str(root))}/*  shows this again; --html FILE.html writes a page")
 
 
-def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
+def _sweep_directory(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
     """Returns the parent directory of the runs: run.dir, or a directory named after the Slurm job (requeued
     jobs keep their id), or a new directory named after the time."""
     settings = runs[0].config.run
@@ -143,7 +143,7 @@ def _root(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
     return next_free(root) if root.exists() else root
 
 
-def _overrides(run: SweptRun, root: Path) -> list[str]:
+def _run_overrides(run: SweptRun, root: Path) -> list[str]:
     others = [override for override in run.combination.overrides if key_of(override) != "run.dir"]
     return [*others, f"run.dir={text_value(str(root / run.combination.name))}"]
 

@@ -15,8 +15,8 @@ from canzona_cli.run.files import RunFiles
 
 
 def verify_run(checkpoint: StoredCheckpoint, tokenizer: Path | None) -> tuple[Manifest, RunConfig, Beside]:
-    """Verifies every byte of a checkpoint; returns its manifest, its run's configuration and its tokenizer
-    files.
+    """Verifies every byte of a checkpoint; returns its manifest, the configuration of its run, and the
+    tokenizer files.
 
     Args:
         tokenizer: a folder with the tokenizer to use; None for the run's tokenizer.

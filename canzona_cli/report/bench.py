@@ -48,7 +48,7 @@ class BenchView(Page):
         yield Text()
         above = ", measured above predicted" if result.planned else ""
         yield headed("Step", f", mean over ranks{above}, on one scale")
-        yield steps(((name, result.strategies[name]) for name in order(result)), planned=result.planned)
+        yield steps(((name, result.strategies[name]) for name in shown_strategies(result)), planned=result.planned)
         if len(result.strategies) > 1:
             yield Text()
             yield from self._comparison()
@@ -57,31 +57,32 @@ class BenchView(Page):
             yield from self._differences()
         yield Text()
         yield Text("Losses", style="bold")
-        for name in order(result):
-            yield wrapped(_losses(result, name), first=f"  {clean(name):<10} ")
+        for name in shown_strategies(result):
+            yield wrapped(_losses_text(result, name), first=f"  {clean(name):<10} ")
         yield from items("Notes", map(clean, result.notes))
         if screen.page:
             yield from self._ranks()
 
     def _differences(self) -> Iterator[RenderableType]:
-        """Yields each reason why measured and predicted times differ, with the strategies that it applies
-        to."""
+        """Yields the reasons why measured and predicted times differ, each with the strategies to which it
+        applies."""
         yield Text("Why measured and predicted differ", style="bold")
         reasons: dict[str, list[str]] = {}
-        for name in order(self.result):
-            reasons.setdefault(_why(self.result, name), []).append(clean(name))
+        for name in shown_strategies(self.result):
+            reasons.setdefault(_difference_text(self.result, name), []).append(clean(name))
         for text, names in reasons.items():
             yield wrapped(f"{', '.join(names)}: {text}", first="  ", rest="    ")
 
     def _steps(self) -> GroupedTable:
         """Returns a table of phases, step times, load balance and memory, with a column group for each
         strategy."""
-        strategies = {name: self.result.strategies[name] for name in order(self.result)}
+        strategies = {name: self.result.strategies[name] for name in shown_strategies(self.result)}
         planned = self.result.planned
-        taken = {phase for each in strategies.values() for phase in each.measured.phases}
+        present = {phase for strategy in strategies.values() for phase in strategy.measured.phases}
         if planned:
-            taken |= {phase for each in strategies.values() for phase, s in each.predicted.phases.items() if s}
-        phases = [phase for phase in LABELS if phase in taken]
+            predicted = [strategy.predicted.phases for strategy in strategies.values()]
+            present |= {phase for seconds in predicted for phase in seconds if seconds[phase]}
+        phases = [phase for phase in LABELS if phase in present]
         summaries = {name: list(_summary(strategy, planned=planned)) for name, strategy in strategies.items()}
         summary_rows = next(iter(summaries.values()))
         return GroupedTable(
@@ -111,7 +112,7 @@ class BenchView(Page):
     def _ranks(self) -> Iterator[RenderableType]:
         """Draws the update time and the tensor memory of every rank; only HTML pages show them."""
         layout = self.result.layout
-        measured = {name: self.result.strategies[name].measured for name in order(self.result)}
+        measured = {name: self.result.strategies[name].measured for name in shown_strategies(self.result)}
         cells = layout.tp * layout.owners
         loads = {name: bench.update_s for name, bench in measured.items() if len(bench.update_s) == cells}
         maps = [LoadMap(title=name, loads=seconds) for name, seconds in loads.items() if any(seconds)]
@@ -127,7 +128,7 @@ class BenchView(Page):
 
     def _comparison(self) -> Iterator[RenderableType]:
         """Yields every strategy's times relative to the reference's, and its overhead over AdamW."""
-        result, reference, names = self.result, clean(self.result.reference), order(self.result)
+        result, reference, names = self.result, clean(self.result.reference), shown_strategies(self.result)
         heads = ("measured", "plan")
         groups = [
             Columns(
@@ -157,12 +158,13 @@ class BenchView(Page):
 
 
 def shown_groups(result: TurnsResult, groups: Sequence[Columns]) -> list[Columns]:
-    """Returns the column groups; drops `plan` and `error` if the predictions do not describe this machine."""
-    return [group if result.planned else group.without("plan", "error") for group in groups]
+    """Returns the column groups, without `plan` and `error` if the predictions do not describe this
+    machine."""
+    return [group if result.planned else group.drop("plan", "error") for group in groups]
 
 
 def steps(benches: Iterable[tuple[str, StrategyBench]], *, planned: bool) -> Bars:
-    """Draws a bar for each labelled step; with `planned`, a bar of the predicted step follows each."""
+    """Draws a bar for each labelled step; with `planned`, each is followed by a bar of the predicted step."""
     rows = []
     for label, bench in benches:
         measured, predicted = bench.measured, bench.predicted
@@ -182,7 +184,7 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
     yield headed(what, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
     machine = ", ".join(
-        f"{_value(value)}{_UNITS[key]}" if key in _UNITS else f"{clean(key).replace('_', ' ')} {_value(value)}"
+        f"{_fact_text(value)}{_UNITS[key]}" if key in _UNITS else f"{clean(key).replace('_', ' ')} {_fact_text(value)}"
         for key, value in result.machine.items()
         if key not in _LEFT_OUT
     )
@@ -197,7 +199,7 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
 
 
 def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
-    """Returns a row that says where predictions come from or, if there are none for this machine, how to get
+    """Returns a row with the origin of the predictions or, if there are none for this machine, the way to get
     them.
 
     Args:
@@ -213,7 +215,7 @@ def _rounds(result: BenchResult) -> str:
     return f"{plural(result.rounds, 'round')} of {plural(max(1, result.steps_per_turn - 1), 'measured step')}"
 
 
-def _value(value: str | int | float) -> str:
+def _fact_text(value: str | int | float) -> str:
     return number(value) if isinstance(value, float) else clean(value)
 
 
@@ -222,27 +224,27 @@ def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
     if measured is None and not predicted:
         return (MISSING, MISSING, "")
     least = 0.01 * min(median(bench.measured.iteration_s), bench.predicted.iteration_s)
-    cells = with_error(measured, predicted)
+    cells = cells_with_error(measured, predicted)
     # The relative error of a phase that takes almost no time is only noise.
     return cells if max(measured or 0.0, predicted or 0.0) >= least else (*cells[:2], "")
 
 
 def _summary(bench: StrategyBench, *, planned: bool) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
-    """Yields the rows below the phases as (label, style, cells); with `planned`, includes predicted-only
-    rows."""
+    """Yields the rows below the phases as (label, style, cells). Rows that are only predicted need
+    `planned`."""
     measured, predicted = bench.measured, bench.predicted
     for label, values, expected in (
         ("iteration", measured.iteration_s, predicted.iteration_s),
         ("optimizer step", measured.optimizer_s, predicted.optimizer_s),
     ):
-        yield label, "bold", with_error(median(values), expected)
+        yield label, "bold", cells_with_error(median(values), expected)
         yield "  quartiles", "dim", () if len(values) < 2 else ("[" + quartiles(values).partition("[")[2],)
-    yield "exposed communication", "", with_error(exposed(measured.means), exposed(predicted.phases))
-    yield "load balance", "", with_error(measured.load_balance, predicted.load_balance, ratio)
+    yield "exposed communication", "", cells_with_error(exposed_s(measured.means), exposed_s(predicted.phases))
+    yield "load balance", "", cells_with_error(measured.load_balance, predicted.load_balance, ratio_text)
     yield "CPU time, all ranks", "", (milliseconds(median(measured.processor_s)), "", "")
-    yield "memory, MiB", "", with_error(max(measured.tensor_bytes), predicted.tensor_bytes, mib)
+    yield "memory, MiB", "", cells_with_error(max(measured.tensor_bytes), predicted.tensor_bytes, mib_text)
     if planned:
-        yield "  with activations", "dim", ("", mib(predicted.memory_bytes), "")
+        yield "  with activations", "dim", ("", mib_text(predicted.memory_bytes), "")
 
 
 def _ratio_cells(
@@ -252,18 +254,18 @@ def _ratio_cells(
     if name == result.reference:
         return ("1", "1")
     mine, base = (seconds(result.strategies[strategy].predicted) for strategy in (name, result.reference))
-    return times(speedup(name)), f"{ratio(mine / base if base else None)}x"
+    return speedup_text(speedup(name)), f"{ratio_text(mine / base if base else None)}x"
 
 
 def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
     overhead = result.overhead(name)
     if overhead is None:
         return (MISSING, MISSING)
-    shown = percent(overhead.ratio.median - 1) if overhead.distinct else NOT_DISTINCT
-    return (shown, percent(result.predicted_overhead(name)))
+    shown = percent_text(overhead.ratio.median - 1) if overhead.distinct else NOT_DISTINCT
+    return (shown, percent_text(result.predicted_overhead(name)))
 
 
-def _losses(result: BenchResult, name: str) -> Text:
+def _losses_text(result: BenchResult, name: str) -> Text:
     losses = result.strategies[name].measured.losses
     text = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
     relatives = loss_references(result)
@@ -277,18 +279,19 @@ def _losses(result: BenchResult, name: str) -> Text:
     return text
 
 
-def _why(result: BenchResult, name: str) -> str:
+def _difference_text(result: BenchResult, name: str) -> str:
     bench = result.strategies[name]
     difference = why(bench.measured.phases, bench.predicted.phases)
     return "no phase was measured" if difference is None else difference.text
 
 
 def phase_name(phase: str) -> str:
-    """Returns a phase's label; that of a total is `  with overlap`, because it is listed below its phase."""
+    """Returns a phase's label. A total has the label ` with overlap`, because it is listed below its
+    phase."""
     return "  with overlap" if phase.endswith("_total") else PHASES[phase].name if phase in PHASES else phase
 
 
-def order(result: BenchResult) -> tuple[str, ...]:
+def shown_strategies(result: BenchResult) -> tuple[str, ...]:
     """Returns the strategies of a result in the order in which they are shown."""
     return tuple(name for name in STRATEGIES if name in result.strategies)
 
@@ -303,13 +306,13 @@ def error_text(measured: float | None, predicted: float | None) -> Text:
     return Text(shown, style="yellow" if abs(error) > TOLERANCE else "dim")
 
 
-def ms(seconds: float | None) -> str:
+def ms_text(seconds: float | None) -> str:
     """Formats seconds as milliseconds; zero is `0`."""
     return "0" if seconds == 0 else milliseconds(seconds)
 
 
-def with_error(
-    measured: float | None, predicted: float | None, show: Callable[[float | None], str] = ms
+def cells_with_error(
+    measured: float | None, predicted: float | None, show: Callable[[float | None], str] = ms_text
 ) -> tuple[Text, Text, Text]:
     """Returns three cells: the measured value, the predicted value, and the prediction's error."""
     return Text(show(measured)), Text(show(predicted)), error_text(measured, predicted)
@@ -323,28 +326,29 @@ def quartiles(values: Sequence[float]) -> str:
     return middle if len(values) < 2 else f"{middle} [{low}, {high}]"
 
 
-def times(speedup: Speedup) -> str:
-    """Returns `4.16x [2.92, 5.28]`, or `NOT_DISTINCT` if the difference is not significant."""
+def speedup_text(speedup: Speedup) -> str:
+    """Formats a speed-up with its quartiles, such as `4.16x [2.92, 5.28]`; returns `NOT_DISTINCT` if it is
+    not significant."""
     if not speedup.distinct:
         return NOT_DISTINCT
     ratio = speedup.ratio
     return f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
-def percent(value: float | None) -> str:
+def percent_text(value: float | None) -> str:
     return MISSING if value is None else f"{100 * value:+.1f}%"
 
 
-def ratio(value: float | None) -> str:
+def ratio_text(value: float | None) -> str:
     return number(value, ".2f")
 
 
-def mib(amount: float | None) -> str:
+def mib_text(amount: float | None) -> str:
     if amount is None:
         return MISSING
     return f"{amount / MIB:,.0f}" if amount >= 100 * MIB else f"{amount / MIB:.1f}"
 
 
-def exposed(phases: Mapping[str, float]) -> float:
+def exposed_s(phases: Mapping[str, float]) -> float:
     """Returns the seconds that a step spends waiting for communication."""
     return sum(phases.get(name, 0.0) for name in COMMUNICATION)

@@ -26,7 +26,7 @@ _OTHERS = tuple(name for name in _MATRIX if name != "canzona")
 
 @dataclass(frozen=True)
 class SimulationView(Page):
-    """A table for each model size, with a row for each number of GPUs."""
+    """The simulation of several model sizes: a table for each size, with a row for each number of GPUs."""
 
     simulation: Simulation
 
@@ -49,7 +49,7 @@ class SimulationView(Page):
             yield Text()
             yield Text(clean(recipe), style="bold")
             if screen.page:
-                yield _scaling(self.simulation.cells_of(recipe))
+                yield _scaling_charts(self.simulation.cells_of(recipe))
             yield from self._size(recipe)
         yield Text()
         for text in self._legend():
@@ -59,14 +59,16 @@ class SimulationView(Page):
     def _size(self, recipe: str) -> Iterator[RenderableType]:
         cells = self.simulation.cells_of(recipe)
         groups = [
-            _layouts(cells),
-            *_steps(cells, STRATEGIES),
-            _group(cells, "overhead over AdamW", _MATRIX, lambda study, name: overhead(study.overhead(name))),
-            _group(cells, "optimizer / canzona's", _OTHERS, _times_canzona),
-            _balance(cells, _MATRIX),
-            _yardsticks(cells, "fastest layout", lambda best, _: layout_code(best.layout)),
-            _yardsticks(cells, "its iteration, ms", lambda best, _: milliseconds(best.iteration_s)),
-            _yardsticks(cells, "canzona's overhead", lambda _, share: overhead(share)),
+            _layout_column(cells),
+            *_step_columns(cells, STRATEGIES),
+            _strategy_columns(
+                cells, "overhead over AdamW", _MATRIX, lambda study, name: overhead(study.overhead(name))
+            ),
+            _strategy_columns(cells, "optimizer / canzona's", _OTHERS, _ratio_to_canzona),
+            _balance_columns(cells, _MATRIX),
+            _yardstick_columns(cells, "fastest layout", lambda best, _: layout_code(best.layout)),
+            _yardstick_columns(cells, "its iteration, ms", lambda best, _: milliseconds(best.iteration_s)),
+            _yardstick_columns(cells, "canzona's overhead", lambda _, share: overhead(share)),
         ]
         yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
         for cell in cells:
@@ -92,7 +94,8 @@ class SimulationView(Page):
 
 @dataclass(frozen=True)
 class SimulatedSweepView(Page):
-    """A table for each model size and number of GPUs, with a row for each value of one setting."""
+    """The simulation of several values of a setting: a table for each model size and number of GPUs, with a
+    row for each value."""
 
     kind: SweepKind
     simulations: Mapping[str, Simulation]
@@ -107,7 +110,7 @@ class SimulatedSweepView(Page):
         unit = f"{rank_word(first.device)}s"
         for place, cell in enumerate(first.cells):
             cells = [simulation.cells[place] for simulation in self.simulations.values()]
-            groups, layouts = self._groups(cells), _layouts(cells)
+            groups, layouts = self._groups(cells), _layout_column(cells)
             if len(set(layouts.rows)) == 1:
                 where = f": {layouts.rows[0][0]}"
             else:
@@ -128,9 +131,9 @@ class SimulatedSweepView(Page):
             def shown(study: Study, name: str) -> str:
                 return milliseconds(sum(study.result(name).phases.get(part, 0.0) for part in phases))
 
-            return _group(cells, title, names, shown)
+            return _strategy_columns(cells, title, names, shown)
 
-        groups = [*_steps(cells, names), _balance(cells, names)]
+        groups = [*_step_columns(cells, names), _balance_columns(cells, names)]
         if self.kind == "alpha":
             groups.append(phase("total DP traffic, ms", "grad_reduce_total", "param_gather_total"))
         if self.kind == "c_max":
@@ -138,19 +141,21 @@ class SimulatedSweepView(Page):
         return groups
 
 
-def _layouts(cells: Sequence[SimulatedCell]) -> Columns:
+def _layout_column(cells: Sequence[SimulatedCell]) -> Columns:
     rows = tuple((MISSING if cell.study is None else layout_code(cell.study.layout),) for cell in cells)
     return Columns(title="layout", heads=("",), rows=rows)
 
 
-def _group(
+def _strategy_columns(
     cells: Sequence[SimulatedCell], title: str, names: Sequence[str], show: Callable[[Study, str], str]
 ) -> Columns:
     rows = (() if cell.study is None else tuple(show(cell.study, name) for name in names) for cell in cells)
     return Columns(title=title, heads=tuple(names), rows=tuple(rows))
 
 
-def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Tried, float | None], str]) -> Columns:
+def _yardstick_columns(
+    cells: Sequence[SimulatedCell], title: str, show: Callable[[Tried, float | None], str]
+) -> Columns:
     """Returns a column for each strategy that is also simulated in its own fastest layout.
 
     Args:
@@ -163,31 +168,35 @@ def _yardsticks(cells: Sequence[SimulatedCell], title: str, show: Callable[[Trie
     return Columns(title=title, heads=YARDSTICKS, rows=tuple(rows))
 
 
-def _steps(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Iterator[Columns]:
-    """Yields iteration times in ms, marked `!` if the strategy does not fit, and optimizer step times in
-    ms."""
+def _step_columns(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Iterator[Columns]:
+    """Yields columns with the iteration times in ms, marked `!` if the strategy does not fit, and with the
+    optimizer step times in ms."""
 
     def iteration(study: Study, name: str) -> str:
         return milliseconds(study.result(name).iteration_s) + (" " if study.strategies[name].fits else "!")
 
-    yield _group(cells, "iteration, ms", names, iteration)
-    yield _group(cells, "optimizer step, ms", names, lambda study, name: milliseconds(study.result(name).optimizer_s))
+    yield _strategy_columns(cells, "iteration, ms", names, iteration)
+    yield _strategy_columns(
+        cells, "optimizer step, ms", names, lambda study, name: milliseconds(study.result(name).optimizer_s)
+    )
 
 
-def _balance(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Columns:
-    return _group(cells, "load balance", names, lambda study, name: f"{study.result(name).update_balance:.2f}")
+def _balance_columns(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Columns:
+    return _strategy_columns(
+        cells, "load balance", names, lambda study, name: f"{study.result(name).update_balance:.2f}"
+    )
 
 
-def _times_canzona(study: Study, name: str) -> str:
+def _ratio_to_canzona(study: Study, name: str) -> str:
     ratio = study.optimizer_speedup(name)
     if ratio is None:
         return MISSING
     return f"{ratio:.0f}x" if ratio >= 99.5 else f"{ratio:.1f}x"
 
 
-def _scaling(cells: Sequence[SimulatedCell]) -> SideBySide:
-    """Returns charts over the number of GPUs, each with a curve for each strategy; only HTML pages show
-    them."""
+def _scaling_charts(cells: Sequence[SimulatedCell]) -> SideBySide:
+    """Returns charts with the number of GPUs as the x axis and a curve for each strategy. Only HTML pages
+    show them."""
     studies = {cell.gpus: cell.study for cell in cells if cell.study is not None}
 
     def chart(
@@ -207,7 +216,7 @@ def _scaling(cells: Sequence[SimulatedCell]) -> SideBySide:
     return SideBySide(
         chart("iteration, s (hollow: does not fit)", lambda study, name: study.result(name).iteration_s, *STRATEGIES),
         chart("optimizer step, ms", lambda study, name: 1e3 * study.result(name).optimizer_s, *STRATEGIES),
-        chart("iteration / AdamW's", _times_adamw, *_MATRIX, axes="log x"),
+        chart("iteration / AdamW's", _ratio_to_adamw, *_MATRIX, axes="log x"),
     )
 
 
@@ -215,6 +224,6 @@ def _rounded(value: float) -> str:
     return number(value, ",.0f" if value >= 100 else ".3g")
 
 
-def _times_adamw(study: Study, name: str) -> float | None:
+def _ratio_to_adamw(study: Study, name: str) -> float | None:
     share = study.overhead(name)
     return None if share is None else 1 + share

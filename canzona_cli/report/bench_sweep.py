@@ -13,16 +13,16 @@ from canzona_cli.bench.results import BenchResult, Measured, Predicted
 from canzona_cli.report.bench import (
     NOT_DISTINCT,
     OVERLAP,
+    cells_with_error,
     error_text,
     heading,
-    mib,
-    order,
+    mib_text,
     quartiles,
-    ratio,
+    ratio_text,
     shown_groups,
+    shown_strategies,
+    speedup_text,
     steps,
-    times,
-    with_error,
 )
 from canzona_cli.report.curves import Curve, Curves, SideBySide
 from canzona_cli.report.markup import Picture
@@ -56,7 +56,7 @@ class SweepRow:
     strategy: str
     result: BenchResult
     fewest: BenchResult
-    """The first result with this strategy; in a sweep of ranks, the one with the fewest ranks."""
+    """The first result with this strategy. In a sweep of ranks, it has the fewest ranks."""
 
     @property
     def measured(self) -> Measured:
@@ -104,7 +104,7 @@ def sweep_rows(results: Mapping[str, BenchResult]) -> list[SweepRow]:
     fewest: dict[str, BenchResult] = {}
     rows = []
     for value, result in results.items():
-        for strategy in order(result):
+        for strategy in shown_strategies(result):
             first = fewest.setdefault(strategy, result)
             rows.append(SweepRow(value=value, strategy=strategy, result=result, fewest=first))
     return rows
@@ -112,14 +112,15 @@ def sweep_rows(results: Mapping[str, BenchResult]) -> list[SweepRow]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Quantity:
-    """A quantity with its measurement and prediction: two columns of the table, two curves of the HTML
+    """A quantity that is both measured and predicted: two columns of the table, and two curves of the HTML
     page."""
 
     title: str
     pair: Callable[[SweepRow], _Pair]
     show: Callable[[float | None], str] = milliseconds
     unit: float = 1e-3
-    """The curves' unit, in units of `pair`: with 1e-3, seconds are drawn as milliseconds."""
+    """The unit of the curves, in units of the values of `pair`. With 1e-3, seconds are drawn as
+    milliseconds."""
 
     def columns(self, rows: Sequence[SweepRow]) -> Columns:
         """Returns the two columns of the quantity: measured and predicted."""
@@ -147,7 +148,7 @@ def _phase(title: str, name: str) -> _Quantity:
 
 _STEP = _Quantity(title="optimizer step, ms", pair=lambda row: row.optimizer)
 _ITERATION = _Quantity(title="iteration, ms", pair=lambda row: row.iteration)
-_BALANCE = _Quantity(title="load balance", pair=lambda row: row.balance, show=ratio, unit=1.0)
+_BALANCE = _Quantity(title="load balance", pair=lambda row: row.balance, show=ratio_text, unit=1.0)
 _EXCHANGE = _phase("exposed exchange, ms", "exchange")
 _EFFICIENCY = _Quantity(
     title="efficiency, %", pair=lambda row: row.efficiency, show=lambda share: number(share, ".0%"), unit=0.01
@@ -158,7 +159,8 @@ _SUBJECTS: Mapping[SweepKind, _Quantity] = {"alpha": _BALANCE, "c_max": _EXCHANG
 
 @dataclass(frozen=True)
 class SweepView(Page):
-    """A table with a row for each value, or for each value and strategy."""
+    """The results of a sweep: a table with a row for each value or, with several strategies, for each value
+    and strategy."""
 
     kind: SweepKind
     results: Mapping[str, BenchResult]
@@ -167,16 +169,20 @@ class SweepView(Page):
     widest = 130
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        yield from heading(self._common, f"Sweep of {HEADS[self.kind]}", without=self.kind)
+        yield from heading(self._common_result, f"Sweep of {HEADS[self.kind]}", without=self.kind)
         yield Text()
         yield wrapped(TITLES[self.kind], "bold")
         rows = sweep_rows(self.results)
         if screen.page:
             yield self._picture(rows)
-        sections = [n for n, row in enumerate(rows) if n and row.value != rows[n - 1].value] if self._several else []
+        sections = (
+            [n for n, row in enumerate(rows) if n and row.value != rows[n - 1].value]
+            if self._has_several_strategies
+            else []
+        )
         groups = shown_groups(rows[0].result, self._groups(rows))
         yield GroupedTable(
-            head=f"{HEADS[self.kind]}, strategy" if self._several else HEADS[self.kind],
+            head=f"{HEADS[self.kind]}, strategy" if self._has_several_strategies else HEADS[self.kind],
             labels=[self._label(n, rows) for n in range(len(rows))],
             groups=groups,
             sections=sections,
@@ -191,8 +197,7 @@ class SweepView(Page):
         yield from items("Notes", map(clean, notes))
 
     def _picture(self, rows: Sequence[SweepRow]) -> Picture:
-        """Draws curves over numeric values, or one bar for each value and strategy if no value is a
-        number."""
+        """Draws curves if the values are numbers; otherwise draws a bar for each value and strategy."""
         numeric = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not `auto`
         if not numeric:
             labelled = ((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)
@@ -201,7 +206,7 @@ class SweepView(Page):
         return SideBySide(*(quantity.chart(numeric, self.kind) for quantity in shown))
 
     @property
-    def _common(self) -> BenchResult:
+    def _common_result(self) -> BenchResult:
         """The first result, with only the overrides and machine facts that all results share."""
         first, *others = self.results.values()
         return replace(
@@ -215,12 +220,12 @@ class SweepView(Page):
         )
 
     @property
-    def _several(self) -> bool:
+    def _has_several_strategies(self) -> bool:
         return any(len(result.strategies) > 1 for result in self.results.values())
 
     def _label(self, place: int, rows: list[SweepRow]) -> str:
         row = rows[place]
-        if not self._several:
+        if not self._has_several_strategies:
             return clean(row.value)
         width = max(len(clean(other.value)) for other in rows)
         value = clean(row.value) if place == 0 or rows[place - 1].value != row.value else ""
@@ -233,8 +238,10 @@ class SweepView(Page):
             return Columns(title=title, heads=heads, rows=tuple(map(cells, rows)))
 
         times = [
-            group(_STEP.title, lambda row: _times(row.measured.optimizer_s, row.predicted.optimizer_s), *_ALL),
-            group(_ITERATION.title, lambda row: _times(row.measured.iteration_s, row.predicted.iteration_s), *_ALL),
+            group(_STEP.title, lambda row: _time_cells(row.measured.optimizer_s, row.predicted.optimizer_s), *_ALL),
+            group(
+                _ITERATION.title, lambda row: _time_cells(row.measured.iteration_s, row.predicted.iteration_s), *_ALL
+            ),
         ]
         balance = _BALANCE.columns(rows)
         if self.kind == "alpha":
@@ -242,25 +249,25 @@ class SweepView(Page):
             return [balance, *times, reduced, _phase("total gathering, ms", "param_gather_total").columns(rows)]
         if self.kind == "c_max":
             exchanged = (_EXCHANGE.columns(rows), _phase("total exchange, ms", "exchange_total").columns(rows))
-            return [*times, *exchanged, group("fullest rank, MiB", _memory, *_ALL)]
+            return [*times, *exchanged, group("fullest rank, MiB", _memory_cells, *_ALL)]
         if self.kind == "gpus":
             layouts = group("layout", lambda row: (layout_code(row.result.layout),), "")
             work = group("CPU time, s", lambda row: (number(median(row.measured.processor_s), ".3g"),), "measured")
             return [layouts, *times, _EFFICIENCY.columns(rows), work, balance]
-        if not self._several:
+        if not self._has_several_strategies:
             return times
         return [
             *times,
-            group("optimizer ratio", lambda row: _speedup(row, row.result.optimizer_speedup), "measured"),
-            group("iteration ratio", lambda row: _speedup(row, row.result.iteration_speedup), "measured"),
+            group("optimizer ratio", lambda row: _speedup_cells(row, row.result.optimizer_speedup), "measured"),
+            group("iteration ratio", lambda row: _speedup_cells(row, row.result.iteration_speedup), "measured"),
         ]
 
     def _remarks(self, groups: Sequence[Columns]) -> Iterator[str]:
-        plan = "; plan: predicted; error: predicted / measured - 1" if self._common.planned else ""
+        plan = "; plan: predicted; error: predicted / measured - 1" if self._common_result.planned else ""
         yield f"measured: median [quartiles] of the rounds{plan}"
         if any(group.shows(NOT_DISTINCT) for group in groups):
             yield OVERLAP
-        if self.kind == "optimizer" and self._several:
+        if self.kind == "optimizer" and self._has_several_strategies:
             references = dict.fromkeys(clean(result.reference) for result in self.results.values())
             base = ", ".join(references)
             yield f"ratio: time divided by {base}'s time, median [quartiles] of the ratio in each round"
@@ -276,13 +283,13 @@ class SweepView(Page):
                 )
 
 
-def _times(measured: Sequence[float], plan: float) -> tuple[Cell, ...]:
+def _time_cells(measured: Sequence[float], plan: float) -> tuple[Cell, ...]:
     return quartiles(measured), milliseconds(plan), error_text(median(measured), plan)
 
 
-def _memory(row: SweepRow) -> tuple[Cell, ...]:
-    return with_error(max(row.measured.tensor_bytes), row.predicted.tensor_bytes, mib)
+def _memory_cells(row: SweepRow) -> tuple[Cell, ...]:
+    return cells_with_error(max(row.measured.tensor_bytes), row.predicted.tensor_bytes, mib_text)
 
 
-def _speedup(row: SweepRow, speedup: Callable[[str], Speedup]) -> tuple[Cell, ...]:
-    return ("1" if row.strategy == row.result.reference else times(speedup(row.strategy)),)
+def _speedup_cells(row: SweepRow, speedup: Callable[[str], Speedup]) -> tuple[Cell, ...]:
+    return ("1" if row.strategy == row.result.reference else speedup_text(speedup(row.strategy)),)

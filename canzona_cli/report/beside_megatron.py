@@ -26,7 +26,7 @@ _MODES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BesideMegatronView(Page):
-    """The costs in one screen, and the command that trains the model in canzona's own loop."""
+    """The optimizers' costs on one screen, and the command that trains the model in canzona's own loop."""
 
     beside: BesideMegatron
     verbose: bool = False
@@ -54,7 +54,7 @@ class BesideMegatronView(Page):
             elsewhere = "canzona's own loop cannot train this model:"
             nowhere = "canzona plans this model, but cannot train it:"
             yield wrapped(elsewhere if self._in_megatrons_loop else nowhere, "bold")
-            yield from (note(clean(reason)) for reason in self._some(run.plans_only))
+            yield from (note(clean(reason)) for reason in self._first_few(run.plans_only))
             return
         lacking = f", without {' and '.join(beside.overlaps)}" if beside.overlaps else ""
         data = "" if "data.path" in run.overrides else "; add data.path=PREFIX"
@@ -98,13 +98,14 @@ class BesideMegatronView(Page):
             yield "muon-tp-mode", f"{run.tp_mode}: {_MODES[run.tp_mode]}"
         for label, arguments in (("not understood", run.not_understood), ("not simulated", run.left_out)):
             if arguments:
-                yield label, clean(", ".join(self._some(arguments)))
+                yield label, clean(", ".join(self._first_few(arguments)))
         if run.no_effect:
             shown = f": {', '.join(run.no_effect)}" if self.verbose else " (-v lists them)"
             yield "no effect", clean(f"{plural(len(run.no_effect), 'other argument')}{shown}")
 
-    def _some(self, arguments: Sequence[str]) -> Sequence[str]:
-        """Returns all arguments if verbose or few; otherwise the first few, and how many more there are."""
+    def _first_few(self, arguments: Sequence[str]) -> Sequence[str]:
+        """Returns all arguments if they are few or the view is verbose; otherwise the first few and the
+        number of the others."""
         if self.verbose or len(arguments) <= _SHOWN:
             return arguments
         return *arguments[:_SHOWN], f"and {len(arguments) - _SHOWN} more (-v)"

@@ -22,8 +22,8 @@ from canzona_cli.run.records import StageEvent
 from canzona_cli.run.words import MISSING, clean, milliseconds, plural, size
 
 _NAME, _BEFORE = 31, 9
-"""The width of the first column of every table, and the largest width of the last column's heading, in
-characters."""
+"""The widths in characters of the first column of every table, and of the longest heading of a last
+column."""
 _SINGLE: Mapping[Quantity, tuple[str, str]] = {
     "fp32_tflops": ("fp32 matmuls", "TFLOP/s"),
     "tf32_tflops": ("TF32 matmuls", "TFLOP/s"),
@@ -36,7 +36,7 @@ _SINGLE: Mapping[Quantity, tuple[str, str]] = {
 
 
 class Progress(TrainView):
-    """Prints a line as each measurement starts; `CalibrationView` shows the results."""
+    """A view that prints a line when a measurement starts. `CalibrationView` shows the results."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._started = console, time.monotonic()
@@ -69,41 +69,65 @@ class CalibrationView(Page):
             yield wrapped(clean(warning), "yellow", first="warning: ", rest="  ")
 
     def _rates(self) -> Table:
-        base, table = self.calibration.base, self._measured("")
-        for m in self.calibration.record.measurements:
-            if m.quantity == "matmul_tflops":
-                before = matmul_rate(base, int(m.key[0]), "bf16") / 1e12
-                _add(table, f"bf16 matmuls of {m.key[0]}, TFLOP/s", f"{m.spread.median:.3g}", m, f"{before:.3g}")
-            elif m.quantity in _SINGLE:
-                name, unit = _SINGLE[m.quantity]
-                _add(table, f"{name}, {unit}", f"{m.spread.median:.3g}", m, _assumed(m.quantity, base))
-        for m in self.calibration.record.measurements:
-            if m.quantity in ("forward", "backward"):
-                what = f"{m.quantity} of {plural(int(m.key[0]), 'sequence')}, ms"
-                _add(table, what, milliseconds(m.spread.median), m, MISSING)
+        base, table = self.calibration.base, self._empty_table("")
+        for measurement in self.calibration.record.measurements:
+            if measurement.quantity == "matmul_tflops":
+                base_value = matmul_rate(base, int(measurement.key[0]), "bf16") / 1e12
+                _add(
+                    table,
+                    f"bf16 matmuls of {measurement.key[0]}, TFLOP/s",
+                    f"{measurement.spread.median:.3g}",
+                    measurement,
+                    f"{base_value:.3g}",
+                )
+            elif measurement.quantity in _SINGLE:
+                name, unit = _SINGLE[measurement.quantity]
+                _add(
+                    table,
+                    f"{name}, {unit}",
+                    f"{measurement.spread.median:.3g}",
+                    measurement,
+                    _assumed(measurement.quantity, base),
+                )
+        for measurement in self.calibration.record.measurements:
+            if measurement.quantity in ("forward", "backward"):
+                what = f"{measurement.quantity} of {plural(int(measurement.key[0]), 'sequence')}, ms"
+                _add(table, what, milliseconds(measurement.spread.median), measurement, MISSING)
         return table
 
     def _updates(self) -> Table:
-        table = self._measured("update of a matrix, ms")
+        table = self._empty_table("update of a matrix, ms")
         algorithms = {label(update): update for update in map(algorithm, measured_runs(self.config))}
-        for m in self._sorted("updates"):
-            name, rows, columns = str(m.key[0]), int(m.key[1]), int(m.key[2])
+        for measurement in self._measurements_of("updates"):
+            name, rows, columns = str(measurement.key[0]), int(measurement.key[1]), int(measurement.key[2])
             update = algorithms.get(name.removeprefix("megatron/"))
             code: Implementation = "megatron" if name.startswith("megatron/") else "canzona"
-            before = None if update is None else seconds(update, rows, columns, self.config.cluster, code)
-            _add(table, f"{name} {rows}x{columns}", milliseconds(m.spread.median), m, milliseconds(before))
+            base_value = None if update is None else seconds(update, rows, columns, self.config.cluster, code)
+            _add(
+                table,
+                f"{name} {rows}x{columns}",
+                milliseconds(measurement.spread.median),
+                measurement,
+                milliseconds(base_value),
+            )
         return table
 
     def _collectives(self) -> Table:
-        rows, table = self._sorted("collectives"), self._measured("collective, ms")
+        rows, table = self._measurements_of("collectives"), self._empty_table("collective, ms")
         links = Links(cluster=replace(self.calibration.base, collectives=()))
-        for m in rows:
-            kind, ranks, bytes_ = str(m.key[0]), int(m.key[1]), int(m.key[2])
-            largest = max(int(other.key[2]) for other in rows if other.key[:2] == m.key[:2])
+        for measurement in rows:
+            kind, ranks, bytes_ = str(measurement.key[0]), int(measurement.key[1]), int(measurement.key[2])
+            largest = max(int(other.key[2]) for other in rows if other.key[:2] == measurement.key[:2])
             if bytes_ not in (8, 1 << 20, largest):
                 continue  # the table shows three sizes of each collective; the profile has all
-            before = milliseconds(_link_seconds(links, kind, ranks, bytes_))
-            _add(table, f"{kind} among {ranks}, {size(bytes_)}", milliseconds(m.spread.median), m, before)
+            base_value = milliseconds(_link_seconds(links, kind, ranks, bytes_))
+            _add(
+                table,
+                f"{kind} among {ranks}, {size(bytes_)}",
+                milliseconds(measurement.spread.median),
+                measurement,
+                base_value,
+            )
         return table
 
     def _steps(self) -> Table:
@@ -115,7 +139,7 @@ class CalibrationView(Page):
             table.add_row(name, f"{factor:.3g}")
         return table
 
-    def _measured(self, title: str) -> Table:
+    def _empty_table(self, title: str) -> Table:
         """Returns an empty table with columns for the measurement, its spread and the base profile's
         number."""
         table = Table()
@@ -124,13 +148,14 @@ class CalibrationView(Page):
         table.add_numbers("measured", "spread", base if len(base) < _BEFORE else f"{base[: _BEFORE - 3]}..")
         return table
 
-    def _sorted(self, quantity: Quantity) -> list[Measurement]:
-        rows = [m for m in self.calibration.record.measurements if m.quantity == quantity]
-        return sorted(rows, key=lambda m: (str(m.key[0]), m.key[1:]))
+    def _measurements_of(self, quantity: Quantity) -> list[Measurement]:
+        rows = [measurement for measurement in self.calibration.record.measurements if measurement.quantity == quantity]
+        return sorted(rows, key=lambda measurement: (str(measurement.key[0]), measurement.key[1:]))
 
 
-def closing(calibration: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
-    """Yields lines that say how the calibration ended, where the profile is, and which command uses it.
+def closing_lines(calibration: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
+    """Yields lines about the end of the calibration: its outcome, the path of the profile, and a command that
+    uses it.
 
     The lines are meant to be printed unwrapped, so that they can be copied.
     """
@@ -155,7 +180,8 @@ def _assumed(quantity: Quantity, base: ClusterConfig) -> str:
 
 
 def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | None:
-    """Returns the seconds that a collective should take, given the links' latency and bandwidth."""
+    """Returns the seconds that a collective should take according to the latency and the bandwidth of the
+    links."""
     group = Group(size=ranks, per_machine=ranks)
     if kind == "all_reduce":
         return links.all_reduce(bytes_, group).seconds
@@ -168,5 +194,5 @@ def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | N
     return links.through(bytes_, group).seconds
 
 
-def _add(table: Table, name: str, value: str, m: Measurement, before: str) -> None:
-    table.add_row(clean(name), value, f"{m.spread.relative:.0%}", before)
+def _add(table: Table, name: str, value: str, measurement: Measurement, base_value: str) -> None:
+    table.add_row(clean(name), value, f"{measurement.spread.relative:.0%}", base_value)

@@ -1,4 +1,4 @@
-"""Bars, timelines and load maps, each drawn with characters in a terminal and as SVG in an HTML page.
+"""Draws bars, timelines and load maps: with characters in a terminal, and as SVG in an HTML page.
 
 In a terminal without colour, each part is drawn with its letter. In a page, text has the same size on every
 screen, and a part shows its value while the pointer is over it.
@@ -60,7 +60,7 @@ class Bar:
     faint: bool = False
     """True for a prediction, drawn fainter than the measurement next to it (in pages only)."""
     limit: float | None = None
-    """The amount up to which the rest of the bar is drawn as empty space; None for no empty space."""
+    """The amount up to which the bar is extended with empty space; None for no empty space."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +79,20 @@ class Bars(Picture):
     def parts(self, screen: Screen) -> Iterator[Text]:
         width = screen.width - _GUTTER - 2
         for row in self.rows:
-            drawn = stacked(row.parts, self.scale, width, self.inks, colour=screen.colour)
+            drawn = stacked_bar(row.parts, self.scale, width, self.inks, colour=screen.colour)
             if row.limit is not None:
                 drawn.append("·" * (round(width * row.limit / self.scale) - drawn.cell_len), style="dim")
-            if self._cut(row):
+            if self._is_cut_off(row):
                 drawn.append(" ▶", style="bold")
             yield Text.assemble("  ", f"{row.label:<10} {row.value:>9} ", drawn)
-        yield from legend(self._legend(), self.inks, screen.width, colour=screen.colour)
+        yield from legend_lines(self._legend(), self.inks, screen.width, colour=screen.colour)
 
     def html(self) -> Html:
-        shown = [tag("div", *self._row(row), class_="bar-row") for row in self.rows]
+        shown = [tag("div", *self._row_html(row), class_="bar-row") for row in self.rows]
         keys = (key(self.inks[name].css, words) for name, words in self._legend())
         return tag("figure", *shown, tag("figcaption", *keys, class_="keys"), class_="bars")
 
-    def _cut(self, row: Bar) -> bool:
+    def _is_cut_off(self, row: Bar) -> bool:
         return sum(amount for _, amount in row.parts) > 1.001 * self.scale
 
     def _legend(self) -> list[tuple[str, str]]:
@@ -105,20 +105,20 @@ class Bars(Picture):
             if name in seen
         ]
 
-    def _row(self, row: Bar) -> Iterator[Html]:
+    def _row_html(self, row: Bar) -> Iterator[Html]:
         rects: list[Html] = []
         if row.limit is not None:
-            rects.append(_stretch(0, row.limit / self.scale, "empty"))
-        at = 0.0
+            rects.append(_bar_part(0, row.limit / self.scale, "empty"))
+        position = 0.0
         for name, amount in row.parts:
             if amount > 0:
                 words = f"{self.inks[name].name}: {self.show(amount)}"
-                rects.append(_stretch(at / self.scale, amount / self.scale, self.inks[name].css, words))
-                at += amount
+                rects.append(_bar_part(position / self.scale, amount / self.scale, self.inks[name].css, words))
+                position += amount
         yield tag("span", row.label, class_="bar-label")
         look = "bar faint" if row.faint else "bar"
         yield tag("svg", *rects, class_=look, role="img", aria_label=f"{row.label}: {row.value}")
-        yield tag("span", row.value + " (cut off)" * self._cut(row), class_="bar-value")
+        yield tag("span", row.value + " (cut off)" * self._is_cut_off(row), class_="bar-value")
 
 
 def phase_bar(label: str, phases: Mapping[str, float], seconds: float, *, faint: bool = False) -> Bar:
@@ -132,10 +132,10 @@ def step_bars(rows: Sequence[Bar]) -> Bars:
     return Bars(rows=rows, scale=max(sum(seconds for _, seconds in row.parts) for row in rows))
 
 
-def stacked(
+def stacked_bar(
     parts: Sequence[tuple[str, float]], total: float, width: int, inks: Mapping[str, Ink], *, colour: bool
 ) -> Text:
-    """Draws a bar in which `width` characters represent `total`; a part of less than half a character may be
+    """Draws a bar in which `width` characters represent `total`. Parts smaller than half a character may be
     invisible.
 
     Args:
@@ -143,23 +143,25 @@ def stacked(
         inks: the look of each part, by name.
     """
     drawn = Text(no_wrap=True)
-    done, at = 0.0, 0
+    done, drawn_width = 0.0, 0
     for name, amount in parts:
         done += amount
         end = min(width, round(done / total * width)) if total > 0 else 0
-        if end > at:
+        if end > drawn_width:
             ink = inks[name]
-            drawn.append(("█" if colour else ink.letter) * (end - at), style=ink.style if colour else "")
-            at = end
+            drawn.append(("█" if colour else ink.letter) * (end - drawn_width), style=ink.style if colour else "")
+            drawn_width = end
     return drawn
 
 
-def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Ink], width: int, *, colour: bool) -> Iterator[Text]:
-    """Yields indented lines like `█ weights 7.6  █ gradients 15.2`, or with letters; lines break between
-    parts only.
+def legend_lines(
+    parts: Sequence[tuple[str, str]], inks: Mapping[str, Ink], width: int, *, colour: bool
+) -> Iterator[Text]:
+    """Yields the lines of a legend, such as `█ weights 7.6 █ gradients 15.2`, or with letters instead of
+    colours. Lines break only between parts.
 
     Args:
-        parts: (name, the text after the part's mark).
+        parts: (name, text) pairs; the text follows the mark of the part.
         width: the most characters per line.
     """
     line = Text()
@@ -175,7 +177,7 @@ def legend(parts: Sequence[tuple[str, str]], inks: Mapping[str, Ink], width: int
     yield line
 
 
-def _stretch(start: float, length: float, css: str, words: str | None = None) -> Html:
+def _bar_part(start: float, length: float, css: str, words: str | None = None) -> Html:
     """Returns a rectangle of a bar or a lane; a browser shows `words` when the pointer is over it."""
     title = () if words is None else (tag("title", words),)
     return tag("rect", *title, x=percent(start), y="0", width=percent(length), height="100%", class_=css)
@@ -192,7 +194,8 @@ class Lane:
     label: str
     intervals: Sequence[Interval]
     rank: str = ""
-    """The rank, which an HTML page with several ranks writes in front of the label; empty otherwise."""
+    """The rank, for pages that show several ranks: they write it in front of the label. Empty for a single
+    rank."""
     begins: bool = False
     """True if this is the first lane of a rank."""
 
@@ -213,7 +216,7 @@ class Lanes(Picture):
     def parts(self, screen: Screen) -> Iterator[Text]:
         width = screen.width - _GUTTER
         for number, row in enumerate(self.rows):
-            drawn = lane(row.intervals, self.start_s, self.end_s, width, colour=screen.colour)
+            drawn = draw_lane(row.intervals, self.start_s, self.end_s, width, colour=screen.colour)
             head = "" if number else self.title
             yield Text.assemble("  ", (f"{head:<10}", "bold"), f"{row.label[:10]:<10} ", drawn)
         left, right = step_time(self.start_s) if self.start_s else "0", step_time(self.end_s)
@@ -224,7 +227,7 @@ class Lanes(Picture):
     def html(self) -> Html:
         shown = []
         for row in self.rows:
-            rects = map(self._rect, _joined(row.intervals, self.start_s, self.end_s))
+            rects = map(self._interval_html, _visible(row.intervals, self.start_s, self.end_s))
             drawn = tag("svg", *rects, class_="lane", role="img", aria_label=row.words)
             look = "lane-row new" if row.begins else "lane-row"
             shown.append(tag("div", tag("span", row.words, class_="bar-label"), drawn, class_=look))
@@ -234,11 +237,11 @@ class Lanes(Picture):
         axis = tag("div", tag("span"), ends, class_="lane-row axis")
         return tag("figure", *shown, axis, tag("figcaption", *keys, class_="keys"), class_="bars")
 
-    def _rect(self, interval: Interval) -> Html:
+    def _interval_html(self, interval: Interval) -> Html:
         ink, shown_s = PHASES.get(interval.name), self.end_s - self.start_s
         start, length = interval.start_s - self.start_s, interval.end_s - interval.start_s
         words = f"{interval.name if ink is None else ink.name}: {step_time(length)} from {step_time(start)}"
-        return _stretch(start / shown_s, length / shown_s, "p-other" if ink is None else ink.css, words)
+        return _bar_part(start / shown_s, length / shown_s, "p-other" if ink is None else ink.css, words)
 
 
 def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
@@ -249,7 +252,7 @@ def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
     ]
 
 
-def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *, colour: bool) -> Text:
+def draw_lane(intervals: Iterable[Interval], start: float, end: float, width: int, *, colour: bool) -> Text:
     """Draws a lane of `width` characters. Each character shows the phase that takes most of its time slice,
     faint if phases fill less than half of the slice."""
     drawn = Text(no_wrap=True)
@@ -278,9 +281,10 @@ def lane(intervals: Iterable[Interval], start: float, end: float, width: int, *,
     return drawn
 
 
-def _joined(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """Yields the intervals clipped to start and end, at the resolution of a screen: neighbours with the same
-    name are joined, and an interval too short to see is dropped if it closely follows another."""
+def _visible(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
+    """Yields the parts of the intervals between start and end that a screen can show. Neighbours with the
+    same name are joined, and an interval that is too short to see is dropped if it closely follows
+    another."""
     finest = (end_s - start_s) / _FINEST
     last: Interval | None = None
     for interval in sorted(intervals, key=lambda part: part.start_s):
@@ -305,7 +309,7 @@ _HEAT_STYLES: Final = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
 _MOST_ROWS: Final = 16
 _WIDEST_CELL: Final = 4
 _MOST_WRITTEN: Final = 16
-"""The most owners with which each cell of a map in an HTML page also shows its time as text."""
+"""The most owners in a map of an HTML page whose cells also show their times as text."""
 _BETWEEN: Final = 2
 """The number of characters between two maps."""
 
@@ -359,24 +363,26 @@ class LoadMaps(Picture):
                 line.append_text(cell).append(" " * _BETWEEN)
             line.rstrip()
             yield line
-        per_column = owners_a_column(self.owners, width)
+        per_column = owners_per_column(self.owners, width)
         several = f"; up to {per_column} owners per column" if per_column > 1 else ""
         yield note(f"{self._axes}; a full block is the slowest rank{several}")
 
     def html(self) -> Html:
         words = (*(f"up to {limit:g}" for limit in HEAT_LIMITS), "above that, times the mean")
         keys = (key(f"h{level}", text) for level, text in enumerate(words))
-        pictures = tag("div", *map(self._map, self.maps), tag("p", *keys, class_="keys wide"), class_="grid-of-charts")
-        return joined([pictures, folded("table of the numbers", *map(self._numbers, self.maps))])
+        pictures = tag(
+            "div", *map(self._map_html, self.maps), tag("p", *keys, class_="keys wide"), class_="grid-of-charts"
+        )
+        return joined([pictures, folded("table of the numbers", *map(self._numbers_table, self.maps))])
 
-    def _numbers(self, load_map: LoadMap) -> Html:
+    def _numbers_table(self, load_map: LoadMap) -> Html:
         """Returns a table with a row for each owner and a column for each host."""
         rows = list(itertools.batched(map(milliseconds, load_map.loads), self.hosts))
         groups = columns([f"TP {host}" for host in range(self.hosts)], rows)
         labels = [f"DP {owner}" for owner in range(self.owners)]
         return table_html(GroupedTable(head=f"{load_map.title}, ms", labels=labels, groups=groups))
 
-    def _map(self, load_map: LoadMap) -> Html:
+    def _map_html(self, load_map: LoadMap) -> Html:
         cells: list[Html] = []
         mean = sum(load_map.loads) / len(load_map.loads)
         width = 1 / self.owners
@@ -404,7 +410,7 @@ def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
 
     The height of a block shows the load relative to the largest load, so a balanced map has full blocks
     everywhere. The colour shows the load relative to the mean: green around the mean, yellow and red above,
-    blue below. Where not all owners or hosts fit, a character shows the largest load of several.
+    blue below. If not all owners or hosts fit, a character shows the largest load of several.
 
     Args:
         loads: the seconds of each cell; the cell of an owner and a host has the index `owner * hosts + host`.
@@ -425,7 +431,7 @@ def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
         yield row
 
 
-def owners_a_column(owners: int, width: int) -> int:
+def owners_per_column(owners: int, width: int) -> int:
     """Returns the largest number of owners in one column of a map with `width` columns."""
     return max(end - begin for begin, end in _bins(owners, width))
 

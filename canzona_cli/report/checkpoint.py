@@ -47,8 +47,8 @@ _INTACT = "intact: manifest and file sizes are as written; `canzona checkpoint v
 
 
 @dataclass(frozen=True)
-class Listing(Page):
-    """The table of a run's checkpoints, and the JSON of `canzona checkpoint list --json`."""
+class CheckpointListView(Page):
+    """The list of a run's checkpoints: a table, and the JSON of `canzona checkpoint list --json`."""
 
     chosen: Chosen
 
@@ -56,7 +56,7 @@ class Listing(Page):
         return {
             "version": VERSION,
             "root": str(self.chosen.root),
-            "checkpoints": [_as_json(checkpoint) for checkpoint in self.chosen.checkpoints],
+            "checkpoints": [_checkpoint_json(checkpoint) for checkpoint in self.chosen.checkpoints],
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
@@ -87,10 +87,10 @@ def _cells(checkpoint: StoredCheckpoint) -> tuple[Cell, ...]:
     )
 
 
-def _as_json(checkpoint: StoredCheckpoint) -> dict[str, object]:
+def _checkpoint_json(checkpoint: StoredCheckpoint) -> dict[str, object]:
     manifest, layout = checkpoint.manifest, _saved_layout(checkpoint)
     return {
-        **_with_problems(checkpoint, checkpoint.problems),
+        **_problems_json(checkpoint, checkpoint.problems),
         "step": checkpoint.step,
         **{name: getattr(manifest, name, None) for name in ("created", "bytes", "world_size", "optimizer", "strategy")},
         "layout": None if layout is None else {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp")},
@@ -98,7 +98,7 @@ def _as_json(checkpoint: StoredCheckpoint) -> dict[str, object]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Content(Page):
+class CheckpointView(Page):
     """The contents of one checkpoint, and the JSON of `canzona checkpoint show --json`."""
 
     checkpoint: StoredCheckpoint
@@ -152,7 +152,8 @@ class Content(Page):
             yield "layout", describe_layout(layout, "rank")
 
     def _sizes(self) -> Counter[str]:
-        """Returns the bytes of each full tensor by name, the sum of its pieces."""
+        """Returns the bytes of each full tensor by name. A tensor that is stored in pieces has the sum of
+        their bytes."""
         sizes = Counter[str]()
         for name, tensor in self.manifest.tensors.items():
             sizes[tensor.whole(name)] += tensor_bytes(tensor.dtype, tensor.shape)
@@ -178,7 +179,7 @@ class Content(Page):
         return table
 
 
-def _with_problems(checkpoint: StoredCheckpoint, problems: Sequence[Problem]) -> dict[str, object]:
+def _problems_json(checkpoint: StoredCheckpoint, problems: Sequence[Problem]) -> dict[str, object]:
     """Returns a checkpoint's name, path and problems as JSON values."""
     shown = [{"file": problem.key, "reason": problem.reason} for problem in problems]
     return {"name": checkpoint.name, "path": str(checkpoint.path), "sound": not problems, "problems": shown}
@@ -194,11 +195,12 @@ def _saved_layout(checkpoint: StoredCheckpoint) -> Layout | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllVerified(Page):
-    """A line for each verified checkpoint, and the JSON of `canzona checkpoint verify --json`."""
+class VerificationView(Page):
+    """The result of a verification: a line for each checkpoint, and the JSON of `canzona checkpoint verify
+    --json`."""
 
     root: str
-    each: tuple[Verified, ...]
+    verified: tuple[Verified, ...]
     removed: tuple[str, ...] = ()
     """The checkpoints that a running job removed during the verification, because it keeps only the newest
     ones."""
@@ -209,13 +211,15 @@ class AllVerified(Page):
         checkpoint before the damaged one."""
         problems: list[Problem] = []
         intact: str | None = None
-        for verified in self.each:
+        for verified in self.verified:
             if not verified.problems:
                 intact = verified.checkpoint.name
             fix = "no earlier checkpoint is intact"
             if intact is not None:
                 fix = f"resume from the last intact checkpoint before it: checkpoint.resume={intact}"
-            problems += verified.problems if len(self.each) == 1 else (replace(p, fix=fix) for p in verified.problems)
+            problems += (
+                verified.problems if len(self.verified) == 1 else (replace(p, fix=fix) for p in verified.problems)
+            )
         return problems
 
     def as_json(self) -> dict[str, object]:
@@ -226,18 +230,18 @@ class AllVerified(Page):
             "removed": list(self.removed),
             "checkpoints": [
                 {
-                    **_with_problems(verified.checkpoint, verified.problems),
+                    **_problems_json(verified.checkpoint, verified.problems),
                     "bytes": verified.bytes,
                     "seconds": verified.seconds,
                     "foreign": list(verified.foreign),
                 }
-                for verified in self.each
+                for verified in self.verified
             ],
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         good, bad = "✓", "✗"
-        for verified in self.each:
+        for verified in self.verified:
             mark = (bad, "bold red") if verified.problems else (good, "green")
             rate = size(verified.bytes / max(verified.seconds, 1e-6))
             text = f"{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
@@ -275,11 +279,11 @@ def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
         yield partial(bar.advance, bar.add_task("", total=total))
 
 
-def verify_all(chosen: Chosen) -> AllVerified:
+def verify_all(chosen: Chosen) -> VerificationView:
     """Hashes all files of every chosen checkpoint, with a progress bar."""
     with bar_of_bytes("hashing", sum(bytes_written(checkpoint.path) for checkpoint in chosen.checkpoints)) as on_bytes:
         verified, removed = verify_chosen(chosen, on_bytes)
-    return AllVerified(root=str(chosen.root), each=verified, removed=removed)
+    return VerificationView(root=str(chosen.root), verified=verified, removed=removed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ _Row = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedView(Page):
+class RunPairView(Page):
     """Tables of the settings, losses, phases and figures of two runs; B / A is above 1 if B has the larger
     value."""
 
@@ -60,12 +60,12 @@ class ComparedView(Page):
 
     def _losses(self) -> Iterator[_Row]:
         compared = self.compared
-        for what, loss in (("first", compared.first), ("last", compared.last)):
+        for position, loss in (("first", compared.first), ("last", compared.last)):
             if loss is None:
-                yield f"{what} common step", MISSING, MISSING, MISSING
+                yield f"{position} common step", MISSING, MISSING, MISSING
             else:
                 change = MISSING if loss.change is None else f"{100 * loss.change:+.2f}%"
-                yield f"step {loss.step:,} ({what} in both)", f"{loss.a:.4f}", f"{loss.b:.4f}", change
+                yield f"step {loss.step:,} ({position} in both)", f"{loss.a:.4f}", f"{loss.b:.4f}", change
         a, b = compared.best_validation
         change = f"{100 * (b / a - 1):+.2f}%" if a and b is not None else MISSING
         yield "best validation", number(a, ".4f"), number(b, ".4f"), change
@@ -105,8 +105,8 @@ def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
 
 
 def setting_value(value: object) -> str:
-    """Returns a value as a user types it; shortens a long list to its number of entries, and cuts other long
-    text."""
+    """Formats the value of a setting as a user types it. For a long list, returns the number of its entries;
+    other long texts are cut."""
     shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else override_text(value))
     if len(shown) <= _LONGEST_VALUE:
         return shown
@@ -127,18 +127,18 @@ COLUMNS: Mapping[str, tuple[str, Callable[[object], str]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeveralView(Page):
+class RunTableView(Page):
     """A table with a row for each run: the settings that differ, and the results. The best run is
     highlighted."""
 
-    several: RunComparison
+    comparison: RunComparison
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        several = self.several
-        names, best = run_names(several.runs), several.best
-        shown = dict(list(several.settings.items())[:_MOST_SETTINGS])
-        figures = [run_figures(run) for run in several.runs]
-        results = {name: column for name, column in COLUMNS.items() if any(each[name] is not None for each in figures)}
+        comparison = self.comparison
+        names, best = run_names(comparison.runs), comparison.best
+        shown = dict(list(comparison.settings.items())[:_MOST_SETTINGS])
+        figures = [run_figures(run) for run in comparison.runs]
+        results = {name: column for name, column in COLUMNS.items() if any(run[name] is not None for run in figures)}
         heads = [*shown, "status", "steps", *(head for head, _ in results.values())]
         rows = [
             [
@@ -147,19 +147,19 @@ class SeveralView(Page):
                 f"{run.step:,}",
                 *(show(figures[index][name]) for name, (_, show) in results.items()),
             ]
-            for index, run in enumerate(several.runs)
+            for index, run in enumerate(comparison.runs)
         ]
-        styles = ["bold green" if run is best else "" if run.status == "done" else "yellow" for run in several.runs]
+        styles = ["bold green" if run is best else "" if run.status == "done" else "yellow" for run in comparison.runs]
         yield GroupedTable(head="run", labels=names, groups=columns(heads, rows), styles=styles)
-        if len(several.settings) > len(shown):
-            rest = plural(len(several.settings) - len(shown), "more setting")
+        if len(comparison.settings) > len(shown):
+            rest = plural(len(comparison.settings) - len(shown), "more setting")
             yield wrapped(f"{rest} differ: --json lists all of them", "dim", first="  ")
         if best is not None:
             yield Text()
             by = "validation loss" if best.best_validation is not None else "loss"
             value = best.best_validation if best.best_validation is not None else best.losses[-1][1]
             yield wrapped(f"lowest {by}: {number(value, '.4f')}, {clean(best.run_dir)}")
-        notes = [f"{name}: {note}" for name, run in zip(names, several.runs, strict=True) for note in run.notes]
+        notes = [f"{name}: {note}" for name, run in zip(names, comparison.runs, strict=True) for note in run.notes]
         for note in notes:
             yield wrapped(clean(note), "yellow", first="  ! ")
 
@@ -171,27 +171,27 @@ def run_names(runs: Sequence[RunSummary]) -> list[str]:
     return [clean(path.relative_to(common)) for path in paths]
 
 
-def several_page(several: RunComparison) -> Document:
-    """Returns the page of several runs: figures, loss curves and step times; for two runs, also all
+def comparison_page(comparison: RunComparison) -> Document:
+    """Returns the page of a comparison: figures, loss curves and step times; for two runs, also all
     differences."""
     return Document(
         kind="canzona report --compare",
-        title=plural(len(several.runs), "run"),
-        sections=sections(_page_parts(several)),
+        title=plural(len(comparison.runs), "run"),
+        sections=sections(_page_parts(comparison)),
     )
 
 
-def _page_parts(several: RunComparison) -> Iterator[RenderableType]:
-    runs = dict(zip(run_names(several.runs), several.runs, strict=True))
+def _page_parts(comparison: RunComparison) -> Iterator[RenderableType]:
+    runs = dict(zip(run_names(comparison.runs), comparison.runs, strict=True))
     yield headed("Runs", ", with the best one highlighted")
-    yield SeveralView(several=several)
+    yield RunTableView(comparison=comparison)
     training = [Curve(name=name, points=run.losses) for name, run in runs.items()]
     validation = [loss_curve(name, run.validations) for name, run in runs.items()]
     for title, curves in (("Training loss", training), ("Validation loss", validation)):
         yield headed(title, ", nats per token")
         yield Curves(title=title.lower(), curves=curves, numbers=partial(number, spec=".4f"))
     yield headed("Loss by setting", ", for each numeric setting that differs between the runs")
-    yield SideBySide(*(_losses_by(key, values, several) for key, values in _numeric(several).items()))
+    yield SideBySide(*(_losses_by(key, values, comparison) for key, values in _numeric(comparison).items()))
     steps = [
         phase_bar(name, run.breakdown.means, run.breakdown.step.mean_s)
         for name, run in runs.items()
@@ -202,21 +202,21 @@ def _page_parts(several: RunComparison) -> Iterator[RenderableType]:
         yield step_bars(steps)
     if len(runs) == 2:
         yield headed("Differences", ": A is the first run; B / A is above 1 if run B has the larger value")
-        yield ComparedView(compared=compare_two(several))
+        yield RunPairView(compared=compare_two(comparison))
 
 
-def _numeric(several: RunComparison) -> dict[str, list[float]]:
+def _numeric(comparison: RunComparison) -> dict[str, list[float]]:
     """Returns the numeric settings that differ between the runs, with each run's value."""
     numeric = {
         key: [number for value in values if (number := finite_or_none(value)) is not None]
-        for key, values in several.settings.items()
+        for key, values in comparison.settings.items()
     }
-    return {key: values for key, values in numeric.items() if len(values) == len(several.runs)}
+    return {key: values for key, values in numeric.items() if len(values) == len(comparison.runs)}
 
 
-def _losses_by(key: str, values: list[float], several: RunComparison) -> Curves:
+def _losses_by(key: str, values: list[float], comparison: RunComparison) -> Curves:
     """Draws the final losses of the runs over the values of a setting."""
-    figures = [run_figures(run) for run in several.runs]
+    figures = [run_figures(run) for run in comparison.runs]
     curves = [
         Curve(
             name=name,

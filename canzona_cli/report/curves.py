@@ -1,4 +1,4 @@
-"""Curves, drawn with Braille dots in a terminal and as SVG in an HTML page.
+"""Draws curves: with Braille dots in a terminal, and as SVG in an HTML page.
 
 In a page, lines and text have the same size on every screen, and the page's script shows the values at the
 pointer.
@@ -98,7 +98,7 @@ def _axis_label(value: float) -> str:
 
 
 def _dot_columns(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[int, float]]:
-    """Returns (column, mean value) for each column of dots that contains points; the axis is linear in
+    """Returns (column, mean value) pairs for the columns of dots that contain points. The axis is linear in
     steps."""
     first, last = points[0][0], points[-1][0]
     scale = (columns - 1) / (last - first) if last > first else 0.0
@@ -109,6 +109,7 @@ def _dot_columns(points: Sequence[tuple[float, float]], columns: int) -> list[tu
 
 
 def _segment(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
+    """Returns the dots of a straight line between two dots."""
     steps = max(abs(x1 - x0), abs(y1 - y0))
     if steps == 0:
         return [(x0, y0)]
@@ -155,8 +156,8 @@ class Curves(Picture):
     height: int = 220
     """The height of the plot in an HTML page, in pixels."""
     axes: Literal["linear", "log x", "log"] = "linear"
-    """`linear`: no axis is logarithmic, `log x`: the x axis, `log`: both. A logarithmic x axis has a label at
-    every step."""
+    """The logarithmic axes: none (`linear`), only the x axis (`log x`), or both (`log`). A logarithmic x axis
+    has a label at every step."""
     show: Callable[[float], str] = lambda value: number(value, ".4g")
     """Formats a value."""
     x: str = "step"
@@ -213,12 +214,12 @@ class _Chart:
 
     def __init__(self, picture: Curves, curves: Sequence[Curve]) -> None:
         self._picture, self._curves = picture, curves
-        self._every = picture.axes != "linear"
-        self._scale: Callable[[float], float] = math.log2 if self._every else float
-        self._rise: Callable[[float], float] = math.log10 if picture.axes == "log" else float
+        self._labels_every_step = picture.axes != "linear"
+        self._step_scale: Callable[[float], float] = math.log2 if self._labels_every_step else float
+        self._value_scale: Callable[[float], float] = math.log10 if picture.axes == "log" else float
         self._steps = sorted({step for curve in curves for step, _ in curve.points})
         values = [value for curve in curves for _, value in curve.points]
-        self._left, self._right = self._scale(self._steps[0]), self._scale(self._steps[-1])
+        self._left, self._right = self._step_scale(self._steps[0]), self._step_scale(self._steps[-1])
         axis = _log_axis if picture.axes == "log" else _axis
         self._low, self._high, self._ticks = axis(min(values), max(values))
 
@@ -228,8 +229,8 @@ class _Chart:
         paths: list[Html] = []
         dots: list[Html] = []
         for curve, look in zip(self._curves, looks, strict=True):
-            few = _thinned(curve.points)
-            spots = [(round(_WIDE * self._across(step), 1), round(self._down(value), 1)) for step, value in few]
+            few = _thin_out(curve.points)
+            spots = [(round(_WIDE * self._x(step), 1), round(self._y(value), 1)) for step, value in few]
             paths.append(tag("path", d="M" + "L".join(f"{a},{b}" for a, b in spots), class_=f"curve {look}"))
             if curve.dots or len(few) == 1:
                 for (a, b), (step, _) in zip(spots, few, strict=True):
@@ -248,28 +249,30 @@ class _Chart:
         drawn = (tag("figcaption", *caption), drawing)
         return tag("figure", *drawn, class_="chart", data_curves=json.dumps(shown), data_x=picture.x)
 
-    def _across(self, step: float) -> float:
+    def _x(self, step: float) -> float:
+        """Returns the horizontal position of a step, from 0 (left) to 1 (right)."""
         left, right = self._left, self._right
-        return (self._scale(step) - left) / (right - left) if right > left else 0.5
+        return (self._step_scale(step) - left) / (right - left) if right > left else 0.5
 
-    def _down(self, value: float) -> float:
-        low, high = self._rise(self._low), self._rise(self._high)
-        return self._picture.height * (high - self._rise(value)) / (high - low)
+    def _y(self, value: float) -> float:
+        """Returns the vertical position of a value, in pixels from the top."""
+        low, high = self._value_scale(self._low), self._value_scale(self._high)
+        return self._picture.height * (high - self._value_scale(value)) / (high - low)
 
     def _axes(self) -> Iterator[Html]:
         for tick in self._ticks:
-            y = f"{self._down(tick):.1f}"
+            y = f"{self._y(tick):.1f}"
             yield tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid")
             yield tag("text", self._picture.show(tick), x="-8", y=y, class_="tick value")
         for step in dict.fromkeys(self._written_steps()):
-            place = self._across(step)
+            place = self._x(step)
             css = "tick begin" if place < 0.02 else "tick end" if place > 0.98 else "tick"
             yield tag("text", _step(step), x=percent(place), y=self._picture.height + 18, class_=css)
 
     def _written_steps(self) -> list[float]:
         """Returns the steps that label the x axis: all of them on a logarithmic axis, otherwise the first,
         the last and round numbers between them."""
-        if self._every or len(self._steps) < 3:
+        if self._labels_every_step or len(self._steps) < 3:
             return self._steps
         first, last = self._steps[0], self._steps[-1]
         _, _, ticks = _axis(first, last)
@@ -277,15 +280,15 @@ class _Chart:
         return [first, *(tick for tick in ticks if first + room < tick < last - room), last]
 
     def _looks(self) -> list[str]:
-        """Returns each curve's CSS classes: a new colour, or for a prediction the colour of the previous
-        curve."""
+        """Returns the CSS classes of each curve. A prediction has the colour of the curve before it; any
+        other curve has a new colour."""
         looks: list[str] = []
         index = -1
         for curve in self._curves:
             if not curve.dashed or not looks:
                 index += 1
-            again = curve.dashed or index >= _COLOURS
-            looks.append(f"c{index % _COLOURS}{' again' if again else ''}")
+            repeated = curve.dashed or index >= _COLOURS
+            looks.append(f"c{index % _COLOURS}{' again' if repeated else ''}")
         return looks
 
     def _description(self) -> str:
@@ -298,7 +301,7 @@ class _Chart:
         )
 
 
-def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Returns at most about `_MOST_POINTS` points, with the lowest and highest point of each stretch."""
     if len(points) <= _MOST_POINTS:
         return list(points)

@@ -62,7 +62,7 @@ class Document:
         )
         inks = (*PHASES.values(), *MEMORY.values())
         style = "".join(f".{ink.css} {{ color: {ink.colour}; }}\n" for ink in inks) + css
-        environment = Environment(autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True)
+        environment = Environment(autoescape=True, finalize=_printable, trim_blocks=True, lstrip_blocks=True)
         return environment.from_string(template).render(
             page=self, style=Html(style), style_hash=_hash(style), script=Html(script), script_hash=_hash(script)
         )
@@ -80,7 +80,7 @@ class Document:
             raise write_error("--html", path, error, fix="give another file with --html FILE.html") from None
 
 
-def _shown(value: object) -> object:
+def _printable(value: object) -> object:
     """Returns markup unchanged, and any other value as text without control characters."""
     return value if isinstance(value, Html) else clean(value)
 
@@ -95,7 +95,7 @@ def document(kind: str, view: Page) -> Document:
     Args:
         kind: the command, such as `canzona plan`.
     """
-    heading, *parts = _flat(view.parts(SCREEN))
+    heading, *parts = _flatten(view.parts(SCREEN))
     title = " ".join(str(_text(heading)).split())
     top, *rest = sections(parts)
     if top.title:
@@ -104,7 +104,7 @@ def document(kind: str, view: Page) -> Document:
 
 
 def sections(parts: Iterable[RenderableType]) -> list[Section]:
-    """Divides a view into sections; each paragraph that starts with bold text starts a new one."""
+    """Divides a view into sections. A paragraph that starts with bold text starts a new section."""
     closed: list[Section] = []
     title, lead = "", ""
     body: list[RenderableType] = []
@@ -113,7 +113,7 @@ def sections(parts: Iterable[RenderableType]) -> list[Section]:
         if inner := elements(body):
             closed.append(Section(title=title, lead=lead, body=inner))
 
-    for part in _flat(parts):
+    for part in _flatten(parts):
         text = _text(part)
         if text is not None and (head := _title(text)):
             close()
@@ -128,7 +128,7 @@ def elements(parts: Iterable[RenderableType]) -> Html:
     """Returns the markup of the parts of a section; consecutive labelled lines become one list."""
     shown: list[Html] = []
     rows: list[tuple[str, str]] = []
-    for part in _flat(parts):
+    for part in _flatten(parts):
         if isinstance(part, Wrapped) and (label := part.first.plain.strip()) and label not in "-!":
             rows.append((label, styled(part.text)))
         else:
@@ -151,10 +151,10 @@ def _element(part: RenderableType) -> Html:
     return tag("p", styled(part)) if isinstance(part, Text) and part.plain.strip() else NOTHING
 
 
-def _flat(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
+def _flatten(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
     for part in parts:
         if isinstance(part, Page) and not isinstance(part, Picture):
-            yield from _flat(part.parts(SCREEN))
+            yield from _flatten(part.parts(SCREEN))
         else:
             yield part
 

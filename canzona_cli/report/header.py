@@ -130,21 +130,24 @@ def describe_plan(obtained: Obtained, config: RunConfig) -> str:
 
 
 def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
-    """Returns rows that list which parameters are updated as matrices and which by AdamW."""
+    """Returns two rows: the parameters that are updated as matrices, and those that AdamW updates. A row
+    without parameters is omitted."""
     routes = routing(config)
     return [
-        (label, _routed(named)) for label, named in (("matrices", routes.matrices), ("adamw", routes.adamw)) if named
+        (label, _parameters_text(parameters))
+        for label, parameters in (("matrices", routes.matrices), ("adamw", routes.adamw))
+        if parameters
     ]
 
 
-def _routed(named: tuple[Routed, ...]) -> str:
+def _parameters_text(parameters: tuple[Routed, ...]) -> str:
     """Returns parameters as `28 with 2.95 M elements: 4 layers.*.q (262 k), ...`."""
     names = ", ".join(
         f"{routed.count:,} {routed.pattern.removeprefix('decoder.').removesuffix('.weight')} ({count(routed.elements)})"
-        for routed in named
+        for routed in parameters
     )
-    elements = count(sum(routed.elements for routed in named))
-    return f"{sum(routed.count for routed in named):,} with {elements} elements: {names}"
+    elements = count(sum(routed.elements for routed in parameters))
+    return f"{sum(routed.count for routed in parameters):,} with {elements} elements: {names}"
 
 
 def header_rows(
@@ -175,7 +178,7 @@ def header_rows(
         *([("plan", describe_plan(plan, config))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length)),
         ("data", describe_data(config, corpus)),
-        *([] if (read := supply(config, layout, corpus)) is None else [("epochs", read.words)]),
+        *([] if (tokens := supply(config, layout, corpus)) is None else [("epochs", tokens.words)]),
         *([("run", clean(run_dir))] if run_dir is not None else []),
         *([("resumes", f"from step {earlier.step:,} ({clean(earlier.origin)})")] if earlier is not None else []),
     ]

@@ -32,10 +32,11 @@ VERSION = 2
 
 @dataclass(frozen=True, kw_only=True)
 class SizePlan:
-    """The plan of one recipe; `study` is None if the model does not fit."""
+    """The plan of one recipe, a row of the overview."""
 
     config: RunConfig
     study: Study | None
+    """The simulated plan; None if the model does not fit."""
 
     def as_json(self) -> dict[str, object]:
         """Returns the figures of the recipe's row."""
@@ -65,15 +66,15 @@ class SizePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Overview(Page):
-    """A table with a row for each size; it fits in 80 columns."""
+    """The plans of the built-in sizes: a table with a row for each size, which fits in 80 columns."""
 
     plans: tuple[SizePlan, ...]
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         optimizers = sorted({plan.config.optimizer.name for plan in self.plans})
         clusters = sorted({plan.config.cluster.name for plan in self.plans})
-        about = f": {', '.join(optimizers)} on {', '.join(clusters)}, simulated"
-        yield headed("Plans of the built-in sizes", about)
+        scope = f": {', '.join(optimizers)} on {', '.join(clusters)}, simulated"
+        yield headed("Plans of the built-in sizes", scope)
         table = Table()
         table.add_column("recipe", no_wrap=True)
         table.add_numbers("GPUs")
@@ -145,11 +146,12 @@ _WORTH_NAMING = 0.005
 
 @dataclass(frozen=True, kw_only=True)
 class FastestLayouts(Page):
-    """A table of the fastest layouts; the first, in bold, is the one that the run uses by default."""
+    """The fastest layouts of a run: a table whose first row, in bold, is the layout that the run uses by
+    default."""
 
     config: RunConfig
     search: LayoutSearch
-    without: Tried | None = None
+    without_headroom: Tried | None = None
     """The fastest layout with `cluster.headroom_gib=0`; None if it is not faster than the first of the
     table."""
     verbose: bool = False
@@ -168,16 +170,18 @@ class FastestLayouts(Page):
         yield rows_table(heads, rows, bold=0, needed=None if self.verbose else len(needed))
         yield note(
             "PP2x5: two stages of five model chunks each; batch: micro-batch x accumulation x DP; slower: time per "
-            f"sequence, relative to the first; GiB: on the fullest rank; a layout may use {_room(config)}; limited by, "
-            "shown with -v or in a wide terminal: the largest shares of time besides compute"
+            "sequence, relative to the first; GiB: on the fullest rank; a layout may use "
+            f"{_usable_memory(config)}; limited by, shown with -v or in a wide terminal: the largest shares of time "
+            "besides compute"
         )
         yield Text()
         yield wrapped(self._why())
-        if self.without is not None:
+        if self.without_headroom is not None:
             yield wrapped(
-                f"{config.cluster.headroom_gib:g} GiB of headroom cost {self._headroom_cost(self.without):.1%} of "
-                f"time: with cluster.headroom_gib=0, {layout_name(self.without.layout)} would be chosen, at "
-                f"{self.without.memory_bytes / GIB:.1f} GiB."
+                f"{config.cluster.headroom_gib:g} GiB of headroom cost "
+                f"{self._headroom_cost(self.without_headroom):.1%} of time: with cluster.headroom_gib=0, "
+                f"{layout_name(self.without_headroom.layout)} would be chosen, at "
+                f"{self.without_headroom.memory_bytes / GIB:.1f} GiB."
             )
         yield wrapped(
             f"{self.search.legal:,} layouts are legal and fit; {self.search.simulated:,} were simulated, and the "
@@ -197,7 +201,7 @@ class FastestLayouts(Page):
             "simulated": self.search.simulated,
             "capacity_bytes": capacity(self.config),
             "headroom_bytes": headroom(self.config),
-            "headroom_cost": 0.0 if self.without is None else self._headroom_cost(self.without),
+            "headroom_cost": 0.0 if self.without_headroom is None else self._headroom_cost(self.without_headroom),
             "layouts": [
                 {
                     "layout": asdict(tried.layout),
@@ -261,7 +265,7 @@ class FastestLayouts(Page):
         )
 
 
-def layouts_of(config: RunConfig, *, verbose: bool) -> FastestLayouts:
+def fastest_layouts(config: RunConfig, *, verbose: bool) -> FastestLayouts:
     """Searches for the fastest layouts of a composed run.
 
     Args:
@@ -274,8 +278,8 @@ def layouts_of(config: RunConfig, *, verbose: bool) -> FastestLayouts:
     result = search(config, SHOWN)
     if not result.best:
         make_plan(*fit.resolve(config))  # raises an error that explains what does not fit
-    without = _without_headroom(config, result.best[0])
-    return FastestLayouts(config=config, search=result, without=without, verbose=verbose)
+    without_headroom = _without_headroom(config, result.best[0])
+    return FastestLayouts(config=config, search=result, without_headroom=without_headroom, verbose=verbose)
 
 
 def _without_headroom(config: RunConfig, best: Tried) -> Tried | None:
@@ -287,14 +291,15 @@ def _without_headroom(config: RunConfig, best: Tried) -> Tried | None:
     return fastest[0] if fastest and fastest[0].per_sequence_s < best.per_sequence_s else None
 
 
-def _room(config: RunConfig) -> str:
-    """Returns the GiB per GPU that a chosen layout may use, as `73.6, which leaves 3.0 of headroom`."""
+def _usable_memory(config: RunConfig) -> str:
+    """Formats the memory in GiB that a chosen layout may use on a GPU: `73.6, which leaves 3.0 of
+    headroom`."""
     free = headroom(config)
     return f"{(capacity(config) - free) / GIB:.1f}" + (f", which leaves {free / GIB:.1f} of headroom" if free else "")
 
 
 def _limits(tried: Tried) -> str:
-    """Returns the two largest parts of an iteration other than compute, as `updates 5%, pipeline idle 3%`."""
+    """Formats the two largest parts of an iteration other than compute: `updates 5%, pipeline idle 3%`."""
     shares = ((name, seconds / tried.iteration_s) for name, seconds in tried.spent.limits[:2])
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= _WORTH_NAMING)
 
@@ -325,8 +330,8 @@ class LayoutRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layouts(Page):
-    """A recipe's table with a row for each number of GPUs; it fits in 80 columns."""
+class LayoutsByGpus(Page):
+    """The layouts of a recipe: a table with a row for each number of GPUs, which fits in 80 columns."""
 
     config: RunConfig
     rows: tuple[LayoutRow, ...]
@@ -360,7 +365,7 @@ class Layouts(Page):
         yield wrapped(parameters, "dim")
         yield wrapped(
             f"batch: sequences per step = micro-batch x accumulation x DP; PP2x9: 2 pipeline stages of 9 model chunks "
-            f"each; GiB/rank: fullest rank, of at most {_room(self.config)}",
+            f"each; GiB/rank: fullest rank, of at most {_usable_memory(self.config)}",
             "dim",
         )
         ranks = "GPUs" if cluster.device == "cuda" else "ranks"
@@ -378,10 +383,10 @@ class Layouts(Page):
                 yield wrapped(row.note, "yellow", first=f"{row.gpus:>{len(ranks)}}: ")
 
 
-def layouts(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> Layouts:
+def layouts_by_gpus(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> LayoutsByGpus:
     """Chooses a layout for each number of GPUs; `config.gpus` is ignored."""
     free = replace(config, cluster=replace(with_layers_here(config.cluster), nodes=None))
-    return Layouts(config=free, rows=tuple(_row(replace(free, gpus=gpus)) for gpus in gpu_counts))
+    return LayoutsByGpus(config=free, rows=tuple(_row(replace(free, gpus=gpus)) for gpus in gpu_counts))
 
 
 def _row(config: RunConfig) -> LayoutRow:

@@ -19,7 +19,7 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileList(Page):
-    """A table with a row for each hardware profile."""
+    """The list of hardware profiles: a table with a row for each."""
 
     profiles: Sequence[Profile]
 
@@ -99,19 +99,21 @@ class DiagnosisView(Page):
 
     def _lines(self) -> Iterator[RenderableType]:
         findings = self.diagnosis.findings
-        packages = [each for each in findings if each.group == "python" and each.name != "Python"]
-        compatible = [each for each in packages if each.status == "ok"]
-        absent = [clean(each.name) for each in packages if each.status == "info" and each.value == "not installed"]
-        facts = [each for each in findings if each not in packages or each.status in ("warn", "fail")]
-        rows = [(each.status, self._name(each), clean(each.value)) for each in facts]
+        packages = [finding for finding in findings if finding.group == "python" and finding.name != "Python"]
+        compatible = [finding for finding in packages if finding.status == "ok"]
+        absent = [
+            clean(finding.name) for finding in packages if finding.status == "info" and finding.value == "not installed"
+        ]
+        facts = [finding for finding in findings if finding not in packages or finding.status in ("warn", "fail")]
+        rows = [(finding.status, self._name(finding), clean(finding.value)) for finding in facts]
         if compatible:
-            every = "" if any(each.status in ("warn", "fail") for each in packages) else "all "
+            every = "" if any(finding.status in ("warn", "fail") for finding in packages) else "all "
             installed = f"{every}{plural(len(compatible), 'required package')} installed, in compatible versions"
             rows.insert(1, ("ok", "packages", installed))
         if absent:
             rows.insert(2 if compatible else 1, ("info", "optional", f"not installed: {', '.join(absent)}"))
         width = max(len(name) for _, name, _ in rows) + 2
-        explained = {self._name(each): each for each in facts if each.fix}
+        explained = {self._name(finding): finding for finding in facts if finding.fix}
         for status, name, value in rows:
             yield wrapped(value, first=Text.assemble(_MARKS[status], f" {name:<{width}}"))
             if (finding := explained.get(name)) is not None:

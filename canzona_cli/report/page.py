@@ -14,7 +14,7 @@ from canzona_cli.run.words import clean
 
 @dataclass(frozen=True, kw_only=True)
 class Screen:
-    """The terminal or HTML page that a view is drawn on."""
+    """The terminal or the HTML page on which a view is drawn."""
 
     width: int
     """The width in characters."""
@@ -27,7 +27,7 @@ class Page(ABC):
     """The base class of views: a rich renderable that consists of parts."""
 
     widest: int | None = None
-    """The most characters per line, in a terminal that is wider; None for no limit."""
+    """The most characters per line, even if the terminal is wider; None for no limit."""
 
     @abstractmethod
     def parts(self, screen: Screen) -> Iterable[RenderableType]:
@@ -103,7 +103,8 @@ def headed(title: str, text: str) -> Wrapped:
 
 
 def labelled(rows: Iterable[tuple[str, Text | str]], width: int = 14, *, indent: int = 2) -> Iterator[Wrapped]:
-    """Yields rows of a faint label, `width` characters wide, and a value wrapped next to it."""
+    """Yields a row for each label and value: the faint label, `width` characters wide, and the value, wrapped
+    next to it."""
     for label, value in rows:
         yield wrapped(value, first=Text(f"{'':<{indent}}{label:<{width}}", style="dim"))
 

@@ -25,7 +25,7 @@ from canzona_cli.simulate.compare import STRATEGIES, Comparison, Study, Variant
 from canzona_cli.simulate.step import StrategyResult
 
 _NO_GAP = 1e-6
-"""A plan is called optimal if its relative gap to the lower bound is smaller than this: it may be
+"""The relative gap to the lower bound below which a plan is called optimal, because the gap may be due to
 rounding."""
 
 
@@ -63,8 +63,8 @@ class PlanView(Page):
         if self.assumptions:
             yield from items("Assumptions", study.assumptions, "dim")
         yield Text()
-        yield wrapped(self._where())
-        yield from map(note, self._more())
+        yield wrapped(self._file_text())
+        yield from map(note, self._hints())
 
     @property
     def _unit(self) -> str:
@@ -137,10 +137,10 @@ class PlanView(Page):
         if communication.reduced_by:
             yield (
                 "collectives",
-                f"gradients: {communication.dp_reductions:,} ({_ways(communication.reduced_by)}), "
-                f"weights: {communication.dp_gathers:,} ({_ways(communication.gathered_by)})",
+                f"gradients: {communication.dp_reductions:,} ({_bucket_counts(communication.reduced_by)}), "
+                f"weights: {communication.dp_gathers:,} ({_bucket_counts(communication.gathered_by)})",
             )
-        yield "optimizer", self._versus_others()
+        yield "optimizer", self._comparison_text()
 
     def _update_rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows about the time of updates."""
@@ -151,7 +151,7 @@ class PlanView(Page):
                 (f"{balance.grid:.3f}", "bold"),
                 f" over the grid (max / mean; DP {balance.dp:.3f} × TP {balance.tp:.3f}); lower bound ",
                 (f"{balance.lower_bound:.3f}", "bold"),
-                f"; this plan is {_above(balance.gap)}",
+                f"; this plan is {_gap_text(balance.gap)}",
                 f"; {balance.ranks:.3f} over all ranks, lower bound {balance.ranks_bound:.3f}" if mesh.pp > 1 else "",
             ),
         )
@@ -164,7 +164,7 @@ class PlanView(Page):
             yield (
                 "exchanges",
                 f"updates take {step_time(with_exchanges.seconds)} with exchanges; any assignment takes at least "
-                f"{step_time(with_exchanges.least)}, and this plan is {_above(with_exchanges.gap)}",
+                f"{step_time(with_exchanges.least)}, and this plan is {_gap_text(with_exchanges.gap)}",
             )
         if study.refreshes is not None:
             refreshes, mean_s = study.refreshes, study.planned.result.iteration_s
@@ -177,7 +177,7 @@ class PlanView(Page):
                 f"{refreshes.excess_s / mean_s:+.1%} over the mean",
             )
 
-    def _versus_others(self) -> Text:
+    def _comparison_text(self) -> Text:
         """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes
         26.5× as long, sc does not fit); iteration +0.30% over AdamW in this layout`."""
         study, longer = self.study, []
@@ -221,11 +221,11 @@ class PlanView(Page):
         expected = "" if error is None else f", expected RMS error of singular values {error:g}"
         return f"{shapes}; {matmuls} matmuls{expected}"
 
-    def _where(self) -> str:
+    def _file_text(self) -> str:
         where = "was not written" if self.written is None else f"was written to {self.written}"
         return f"Plan {self.study.plan.hash if self.verbose else self.study.plan.name} {where}."
 
-    def _more(self) -> Iterator[str]:
+    def _hints(self) -> Iterator[str]:
         """Yields hints about the options that show more."""
         number = len(self.study.assumptions)
         if self.verbose:
@@ -237,20 +237,21 @@ class PlanView(Page):
 
 
 def _shared(kind: UpdateKind) -> str:
-    """Returns ` (120 shared: 2.8 ms per rank)`; empty if no matrix is shared by a TP group."""
+    """Describes the matrices that TP groups share: ` (120 shared: 2.8 ms per rank)`; empty if there are
+    none."""
     return f" ({kind.shared:,} shared: {step_time(kind.fragment_s)} per rank)" if kind.shared else ""
 
 
-def _ways(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
-    """Returns the number of buckets for each kind of collective, such as `60 buckets by ring, 5 by reduce`;
-    no number if there is only one kind."""
+def _bucket_counts(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
+    """Formats the number of buckets for each kind of collective: `60 buckets by ring, 5 by reduce`. With only
+    one kind, returns its name."""
     if len(buckets) == 1:
         return f"{next(iter(buckets))}"
     first, *others = buckets.items()
     return ", ".join([f"{first[1]} buckets by {first[0]}", *(f"{number} by {way}" for way, number in others)])
 
 
-def _above(gap: float) -> str:
+def _gap_text(gap: float) -> str:
     """Describes a plan's relative distance from its lower bound, such as `1.5% above it`."""
     if gap < _NO_GAP:
         return "optimal"

@@ -49,7 +49,8 @@ _STYLES: Mapping[str, str] = {"done": "bold green", "failed": "bold red", "diver
 
 @dataclass(frozen=True, kw_only=True)
 class RunView(Page):
-    """A run: the error of the first rank that failed, figures, loss curve, breakdown and warnings."""
+    """The report of a run: the error of the first rank that failed, figures, loss curve, breakdown and
+    warnings."""
 
     summary: RunSummary
     verbose: bool = False
@@ -167,7 +168,7 @@ class BreakdownView(Page):
             yield Text()
             yield self._table(screen.width)
             yield Text()
-        shown = [(label, text) for label, text in self._foot() if not self.brief or label in _BRIEF]
+        shown = [(label, text) for label, text in self._figure_rows() if not self.brief or label in _BRIEF]
         yield from labelled(shown)
 
     def _bars(self) -> Bars:
@@ -210,14 +211,15 @@ class BreakdownView(Page):
         return self._planned is not None and not self._planned.mismatches
 
     def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:
-        """Returns the times of a phase or of the step by column; a planned time of 0 is shown as missing."""
+        """Returns the cells of a phase, or of the step, by column. A planned time of 0 is shown as
+        missing."""
         return {
             **{name: milliseconds(getattr(times, f"{name}_s", None)) for name in ("min", "mean", "max")},
             "planned": milliseconds(planned or None),
             "error": MISSING if times is None else _percent(relative_error(planned, times.mean_s)),
         }
 
-    def _foot(self) -> list[tuple[str, str]]:
+    def _figure_rows(self) -> list[tuple[str, str]]:
         breakdown = self.breakdown
         unit = "GPU" if self.breakdown.device == "cuda" else "rank"
         added = number(100 * breakdown.in_step_share, ".0f")
@@ -235,7 +237,7 @@ class BreakdownView(Page):
         ]
         planned = self._planned
         balance = [
-            f"{_name(name)} {number(value, '.2f')}"
+            f"{_short_label(name)} {number(value, '.2f')}"
             + (f" (planned {planned.load_balance:.2f})" if planned is not None and name == "matrix_update" else "")
             for name, value in (breakdown.load_balance or {}).items()
             if value is not None
@@ -294,19 +296,19 @@ def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
     return rows
 
 
-def _name(phase: str) -> str:
+def _short_label(phase: str) -> str:
     return LABELS.get(phase, clean(phase)).split(",")[0].strip()
 
 
 def _percent(error: float | None) -> str:
-    """Returns a relative error with its sign; `>+999%` for anything larger."""
+    """Formats a relative error in per cent with its sign: `+12%`; `>+999%` for larger errors."""
     if error is None:
         return MISSING
     return f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
 
 
 def _slowest_ranks(breakdown: Breakdown) -> dict[str, str]:
-    """Returns the rank that spends the most time in each phase."""
+    """Returns the rank that spends the most time in a phase, by phase."""
     worst: dict[str, tuple[float, int]] = {}
     for times in breakdown.ranks:
         for name, seconds in times.phases.items():

@@ -41,8 +41,8 @@ _MOODS: Mapping[str, Mood] = {"done": "good", "failed": "bad", "diverged": "bad"
 
 
 def run_page(summary: RunSummary) -> Document:
-    """Returns the page of a run; reads its layout, plan, timelines and environment from the run directory if
-    they exist."""
+    """Returns the page of a run. The layout, plan, timelines and environment are read from the run directory,
+    if they exist."""
     files, config, breakdown = RunFiles(summary.run_dir), summary.config, summary.breakdown
     layout = load_if_valid(files.layout, Layout)
     try:
@@ -82,7 +82,7 @@ def _tiles(summary: RunSummary) -> Html:
 
 
 def _faults(summary: RunSummary) -> Iterator[RenderableType]:
-    """Yields the errors of ranks, then warnings; without either, the page has no such section."""
+    """Yields the errors of ranks, then the warnings. The page has no such section if there are neither."""
     yield headed("Faults", ", errors in chronological order, then warnings")
     for result in summary.errors:
         if (error := result.error) is not None:
@@ -205,14 +205,14 @@ def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lan
     for rank in ranks:
         step, shift = rank.steps[-1], shifts[rank.clock] - begin
         place = "" if layout is None else f" ({place_of(rank.rank, layout)})"
-        rows.append(Lane(label=f"rank {rank.rank}{place}", intervals=_shifted(step.phases, shift), begins=True))
+        rows.append(Lane(label=f"rank {rank.rank}{place}", intervals=_shift(step.phases, shift), begins=True))
         transfers = lanes(step.transfers)
-        rows += [Lane(label="in flight", intervals=_shifted(lane, shift)) for lane in transfers[:2]]
+        rows += [Lane(label="in flight", intervals=_shift(lane, shift)) for lane in transfers[:2]]
     end = max(rank.steps[-1].end_s + shifts[rank.clock] for rank in ranks)
     return Lanes(title="measured", rows=rows, end_s=end - begin)
 
 
-def _shifted(intervals: Iterable[Interval], by_s: float) -> list[Interval]:
+def _shift(intervals: Iterable[Interval], by_s: float) -> list[Interval]:
     return [Interval(name=part.name, start_s=part.start_s + by_s, end_s=part.end_s + by_s) for part in intervals]
 
 
@@ -237,15 +237,15 @@ def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[RenderableT
     if config is not None:
         flat = dict(leaves(asdict(config)))
         for section, keys in groupby(sorted(flat, key=lambda key: "." in key), key=lambda key: key.rpartition(".")[0]):
-            rows = [(key, _setting(flat[key])) for key in keys]
+            rows = [(key, _value_text(flat[key])) for key in keys]
             yield _folded_table(section or "recipe", ("setting", "value"), rows)
-    about = read_json(files.environment) or {}
-    rows = [(key, _setting(value)) for key, value in about.items() if key != "time"]
+    environment = read_json(files.environment) or {}
+    rows = [(key, _value_text(value)) for key, value in environment.items() if key != "time"]
     if rows:
         yield _folded_table("machine and versions", ("fact", "value"), rows)
 
 
-def _setting(value: object) -> str:
+def _value_text(value: object) -> str:
     return json_text(value) if isinstance(value, dict | list | tuple) else override_text(value)
 
 

@@ -24,8 +24,8 @@ from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval
 from canzona_cli.run.records import RankTimeline, load_timelines
 
 _TIDS = 100
-"""The number of track IDs reserved for each process, because IDs must be unique across a trace's
-processes."""
+"""The number of track IDs reserved for each process. IDs must be unique in the whole trace, not only in a
+process."""
 
 
 def write_trace(run_dir: Path, target: Path) -> int:
@@ -153,8 +153,8 @@ class _Process:
 
 
 def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
-    """Returns the seconds to add to each clock so that the ends of steps coincide. The result is 0 for the
-    first rank's clock, and for clocks that have no step in common with it."""
+    """Returns the seconds to add to each clock so that the ends of steps coincide: 0 for the first rank's
+    clock, and for clocks that have no step in common with it."""
     ends: dict[str, dict[int, list[float]]] = {}
     for rank in ranks:
         for step in rank.steps:
@@ -172,8 +172,8 @@ def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
 
 
 def place_of(rank: int, layout: Layout) -> str:
-    """Returns a rank's coordinates, such as `TP 1, DP 0`: TP varies fastest, then CP, DP and PP, as in
-    Megatron."""
+    """Returns a rank's coordinates, such as `TP 1, DP 0`; `alone` for the only rank. TP varies fastest, then
+    CP, DP and PP, as in Megatron."""
     places, rest = [], rank
     for name, size in (("TP", layout.tp), ("CP", layout.cp), ("DP", layout.dp), ("PP", layout.pp)):
         if size > 1:

@@ -83,14 +83,14 @@ class Columns:
         """Returns True if the text of any cell is `text`."""
         return any(str(cell) == text for row in self.rows for cell in row)
 
-    def without(self, *heads: str) -> "Columns":
-        """Returns the group without the columns that have these heads."""
+    def drop(self, *heads: str) -> "Columns":
+        """Returns a copy of the group without the columns that have these heads."""
         places = [place for place, head in enumerate(self.heads) if head not in heads]
         rows = (row if len(row) < len(self.heads) else tuple(row[place] for place in places) for row in self.rows)
         return replace(self, heads=tuple(self.heads[place] for place in places), rows=tuple(rows))
 
-    def joined(self, cells: Sequence[Cell]) -> Text:
-        """Joins the cells of a row, each right-aligned in its column, into a text as wide as the group.
+    def join_cells(self, cells: Sequence[Cell]) -> Text:
+        """Joins the cells of a row to a text as wide as the group. Each cell is right-aligned in its column.
 
         The padding is not left to rich, which strips the spaces of an empty last cell.
         """
@@ -155,12 +155,12 @@ class GroupedTable:
         table.add_column(Text("\n" * (titled and headed) + self.head, style="not bold dim"), no_wrap=True)
         for group in groups:
             titles = [Text(group.title, style="bold", justify="center", no_wrap=True)] * titled
-            heads = [Text.assemble(group.joined(group.heads), style="not bold dim")] * headed
+            heads = [Text.assemble(group.join_cells(group.heads), style="not bold dim")] * headed
             table.add_column(Group(*titles, *heads), no_wrap=True, width=group.width)
         for number, label in enumerate(self.labels):
             if number in self.sections:
                 table.add_section()
-            cells = (group.joined(group.rows[number]) for group in groups)
+            cells = (group.join_cells(group.rows[number]) for group in groups)
             table.add_row(_text(label), *cells, style=self.styles[number] if self.styles else "")
         return table
 

@@ -33,9 +33,9 @@ _SEEN = "tokens seen"
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """The drawing of a `TrainState`. The wide form shows the loss curve and the figures side by side; it needs 110
-    columns and 14 rows. The narrow form shows the figures in a few lines with a sparkline. Before the first step,
-    only the stage is shown.
+    """The drawing of a `TrainState`. The wide form shows the loss curve and the figures side by side, and
+    needs 110 columns and 14 rows. The narrow form shows the figures in a few lines, with a sparkline. Before
+    the first step, only the stage is shown.
 
     No line exceeds the console's width.
     """
@@ -46,7 +46,7 @@ class Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         state, width = self.state, options.max_width
-        guarded = [Text(f"  {text}", style="yellow") for text in state.guarded]
+        guarded = [Text(f"  {text}", style="yellow") for text in state.guard_lines]
         if state.updated is None and not state.validations:
             lines = [] if self.closed else [self._waiting()]
         elif width >= _WIDE and console.size.height >= _WIDE_ROWS + len(guarded):
@@ -150,7 +150,8 @@ class Frame:
         return [*lines, *self._sets(width)]
 
     def _sets(self, width: int) -> Iterator[Text]:
-        """Yields a line with the newest validation loss of each data set of a blend; nothing without a blend."""
+        """Yields a line with the newest validation loss of each data set of a blend, and nothing without a
+        blend."""
         if self.state.sets:
             line = Text.assemble("  ", ("validation of  ", "dim"), set_losses(self.state.sets), no_wrap=True)
             line.truncate(width, overflow="ellipsis")
@@ -171,10 +172,12 @@ _TITLES = f"{'elapsed':>8} {'step':>13} {'loss':>9} {'lr':>9} {'grad norm':>9} {
 
 
 def make_view(config: RunConfig, layout: Layout, console: Console, *, short: str = "") -> "ConsoleView":
-    """Returns the view for the console: live in an interactive terminal, plain lines in pipes and dumb terminals.
+    """Returns the view for a console: a live frame in an interactive terminal, plain lines in pipes and dumb
+    terminals.
 
     Args:
-        short: the name of the run, to print only warnings and one line at its end; empty to print everything.
+        short: the name of the run, if only warnings and one line at the end are printed; empty to print
+            everything.
     """
     if console.is_terminal and console.is_interactive and not console.is_dumb_terminal:
         return LiveView(config, layout, console, short=short)
@@ -184,8 +187,8 @@ def make_view(config: RunConfig, layout: Layout, console: Console, *, short: str
 class ConsoleView(TrainView, ABC):
     """The base class of both views. It keeps the run's state and prints the header before training.
 
-    If `short` (the name of the run) is not empty, the view prints only warnings, and at the end one line that begins
-    with this name.
+    If `short`, the name of the run, is not empty, the view prints only warnings and, at the end, one line
+    that begins with this name.
     """
 
     def __init__(
@@ -225,7 +228,7 @@ class ConsoleView(TrainView, ABC):
         rows = header_rows(config, layout, run_dir=run_dir, corpus=corpus, plan=plan, earlier=earlier, routed=False)
         if earlier is not None:
             with self._lock:
-                self.state.go_on(earlier)
+                self.state.continue_from(earlier)
         if not self._short:
             self._print_header(rows)
 
@@ -237,9 +240,9 @@ class ConsoleView(TrainView, ABC):
 class LiveView(ConsoleView):
     """A view that is redrawn four times a second; the last frame stays on the screen.
 
-    Records arrive on the caller's thread, and rich draws in its own thread; `_lock` guards the state that both use.
-    Do not print while holding `_lock`: rich's thread takes rich's lock and then `_lock`, so the opposite order would
-    deadlock.
+    Records arrive on the caller's thread, and rich draws in its own thread; `_lock` guards the state that
+    both use. Do not print while holding `_lock`: rich's thread takes rich's lock first and then `_lock`, so
+    the opposite order would deadlock.
     """
 
     _preparing: tuple[str, float] | None = None
@@ -264,26 +267,26 @@ class LiveView(ConsoleView):
             finished = share >= 1 and self._preparing is not None
             self._preparing = None if share >= 1 else (what, share)
         if finished:
-            self._finished(what, "")
-        self._begin()
+            self._print_finished(what, "")
+        self._start_live()
 
     def stage(self, event: StageEvent) -> None:
         with self._lock:
             self._preparing = None
             ended = self.state.add_stage(event)
         if ended is not None and ended.name not in REPEATED_STAGES:
-            self._finished(ended.name, duration(self.state.clock() - ended.started))
-        self._begin()
+            self._print_finished(ended.name, duration(self.state.clock() - ended.started))
+        self._start_live()
 
     def step(self, metrics: StepMetrics) -> None:
         with self._lock:
             self.state.add_step(metrics)
-        self._begin()
+        self._start_live()
 
     def validation(self, validation: ValidationLoss) -> None:
         with self._lock:
             self.state.add_validation(validation)
-        self._begin()
+        self._start_live()
 
     def note(self, note: Note) -> None:
         if self._short and not note.warning:
@@ -298,7 +301,7 @@ class LiveView(ConsoleView):
             self._closed = True
         if self._live.is_started:
             self._live.stop()
-        line = closing(self.state, status, message, short=self._short)
+        line = closing_line(self.state, status, message, short=self._short)
         self._console.print(wrapped(line, _STATUS_STYLE[status], first="" if self._short else "  "))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -312,12 +315,12 @@ class LiveView(ConsoleView):
             else:
                 yield from Frame(state=self.state, closed=self._closed).__rich_console__(console, options)
 
-    def _begin(self) -> None:
+    def _start_live(self) -> None:
         # Started with the first record, so that lines printed before are not redrawn.
         if not self._closed and not self._live.is_started:
             self._live.start(refresh=True)
 
-    def _finished(self, name: str, took: str) -> None:
+    def _print_finished(self, name: str, took: str) -> None:
         if self._short:
             return
         line = Text.assemble(("  ✓", "green"), f" {clean(name)}", (f" {took}" if took else "", "dim"))
@@ -326,7 +329,8 @@ class LiveView(ConsoleView):
 
 
 class PlainView(ConsoleView):
-    """A view that prints plain lines: a step at most every two seconds, every validation, and the last step."""
+    """A view that prints plain lines: a step every two seconds at most, the last step, and every
+    validation."""
 
     _printed_at: float | None = None
     _lines = 0
@@ -376,9 +380,9 @@ class PlainView(ConsoleView):
             self._print_step(state.clock())
         (_, first), (step, loss) = state.validations[0], state.validations[-1]
         change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)" if known else ""
-        each = f": {set_losses(state.sets)}" if state.sets else ""
+        by_set = f": {set_losses(state.sets)}" if state.sets else ""
         self._print(
-            f"{self._time()} {f'{step:,}/{state.total:,}':>13} validation loss {number(loss, '.4f')}{change}{each}"
+            f"{self._time()} {f'{step:,}/{state.total:,}':>13} validation loss {number(loss, '.4f')}{change}{by_set}"
         )
 
     def note(self, note: Note) -> None:
@@ -391,7 +395,7 @@ class PlainView(ConsoleView):
         self._closed = True
         if self._unprinted:
             self._print_step(self.state.clock())
-        line = closing(self.state, status, message, short=self._short)
+        line = closing_line(self.state, status, message, short=self._short)
         self._print(line if self._short else f"{self._time()} {line}", always=True)
 
     def _print_step(self, now: float) -> None:
@@ -405,10 +409,10 @@ class PlainView(ConsoleView):
             f"{number(last and last.lr, '.2e'):>9} {number(last and last.grad_norm, '.3f'):>9} "
             f"{number(state.tokens_per_s, ',.0f'):>10} {step_time(state.step_s):>8} {_clock(state.eta):>7}"
         )
-        for text in state.guarded:
+        for text in state.guard_lines:
             if text not in self._guarded:
                 self._print(f"{self._time()} {text}")
-        self._guarded = state.guarded
+        self._guarded = state.guard_lines
 
     def _time(self) -> str:
         return f"{_clock(self.state.elapsed):>8}"
@@ -420,20 +424,23 @@ class PlainView(ConsoleView):
             self._console.print(Text(line.rstrip()), soft_wrap=True)
 
 
-def closing(state: TrainState, status: RunStatus, message: str, *, short: str = "") -> str:
+def closing_line(state: TrainState, status: RunStatus, message: str, *, short: str = "") -> str:
     """Returns one line that describes how the run ended.
 
     Args:
-        short: the name of the run, to begin the line with it and add the losses; empty if other lines show them.
+        short: the name of the run, with which the line then begins, and to which the losses are added; empty
+            if other lines show them.
     """
     if short:
-        parts = [closing(state, status, message)]
+        parts = [closing_line(state, status, message)]
         parts += [f"loss {number(state.loss, '.4f')}"] if state.last is not None else []
         parts += [f"validation {number(state.validations[-1][1], '.4f')}"] if state.validations else []
         return f"{short}: {', '.join(parts)}"
     elapsed = duration(state.elapsed)
     experts = (state.experts,) if state.experts else ()
-    remarks = (f": {clean(message)}" if message else "") + "".join(f"; {done}" for done in (*state.guarded, *experts))
+    remarks = (f": {clean(message)}" if message else "") + "".join(
+        f"; {done}" for done in (*state.guard_lines, *experts)
+    )
     if status == "done":
         return f"done, {state.step:,} steps in {elapsed}{remarks}"
     return f"{status} at step {state.step:,} of {state.total:,} after {elapsed}{remarks}"

@@ -89,18 +89,18 @@ RUN_DIR_TIME = "YYYYmmdd-HHMMSS"
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun(Page):
-    """A resolved run. The configuration, environment and command are not wrapped, so that they can be
-    copied."""
+    """The description of a resolved run. The configuration, environment and command are not wrapped, so that
+    they can be copied."""
 
     config: RunConfig
     config_yaml: str | None
     """The configuration to show; None to omit it."""
     layout: Layout
     corpus: PreparedCorpus | None
-    """The corpus of the run; None if it is not prepared yet, as for the built-in corpus before the first
+    """The corpus of the run; None if it has not been prepared, like the built-in corpus before the first
     run."""
     plan: Obtained | None
-    ahead: Outlook
+    outlook: Outlook
     memory: Memory
     command: LaunchCommand
     card: Card | None = None
@@ -120,7 +120,7 @@ class DryRun(Page):
                 "capacity_bytes": memory.capacity,
                 "worst_rank": memory.worst_rank,
             },
-            "outlook": asdict(self.ahead),
+            "outlook": asdict(self.outlook),
             "data": self._sets(),
             "nodes": node_count(self.config),
             "ranks_per_node": ranks_per_node(self.config),
@@ -130,26 +130,26 @@ class DryRun(Page):
 
     def _sets(self) -> list[dict[str, object]]:
         """Returns the data sets that the run reads, with their epochs; empty if they are not prepared yet."""
-        read, corpus = supply(self.config, self.layout, self.corpus), self.corpus
-        if read is None or corpus is None:
+        tokens, corpus = supply(self.config, self.layout, self.corpus), self.corpus
+        if tokens is None or corpus is None:
             return []
-        epochs = {name: each.epochs for name, each in read.sets.items()}
+        epochs = {name: part.epochs for name, part in tokens.sets.items()}
         return [
-            {**asdict(part), "prefix": str(part.prefix), "epochs": epochs.get(part.name, read.epochs)}
+            {**asdict(part), "prefix": str(part.prefix), "epochs": epochs.get(part.name, tokens.epochs)}
             for part in corpus.sets
         ]
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        read = supply(self.config, self.layout, self.corpus)
+        tokens = supply(self.config, self.layout, self.corpus)
         rows = {
             "layout": describe_layout(self.layout, self._unit),
             "batch": describe_batch(self.layout, self.config.train.seq_length),
             **({"plan": describe_plan(self.plan, self.config)} if self.plan is not None else {}),
             "data": describe_data(self.config, self.corpus),
-            **({} if read is None else {"epochs": read.words}),
+            **({} if tokens is None else {"epochs": tokens.words}),
             **(dict(routing_rows(self.config)) if self.config_yaml is not None else {}),
             "memory": self._memory(),
-            **dict(outlook_rows(self.config, self.ahead)),
+            **dict(outlook_rows(self.config, self.outlook)),
             **self._card(),
         }
         for label, value in rows.items():

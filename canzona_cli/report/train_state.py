@@ -63,8 +63,8 @@ class Stage:
 
 @dataclass
 class TrainState:
-    """The state of a run, built from the records in its run directory. Numbers in records may be missing or
-    not finite."""
+    """The state of a run, built from the records in its run directory, in which numbers may be missing or not
+    finite."""
 
     config: RunConfig
     layout: Layout
@@ -93,8 +93,9 @@ class TrainState:
     def __post_init__(self) -> None:
         self.started = self.clock()
 
-    def go_on(self, earlier: EarlierSteps) -> None:
-        """Takes over the loss curve, validations and step of a resumed run, but not its speed."""
+    def continue_from(self, earlier: EarlierSteps) -> None:
+        """Takes over the loss curve, the validations and the step of the earlier launches of a resumed run,
+        but not their speed."""
         for metrics in earlier.metrics:
             if (loss := finite_or_none(metrics.loss)) is not None:
                 self.history.add(metrics.step, loss)
@@ -103,7 +104,7 @@ class TrainState:
         self.step = earlier.step
 
     def add_stage(self, event: StageEvent) -> Stage | None:
-        """Starts a stage; returns the previous stage, if any."""
+        """Starts a stage; returns the stage before it, or None if this is the first."""
         ended = self.stages[-1] if self.stages else None
         stage = Stage(name=event.stage, detail=event.detail, started=self.clock())
         self.stages.append(stage)
@@ -143,9 +144,9 @@ class TrainState:
         return math.nan if loss is None else loss
 
     @property
-    def guarded(self) -> list[str]:
-        """The lines that report how many steps were skipped and how many fallbacks were used; empty if
-        none."""
+    def guard_lines(self) -> list[str]:
+        """The lines about skipped steps and about updates that were replaced by fallbacks; empty if there
+        were none."""
         return [] if self.last is None else guard_notes(self.last.skipped, self.last.fallbacks)
 
     @property

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.layouts import LEAST_SHARE, ORDER_MARGIN, Accuracy, Errors, LayoutBench, TuneResult
-from canzona_cli.report.bench import percent, predictions, quartiles, with_error
+from canzona_cli.report.bench import cells_with_error, percent_text, predictions, quartiles
 from canzona_cli.report.header import layout_name, rank_word
 from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
 from canzona_cli.report.tables import Cell, rows_table
@@ -18,7 +18,7 @@ from canzona_cli.run.words import clean, layout_code, number, plural
 
 @dataclass(frozen=True, kw_only=True)
 class TuneView(Page):
-    """A table of the layouts, with the fastest measured one first and in bold, then the prediction errors."""
+    """The measured layouts: a table with the fastest first and in bold, then the prediction errors."""
 
     result: TuneResult
 
@@ -77,8 +77,8 @@ class TuneView(Page):
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
             quartiles(bench.iteration_s),
-            *(with_error(bench.median_s, bench.predicted.iteration_s)[1:] if result.planned else ()),
-            "" if name == result.best else percent(result.slower(name)),
+            *(cells_with_error(bench.median_s, bench.predicted.iteration_s)[1:] if result.planned else ()),
+            "" if name == result.best else percent_text(result.slower(name)),
             ", ".join(marks),
         )
 
@@ -90,7 +90,7 @@ class TuneView(Page):
             return "The simulator's choice could not be measured."
         apart = "" if result.certain else "; their quartile ranges overlap"
         best, chosen = (layout_name(result.layouts[name].layout) for name in (result.best, result.chosen))
-        slower = percent(result.slower(result.chosen))
+        slower = percent_text(result.slower(result.chosen))
         return (
             f"{best} is the fastest measured layout; the simulator's choice, {chosen}, is {slower} slower per "
             f"sequence{apart}."
@@ -117,7 +117,7 @@ def _error_cells(errors: Errors) -> tuple[Cell, ...]:
         str(errors.layouts),
         f"{errors.share:.1%}",
         f"{errors.mape:.1%}",
-        percent(errors.mean),
-        percent(errors.worst),
+        percent_text(errors.mean),
+        percent_text(errors.worst),
         errors.worst_layout,
     )

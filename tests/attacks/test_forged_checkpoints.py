@@ -154,7 +154,7 @@ def test_verifying_a_run_that_goes_on_leaves_out_what_it_removes_meanwhile(tmp_p
     assert CheckpointStore(root).retain(2, None) == ("step-00000010",)
     verified = verify_all(chosen)
     assert verified.problems == []
-    assert [one.checkpoint.step for one in verified.each] == [20, 30]
+    assert [one.checkpoint.step for one in verified.verified] == [20, 30]
     assert verified.removed == ("step-00000010",)
     gone = choose(root / "step-00000020")
     CheckpointStore(root).retain(1, None)

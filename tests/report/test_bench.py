@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from rich.console import RenderableType
 
-from canzona_cli.report.bench import BenchView, error_text, quartiles, times
+from canzona_cli.report.bench import BenchView, error_text, quartiles, speedup_text
 from canzona_cli.report.document import document
 from canzona_cli.run.breakdown import CALIBRATE
 from canzona_cli.run.statistics import Quartiles, Speedup
@@ -200,7 +200,7 @@ def test_words_for_numbers() -> None:
     assert str(error_text(1.0, 0.0)) == ""
     assert str(error_text(1.0, 0.9999)) == "0%"
     assert str(error_text(0.001, 1.0)) == ">+999%"
-    assert times(bench().optimizer_speedup("asc")) == "not significant"
+    assert speedup_text(bench().optimizer_speedup("asc")) == "not significant"
 
 
 def test_hand_made_results_are_consistent() -> None:

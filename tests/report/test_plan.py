@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from canzona_cli.report.charts import heat_map, lane, legend, owners_a_column, stacked
+from canzona_cli.report.charts import draw_lane, heat_map, legend_lines, owners_per_column, stacked_bar
 from canzona_cli.run.phases import Ink, Interval
 
 INKS = {
@@ -37,32 +37,34 @@ def test_large_grids_are_compressed_and_keep_their_worst_rank(owners: int) -> No
     assert len(rows) == 16
     assert all(len(row.plain) <= 40 for row in rows)
     assert rows[-1].plain.endswith("█")
-    assert owners_a_column(owners, 40) == -(-owners // 40)
+    assert owners_per_column(owners, 40) == -(-owners // 40)
 
 
 @pytest.mark.parametrize("width", [1, 10, 77])
 @pytest.mark.parametrize("colour", [True, False])
 def test_a_whole_bar_fills_its_width(width: int, colour: bool) -> None:
     parts = [("a", 0.2), ("b", 0.5), ("c", 0.3)]
-    assert len(stacked(parts, 1.0, width, INKS, colour=colour).plain) == width
+    assert len(stacked_bar(parts, 1.0, width, INKS, colour=colour).plain) == width
 
 
 def test_parts_are_drawn_in_proportion_and_in_order() -> None:
-    assert stacked([("a", 1.0), ("b", 2.0), ("c", 0.001)], 4.0, 8, INKS, colour=False).plain == "AABBBB"
+    assert stacked_bar([("a", 1.0), ("b", 2.0), ("c", 0.001)], 4.0, 8, INKS, colour=False).plain == "AABBBB"
 
 
 def test_a_bar_that_runs_off_the_scale_is_cut() -> None:
-    assert stacked([("a", 1.0), ("b", 9.0)], 2.0, 6, INKS, colour=False).plain == "AAABBB"
+    assert stacked_bar([("a", 1.0), ("b", 9.0)], 2.0, 6, INKS, colour=False).plain == "AAABBB"
 
 
 def test_a_legend_breaks_between_its_parts_only() -> None:
-    lines = [line.plain for line in legend([("a", "one two"), ("b", "three"), ("c", "four")], INKS, 22, colour=False)]
+    lines = [
+        line.plain for line in legend_lines([("a", "one two"), ("b", "three"), ("c", "four")], INKS, 22, colour=False)
+    ]
     assert lines == ["  A one two  B three", "  C four"]
 
 
 def drawn(*spans: tuple[str, float, float]) -> str:
     """Seconds 10 to 16, a column each."""
-    return lane([Interval(*span) for span in spans], 10.0, 16.0, 6, colour=False).plain
+    return draw_lane([Interval(*span) for span in spans], 10.0, 16.0, 6, colour=False).plain
 
 
 def test_a_lane_shows_what_fills_most_of_each_moment() -> None:

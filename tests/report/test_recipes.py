@@ -5,12 +5,12 @@ import functools
 import pytest
 
 from canzona_cli.cluster import fit
-from canzona_cli.report.layouts import GPU_COUNTS, layouts
+from canzona_cli.report.layouts import GPU_COUNTS, layouts_by_gpus
 from canzona_cli.run.words import layout_code
 from tests.report import terminal
 from tests.sizes import Size, run
 
-table = functools.cache(lambda size, gpu_counts, **set_: layouts(run(size, 1, **set_), gpu_counts))
+table = functools.cache(lambda size, gpu_counts, **set_: layouts_by_gpus(run(size, 1, **set_), gpu_counts))
 """What it is printed on decides its width."""
 
 

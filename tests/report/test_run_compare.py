@@ -9,7 +9,7 @@ import pytest
 
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.report.compare import ComparedView, SeveralView, run_names
+from canzona_cli.report.compare import RunPairView, RunTableView, run_names
 from canzona_cli.run.breakdown import Prediction
 from canzona_cli.run.codec import save
 from canzona_cli.run.compare import compare_two, load_runs, run_figures
@@ -58,7 +58,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def shown(paths: tuple[Path, Path], width: int = 100) -> list[str]:
-    text = printed(ComparedView(compared=compare_two(load_runs(paths))), width)
+    text = printed(RunPairView(compared=compare_two(load_runs(paths))), width)
     return [line.rstrip() for line in text.splitlines()]
 
 
@@ -160,7 +160,7 @@ def test_of_many_runs_settings_and_results_are_columns_and_the_best_is_named(tmp
     assert [run["best_validation"] for run in content["runs"]] == [loss + 0.5 for loss in finals.values()]
     assert [run["settings"] for run in content["runs"]] == [{"optimizer.lr": lr} for lr in finals]
     for width in (80, 120):
-        text = printed(SeveralView(several=several), width)
+        text = printed(RunTableView(comparison=several), width)
         for value in ("0.003", "diverged", "3.5000", "4.0000", "lowest validation loss: 4.0000"):
             assert value in text
         assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= width
