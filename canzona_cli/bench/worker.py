@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from canzona_cli.bench.sitting import BenchFiles, Turns, write_samples
-from canzona_cli.config.secrets import redacted
+from canzona_cli.config.secrets import redact
 from canzona_cli.errors import CanzonaError, ExitCode
 from canzona_cli.run.files import RunFiles, append_json_line
 from canzona_cli.run.orphan import AGENT_VARIABLE, die_with_parent
@@ -103,7 +103,7 @@ def _turn(files: RunFiles, rank: int, round_: int, name: str) -> NoReturn:
         reason = f"rank {rank}: {type(error).__name__}: {error}"
         if isinstance(error, CanzonaError):
             reason = error.problems[0].reason  # the rank is not named, because all ranks have the same problem
-        _report(BenchFiles.failure(files, name), redacted(reason))
+        _report(BenchFiles.failure(files, name), redact(reason))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # skips torch's teardown

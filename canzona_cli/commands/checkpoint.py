@@ -103,7 +103,7 @@ def import_(
     """
     from canzona_cli.checkpoint.staging import check_empty, stage_folder
     from canzona_cli.commands.output import progress, warn_about
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import display_path
     from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
@@ -131,8 +131,10 @@ def import_(
     if as_json:
         show_page({"version": JSON_VERSION, "checkpoint": str(checkpoint.absolute()), "parameters": parameters})
         return
-    typer.echo(f"Wrote {shown(checkpoint)}: {count(parameters)} parameters in fp32.")
-    progress(f"Train from it with: canzona train recipe=RECIPE run.dir={shown(out)}, or init={shown(out)}")
+    typer.echo(f"Wrote {display_path(checkpoint)}: {count(parameters)} parameters in fp32.")
+    progress(
+        f"Train from it with: canzona train recipe=RECIPE run.dir={display_path(out)}, or init={display_path(out)}"
+    )
 
 
 def _import_from_megatron(
@@ -140,7 +142,7 @@ def _import_from_megatron(
 ) -> None:
     from canzona_cli.checkpoint.staging import stage_folder
     from canzona_cli.commands.output import progress, warn_about
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import display_path
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.files import RunFiles
@@ -161,8 +163,8 @@ def _import_from_megatron(
         show_page({"version": JSON_VERSION, "checkpoint": str(checkpoint.absolute()), **facts})
         return
     state = f" and the state of {source.kind} at step {step:,}" if source.kind else ""
-    typer.echo(f"Wrote {shown(checkpoint)}: {count(parameters)} parameters in fp32{state}.")
-    progress(f"Continue training with: canzona resume {shown(out)} gpus=N cluster=NAME data.path=PREFIX")
+    typer.echo(f"Wrote {display_path(checkpoint)}: {count(parameters)} parameters in fp32{state}.")
+    progress(f"Continue training with: canzona resume {display_path(out)} gpus=N cluster=NAME data.path=PREFIX")
 
 
 @app.command(short_help="Export to Hugging Face or Megatron.")
@@ -199,7 +201,7 @@ def export(
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress
     from canzona_cli.commands.verified import verify_run
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import display_path
     from canzona_cli.errors import Problem, refuse
     from canzona_cli.huggingface.folder import DTYPES
     from canzona_cli.model.families import parameter_count
@@ -234,7 +236,8 @@ def export(
         show_page({"version": JSON_VERSION, "folder": str(out.absolute()), **facts})
         return
     typer.echo(
-        f"Wrote {shown(out)}: step {checkpoint.step:,}, {size(written.bytes)} in {plural(written.files, 'file')}."
+        f"Wrote {display_path(out)}: step {checkpoint.step:,}, {size(written.bytes)} in "
+        f"{plural(written.files, 'file')}."
     )
     if not tokenizer_files.tokenizer:
         progress("note: the run's tokenizer is unknown; --tokenizer DIR adds one")
@@ -244,7 +247,7 @@ def _export_to_megatron(where: Path, out: Path, step: int | None, *, as_json: bo
     from canzona_cli.checkpoint.store import choose
     from canzona_cli.commands.output import progress
     from canzona_cli.commands.verified import verify_run
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import display_path
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.words import size
 
@@ -262,6 +265,6 @@ def _export_to_megatron(where: Path, out: Path, step: int | None, *, as_json: bo
         show_page({"version": JSON_VERSION, "folder": str(out.absolute()), **asdict(written)})
         return
     state = f" with the state of {written.optimizer_state}" if written.optimizer_state else ""
-    typer.echo(f"Wrote {shown(out)}: iteration {written.iteration:,}{state}, {size(written.bytes)}.")
+    typer.echo(f"Wrote {display_path(out)}: iteration {written.iteration:,}{state}, {size(written.bytes)}.")
     if not written.optimizer_state:
         progress(f"note: only weights were exported: Megatron cannot store the state of {manifest.optimizer}")

@@ -33,14 +33,14 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
 @app.command()
 def show(name: Name, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """Print the file of a profile, with the source of each number."""
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import display_path
     from canzona_cli.report.machines import profile_json
 
     profile = _valid_profile(name, recipes_dir)
     if as_json:
         show_page(profile_json(profile))
         return
-    typer.echo(f"# {shown(profile.path)}")
+    typer.echo(f"# {display_path(profile.path)}")
     typer.echo(profile.text, nl=False)
 
 
@@ -55,12 +55,12 @@ def copy(
 
     The copy is named after its file.
     """
-    from canzona_cli.config.recipes import shown, write_recipe
+    from canzona_cli.config.recipes import display_path, write_recipe
 
     write_recipe(
         destination, _valid_profile(name, recipes_dir).text_with_name(destination.stem), force=force, what="a profile"
     )
-    typer.echo(f"Wrote {shown(destination)}. Use it with: cluster={shown(destination)}")
+    typer.echo(f"Wrote {display_path(destination)}. Use it with: cluster={display_path(destination)}")
 
 
 def _valid_profile(name: str, recipes_dirs: list[Path] | None) -> "Profile":

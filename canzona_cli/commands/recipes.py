@@ -26,7 +26,7 @@ OverrideList = Annotated[list[str] | None, overrides_argument("Settings to chang
 @app.command("list")
 def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """List your recipes and the built-in ones."""
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import display_path
     from canzona_cli.config.tree import list_recipes
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.tables import Table
@@ -47,7 +47,7 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
         table.add_column(title, no_wrap=True)
     table.add_words("description", *["from"] * has_own)
     for recipe in recipes:
-        origin = "built-in" if recipe.builtin else shown(recipe.path)
+        origin = "built-in" if recipe.builtin else display_path(recipe.path)
         cells = [
             recipe.name,
             "?" if recipe.model is None else count(sizes[recipe.name]),
@@ -68,7 +68,7 @@ def show(name: Name, overrides: OverrideList = None, as_json: AsJson = False, re
     Settings that are null are chosen when a run starts.
     """
     from canzona_cli.config.compose import compose_run, dump_resolved
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import display_path
 
     composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
     warn_about(composed)
@@ -78,7 +78,7 @@ def show(name: Name, overrides: OverrideList = None, as_json: AsJson = False, re
         return
     typer.echo("# Composed from these files; later ones override earlier ones:")
     for file in composed.files:
-        typer.echo(f"#   {shown(file)}")
+        typer.echo(f"#   {display_path(file)}")
     if composed.explicit - {"recipe"}:
         typer.echo(f"# and {' '.join(overrides or ())}")
     typer.echo(dump_resolved(composed.config), nl=False)
@@ -103,20 +103,20 @@ def copy(
     from dataclasses import replace
 
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.config.recipes import recipe_text, shown, write_recipe
+    from canzona_cli.config.recipes import display_path, recipe_text, write_recipe
 
     composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
     config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
     text = (
-        _short(composed.recipe_file, overrides or (), config.name)
+        _short_text(composed.recipe_file, overrides or (), config.name)
         if short
         else recipe_text(config, origin=composed.config.name)
     )
     write_recipe(destination, text, force=force)
-    typer.echo(f"Wrote {shown(destination)}. Train it with: canzona train recipe={shown(destination)}")
+    typer.echo(f"Wrote {display_path(destination)}. Train it with: canzona train recipe={display_path(destination)}")
 
 
-def _short(recipe: Path, overrides: "Sequence[str]", name: str) -> str:
+def _short_text(recipe: Path, overrides: "Sequence[str]", name: str) -> str:
     """Returns the text of a recipe that has only the changes and builds on another recipe.
 
     Args:
@@ -155,7 +155,7 @@ def from_hf(
     """
     from dataclasses import replace
 
-    from canzona_cli.config.recipes import check_destination, recipe_text, shown, write_recipe
+    from canzona_cli.config.recipes import check_destination, display_path, recipe_text, write_recipe
     from canzona_cli.huggingface.folder import open_folder, recipe_of
 
     check_destination(destination, force=force)
@@ -165,8 +165,8 @@ def from_hf(
     if "description" not in composed.explicit:
         config = replace(config, description=f"The model in {folder.resolve().name}")
     write_recipe(destination, recipe_text(config, origin=composed.config.name), force=force)
-    train = f"canzona train recipe={shown(destination)} init={shown(folder)}"
-    typer.echo(f"Wrote {shown(destination)}. Train from the folder's weights with: {train}")
+    train = f"canzona train recipe={display_path(destination)} init={display_path(folder)}"
+    typer.echo(f"Wrote {display_path(destination)}. Train from the folder's weights with: {train}")
 
 
 @app.command()

@@ -56,7 +56,7 @@ def report(
 
     Works for failed and unfinished runs too.
     """
-    run_dirs = run_dirs or _newest()
+    run_dirs = run_dirs or _newest_run()
     _check_usage(run_dirs, compare=compare, trace=trace, html=html, as_json=as_json)
     if trace is not None:
         from canzona_cli.report.run_trace import write_trace
@@ -96,8 +96,8 @@ def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
         show(comparison.as_json() if as_json else RunTableView(comparison=comparison))
 
 
-def _newest() -> list[Path]:
-    """Returns the current directory if it is a run directory, else the newest run in ./runs.
+def _newest_run() -> list[Path]:
+    """Returns the working directory if it is a run directory, otherwise the newest run in ./runs.
 
     Raises:
         ConfigError: there is no run.

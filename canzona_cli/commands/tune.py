@@ -38,7 +38,7 @@ def tune(
     numbers are written to tune/RECIPE-TIME. Ctrl-C stops after the current step.
     """
     from canzona_cli.bench.layouts import content_of, prepare, run, tuned_recipe
-    from canzona_cli.config.recipes import check_destination, shown, write_recipe
+    from canzona_cli.config.recipes import check_destination, display_path, write_recipe
     from canzona_cli.report.tune import TuneView
 
     tuning = prepare(
@@ -58,5 +58,5 @@ def tune(
         show(content_of(result, str(path)))
         return
     show(TuneView(result=result))
-    typer.echo(f"\nWrote {shown(path)}. Train it with: canzona train recipe={shown(path)}")
+    typer.echo(f"\nWrote {display_path(path)}. Train it with: canzona train recipe={display_path(path)}")
     typer.echo(f"raw numbers: {folder}/tune.json")

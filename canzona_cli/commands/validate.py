@@ -34,13 +34,13 @@ def validate(
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.config.recipes import shown
+    from canzona_cli.config.recipes import display_path
     from canzona_cli.costs.sharing import mode_warnings
     from canzona_cli.errors import CanzonaError
     from canzona_cli.launch.resume import choose_resumption
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows
-    from canzona_cli.report.page import labelled
+    from canzona_cli.report.page import labelled_rows
     from canzona_cli.report.train_dry_run import refused_json, resolved_json
 
     try:
@@ -64,8 +64,8 @@ def validate(
     console = Console(highlight=False)
     console.print(Text("OK", style="bold green"))
     rows = [
-        ("file", shown(composed.recipe_file)),
+        ("file", display_path(composed.recipe_file)),
         *header_rows(config, layout, corpus=corpus, plan=plan),
         ("recompute", layout.recompute),
     ]
-    console.print(*labelled(rows, 11, indent=0), sep="", soft_wrap=True)
+    console.print(*labelled_rows(rows, 11, indent=0), sep="", soft_wrap=True)

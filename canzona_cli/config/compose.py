@@ -10,15 +10,15 @@ from canzona_cli.config.checks import config_problems
 from canzona_cli.config.overrides import key_of, parse_overrides
 from canzona_cli.config.recipes import (
     builtin_recipes_dir,
+    display_path,
     find_options,
     group_options,
     read_yaml,
-    shadowed,
-    shown,
+    shadowing_files,
     user_recipes_dirs,
 )
 from canzona_cli.config.removed import bring_up_to_date
-from canzona_cli.config.replaced import choose_again, drop_replaced, overruling, with_rates
+from canzona_cli.config.replaced import choose_again, drop_replaced, overruling_settings, with_rates
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import consent_problems, content_problems
 from canzona_cli.config.settings import tree_of, with_own_values
@@ -79,8 +79,8 @@ def load_resolved(path: Path) -> RunConfig:
     if isinstance(run, dict) and "tensorboard" in run:  # the setting that `trackers` replaced
         run["trackers"] = ["tensorboard"] if run.pop("tensorboard") else []
     bring_up_to_date(tree)
-    unsafe = list(content_problems(tree, shown(path)))
-    config = build(tree, texts={}, where=shown(path))
+    unsafe = list(content_problems(tree, display_path(path)))
+    config = build(tree, texts={}, where=display_path(path))
     if unsafe or isinstance(config, list):
         raise ConfigError(*unsafe, *(config if isinstance(config, list) else ()))
     return config
@@ -112,12 +112,12 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         raise ConfigError(*problems, *error.problems) from error
     recipe_file = paths["recipe"] if "recipe" in paths else group_options("recipe", dirs)[options["recipe"]]
     recipes = [file for file in files if file.parent.name == "recipe" or file == recipe_file]
-    set_keys = {*parsed.values, *overruling(recipes, parsed)}
+    set_keys = {*parsed.values, *overruling_settings(recipes, parsed)}
     drop_replaced(tree, parsed, set_keys, problems)
     if saved is not None and recipe_file == saved.resolve():
         choose_again(tree, base, parsed)
     where = " with ".join(
-        shown(path) for path in (recipe_file, *(paths[group] for group in paths if group == "cluster"))
+        display_path(path) for path in (recipe_file, *(paths[group] for group in paths if group == "cluster"))
     )
     built = build(tree, texts=parsed.texts, where=where)
     bad: set[str] = set()
@@ -153,11 +153,11 @@ def _shadowing_notes(files: Sequence[Path], paths: Mapping[str, Path], recipe_fi
         files: all files of the configuration.
         paths: the files that the command line names by their path, by group.
     """
-    for group, name, file in shadowed([file for file in files if file not in paths.values()]):
-        yield f"{group} {name} from {shown(file)} shadows the built-in"
+    for group, name, file in shadowing_files([file for file in files if file not in paths.values()]):
+        yield f"{group} {name} from {display_path(file)} shadows the built-in"
     builtin_names = group_options("recipe", [builtin_recipes_dir()])
     if "recipe" in paths and recipe_file.stem in builtin_names and recipe_file != builtin_names[recipe_file.stem]:
-        yield f"recipe {recipe_file.stem} is read from {shown(recipe_file)}, not the built-in of that name"
+        yield f"recipe {recipe_file.stem} is read from {display_path(recipe_file)}, not the built-in of that name"
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:

@@ -80,7 +80,7 @@ def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | No
     return None
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """Returns a path for messages: relative to the working directory if it is inside that directory,
     otherwise unchanged."""
     try:
@@ -118,7 +118,7 @@ def find_file(group: str, choice: str, dirs: Sequence[Path]) -> Path:
         raise ConfigError(_no_such_file(group, choice, path, dirs))
     from canzona_cli.config.secrets import content_problems  # imports the schema, which help and completion do not need
 
-    refuse(content_problems(read_yaml(path), shown(path), "" if group == "recipe" else group))
+    refuse(content_problems(read_yaml(path), display_path(path), "" if group == "recipe" else group))
     return path.resolve()
 
 
@@ -164,7 +164,7 @@ def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
     for file in (f"{choice}.yaml", f"{choice}.yml") if group in FROM_FILES else ():
         if Path(file).expanduser().is_file():
             reason = f"there is no {group} of this name, but there is a file {file}"
-            return Problem(key=group, value=choice, reason=reason, fix=f"write {group}={shown(Path(file))}")
+            return Problem(key=group, value=choice, reason=reason, fix=f"write {group}={display_path(Path(file))}")
     hint = closest_option(choice, options)
     available = f"available: {', '.join(options)}"
     fix = f"did you mean {hint}? ({available})" if hint else available
@@ -180,16 +180,18 @@ def read_yaml(path: Path) -> dict[str, object]:
     try:
         content = parse_yaml(read_plain(path, most=LARGEST_YAML))
     except Unreadable as error:
-        raise ConfigError(Problem(key=shown(path), reason=f"{error}")) from error
+        raise ConfigError(Problem(key=display_path(path), reason=f"{error}")) from error
     if not isinstance(content, dict) or not content:
-        raise ConfigError(Problem(key=shown(path), reason="contains no settings", fix="write `key: value` lines"))
+        raise ConfigError(
+            Problem(key=display_path(path), reason="contains no settings", fix="write `key: value` lines")
+        )
     if "hydra" in content:
-        reason = f"would configure Hydra itself, but a recipe may only have settings of a run (in {shown(path)})"
+        reason = f"would configure Hydra itself, but a recipe may only have settings of a run (in {display_path(path)})"
         raise ConfigError(Problem(key="hydra", reason=reason, fix="remove it"))
     return {str(key): value for key, value in content.items()}
 
 
-def shadowed(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
+def shadowing_files(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
     """Yields (group, option, file) for each file of a configuration that hides the built-in option of the
     same name."""
     builtin = builtin_recipes_dir()
@@ -330,7 +332,7 @@ def check_destination(destination: Path, *, force: bool, what: str = "a recipe",
     elif destination.exists() and not force:
         reason, fix = "already exists", "choose another name, or replace it with --force"
     if reason:
-        raise ConfigError(Problem(key=key, value=shown(destination), reason=reason, fix=fix))
+        raise ConfigError(Problem(key=key, value=display_path(destination), reason=reason, fix=fix))
 
 
 def _setting_lines(name: str, value: object, meaning: str, *, indent: str) -> list[str]:

@@ -28,7 +28,7 @@ _OVERRULES: Final = {
 recipe that sets the second, the first is meant to apply."""
 
 
-def overruling(recipes: Sequence[Path], parsed: Overrides) -> Iterator[str]:
+def overruling_settings(recipes: Sequence[Path], parsed: Overrides) -> Iterator[str]:
     """Yields the settings of a recipe that would have no effect because it builds on a recipe that sets the
     second setting of a pair (`_OVERRULES`).
 

@@ -1,8 +1,8 @@
 """Protects configurations and logs: refuses secrets, code that the user did not name, and characters that are
 unsafe in file names, commands or terminals; and redacts secrets in text.
 
-A text is taken for a secret if its setting is named like a token, key or password, if it has the format of
-one, or if it is the value of an environment variable with such a name. This module imports only the standard
+A text counts as a secret if its setting is named like a token, key or password, if it has the format of one,
+or if it is the value of an environment variable with such a name. This module imports only the standard
 library and the schema, because workers use it before their slow imports.
 """
 
@@ -69,7 +69,7 @@ def is_secret_name(name: str) -> bool:
     return words == ["key"] or keyed or bool(_SECRET_WORDS & set(words))
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Returns the text with every recognised secret replaced by `***`."""
     for secret in _secret_values():
         text = text.replace(secret, HIDDEN)
@@ -85,7 +85,7 @@ def shown_value(key: str, value: object) -> object:
         return value
     if is_secret_name(key.rpartition(".")[2]):
         return HIDDEN
-    return redacted(str(value))
+    return redact(str(value))
 
 
 def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
@@ -187,7 +187,7 @@ class RedactingFormatter(logging.Formatter):
     """A log formatter that redacts secrets, even in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record))
+        return redact(super().format(record))
 
 
 def _secret_values() -> list[str]:

@@ -14,11 +14,11 @@ from canzona_cli.config.recipes import (
     GROUPS,
     builtin_recipes_dir,
     closest_option,
+    display_path,
     group_options,
     lies_flat,
     read_yaml,
-    shadowed,
-    shown,
+    shadowing_files,
     user_recipes_dirs,
 )
 from canzona_cli.config.removed import bring_up_to_date
@@ -89,7 +89,8 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
                 name=name,
                 path=path,
                 builtin=is_builtin,
-                shadows=any(shadowed([path])) or (lies_flat(path) and (builtin / "recipe" / path.name).is_file()),
+                shadows=any(shadowing_files([path]))
+                or (lies_flat(path) and (builtin / "recipe" / path.name).is_file()),
                 model=_read_model(tree),
                 gpus=gpus if isinstance(gpus, int) else None,
                 cluster=_section_name(tree.get("cluster")),
@@ -139,7 +140,7 @@ def _compose_files(
     from omegaconf.errors import OmegaConfBaseException
 
     recipe = paths["recipe"] if "recipe" in paths else group_options("recipe", dirs)[options["recipe"]]
-    where = shown(recipe)
+    where = display_path(recipe)
     folders = ",".join(text_value(f"{SCHEME}://{folder}") for folder in dirs)
     overrides = [f"{group}='{name}'" for group, name in {**options, **dict.fromkeys(paths, _GIVEN)}.items()]
     # Hydra resolves `defaults:` lists while it composes, before the content can be checked. They must not be

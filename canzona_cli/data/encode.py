@@ -38,7 +38,7 @@ class Recipe:
     read: ReadSettings
 
     def fingerprint(self, sources: Sequence[Source]) -> str:
-        """Returns a hash of everything that the tokens of these sources depend on.
+        """Returns a hash of everything on which the tokens of these sources depend.
 
         The hash covers a source's path, size, modification time and inode, not its content.
         """

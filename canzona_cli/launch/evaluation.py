@@ -58,7 +58,8 @@ def prepare(
     batches: int | Literal["all"] | None = None,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> PreparedEvaluation:
-    """Resolves the configuration, and checks everything that can be checked before anything is started.
+    """Prepares an evaluation: resolves its configuration, and checks everything that can be checked before
+    the ranks start.
 
     Args:
         overrides: changes to the settings of the run that saved the checkpoint.

@@ -17,7 +17,7 @@ from typing import IO
 
 from canzona_cli.cluster.machine import installed_version, profile_mismatches
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.config.secrets import redacted
+from canzona_cli.config.secrets import redact
 from canzona_cli.config.settings import problem_with
 from canzona_cli.errors import (
     CanzonaError,
@@ -152,7 +152,7 @@ class RunDirectory:
                     known = error if isinstance(error, CanzonaError) else machine_error(error)
                     code = ExitCode.CRASH if known is None else known.exit_code
                     outcome = Outcome(
-                        status="failed", exit_code=code, message=redacted(f"{type(error).__name__}: {error}")
+                        status="failed", exit_code=code, message=redact(f"{type(error).__name__}: {error}")
                     )
                 with suppress(OSError):  # the original error matters more than a full disk
                     go_on = resume_command if outcome.resumable else None

@@ -11,7 +11,7 @@ from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench, Tur
 from canzona_cli.report.charts import Bars, LoadMap, LoadMaps, phase_bar, step_bars
 from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_layout, rank_word
-from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
+from canzona_cli.report.page import Page, Screen, items, labelled_rows, note, paragraph, section_head
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.breakdown import CALIBRATE, why
 from canzona_cli.run.phases import COMMUNICATION, LABELS, PHASES, STRATEGIES
@@ -47,7 +47,7 @@ class BenchView(Page):
             yield note("plan: predicted; error: predicted / measured - 1, for phases of at least 1% of the step")
         yield Text()
         above = ", measured above predicted" if result.planned else ""
-        yield headed("Step", f", mean over ranks{above}, on one scale")
+        yield section_head("Step", f", mean over ranks{above}, on one scale")
         yield steps(((name, result.strategies[name]) for name in shown_strategies(result)), planned=result.planned)
         if len(result.strategies) > 1:
             yield Text()
@@ -58,7 +58,7 @@ class BenchView(Page):
         yield Text()
         yield Text("Losses", style="bold")
         for name in shown_strategies(result):
-            yield wrapped(_losses_text(result, name), first=f"  {clean(name):<10} ")
+            yield paragraph(_losses_text(result, name), first=f"  {clean(name):<10} ")
         yield from items("Notes", map(clean, result.notes))
         if screen.page:
             yield from self._ranks()
@@ -71,7 +71,7 @@ class BenchView(Page):
         for name in shown_strategies(self.result):
             reasons.setdefault(_difference_text(self.result, name), []).append(clean(name))
         for text, names in reasons.items():
-            yield wrapped(f"{', '.join(names)}: {text}", first="  ", rest="    ")
+            yield paragraph(f"{', '.join(names)}: {text}", first="  ", rest="    ")
 
     def _steps(self) -> GroupedTable:
         """Returns a table of phases, step times, load balance and memory, with a column group for each
@@ -118,12 +118,12 @@ class BenchView(Page):
         maps = [LoadMap(title=name, loads=seconds) for name, seconds in loads.items() if any(seconds)]
         if maps:
             lead = "measured matrix update time of every rank in one step; colour: time relative to the mean"
-            yield headed("Load map", f", {lead}")
+            yield section_head("Load map", f", {lead}")
             yield LoadMaps(maps=maps, hosts=layout.tp)
         used = {name: [amount / MIB for amount in bench.tensor_bytes] for name, bench in measured.items()}
         curves = [Curve(name=name, points=[*enumerate(used[name])], dots=True) for name in used if used[name]]
         if curves:
-            yield headed("Memory of every rank", ", measured, excluding activations")
+            yield section_head("Memory of every rank", ", measured, excluding activations")
             yield Curves(title="MiB of tensors", curves=curves, height=160, x="rank")
 
     def _comparison(self) -> Iterator[RenderableType]:
@@ -145,7 +145,7 @@ class BenchView(Page):
             cells = tuple(_overhead_cells(result, name) for name in names)
             groups.append(Columns(title="over AdamW", heads=heads, rows=cells))
         title = f": time divided by {reference}'s time, median [quartiles] of the ratio in each round"
-        yield headed("Compared", title)
+        yield section_head("Compared", title)
         labels = [clean(name) for name in names]
         yield GroupedTable(head="strategy", labels=labels, groups=shown_groups(result, groups))
         if len(groups) > 2:
@@ -182,7 +182,7 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
     """
     layout = describe_layout(result.layout, rank_word(result.device))
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
-    yield headed(what, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
+    yield section_head(what, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
     machine = ", ".join(
         f"{_fact_text(value)}{_UNITS[key]}" if key in _UNITS else f"{clean(key).replace('_', ' ')} {_fact_text(value)}"
         for key, value in result.machine.items()
@@ -195,7 +195,7 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
         "arithmetic": clean(result.arithmetic),
         "settings": " ".join(clean(override) for override in result.overrides),
     }
-    yield from labelled(((label, value) for label, value in rows.items() if value), 11)
+    yield from labelled_rows(((label, value) for label, value in rows.items() if value), 11)
 
 
 def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
@@ -230,8 +230,8 @@ def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
 
 
 def _summary(bench: StrategyBench, *, planned: bool) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
-    """Yields the rows below the phases as (label, style, cells). Rows that are only predicted need
-    `planned`."""
+    """Yields the rows below the phases as (label, style, cells). If `planned`, they include the rows that are
+    only predicted."""
     measured, predicted = bench.measured, bench.predicted
     for label, values, expected in (
         ("iteration", measured.iteration_s, predicted.iteration_s),

@@ -14,7 +14,7 @@ from canzona_cli.cluster.search import Tried
 from canzona_cli.report.bench_sweep import HEADS, TITLES
 from canzona_cli.report.curves import Curve, Curves, SideBySide
 from canzona_cli.report.header import rank_word
-from canzona_cli.report.page import Page, Screen, headed, items, wrapped
+from canzona_cli.report.page import Page, Screen, items, paragraph, section_head
 from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds, number, overhead
@@ -38,13 +38,13 @@ class SimulationView(Page):
         trust = "(calibrated)" if simulation.calibrated else "(hand-written, not calibrated)"
         low, high = min(simulation.gpus), max(simulation.gpus)
         span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-        yield headed(
+        yield section_head(
             "Simulated",
             f", not measured: {clean(simulation.optimizer)} on {span} {unit}, "
             f"profile {clean(simulation.profile)} {trust}",
         )
         if simulation.overrides:
-            yield wrapped(" ".join(map(clean, simulation.overrides)), "dim")
+            yield paragraph(" ".join(map(clean, simulation.overrides)), "dim")
         for recipe in simulation.recipes:
             yield Text()
             yield Text(clean(recipe), style="bold")
@@ -53,7 +53,7 @@ class SimulationView(Page):
             yield from self._size(recipe)
         yield Text()
         for text in self._legend():
-            yield wrapped(text, "dim")
+            yield paragraph(text, "dim")
         yield from items("Assumptions", simulation.assumptions, "dim")
 
     def _size(self, recipe: str) -> Iterator[RenderableType]:
@@ -73,7 +73,7 @@ class SimulationView(Page):
         yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
         for cell in cells:
             if cell.reason:
-                yield wrapped(f"{cell.gpus:,}: no layout: {clean(cell.reason)}", "yellow", first="  ", rest="    ")
+                yield paragraph(f"{cell.gpus:,}: no layout: {clean(cell.reason)}", "yellow", first="  ", rest="    ")
 
     def _legend(self) -> Iterator[str]:
         yield (
@@ -105,8 +105,8 @@ class SimulatedSweepView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         first = next(iter(self.simulations.values()))
-        yield headed("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {clean(first.profile)}")
-        yield wrapped(TITLES[self.kind], "dim")
+        yield section_head("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {clean(first.profile)}")
+        yield paragraph(TITLES[self.kind], "dim")
         unit = f"{rank_word(first.device)}s"
         for place, cell in enumerate(first.cells):
             cells = [simulation.cells[place] for simulation in self.simulations.values()]
@@ -122,7 +122,7 @@ class SimulatedSweepView(Page):
             )
             for value, other in zip(self.simulations, cells, strict=True):
                 if other.reason:
-                    yield wrapped(f"{clean(value)}: {clean(other.reason)}", "yellow", first="  ", rest="    ")
+                    yield paragraph(f"{clean(value)}: {clean(other.reason)}", "yellow", first="  ", rest="    ")
 
     def _groups(self, cells: Sequence[SimulatedCell]) -> list[Columns]:
         names = AFFECTED.get(self.kind, _MATRIX)
@@ -211,7 +211,7 @@ def _scaling_charts(cells: Sequence[SimulatedCell]) -> SideBySide:
             )
             for name in names
         ]
-        return Curves(title=title, curves=curves, height=160, axes=axes, x="GPUs", show=_rounded)
+        return Curves(title=title, curves=curves, height=160, axes=axes, x="GPUs", show=_axis_number)
 
     return SideBySide(
         chart("iteration, s (hollow: does not fit)", lambda study, name: study.result(name).iteration_s, *STRATEGIES),
@@ -220,7 +220,7 @@ def _scaling_charts(cells: Sequence[SimulatedCell]) -> SideBySide:
     )
 
 
-def _rounded(value: float) -> str:
+def _axis_number(value: float) -> str:
     return number(value, ",.0f" if value >= 100 else ".3g")
 
 

@@ -26,7 +26,7 @@ from canzona_cli.report.bench import (
 )
 from canzona_cli.report.curves import Curve, Curves, SideBySide
 from canzona_cli.report.markup import Picture
-from canzona_cli.report.page import Page, Screen, items, note, wrapped
+from canzona_cli.report.page import Page, Screen, items, note, paragraph
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.statistics import Speedup
 from canzona_cli.run.words import clean, layout_code, milliseconds, number
@@ -171,7 +171,7 @@ class SweepView(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         yield from heading(self._common_result, f"Sweep of {HEADS[self.kind]}", without=self.kind)
         yield Text()
-        yield wrapped(TITLES[self.kind], "bold")
+        yield paragraph(TITLES[self.kind], "bold")
         rows = sweep_rows(self.results)
         if screen.page:
             yield self._picture(rows)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from canzona_cli.costs.memory import GIB
 from canzona_cli.report.header import describe_layout, rank_word
-from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
+from canzona_cli.report.page import Page, Screen, labelled_rows, note, paragraph
 from canzona_cli.report.tables import rows_table
 from canzona_cli.run.words import MISSING, clean, overhead, plural, step_time
 from canzona_cli.simulate.beside_megatron import BesideMegatron, Cost
@@ -39,7 +39,7 @@ class BesideMegatronView(Page):
         optimizer = "AdamW" if run.optimizer == "adamw" else "Muon"
         layout = describe_layout(beside.layout, rank_word(config.cluster.device))
         model = f"  {clean(config.model.name)}, {optimizer}, {layout} on {clean(config.cluster.name)}"
-        yield wrapped(Text.assemble((clean(run.path.name), "bold"), model))
+        yield paragraph(Text.assemble((clean(run.path.name), "bold"), model))
         batch = f"{beside.layout.global_batch_size:,} sequences × {config.train.seq_length:,}"
         yield note(f"{batch}, micro-batch {beside.layout.micro_batch_size}")
         yield self._table()
@@ -48,18 +48,18 @@ class BesideMegatronView(Page):
         yield note("simulated, all in Megatron's own loop, so that only the optimizers differ")
         yield note(f"optimizer: exposed time; balance: max / mean update time of ranks{misfits}")
         yield Text()
-        yield from labelled(self._rows(), 16)
+        yield from labelled_rows(self._rows(), 16)
         yield Text()
         if run.plans_only:
             elsewhere = "canzona's own loop cannot train this model:"
             nowhere = "canzona plans this model, but cannot train it:"
-            yield wrapped(elsewhere if self._in_megatrons_loop else nowhere, "bold")
+            yield paragraph(elsewhere if self._in_megatrons_loop else nowhere, "bold")
             yield from (note(clean(reason)) for reason in self._first_few(run.plans_only))
             return
         lacking = f", without {' and '.join(beside.overlaps)}" if beside.overlaps else ""
         data = "" if "data.path" in run.overrides else "; add data.path=PREFIX"
-        yield wrapped(f"In canzona's own loop{lacking}{data}:", "bold")
-        yield replace(wrapped(shlex.join(("canzona", "train", *beside.command))), unbroken=True)
+        yield paragraph(f"In canzona's own loop{lacking}{data}:", "bold")
+        yield replace(paragraph(shlex.join(("canzona", "train", *beside.command))), unbroken=True)
 
     @property
     def _in_megatrons_loop(self) -> bool:

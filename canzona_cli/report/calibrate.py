@@ -11,12 +11,12 @@ from rich.text import Text
 
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.profile import Measurement, Quantity, measured_runs
-from canzona_cli.config.recipes import shown
+from canzona_cli.config.recipes import display_path
 from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.costs.links import Group, Links
 from canzona_cli.costs.update import Implementation, adamw_seconds, algorithm, label, matmul_rate, seconds
 from canzona_cli.launch.view import TrainView
-from canzona_cli.report.page import Page, Screen, wrapped
+from canzona_cli.report.page import Page, Screen, paragraph
 from canzona_cli.report.tables import Table
 from canzona_cli.run.records import StageEvent
 from canzona_cli.run.words import MISSING, clean, milliseconds, plural, size
@@ -49,7 +49,8 @@ class Progress(TrainView):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationView(Page):
-    """The tables that compare measured numbers with the base profile's numbers, and the warnings."""
+    """The result of a calibration: tables that compare the measured numbers with those of the base profile,
+    and warnings."""
 
     calibration: Calibration
     config: RunConfig
@@ -64,9 +65,9 @@ class CalibrationView(Page):
                     yield Text()
         yield Text(f"took {calibration.seconds:.0f} s, load average {calibration.load:.1f} at the start")
         for skipped in calibration.record.skipped:
-            yield wrapped(clean(skipped), first="not measured, left to the cost model: ", rest="  ")
+            yield paragraph(clean(skipped), first="not measured, left to the cost model: ", rest="  ")
         for warning in calibration.warnings:
-            yield wrapped(clean(warning), "yellow", first="warning: ", rest="  ")
+            yield paragraph(clean(warning), "yellow", first="warning: ", rest="  ")
 
     def _rates(self) -> Table:
         base, table = self.calibration.base, self._empty_table("")
@@ -87,7 +88,7 @@ class CalibrationView(Page):
                     f"{name}, {unit}",
                     f"{measurement.spread.median:.3g}",
                     measurement,
-                    _assumed(measurement.quantity, base),
+                    _base_value(measurement.quantity, base),
                 )
         for measurement in self.calibration.record.measurements:
             if measurement.quantity in ("forward", "backward"):
@@ -167,12 +168,12 @@ def closing_lines(calibration: Calibration, config: RunConfig, written: Path | N
         if calibration.outcome.log is not None:
             yield Text(f"full output: {calibration.outcome.log}")
     if written is not None:
-        where = shown(written)
+        where = display_path(written)
         yield Text(f"written: {where}", style="bold")
         yield Text(f"use it: canzona plan recipe={config.name} gpus={config.gpus} cluster={where}")
 
 
-def _assumed(quantity: Quantity, base: ClusterConfig) -> str:
+def _base_value(quantity: Quantity, base: ClusterConfig) -> str:
     if quantity == "adamw_ns":
         return f"{1e9 * adamw_seconds(1e6, base) / 1e6:.3g}"
     value = getattr(base, quantity)

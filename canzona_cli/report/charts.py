@@ -13,7 +13,7 @@ from typing import Final
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.report.markup import Html, Picture, folded, joined, key, percent, table_html, tag
+from canzona_cli.report.markup import Html, Picture, foldable, join_markup, key, percent, table_html, tag
 from canzona_cli.report.page import Screen, note
 from canzona_cli.report.tables import GroupedTable, columns
 from canzona_cli.run.breakdown import SimulatedEvent, streams_of
@@ -373,7 +373,7 @@ class LoadMaps(Picture):
         pictures = tag(
             "div", *map(self._map_html, self.maps), tag("p", *keys, class_="keys wide"), class_="grid-of-charts"
         )
-        return joined([pictures, folded("table of the numbers", *map(self._numbers_table, self.maps))])
+        return join_markup([pictures, foldable("table of the numbers", *map(self._numbers_table, self.maps))])
 
     def _numbers_table(self, load_map: LoadMap) -> Html:
         """Returns a table with a row for each owner and a column for each host."""

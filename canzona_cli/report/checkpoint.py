@@ -19,7 +19,7 @@ from canzona_cli.checkpoint.store import Chosen, StoredCheckpoint
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import Problem
 from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
-from canzona_cli.report.page import Page, Screen, labelled, note, wrapped
+from canzona_cli.report.page import Page, Screen, labelled_rows, note, paragraph
 from canzona_cli.report.tables import Cell, Table, rows_table
 from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.corpus import PreparedCorpus
@@ -39,7 +39,7 @@ from canzona_cli.run.words import (
 )
 
 VERSION = 1
-"""The version of the JSON output: additions keep the number, any other change raises it."""
+"""The version of the JSON output. New keys do not change it; any other change raises it."""
 _LAYOUT = "layout.json"
 _MOST_LAYOUT_BYTES = 1 << 16
 _BIGGEST = 5
@@ -60,7 +60,7 @@ class CheckpointListView(Page):
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        yield wrapped(f"checkpoints in {clean(self.chosen.root)}", "dim")
+        yield paragraph(f"checkpoints in {clean(self.chosen.root)}", "dim")
         if not self.chosen.checkpoints:
             yield Text("no checkpoints yet")
             return
@@ -68,9 +68,9 @@ class CheckpointListView(Page):
         yield rows_table(("age", "size", "ranks", "layout", "optimizer", "state"), rows, head="checkpoint")
         for checkpoint in self.chosen.checkpoints:
             for problem in checkpoint.problems:
-                yield wrapped(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
+                yield paragraph(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
         if all(checkpoint.usable for checkpoint in self.chosen.checkpoints):
-            yield wrapped(_INTACT, "dim")
+            yield paragraph(_INTACT, "dim")
 
 
 def _cells(checkpoint: StoredCheckpoint) -> tuple[Cell, ...]:
@@ -117,7 +117,7 @@ class CheckpointView(Page):
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        yield from labelled(((label, clean(value)) for label, value in self._rows(screen)), 11)
+        yield from labelled_rows(((label, clean(value)) for label, value in self._rows(screen)), 11)
         yield Text()
         yield self._table()
         yield Text()
@@ -127,7 +127,7 @@ class CheckpointView(Page):
             shape = "in pieces" if tensor is None else " × ".join(f"{edge:,}" for edge in tensor.shape)
             first = f"  {'' if place else 'biggest':<11}"
             words = f"{name}  {shape if tensor is None else f'{tensor.dtype} {shape}'}, {size(sizes[name])}"
-            yield wrapped(clean(words), first=first, rest=" " * 15)
+            yield paragraph(clean(words), first=first, rest=" " * 15)
         yield note(_INTACT)
 
     def _rows(self, screen: Screen) -> Iterator[tuple[str, str]]:
@@ -247,12 +247,12 @@ class VerificationView(Page):
             text = f"{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
             if verified.problems:
                 text = f"{plural(len(verified.problems), 'problem')}; {text}"
-            yield wrapped(Text.assemble(mark, f" {verified.checkpoint.name}  {text}"), rest="      ")
+            yield paragraph(Text.assemble(mark, f" {verified.checkpoint.name}  {text}"), rest="      ")
             if verified.foreign:
                 names = ", ".join(map(clean, verified.foreign))
-                yield wrapped(f"other files in the folder, which canzona ignores: {names}", "yellow", first="    ")
+                yield paragraph(f"other files in the folder, which canzona ignores: {names}", "yellow", first="    ")
         if self.removed:
-            yield wrapped(
+            yield paragraph(
                 f"removed by the run during verification: {', '.join(map(clean, self.removed))}",
                 "dim",
             )
@@ -300,7 +300,7 @@ class EvaluationView(Page):
         elif not evaluation.bytes_counted:
             bits += " (from the corpus's mean bytes per token, because its tokenizer does not report bytes by token)"
         times = f", read {evaluation.epochs:.2g} times" if evaluation.epochs > 1 else ""
-        yield from labelled(
+        yield from labelled_rows(
             (
                 ("loss", f"{number(evaluation.loss, '.4f')} nats per token"),
                 *((f"  {clean(name)}", number(loss, ".4f")) for name, loss in evaluation.sets.items()),

@@ -13,7 +13,7 @@ from canzona_cli.config.overrides import override_text
 from canzona_cli.report.charts import phase_bar, step_bars
 from canzona_cli.report.curves import Curve, Curves, SideBySide, loss_curve
 from canzona_cli.report.document import Document, sections
-from canzona_cli.report.page import Page, Screen, headed, remarks, wrapped
+from canzona_cli.report.page import Page, Screen, paragraph, remarks, section_head
 from canzona_cli.report.tables import GroupedTable, Table, columns
 from canzona_cli.run.compare import Pair, RunComparison, RunPair, compare_two, ratio, run_figures
 from canzona_cli.run.phases import LABELS
@@ -27,8 +27,8 @@ _Row = tuple[str, str, str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class RunPairView(Page):
-    """Tables of the settings, losses, phases and figures of two runs; B / A is above 1 if B has the larger
-    value."""
+    """The comparison of two runs: tables of their settings, losses, phases and figures. B / A is above 1 if B
+    has the larger value."""
 
     compared: RunPair
 
@@ -37,10 +37,10 @@ class RunPairView(Page):
         for letter, run, plan in zip("AB", (compared.a, compared.b), compared.plans, strict=True):
             planned = "" if plan is None else f", plan {plan[:8]}"
             text = f"{clean(run.run_dir)}: {clean(run.status)}, step {run.step:,}{planned}"
-            yield wrapped(text, first=f"  {letter}  ")
+            yield paragraph(text, first=f"  {letter}  ")
         yield Text()
         if compared.a.config is None or compared.b.config is None:
-            yield wrapped(
+            yield paragraph(
                 "settings: not compared, because one of the runs has no readable config.yaml", "yellow", first="  "
             )
         elif compared.settings:
@@ -153,15 +153,15 @@ class RunTableView(Page):
         yield GroupedTable(head="run", labels=names, groups=columns(heads, rows), styles=styles)
         if len(comparison.settings) > len(shown):
             rest = plural(len(comparison.settings) - len(shown), "more setting")
-            yield wrapped(f"{rest} differ: --json lists all of them", "dim", first="  ")
+            yield paragraph(f"{rest} differ: --json lists all of them", "dim", first="  ")
         if best is not None:
             yield Text()
             by = "validation loss" if best.best_validation is not None else "loss"
             value = best.best_validation if best.best_validation is not None else best.losses[-1][1]
-            yield wrapped(f"lowest {by}: {number(value, '.4f')}, {clean(best.run_dir)}")
+            yield paragraph(f"lowest {by}: {number(value, '.4f')}, {clean(best.run_dir)}")
         notes = [f"{name}: {note}" for name, run in zip(names, comparison.runs, strict=True) for note in run.notes]
         for note in notes:
-            yield wrapped(clean(note), "yellow", first="  ! ")
+            yield paragraph(clean(note), "yellow", first="  ! ")
 
 
 def run_names(runs: Sequence[RunSummary]) -> list[str]:
@@ -183,29 +183,29 @@ def comparison_page(comparison: RunComparison) -> Document:
 
 def _page_parts(comparison: RunComparison) -> Iterator[RenderableType]:
     runs = dict(zip(run_names(comparison.runs), comparison.runs, strict=True))
-    yield headed("Runs", ", with the best one highlighted")
+    yield section_head("Runs", ", with the best one highlighted")
     yield RunTableView(comparison=comparison)
     training = [Curve(name=name, points=run.losses) for name, run in runs.items()]
     validation = [loss_curve(name, run.validations) for name, run in runs.items()]
     for title, curves in (("Training loss", training), ("Validation loss", validation)):
-        yield headed(title, ", nats per token")
+        yield section_head(title, ", nats per token")
         yield Curves(title=title.lower(), curves=curves, numbers=partial(number, spec=".4f"))
-    yield headed("Loss by setting", ", for each numeric setting that differs between the runs")
-    yield SideBySide(*(_losses_by(key, values, comparison) for key, values in _numeric(comparison).items()))
+    yield section_head("Loss by setting", ", for each numeric setting that differs between the runs")
+    yield SideBySide(*(_losses_by(key, values, comparison) for key, values in _numeric_settings(comparison).items()))
     steps = [
         phase_bar(name, run.breakdown.means, run.breakdown.step.mean_s)
         for name, run in runs.items()
         if run.breakdown is not None
     ]
     if steps:
-        yield headed("Step", ", measured, mean over ranks, on one scale")
+        yield section_head("Step", ", measured, mean over ranks, on one scale")
         yield step_bars(steps)
     if len(runs) == 2:
-        yield headed("Differences", ": A is the first run; B / A is above 1 if run B has the larger value")
+        yield section_head("Differences", ": A is the first run; B / A is above 1 if run B has the larger value")
         yield RunPairView(compared=compare_two(comparison))
 
 
-def _numeric(comparison: RunComparison) -> dict[str, list[float]]:
+def _numeric_settings(comparison: RunComparison) -> dict[str, list[float]]:
     """Returns the numeric settings that differ between the runs, with each run's value."""
     numeric = {
         key: [number for value in values if (number := finite_or_none(value)) is not None]

@@ -14,7 +14,7 @@ from typing import Final, Literal
 from rich.text import Text
 
 from canzona_cli.report.charts import BLOCKS
-from canzona_cli.report.markup import NOTHING, Html, Picture, folded, joined, key, percent, table_html, tag
+from canzona_cli.report.markup import NOTHING, Html, Picture, foldable, join_markup, key, percent, table_html, tag
 from canzona_cli.report.page import Screen
 from canzona_cli.report.tables import GroupedTable, column
 from canzona_cli.run.words import finite_or_none, number
@@ -177,7 +177,11 @@ class Curves(Picture):
         if not drawn:
             return NOTHING
         chart = _Chart(self, drawn).html()
-        return chart if self.numbers is None else joined([chart, folded("table of the numbers", self._table(drawn))])
+        return (
+            chart
+            if self.numbers is None
+            else join_markup([chart, foldable("table of the numbers", self._table(drawn))])
+        )
 
     def _table(self, curves: Sequence[Curve]) -> Html:
         """Returns a table of the curves' values: a column for each curve, a row for each of at most 25

@@ -154,7 +154,7 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
 
 
 def data_content(shown: DataView) -> dict[str, object]:
-    """Returns the JSON of `canzona data show --json`; additions do not change `version`."""
+    """Returns the JSON of `canzona data show --json`; new keys do not change `version`."""
     return {
         "version": 1,
         "prefix": str(shown.pair.prefix),

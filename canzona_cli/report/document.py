@@ -18,8 +18,8 @@ from rich.text import Text
 
 from canzona_cli.errors import write_error
 from canzona_cli.report.charts import MEMORY
-from canzona_cli.report.markup import NOTHING, Html, Picture, facts, joined, styled, table_html, tag
-from canzona_cli.report.page import Page, Screen, Wrapped
+from canzona_cli.report.markup import NOTHING, Html, Picture, fact_list, join_markup, styled_markup, table_html, tag
+from canzona_cli.report.page import Page, Paragraph, Screen
 from canzona_cli.report.tables import GroupedTable
 from canzona_cli.run.files import write_text_atomic
 from canzona_cli.run.phases import PHASES
@@ -129,26 +129,26 @@ def elements(parts: Iterable[RenderableType]) -> Html:
     shown: list[Html] = []
     rows: list[tuple[str, str]] = []
     for part in _flatten(parts):
-        if isinstance(part, Wrapped) and (label := part.first.plain.strip()) and label not in "-!":
-            rows.append((label, styled(part.text)))
+        if isinstance(part, Paragraph) and (label := part.first.plain.strip()) and label not in "-!":
+            rows.append((label, styled_markup(part.text)))
         else:
-            shown += [facts(rows), _element(part)]
+            shown += [fact_list(rows), _element(part)]
             rows = []
-    return joined([*shown, facts(rows)])
+    return join_markup([*shown, fact_list(rows)])
 
 
 def _element(part: RenderableType) -> Html:
-    if isinstance(part, Wrapped):
+    if isinstance(part, Paragraph):
         warning = part.first.plain.strip() == "!"
         dim = "dim" in str(part.text.style)
-        return tag("p", styled(part.text), class_="warning" if warning else "note" if dim else None)
+        return tag("p", styled_markup(part.text), class_="warning" if warning else "note" if dim else None)
     if isinstance(part, Html):
         return part
     if isinstance(part, Picture):
         return part.html()
     if isinstance(part, GroupedTable | rich.table.Table):
         return table_html(part)
-    return tag("p", styled(part)) if isinstance(part, Text) and part.plain.strip() else NOTHING
+    return tag("p", styled_markup(part)) if isinstance(part, Text) and part.plain.strip() else NOTHING
 
 
 def _flatten(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
@@ -160,7 +160,7 @@ def _flatten(parts: Iterable[RenderableType]) -> Iterator[RenderableType]:
 
 
 def _text(part: RenderableType) -> Text | None:
-    if isinstance(part, Wrapped):
+    if isinstance(part, Paragraph):
         return part.text if not part.first.plain.strip() else None
     return part if isinstance(part, Text) else None
 

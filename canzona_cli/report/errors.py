@@ -13,9 +13,9 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from canzona_cli import __version__
-from canzona_cli.config.secrets import redacted, shown_value
+from canzona_cli.config.secrets import redact, shown_value
 from canzona_cli.errors import BadUsage, CanzonaError, ConfigError, ExitCode, Problem, machine_error
-from canzona_cli.report.page import Page, Screen, wrapped
+from canzona_cli.report.page import Page, Screen, paragraph
 from canzona_cli.run.words import clean, plural
 
 _LONGEST_VALUE = 200
@@ -44,14 +44,14 @@ class ErrorView(Page):
         headline = Text(_headline(self.error), style="bold red")
         if len(problems) > 1:
             headline.append(f": {plural(len(problems), 'problem')}")
-        yield wrapped(headline)
+        yield paragraph(headline)
         for (reason, fix), alike in groupby(problems, key=lambda problem: (problem.reason, problem.fix)):
             yield Text()
             for problem in alike:
-                yield wrapped(_place(problem), "bold", first="  ", rest="      ")
-            yield wrapped(clean(redacted(reason), newlines=True), first="    ")
+                yield paragraph(_place(problem), "bold", first="  ", rest="      ")
+            yield paragraph(clean(redact(reason), newlines=True), first="    ")
             if fix:
-                yield wrapped(clean(redacted(fix), newlines=True), "green", first="    → ")
+                yield paragraph(clean(redact(fix), newlines=True), "green", first="    → ")
 
 
 def _headline(error: CanzonaError) -> str:
@@ -63,7 +63,7 @@ def _headline(error: CanzonaError) -> str:
 
 
 def _place(problem: Problem) -> str:
-    place = clean(redacted(problem.key))
+    place = clean(redact(problem.key))
     if problem.value is None:
         return place
     shown = shown_value(problem.key, problem.value)
@@ -75,13 +75,13 @@ def _place(problem: Problem) -> str:
 
 
 def _show_bug(error: Exception) -> int:
-    report = redacted("".join(traceback.format_exception(error)))
+    report = redact("".join(traceback.format_exception(error)))
     header = f"canzona {__version__}, Python {sys.version.split()[0]}, {sys.platform}\n"
-    sys.stderr.write(f"This is a bug in canzona: {type(error).__name__}: {redacted(str(error))}\n")
+    sys.stderr.write(f"This is a bug in canzona: {type(error).__name__}: {redact(str(error))}\n")
     try:
         descriptor, path = tempfile.mkstemp(prefix="canzona-bug-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(header + redacted(" ".join(sys.argv)) + "\n\n" + report)
+            file.write(header + redact(" ".join(sys.argv)) + "\n\n" + report)
     except OSError:
         sys.stderr.write(report)
     else:

@@ -20,14 +20,14 @@ from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.planner.make import make_plan, plan_of_run, plannable
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.report.header import layout_name, optimizer_words, rank_word
-from canzona_cli.report.page import Page, Screen, headed, note, wrapped
+from canzona_cli.report.page import Page, Screen, note, paragraph, section_head
 from canzona_cli.report.tables import Table, rows_table
 from canzona_cli.run.words import clean, count, layout_code, number, overhead, plural, step_time
 from canzona_cli.simulate.compare import Study, study_run
 from canzona_cli.simulate.predict import LABELS, Outlook, outlook
 
 VERSION = 2
-"""The version of the overview's JSON: additions keep the number, any other change raises it."""
+"""The version of the overview's JSON. New keys do not change it; any other change raises it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Overview(Page):
         optimizers = sorted({plan.config.optimizer.name for plan in self.plans})
         clusters = sorted({plan.config.cluster.name for plan in self.plans})
         scope = f": {', '.join(optimizers)} on {', '.join(clusters)}, simulated"
-        yield headed("Plans of the built-in sizes", scope)
+        yield section_head("Plans of the built-in sizes", scope)
         table = Table()
         table.add_column("recipe", no_wrap=True)
         table.add_numbers("GPUs")
@@ -90,7 +90,7 @@ class Overview(Page):
             "overhead over AdamW in this layout; -: layerwise or AdamW does not fit"
         )
         first = self.plans[0].config
-        yield wrapped(f"To see one in detail: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
+        yield paragraph(f"To see one in detail: canzona plan recipe={first.name} gpus={first.gpus} --dry-run")
 
     def as_json(self) -> dict[str, object]:
         """Returns the JSON of `canzona plan --json`."""
@@ -163,7 +163,9 @@ class FastestLayouts(Page):
         config, best = self.config, self.search.best
         optimizer = optimizer_words(config.optimizer.name, config.engine.strategy)
         unit = rank_word(config.cluster.device)
-        yield headed(clean(config.name), f" on {plural(config.gpus, unit)}, {clean(config.cluster.name)}, {optimizer}")
+        yield section_head(
+            clean(config.name), f" on {plural(config.gpus, unit)}, {clean(config.cluster.name)}, {optimizer}"
+        )
         needed = ("batch", "recompute", "iteration", "slower", "MFU", "GiB")
         heads = (*needed, "limited by", f"tokens/s/{unit}")
         rows = ((layout_code(tried.layout), self._cells(tried)) for tried in best)
@@ -175,23 +177,22 @@ class FastestLayouts(Page):
             "besides compute"
         )
         yield Text()
-        yield wrapped(self._why())
+        yield paragraph(self._why())
         if self.without_headroom is not None:
-            yield wrapped(
+            yield paragraph(
                 f"{config.cluster.headroom_gib:g} GiB of headroom cost "
                 f"{self._headroom_cost(self.without_headroom):.1%} of time: with cluster.headroom_gib=0, "
                 f"{layout_name(self.without_headroom.layout)} would be chosen, at "
                 f"{self.without_headroom.memory_bytes / GIB:.1f} GiB."
             )
-        yield wrapped(
+        yield paragraph(
             f"{self.search.legal:,} layouts are legal and fit; {self.search.simulated:,} were simulated, and the "
             "others are estimated to be slower.",
             "dim",
         )
 
     def as_json(self) -> dict[str, object]:
-        """Returns the JSON of `canzona plan --layouts --json`; only changes other than additions raise
-        `version`."""
+        """Returns the JSON of `canzona plan --layouts --json`; new keys do not change `version`."""
         return {
             "version": LAYOUTS_VERSION,
             "recipe": self.config.name,
@@ -206,7 +207,7 @@ class FastestLayouts(Page):
                 {
                     "layout": asdict(tried.layout),
                     "iteration_s": tried.iteration_s,
-                    "slower": self._slower(tried),
+                    "slower": self._slowdown(tried),
                     "memory_bytes": tried.memory_bytes,
                     "spent": asdict(tried.spent),
                     "limits": [{"name": name, "seconds": seconds} for name, seconds in tried.spent.limits],
@@ -224,7 +225,7 @@ class FastestLayouts(Page):
     def _outlook(self, tried: Tried) -> Outlook:
         return outlook(self.config, tried.layout, tried.iteration_s)
 
-    def _slower(self, tried: Tried) -> float:
+    def _slowdown(self, tried: Tried) -> float:
         return tried.per_sequence_s / self.search.best[0].per_sequence_s - 1
 
     def _cells(self, tried: Tried) -> tuple[str, ...]:
@@ -233,7 +234,7 @@ class FastestLayouts(Page):
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
             step_time(tried.iteration_s),
-            f"{self._slower(tried):.1%}" if tried is not self.search.best[0] else "",
+            f"{self._slowdown(tried):.1%}" if tried is not self.search.best[0] else "",
             f"{ahead.mfu:.1%}",
             f"{tried.memory_bytes / GIB:.1f}",
             _limits(tried),
@@ -261,7 +262,7 @@ class FastestLayouts(Page):
         return (
             f"{layout_name(first.layout)} has the shortest simulated time per sequence. Besides compute, it spends "
             f"time on: {_limits(first) or 'nothing'}. The next, {layout_name(second.layout)}, is "
-            f"{self._slower(second):.2%} slower.{spends}"
+            f"{self._slowdown(second):.2%} slower.{spends}"
         )
 
 
@@ -355,15 +356,15 @@ class LayoutsByGpus(Page):
         counted = parameter_count(model)
         optimizer = optimizer_words(self.config.optimizer.name, self.config.engine.strategy)
         job = f" on {cluster.name}, {optimizer}, sequences of {self.config.train.seq_length} tokens"
-        yield headed(self.config.name, job)
+        yield section_head(self.config.name, job)
         parameters = f"{_billions(counted.total)} parameters"
         published = family_of(model).published
         if model.name in published:
             total, body = published[model.name]
             parameters += f" (published {total}), {_billions(counted.non_embedding)} without embeddings"
             parameters += f" ({body})" if body else ""
-        yield wrapped(parameters, "dim")
-        yield wrapped(
+        yield paragraph(parameters, "dim")
+        yield paragraph(
             f"batch: sequences per step = micro-batch x accumulation x DP; PP2x9: 2 pipeline stages of 9 model chunks "
             f"each; GiB/rank: fullest rank, of at most {_usable_memory(self.config)}",
             "dim",
@@ -380,7 +381,7 @@ class LayoutsByGpus(Page):
         yield table
         for row in self.rows:
             if row.note:
-                yield wrapped(row.note, "yellow", first=f"{row.gpus:>{len(ranks)}}: ")
+                yield paragraph(row.note, "yellow", first=f"{row.gpus:>{len(ranks)}}: ")
 
 
 def layouts_by_gpus(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> LayoutsByGpus:

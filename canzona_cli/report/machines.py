@@ -9,8 +9,8 @@ from rich.text import Text
 
 from canzona_cli.cluster.doctor import Diagnosis, Finding, Status
 from canzona_cli.cluster.profiles import Profile
-from canzona_cli.config.recipes import shown
-from canzona_cli.report.page import Page, Screen, note, remarks, wrapped
+from canzona_cli.config.recipes import display_path
+from canzona_cli.report.page import Page, Screen, note, paragraph, remarks
 from canzona_cli.report.tables import Table
 from canzona_cli.run.words import clean, plural
 
@@ -33,7 +33,7 @@ class ProfileList(Page):
         table.add_words("calibrated", "from")
         for profile in self.profiles:
             cluster = profile.cluster
-            origin = "built-in" if profile.builtin else shown(profile.path)
+            origin = "built-in" if profile.builtin else display_path(profile.path)
             if cluster is None:
                 table.add_row(profile.name, *["?"] * 7, origin, style="yellow")
                 continue
@@ -93,9 +93,9 @@ class DiagnosisView(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         yield from [self._table()] if self.verbose else self._lines()
         yield Text()
-        yield from map(wrapped, self._verdict())
+        yield from map(paragraph, self._verdict())
         if not self.verbose:
-            yield wrapped("-v shows every package, and what each finding means", "dim")
+            yield paragraph("-v shows every package, and what each finding means", "dim")
 
     def _lines(self) -> Iterator[RenderableType]:
         findings = self.diagnosis.findings
@@ -115,11 +115,11 @@ class DiagnosisView(Page):
         width = max(len(name) for _, name, _ in rows) + 2
         explained = {self._name(finding): finding for finding in facts if finding.fix}
         for status, name, value in rows:
-            yield wrapped(value, first=Text.assemble(_MARKS[status], f" {name:<{width}}"))
+            yield paragraph(value, first=Text.assemble(_MARKS[status], f" {name:<{width}}"))
             if (finding := explained.get(name)) is not None:
                 rest = " " * (width + 2)
-                yield wrapped(finding.meaning, first=rest)
-                yield wrapped(f"→ {clean(finding.fix)}", "green", first=rest)
+                yield paragraph(finding.meaning, first=rest)
+                yield paragraph(f"→ {clean(finding.fix)}", "green", first=rest)
 
     def _name(self, finding: Finding) -> str:
         return f"torch {finding.name}" if finding.group == "torch" else clean(finding.name)

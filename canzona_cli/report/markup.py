@@ -49,21 +49,21 @@ def tag(name: str, *content: str, **attributes: object) -> Html:
         for key, value in attributes.items()
         if value is not None
     )
-    return Html(f"<{name}{shown}>{joined(content)}</{name}>")
+    return Html(f"<{name}{shown}>{join_markup(content)}</{name}>")
 
 
-def joined(parts: Iterable[str]) -> Html:
+def join_markup(parts: Iterable[str]) -> Html:
     """Joins pieces of markup and text; text is escaped."""
     return Html("".join(part if isinstance(part, Html) else escape(clean(part, newlines=True)) for part in parts))
 
 
-def facts(rows: Iterable[tuple[str, str]], class_: str | None = None) -> Html:
+def fact_list(rows: Iterable[tuple[str, str]], class_: str | None = None) -> Html:
     """Returns a list of labels and values; nothing if there are no rows."""
     pairs = [tag("div", tag("dt", label), tag("dd", value)) for label, value in rows]
     return tag("dl", *pairs, class_=class_) if pairs else NOTHING
 
 
-def folded(summary: str, *content: str) -> Html:
+def foldable(summary: str, *content: str) -> Html:
     """Returns content that stays hidden until the reader opens its summary."""
     return tag("details", tag("summary", summary), *content)
 
@@ -78,18 +78,18 @@ def key(css: str, name: str) -> Html:
     return tag("span", tag("span", class_=f"key {css}"), name)
 
 
-def styled(cell: Cell) -> Html:
+def styled_markup(cell: Cell) -> Html:
     """Returns the markup of a cell; terminal styles become CSS classes."""
     if isinstance(cell, str):
-        return joined([cell])
+        return join_markup([cell])
     edges = sorted({0, len(cell.plain), *(edge for span in cell.spans for edge in (span.start, span.end))})
     pieces = []
     for begin, end in pairwise(edges):
         styles = [str(cell.style), *(str(span.style) for span in cell.spans if span.start <= begin < span.end)]
         classes = _classes(" ".join(styles))
         piece = cell.plain[begin:end]
-        pieces.append(tag("span", piece, class_=classes) if classes else joined([piece]))
-    return joined(pieces)
+        pieces.append(tag("span", piece, class_=classes) if classes else join_markup([piece]))
+    return join_markup(pieces)
 
 
 def _classes(style: str) -> str | None:
@@ -120,7 +120,7 @@ def table_html(table: GroupedTable | rich.table.Table) -> Html:
             bodies.append([])
         cells = (cell for group in table.groups for cell in _cells(group, number))
         below = "below" if str(label).startswith(" ") else None
-        name = tag("th", styled(label), scope="row", class_=below)
+        name = tag("th", styled_markup(label), scope="row", class_=below)
         bodies[-1].append(tag("tr", name, *cells, class_=_classes(table.styles[number] if table.styles else "")))
     body = (tag("tbody", *rows) for rows in bodies)
     drawn = tag("table", tag("thead", *heads), *body, class_="numbers" if numbers else None)
@@ -147,9 +147,9 @@ def _cell(cell: object) -> Cell:
 def _cells(group: Columns, number: int) -> Iterable[Html]:
     row = group.rows[number]
     if len(row) == len(group.heads):
-        yield from (tag("td", styled(cell), class_=_first(place, group)) for place, cell in enumerate(row))
+        yield from (tag("td", styled_markup(cell), class_=_first(place, group)) for place, cell in enumerate(row))
     else:
-        yield tag("td", *map(styled, row), colspan=len(group.heads), class_="first")
+        yield tag("td", *map(styled_markup, row), colspan=len(group.heads), class_="first")
 
 
 def _first(place: int, group: Columns) -> str | None:

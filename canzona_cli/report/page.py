@@ -40,11 +40,11 @@ class Page(ABC):
         # With `soft_wrap`, only paragraphs may be wider than the screen, so that long paths in them stay whole.
         folding = options.update(no_wrap=False, overflow="fold") if options.no_wrap else options
         for part in self.parts(screen):
-            yield from console.render(part, options if isinstance(part, Page | Wrapped) else folding)
+            yield from console.render(part, options if isinstance(part, Page | Paragraph) else folding)
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class Paragraph:
     """A paragraph with `first` in front of its first line and `rest` in front of the other lines.
 
     Lines have no trailing spaces. A word longer than a line, such as a path, stays whole when printed with
@@ -83,7 +83,7 @@ def _at_spaces(text: Text, width: int) -> Iterator[Text]:
         yield from paragraph.divide(breaks)
 
 
-def wrapped(text: Text | str, style: str = "", *, first: Text | str = "", rest: str | None = None) -> Wrapped:
+def paragraph(text: Text | str, style: str = "", *, first: Text | str = "", rest: str | None = None) -> Paragraph:
     """Returns a paragraph.
 
     Args:
@@ -94,24 +94,24 @@ def wrapped(text: Text | str, style: str = "", *, first: Text | str = "", rest: 
     """
     body = Text(text, style=style) if isinstance(text, str) else text
     head = Text(first) if isinstance(first, str) else first
-    return Wrapped(body, head, " " * head.cell_len if rest is None else rest)
+    return Paragraph(body, head, " " * head.cell_len if rest is None else rest)
 
 
-def headed(title: str, text: str) -> Wrapped:
+def section_head(title: str, text: str) -> Paragraph:
     """Returns a paragraph that starts with its title in bold; in a page, it starts a section."""
-    return wrapped(Text.assemble((title, "bold"), text))
+    return paragraph(Text.assemble((title, "bold"), text))
 
 
-def labelled(rows: Iterable[tuple[str, Text | str]], width: int = 14, *, indent: int = 2) -> Iterator[Wrapped]:
+def labelled_rows(rows: Iterable[tuple[str, Text | str]], width: int = 14, *, indent: int = 2) -> Iterator[Paragraph]:
     """Yields a row for each label and value: the faint label, `width` characters wide, and the value, wrapped
     next to it."""
     for label, value in rows:
-        yield wrapped(value, first=Text(f"{'':<{indent}}{label:<{width}}", style="dim"))
+        yield paragraph(value, first=Text(f"{'':<{indent}}{label:<{width}}", style="dim"))
 
 
-def note(text: str) -> Wrapped:
+def note(text: str) -> Paragraph:
     """Returns a faint, indented remark, such as the explanation below a table."""
-    return wrapped(text, "dim", first="  ")
+    return paragraph(text, "dim", first="  ")
 
 
 def remarks(lines: Iterable[str]) -> Iterator[RenderableType]:
@@ -119,7 +119,7 @@ def remarks(lines: Iterable[str]) -> Iterator[RenderableType]:
     for number, line in enumerate(lines):
         if number == 0:
             yield Text()
-        yield wrapped(clean(line), "yellow", first="  ! ")
+        yield paragraph(clean(line), "yellow", first="  ! ")
 
 
 def items(title: str, lines: Iterable[str], style: str = "") -> Iterator[RenderableType]:
@@ -128,4 +128,4 @@ def items(title: str, lines: Iterable[str], style: str = "") -> Iterator[Rendera
         if number == 0:
             yield Text()
             yield Text(title, style="bold")
-        yield wrapped(line, style, first="  - ")
+        yield paragraph(line, style, first="  - ")

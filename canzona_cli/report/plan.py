@@ -15,7 +15,7 @@ from canzona_cli.planner.measures import UpdateKind, kinds
 from canzona_cli.report.charts import MEMORY, Bar, Bars, Lanes, LoadMap, LoadMaps, phase_bar, planned_lanes
 from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
-from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
+from canzona_cli.report.page import Page, Screen, items, labelled_rows, note, paragraph, section_head
 from canzona_cli.report.tables import GroupedTable, column, rows_table
 from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.corpus import PreparedCorpus, supply
@@ -50,20 +50,20 @@ class PlanView(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         study = self.study
         compared = [] if self.compare is None else [phases if self.compare == "strategies" else variants]
-        yield wrapped(self._title(screen))
+        yield paragraph(self._title(screen))
         sections = compared or [summary]
         if self.verbose:
-            yield from labelled(self._rows())
+            yield from labelled_rows(self._rows())
             sections = [strategies, *compared, load_map, memory, iterations, streams]
         elif not compared:
-            yield from labelled(self._main_rows())
+            yield from labelled_rows(self._main_rows())
         for section in sections:
             yield Text()
             yield from section(study, screen)
         if self.assumptions:
             yield from items("Assumptions", study.assumptions, "dim")
         yield Text()
-        yield wrapped(self._file_text())
+        yield paragraph(self._file_text())
         yield from map(note, self._hints())
 
     @property
@@ -276,7 +276,7 @@ def _all_fit(study: Study) -> bool:
 
 def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table of every strategy's times, its ratio to the planned strategy, and its memory."""
-    yield headed("Strategies", ", simulated on the same layout and batch")
+    yield section_head("Strategies", ", simulated on the same layout and batch")
     planned = study.strategy
     heads = ("iteration", "optimizer", "vs AdamW", "opt. ratio", "iter. ratio", "GiB")
     rows = ((name, _strategy_cells(study, name)) for name in STRATEGIES)
@@ -313,7 +313,7 @@ def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
     shown = [phase for phase in LABELS if any(result.phases.get(phase) for result in results)]
     waits = "exchange includes waits for other hosts; " if "exchange" in shown else ""
     lead = f" on the rank that finishes last; {waits}all rows but the totals add up to the iteration"
-    yield headed("Phases", lead)
+    yield section_head("Phases", lead)
     yield GroupedTable(
         head="phase, ms",
         labels=[*(LABELS[phase] for phase in shown), "iteration"],
@@ -330,7 +330,7 @@ def _times(result: StrategyResult, phases: Sequence[str]) -> list[str]:
 
 def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields a table that compares plans of the same run with other values of a setting."""
-    yield headed("Alternatives", f" to this plan, strategy {study.strategy}")
+    yield section_head("Alternatives", f" to this plan, strategy {study.strategy}")
     heads = ("balance", "bound", "bytes", "padding", "optimizer", "iteration", "GiB")
     planned = (f"alpha {study.config.engine.alpha:g}", getattr(study.config.optimizer, "form", ""))
     names = [variant.name + " *" * (variant.name in planned) for variant in study.variants]
@@ -370,7 +370,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
     shown = ((name, study.strategies[name].loads) for name in study.mapped)
     maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
     stage = f", pipeline stage {study.balance.slowest.stage}" if mesh.pp > 1 else ""
-    yield headed("Update time of every rank", f"; colour: time relative to the mean of the strategy{stage}")
+    yield section_head("Update time of every rank", f"; colour: time relative to the mean of the strategy{stage}")
     yield LoadMaps(maps=maps, hosts=mesh.tp)
     if screen.page:
         # A perfectly balanced plan has a flat curve.
@@ -390,7 +390,7 @@ def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
     account, mesh = study.memory, study.plan.subject.layout
     unit = rank_word(study.config.cluster.device)
     free = max(account.capacity - account.total, 0)
-    yield headed(
+    yield section_head(
         "Memory",
         f" of the fullest {unit}, {account.worst.describe(mesh)}: {account.total / GIB:.1f} of "
         f"{account.capacity / GIB:.1f} GiB, {free / GIB:.1f} free",
@@ -406,7 +406,7 @@ def iterations(study: Study, screen: Screen) -> Iterator[RenderableType]:
     results = {name: study.strategies[name].result for name in STRATEGIES}
     longest = max(result.iteration_s for name, result in results.items() if name != "sc")
     scale = min(max(result.iteration_s for result in results.values()), _CUT * longest)
-    yield headed("Iteration", f", exposed time of each phase; the full width is {step_time(scale)}")
+    yield section_head("Iteration", f", exposed time of each phase; the full width is {step_time(scale)}")
     rows = [phase_bar(name, result.phases, result.iteration_s) for name, result in results.items()]
     yield Bars(rows=rows, scale=scale)
 
@@ -417,7 +417,7 @@ def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
     result = study.planned.result
     slowest, end = result.slowest_rank, max(event.end_s for event in result.events)
     begin = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)
-    yield headed("Timeline", f" of {study.strategy} on rank {slowest}, which finishes last")
+    yield section_head("Timeline", f" of {study.strategy} on rank {slowest}, which finishes last")
     slowest_lanes = planned_lanes([event for event in result.events if event.rank == slowest])
     yield Lanes(title="iteration", rows=slowest_lanes, end_s=end)
     rows = planned_lanes([event for event in result.events if event.end_s > begin]) if screen.page else slowest_lanes

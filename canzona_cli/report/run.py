@@ -9,7 +9,7 @@ from rich.text import Text
 from canzona_cli.report.charts import Bars, phase_bar, step_bars
 from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import batch_factors, describe_layout, optimizer_words, rank_word
-from canzona_cli.report.page import Page, Screen, Wrapped, headed, labelled, remarks, wrapped
+from canzona_cli.report.page import Page, Paragraph, Screen, labelled_rows, paragraph, remarks, section_head
 from canzona_cli.report.tables import Table
 from canzona_cli.report.train_state import loss_change
 from canzona_cli.run.breakdown import (
@@ -71,7 +71,7 @@ class RunView(Page):
             yield Text()
             yield BreakdownView(breakdown=summary.breakdown, brief=not self.verbose)
             if not self.verbose:
-                yield wrapped("-v shows the time of each phase, and the load of the ranks", "dim", first="  ")
+                yield paragraph("-v shows the time of each phase, and the load of the ranks", "dim", first="  ")
         left_out = len(summary.warnings) - _MOST_WARNINGS
         earlier = [f"{plural(left_out, 'earlier warning')} in events.jsonl"] if left_out > 0 else []
         yield from remarks([*earlier, *summary.warnings[-_MOST_WARNINGS:], *summary.notes])
@@ -82,11 +82,11 @@ class RunView(Page):
         head = (f"rank {first.rank}: {clean(error.type)}: ", "bold red")
         lines = clean(error.message, newlines=True).splitlines() or [""]
         shown = lines if self.verbose else lines[:_MOST_LINES]
-        yield wrapped(Text.assemble(head, "\n".join(shown), " ..." * (len(shown) < len(lines))), rest="  ")
+        yield paragraph(Text.assemble(head, "\n".join(shown), " ..." * (len(shown) < len(lines))), rest="  ")
         where = RunFiles(self.summary.run_dir).rank(first.rank)
         more = f"; {plural(len(others), 'other rank')} failed after it" if others else ""
         what = "traceback" if error.traceback else "recorded"  # a user's mistake has no traceback
-        yield wrapped(clean(f"{what} in {where}{more}"), "dim", first="  ")
+        yield paragraph(clean(f"{what} in {where}{more}"), "dim", first="  ")
 
     def _time_rows(self) -> Iterator[tuple[str, str]]:
         """Yields the rows for restarts and goodput, if the run has them."""
@@ -102,12 +102,12 @@ class RunView(Page):
             parts = [f"{spent.share:.1%} of {duration(spent.wall_s)} in useful steps"]
             yield "goodput", ", ".join([*parts, *(f"{duration(s)} {what}" for what, s in costs.items() if s >= 1)])
 
-    def figures(self) -> Iterator[Wrapped]:
+    def figures(self) -> Iterator[Paragraph]:
         """Yields the labelled figures and, if the run can be continued, the command that continues it."""
-        yield from labelled(self._rows(), 11)
+        yield from labelled_rows(self._rows(), 11)
         if self.summary.go_on is not None:
             label = Text(f"  {'continue':<11}", style="dim")
-            yield Wrapped(Text(clean(self.summary.go_on)), label, " " * label.cell_len, unbroken=True)
+            yield Paragraph(Text(clean(self.summary.go_on)), label, " " * label.cell_len, unbroken=True)
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
         summary = self.summary
@@ -160,7 +160,7 @@ class BreakdownView(Page):
         breakdown = self.breakdown
         layout = describe_layout(breakdown.layout, rank_word(breakdown.device))
         optimizer = optimizer_words(breakdown.optimizer, breakdown.strategy)
-        yield headed("Step-time breakdown", f": {optimizer}, {layout}")
+        yield section_head("Step-time breakdown", f": {optimizer}, {layout}")
         if not self.brief:
             yield Text()
         yield self._bars()
@@ -169,7 +169,7 @@ class BreakdownView(Page):
             yield self._table(screen.width)
             yield Text()
         shown = [(label, text) for label, text in self._figure_rows() if not self.brief or label in _BRIEF]
-        yield from labelled(shown)
+        yield from labelled_rows(shown)
 
     def _bars(self) -> Bars:
         """Draws a bar for the measured step, and another for the planned step if there is one."""

@@ -1,4 +1,5 @@
-"""The page of `canzona report --html`. Files that the run does not have, such as a plan, are skipped."""
+"""The page of `canzona report --html`. Parts whose files the run does not have, such as a plan, are left
+out."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -20,8 +21,8 @@ from canzona_cli.report.charts import MEMORY, Bar, Bars, Lane, Lanes, LoadMap, L
 from canzona_cli.report.compare import COLUMNS
 from canzona_cli.report.curves import Curve, Curves, SideBySide, loss_curve
 from canzona_cli.report.document import Document, Mood, sections
-from canzona_cli.report.markup import Html, facts, folded, table_html, tag
-from canzona_cli.report.page import headed, note, remarks
+from canzona_cli.report.markup import Html, fact_list, foldable, table_html, tag
+from canzona_cli.report.page import note, remarks, section_head
 from canzona_cli.report.run import BreakdownView, RunView
 from canzona_cli.report.run_trace import clock_shifts, lanes, place_of
 from canzona_cli.report.tables import Cell, Table
@@ -51,7 +52,7 @@ def run_page(summary: RunSummary) -> Document:
         plan = None
     parts = [
         *_faults(summary),
-        headed("Summary", ""),
+        section_head("Summary", ""),
         *RunView(summary=summary).figures(),
         *remarks(summary.notes),
         *_curves(summary),
@@ -78,16 +79,16 @@ def _tiles(summary: RunSummary) -> Html:
     figures = run_figures(summary)
     steps = f"{summary.step:,}" + ("" if summary.steps_planned is None else f" of {summary.steps_planned:,}")
     rows = [("steps", steps), *((head, show(figures[name])) for name, (head, show) in COLUMNS.items())]
-    return facts(rows, class_="tiles")
+    return fact_list(rows, class_="tiles")
 
 
 def _faults(summary: RunSummary) -> Iterator[RenderableType]:
     """Yields the errors of ranks, then the warnings. The page has no such section if there are neither."""
-    yield headed("Faults", ", errors in chronological order, then warnings")
+    yield section_head("Faults", ", errors in chronological order, then warnings")
     for result in summary.errors:
         if (error := result.error) is not None:
             heading = tag("p", tag("b", f"rank {result.rank}: {error.type}: "), error.message)
-            more = [folded("traceback", tag("pre", error.traceback))] if error.traceback else []
+            more = [foldable("traceback", tag("pre", error.traceback))] if error.traceback else []
             yield tag("div", heading, *more, class_="error")
     if summary.warnings:
         yield tag("ul", *(tag("li", text) for text in summary.warnings))
@@ -113,7 +114,7 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
         if points:
             curve = Curve(name=title, points=points)
             small.append(Curves(title=title, curves=[curve], height=110, show=partial(number, spec=spec)))
-    yield headed("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
+    yield section_head("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
     yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
     yield SideBySide(*small)
 
@@ -140,7 +141,7 @@ def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[Renderabl
     ]
     stage = f", pipeline stage {slowest}" if len(loads_by_stage) > 1 else ""
     lead = f", matrix update time of every rank in one step{stage}; colour: time relative to the mean"
-    yield headed("Load map", lead)
+    yield section_head("Load map", lead)
     yield LoadMaps(maps=maps, hosts=hosts)
 
 
@@ -170,7 +171,7 @@ def _memory(
     if peak is not None:
         rows.append(Bar(label="measured", parts=[("measured_peak", peak.max)], value=f"{size(peak.max)} at the peak"))
     scale = max(limit or 0.0, *(sum(amount for _, amount in row.parts) for row in rows))
-    yield headed("Memory", f", of the fullest rank, which may use {account.capacity / GIB:.1f} GiB")
+    yield section_head("Memory", f", of the fullest rank, which may use {account.capacity / GIB:.1f} GiB")
     yield Bars(rows=rows, scale=scale, inks=MEMORY, show=size, amounts=True)
     if peak is not None and breakdown is not None and breakdown.device == "cpu":
         yield note("On CPU ranks, the measured peak is the whole process, including Python and torch.")
@@ -181,7 +182,7 @@ def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None
     try:
         ranks = load_timelines(files)
     except ConfigError as error:
-        yield headed("Timeline", "")
+        yield section_head("Timeline", "")
         yield from remarks(problem.reason for problem in error.problems)
         return
     shown = [rank for rank in ranks if rank.steps][:_MOST_RANKS]
@@ -189,7 +190,7 @@ def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None
         return
     hidden = len(ranks) - len(shown)
     more = f"; `canzona report --trace` shows {plural(hidden, 'more rank')}" if hidden else ""
-    yield headed("Timeline", f", phases of each rank over time; each axis has its own scale{more}")
+    yield section_head("Timeline", f", phases of each rank over time; each axis has its own scale{more}")
     yield tag("h3", f"measured, step {shown[0].steps[-1].number}")
     yield _measured_lanes(shown, layout)
     if planned is not None and planned.events:
@@ -228,12 +229,12 @@ def _events(events: Sequence[Event]) -> Iterator[RenderableType]:
     if rows:
         left_out = len(rows) - _MOST_EVENTS
         more = f"; {plural(left_out, 'earlier event')} in events.jsonl" if left_out > 0 else ""
-        yield headed("Events", f", of all launches in this directory{more}")
+        yield section_head("Events", f", of all launches in this directory{more}")
         yield _folded_table(plural(len(rows), "event"), ("after", "what", "detail"), rows[-_MOST_EVENTS:])
 
 
 def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[RenderableType]:
-    yield headed("Settings", ", as resolved; `canzona train recipe=RUN/config.yaml` repeats the run")
+    yield section_head("Settings", ", as resolved; `canzona train recipe=RUN/config.yaml` repeats the run")
     if config is not None:
         flat = dict(leaves(asdict(config)))
         for section, keys in groupby(sorted(flat, key=lambda key: "." in key), key=lambda key: key.rpartition(".")[0]):
@@ -254,4 +255,4 @@ def _folded_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Cell
     table = Table(*heads)
     for row in rows:
         table.add_row(*row)
-    return folded(title, table_html(table))
+    return foldable(title, table_html(table))

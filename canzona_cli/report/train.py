@@ -19,7 +19,7 @@ from canzona_cli.launch.view import EarlierSteps, TrainView
 from canzona_cli.planner.plan_file import Obtained
 from canzona_cli.report.curves import bar, line_chart, sparkline
 from canzona_cli.report.header import header_rows
-from canzona_cli.report.page import labelled, wrapped
+from canzona_cli.report.page import labelled_rows, paragraph
 from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState, relative_change, set_losses
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
@@ -48,18 +48,18 @@ class Frame:
         state, width = self.state, options.max_width
         guarded = [Text(f"  {text}", style="yellow") for text in state.guard_lines]
         if state.updated is None and not state.validations:
-            lines = [] if self.closed else [self._waiting()]
+            lines = [] if self.closed else [self._stage_line()]
         elif width >= _WIDE and console.size.height >= _WIDE_ROWS + len(guarded):
-            lines = [Text(), self._bar(width), Text(), *self._wide(width), *guarded]
+            lines = [Text(), self._bar(width), Text(), *self._wide_lines(width), *guarded]
         else:
-            lines = [Text(), self._bar(width), *self._narrow(width), *guarded]
+            lines = [Text(), self._bar(width), *self._narrow_lines(width), *guarded]
         for line in lines:
             line.no_wrap = True
             line.rstrip()
             line.truncate(width, overflow="ellipsis")
             yield line
 
-    def _waiting(self) -> Text:
+    def _stage_line(self) -> Text:
         """Returns the line of the current stage, such as `⠹ build model 3 s`."""
         now = self.state.clock()
         line = Text(f"  {_SPINNER[int(now * 4) % len(_SPINNER)]} ", style="cyan")
@@ -115,7 +115,7 @@ class Frame:
             notes.append((self.state.experts, "dim"))
         return notes
 
-    def _narrow(self, width: int) -> list[Text]:
+    def _narrow_lines(self, width: int) -> list[Text]:
         figures, state = self._figures(), self.state
         seen = figures.pop(_SEEN)
         lines = [
@@ -131,7 +131,7 @@ class Frame:
             validation.append(f"  steps {state.validations[0][0]:,} → {state.validations[-1][0]:,}", style="dim")
         return [*lines, validation, *self._sets(width)]
 
-    def _wide(self, width: int) -> list[Text]:
+    def _wide_lines(self, width: int) -> list[Text]:
         state = self.state
         right = [self._figure(label, value, 16, 14) for label, value in self._figures().items()]
         right.append(Text.assemble(("validation  ", "dim"), (state.validation_change(), "bold")))
@@ -258,7 +258,7 @@ class LiveView(ConsoleView):
 
     def _print_header(self, rows: list[tuple[str, str]]) -> None:
         styled = ((label, Text(value, style="bold" if label == "recipe" else "")) for label, value in rows)
-        self._console.print(*labelled(styled, 11))
+        self._console.print(*labelled_rows(styled, 11))
         self._console.print()
 
     def progress(self, what: str, fraction: float) -> None:
@@ -292,7 +292,7 @@ class LiveView(ConsoleView):
         if self._short and not note.warning:
             return
         text = Text(f"  {note.text}", style="yellow" if note.warning else "dim")
-        self._console.print(wrapped(text, rest="    "))
+        self._console.print(paragraph(text, rest="    "))
 
     def close(self, status: RunStatus = "done", message: str = "") -> None:
         if self._closed:
@@ -302,7 +302,7 @@ class LiveView(ConsoleView):
         if self._live.is_started:
             self._live.stop()
         line = closing_line(self.state, status, message, short=self._short)
-        self._console.print(wrapped(line, _STATUS_STYLE[status], first="" if self._short else "  "))
+        self._console.print(paragraph(line, _STATUS_STYLE[status], first="" if self._short else "  "))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:

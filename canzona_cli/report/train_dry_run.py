@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.config.secrets import redacted, shown_value
+from canzona_cli.config.secrets import redact, shown_value
 from canzona_cli.costs.memory import GIB, Memory
 from canzona_cli.errors import CanzonaError
 from canzona_cli.launch.card import Card
@@ -33,7 +33,7 @@ from canzona_cli.report.header import (
     rank_word,
     routing_rows,
 )
-from canzona_cli.report.page import Page, Screen, wrapped
+from canzona_cli.report.page import Page, Screen, paragraph
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, plural
 from canzona_cli.simulate.predict import Outlook
@@ -42,7 +42,7 @@ VERSION = 2
 
 
 def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> dict[str, object]:
-    """Returns a resolved run as JSON values. Only changes other than additions raise `version`.
+    """Returns a resolved run as JSON values. New keys do not change `version`.
 
     Args:
         plan: the plan that the run executes; None for a run without a plan.
@@ -63,9 +63,9 @@ def refused_json(error: CanzonaError) -> dict[str, object]:
     problems = [
         {
             "key": problem.key,
-            "value": None if problem.value is None else redacted(str(shown_value(problem.key, problem.value))),
-            "reason": redacted(problem.reason),
-            "fix": redacted(problem.fix),
+            "value": None if problem.value is None else redact(str(shown_value(problem.key, problem.value))),
+            "reason": redact(problem.reason),
+            "fix": redact(problem.fix),
         }
         for problem in error.problems
     ]
@@ -109,8 +109,7 @@ class DryRun(Page):
     """True for `--prepare-only`, which writes the run directory but does not run the command."""
 
     def as_json(self) -> dict[str, object]:
-        """Returns the JSON of `canzona train --dry-run`. Only changes other than additions raise
-        `version`."""
+        """Returns the JSON of `canzona train --dry-run`. New keys do not change `version`."""
         memory = self.memory
         return {
             **resolved_json(self.config, self.layout, self.plan),
@@ -153,7 +152,7 @@ class DryRun(Page):
             **self._card(),
         }
         for label, value in rows.items():
-            yield wrapped(clean(value), first=f"{label:<13}")
+            yield paragraph(clean(value), first=f"{label:<13}")
         yield Text()
         if self.config_yaml is not None:
             yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
@@ -163,7 +162,7 @@ class DryRun(Page):
             yield Text()
         yield from _verbatim("command" + self._where(), self._command().splitlines())
         for note in self._notes():
-            yield wrapped(note, "dim")
+            yield paragraph(note, "dim")
 
     @property
     def _environment_shown(self) -> bool:

@@ -10,7 +10,7 @@ from rich.text import Text
 from canzona_cli.bench.layouts import LEAST_SHARE, ORDER_MARGIN, Accuracy, Errors, LayoutBench, TuneResult
 from canzona_cli.report.bench import cells_with_error, percent_text, predictions, quartiles
 from canzona_cli.report.header import layout_name, rank_word
-from canzona_cli.report.page import Page, Screen, headed, items, labelled, note, wrapped
+from canzona_cli.report.page import Page, Screen, items, labelled_rows, note, paragraph, section_head
 from canzona_cli.report.tables import Cell, rows_table
 from canzona_cli.run.phases import PHASES
 from canzona_cli.run.words import clean, layout_code, number, plural
@@ -26,8 +26,8 @@ class TuneView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         result = self.result
-        yield headed("Tune", f": {clean(result.recipe)}, {clean(result.optimizer)}, {self._ranks()}")
-        yield from labelled(self._facts(), 11)
+        yield section_head("Tune", f": {clean(result.recipe)}, {clean(result.optimizer)}, {self._ranks()}")
+        yield from labelled_rows(self._facts(), 11)
         yield Text()
         names = sorted(result.layouts, key=result.slower)
         rows = [(layout_code(result.layouts[name].layout), self._cells(name, result.layouts[name])) for name in names]
@@ -40,7 +40,7 @@ class TuneView(Page):
             "slower: time per sequence, relative to the fastest measured"
         )
         yield Text()
-        yield wrapped(self._verdict())
+        yield paragraph(self._verdict())
         if result.accuracy is not None and result.planned:
             yield Text()
             yield from _errors(result.accuracy, len(result.layouts))
@@ -101,12 +101,12 @@ def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     """Yields a table of the prediction errors for the step and for each phase."""
     unseen = accuracy.step.layouts
     which = "" if unseen == layouts else f" {plural(unseen, 'layout')} that the profile was not fitted to"
-    yield headed("Errors of the predictions", f":{which or ' all layouts'}")
+    yield section_head("Errors of the predictions", f":{which or ' all layouts'}")
     rows = {"step": accuracy.step, **{PHASES[name].name: errors for name, errors in accuracy.phases.items()}}
     heads = ("layouts", "share of step", "MAPE", "mean", "worst", "at")
     yield rows_table(heads, ((name, _error_cells(errors)) for name, errors in rows.items()), bold=0, needed=5)
     yield note(f"phases: only layouts that spend at least {LEAST_SHARE:.0%} of the step there; mean: mean signed error")
-    yield wrapped(
+    yield paragraph(
         f"{plural(accuracy.pairs, 'pair')} of layouts differ by more than {ORDER_MARGIN:.0%} when measured; "
         f"{accuracy.in_order} of them were predicted in the right order."
     )

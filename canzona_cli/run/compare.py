@@ -73,7 +73,7 @@ class RunPair:
         return {name: (a.get(name), b.get(name)) for name in FIGURES}
 
     def as_json(self) -> dict[str, object]:
-        """Returns the output of `--json`. New keys keep `version`; any other change raises it."""
+        """Returns the output of `--json`. New keys do not change `version`; any other change raises it."""
         runs = zip("ab", (self.a, self.b), self.plans, strict=True)
         return {
             "version": VERSION,
@@ -118,8 +118,8 @@ class RunComparison:
         return done[min(validated or trained)[1]] if validated or trained else None
 
     def as_json(self) -> dict[str, object]:
-        """Returns the output of `--json` for three runs or more. New keys keep `version`; any other change
-        raises it."""
+        """Returns the output of `--json` for three runs or more. New keys do not change `version`; any other
+        change raises it."""
         return {
             "version": VERSION,
             "best": None if self.best is None else str(self.best.run_dir),

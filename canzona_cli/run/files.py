@@ -37,7 +37,7 @@ class RunFiles:
         self.config = root / "config.yaml"
         self.layout = root / "layout.json"
         self.resume = root / "resume.json"
-        """The checkpoint that this launch starts from; absent if there is none."""
+        """The checkpoint from which this launch starts; absent if there is none."""
         self.corpus = root / "corpus.json"
         self.plan = root / "plan.json"
         """The plan that the run executes; absent for strategies other than canzona, paper and asc."""
@@ -93,7 +93,7 @@ class RunFiles:
         """Asks the workers to stop after their current step.
 
         Args:
-            reason: the status that the run ends with; `preempted` if it will be started again.
+            reason: the status with which the run ends; `preempted` if it will be started again.
 
         Raises:
             OSError: the request cannot be written.

@@ -39,7 +39,7 @@ COMMUNICATION: tuple[Phase, ...] = ("grad_reduce", "exchange", "param_gather")
 
 @dataclass(frozen=True, kw_only=True)
 class Ink:
-    """The look of a segment of a bar."""
+    """The look of one kind of segment in bars and legends."""
 
     letter: str
     """The character in a terminal without colour."""

@@ -366,8 +366,8 @@ class KernelChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """The contents of kernels.json: the kernel for every matmul shape that updates do not batch, smallest
-    first."""
+    """The contents of kernels.json: the kernel for each matmul shape that updates do not compute in batches,
+    smallest shape first."""
 
     VERSION: ClassVar[int] = 1
 

@@ -213,8 +213,8 @@ class RunSummary:
         return min((loss for _, loss in self.validations if loss is not None), default=None)
 
     def as_json(self) -> dict[str, object]:
-        """Returns the stable output of `canzona report --json`. New keys keep `version`; any other change
-        raises it."""
+        """Returns the stable output of `canzona report --json`. New keys do not change `version`; any other
+        change raises it."""
         fields = (
             "name",
             "status",

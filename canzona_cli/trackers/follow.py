@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, cast
 
 from canzona_cli.config.compose import load_resolved
 from canzona_cli.config.schema import TrackerName
-from canzona_cli.config.secrets import redacted
+from canzona_cli.config.secrets import redact
 from canzona_cli.config.settings import leaves
 from canzona_cli.run.codec import JsonLines, load_if_valid, save
 from canzona_cli.run.files import RunFiles, try_append_json_line
@@ -298,7 +298,7 @@ class Follower:
         self._failures += 1
         self._not_before = time.monotonic() + min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
         if self._failures == 1:
-            why = redacted(clean(f"{type(error).__name__}: {error}"))[:300]
+            why = redact(clean(f"{type(error).__name__}: {error}"))[:300]
             self._report(f"{self._name} does not accept metrics ({why}); training continues, with retries", "warning")
         if self._tracker is not None:
             with suppress(Exception):

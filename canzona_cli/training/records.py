@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.config.secrets import redacted, shown_value
+from canzona_cli.config.secrets import redact, shown_value
 from canzona_cli.errors import CanzonaError, Diverged, EnvironmentProblem, ExitCode, Problem
 from canzona_cli.run.breakdown import MeasuredBreakdown
 from canzona_cli.run.codec import record_dict, save
@@ -120,16 +120,16 @@ class RankRecord:
 
 def _describe(error: BaseException) -> RankError:
     """Returns the record of an error, with the user's secrets redacted."""
-    name, message = type(error).__name__, redacted(str(error))
+    name, message = type(error).__name__, redact(str(error))
     if not isinstance(error, CanzonaError):
-        return RankError(type=name, message=message, traceback=redacted("".join(traceback.format_exception(error))))
+        return RankError(type=name, message=message, traceback=redact("".join(traceback.format_exception(error))))
     # No traceback: these errors are written for the user, and a traceback would distract from the fix.
     problems = tuple(
         Problem(
             key=problem.key,
             value=None if problem.value is None else str(shown_value(problem.key, problem.value)),
-            reason=redacted(problem.reason),
-            fix=redacted(problem.fix),
+            reason=redact(problem.reason),
+            fix=redact(problem.fix),
         )
         for problem in error.problems
     )

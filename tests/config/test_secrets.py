@@ -9,7 +9,7 @@ from canzona_cli.config.secrets import (
     HIDDEN,
     RedactingFormatter,
     is_secret_name,
-    redacted,
+    redact,
     secret_problems,
     shown_value,
 )
@@ -56,7 +56,7 @@ def test_names_of_other_things(name: str) -> None:
 
 @pytest.mark.parametrize("secret", SECRETS)
 def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(secret: str) -> None:
-    text = redacted(f"cannot log in with {secret}, giving up")
+    text = redact(f"cannot log in with {secret}, giving up")
     assert text == f"cannot log in with {HIDDEN}, giving up"
 
 
@@ -72,7 +72,7 @@ def test_what_looks_like_a_secret_is_hidden_wherever_it_stands(secret: str) -> N
     ],
 )
 def test_a_password_in_an_address_or_behind_its_name_is_hidden(text: str, shown: str) -> None:
-    assert redacted(text) == shown
+    assert redact(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_password_in_an_address_or_behind_its_name_is_hidden(text: str, shown:
     ],
 )
 def test_sentences_stay_as_they_are(text: str) -> None:
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 def test_values_of_secret_variables_are_hidden_also_where_nothing_else_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_values_of_secret_variables_are_hidden_also_where_nothing_else_tells(mon
     monkeypatch.setenv("PLANTED_PASSWORD", "qwertyuiop-and-more")
     monkeypatch.setenv("PLANTED_SHORT_TOKEN", "the")
     monkeypatch.setenv("PLANTED_COUNT_SECRET", "100000000")
-    assert redacted("the qwertyuiop of qwertyuiop-and-more 100000000") == f"the {HIDDEN} of {HIDDEN} 100000000"
+    assert redact("the qwertyuiop of qwertyuiop-and-more 100000000") == f"the {HIDDEN} of {HIDDEN} 100000000"
     (problem,) = secret_problems({"run": {"dir": "/tmp/qwertyuiop/x"}})
     assert problem.key == "run.dir"
     assert "environment variable" in problem.reason

@@ -3,7 +3,7 @@
 import pytest
 from rich.text import Text
 
-from canzona_cli.report.page import labelled
+from canzona_cli.report.page import labelled_rows
 from canzona_cli.report.tables import Columns, GroupedTable, Table, column
 from tests.report.test_bench import shown
 
@@ -69,5 +69,5 @@ def test_columns_without_titles_have_one_line_of_heads(width: int) -> None:
 
 
 def test_values_are_wrapped_beside_their_label() -> None:
-    (row,) = labelled([("label", "one two three four")], 7)
+    (row,) = labelled_rows([("label", "one two three four")], 7)
     assert shown(row, 20).splitlines() == ["  label  one two", "         three four"]
