@@ -117,7 +117,7 @@ def copy(
 
 
 def _short_text(recipe: Path, overrides: "Sequence[str]", name: str) -> str:
-    """Returns the text of a recipe that has only the changes and builds on another recipe.
+    """Returns the text of a recipe that builds on another recipe and has only the changes.
 
     Args:
         recipe: the file of the other recipe.

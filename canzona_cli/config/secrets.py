@@ -79,8 +79,8 @@ def redact(text: str) -> str:
 
 
 def shown_value(key: str, value: object) -> object:
-    """Returns a setting's value for an error message: `***` if the setting is named like a secret, else
-    redacted."""
+    """Returns a setting's value for an error message: `***` if the setting is named like a secret, otherwise
+    the value with secrets redacted."""
     if isinstance(value, bool | int | float | None):
         return value
     if is_secret_name(key.rpartition(".")[2]):

@@ -80,7 +80,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> BuiltPair:
 
 
 def train_command(built: BuiltPair) -> str:
-    """Returns a shell command that trains on the pair."""
+    """Returns a shell command that trains on a prepared pair."""
     path = str(built.prefix)
     # Hydra would parse characters such as = and , and blanks as syntax if they were not quoted.
     needs_no_quotes = all(char.isalnum() or char in "/._-+" for char in path)

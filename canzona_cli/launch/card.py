@@ -27,13 +27,13 @@ class Card:
     """A recorded run of a recipe. Losses are in nats per token."""
 
     command: str
-    """The command that was run."""
+    """The command that started the run."""
     machine: str
-    """The machine that ran it, and the precision of its matmuls."""
+    """The machine on which the command ran, and the precision of its matmuls."""
     date: str
     """The day of the run: 2026-11-26."""
     commit: str
-    """The commit of canzona that ran."""
+    """The commit of canzona with which it ran."""
     corpus: str
     """The name of the prepared corpus. It includes the version of Python, whose sources are the text."""
     loss: Mapping[int, float]

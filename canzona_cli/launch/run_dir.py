@@ -199,8 +199,8 @@ class RunDirectory:
 
 
 def check_free(config: RunConfig, *, resumes: bool = False) -> None:
-    """Checks that a run directory holds no run and can be written, with the errors of `RunDirectory.create`.
-    Call this before any long preparation."""
+    """Checks that a run directory can be written and, unless `resumes`, holds no run; raises the same errors
+    as `RunDirectory.create`. Call this before any long preparation."""
     path = Path(config.run.dir or config.run.root).absolute()
     if config.run.dir is not None and not resumes and holds_run(RunFiles(path)):
         raise _already_used_error(path, config)

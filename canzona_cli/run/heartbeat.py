@@ -75,18 +75,18 @@ class Heart:
             threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True).start()
 
     def stage(self, name: str) -> None:
-        """Enters one of `STAGES`."""
+        """Records that the rank enters a stage, one of `STAGES`."""
         self._numbers[_STAGE] = STAGES.index(name)
         self.phase("other")
 
     def step(self, step: int) -> None:
-        """Enters a step; steps are counted from 1."""
+        """Records that the rank enters a step; steps are counted from 1."""
         self._numbers[_STEP] = step
         self._numbers[_STEPS] += 1
         self.progress()
 
     def phase(self, name: str) -> None:
-        """Enters a phase of a step."""
+        """Records that the rank enters a phase of a step."""
         self._numbers[_PHASE] = _PHASE_INDEX[name]
         self._numbers[_PROGRESS] = time.monotonic()
 

@@ -87,8 +87,8 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
 
 
 def _with_rising_times[R: (StepMetrics, ValidationLoss, Event)](lines: Sequence[R]) -> list[R]:
-    """Corrects the times of a file's lines after the clock was set back. From the first such line on, all
-    times are shifted, so that no line is earlier than the line before it."""
+    """Corrects the times of a file's lines if the clock was set back: from the first line that is too early,
+    all times are shifted, so that this line gets the time of the line before it."""
     corrected: list[R] = []
     newest, set_back_s = -math.inf, 0.0
     for line in lines:
