@@ -57,9 +57,8 @@ def copy(
     """
     from canzona_cli.config.recipes import display_path, write_recipe
 
-    write_recipe(
-        destination, _valid_profile(name, recipes_dir).text_with_name(destination.stem), force=force, what="a profile"
-    )
+    text = _valid_profile(name, recipes_dir).text_with_name(destination.stem)
+    write_recipe(destination, text, force=force, what="a profile")
     typer.echo(f"Wrote {display_path(destination)}. Use it with: cluster={display_path(destination)}")
 
 

@@ -173,8 +173,16 @@ def _show_dry_run(job: _Job, output: _Output) -> None:
     if checkpoint is not None:
         progress(f"note: without --dry-run, the run would {checkpoint.words}")
         _print_differences(checkpoint)
-        data = corpus or _earlier_corpus(config)
-        warn(filter(None, [data_order_warning(checkpoint, config, layout, data)]) if data is not None else ())
+        _warn_about_data_order(checkpoint, config, layout, corpus or _earlier_corpus(config))
+
+
+def _warn_about_data_order(
+    checkpoint: Resumption, config: RunConfig, layout: Layout, corpus: PreparedCorpus | None
+) -> None:
+    """Prints a warning if the resumed run reads its data in another order than the saved run."""
+    warning = None if corpus is None else data_order_warning(checkpoint, config, layout, corpus)
+    if warning is not None:
+        warn([warning])
 
 
 def _earlier_corpus(config: RunConfig) -> PreparedCorpus | None:
@@ -357,7 +365,8 @@ def _prepare_attempt(
     else:
         checkpoint = run.resume(config, job.layout)
         _print_resumption(run, checkpoint)
-        warn(() if checkpoint is None else filter(None, [data_order_warning(checkpoint, config, job.layout, corpus)]))
+        if checkpoint is not None:
+            _warn_about_data_order(checkpoint, config, job.layout, corpus)
     return machines, torchrun.build(config, run.path)
 
 

@@ -153,10 +153,9 @@ class TrainState:
     def experts(self) -> str:
         """The text about how evenly the newest step's tokens were spread over experts; empty for a dense
         model."""
-        load = None if self.last is None else finite_or_none(self.last.expert_load)
-        return (
-            "" if load is None or self.last is None else experts_words(load, finite_or_none(self.last.balancing_loss))
-        )
+        if self.last is None or (load := finite_or_none(self.last.expert_load)) is None:
+            return ""
+        return experts_words(load, finite_or_none(self.last.balancing_loss))
 
     @property
     def total(self) -> int:
