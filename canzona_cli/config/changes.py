@@ -32,11 +32,11 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
         new: the run that would resume it.
         step: the step of the checkpoint, for messages.
     """
-    before, now = _settings(old), _settings(new)
+    old_settings, new_settings = _settings(old), _settings(new)
     differing = {
-        key: (before.get(key), now.get(key))
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        key: (old_settings.get(key), new_settings.get(key))
+        for key in sorted(old_settings.keys() | new_settings.keys())
+        if old_settings.get(key) != new_settings.get(key)
     }
     problems = tuple(_resume_problems(differing, step))
     other_optimizer = any(problem.key in settings_affecting(OPTIMIZER) for problem in problems)
@@ -68,16 +68,16 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
         new: the run that would start from them.
         source: the path of the weights, for messages.
     """
-    before, now = _settings(old), _settings(new)
+    old_settings, new_settings = _settings(old), _settings(new)
     return tuple(
         Problem(
             key=key,
-            value=now.get(key),
-            reason=f"is {_value_text(before.get(key))} for the weights in {source}",
-            fix=f"use {key}={_value_text(before.get(key))}",
+            value=new_settings.get(key),
+            reason=f"is {_value_text(old_settings.get(key))} for the weights in {source}",
+            fix=f"use {key}={_value_text(old_settings.get(key))}",
         )
         for key in settings_affecting(MODEL)
-        if before.get(key) != now.get(key)
+        if old_settings.get(key) != new_settings.get(key)
     )
 
 

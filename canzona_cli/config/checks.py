@@ -113,12 +113,12 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
         return
     optimizer = config.optimizer.name
     if optimizer != "muon":
-        why = {
+        limit = {
             "soap": "ignores optimizer.precondition_frequency",
             "custom": "does not accept custom classes",
         }.get(optimizer, f"does not support {optimizer}")
         fix = "use engine.strategy=canzona (or sc, in which every rank updates everything), or optimizer=muon"
-        yield Problem(key="engine.strategy", reason=f"is Megatron's own layer-wise optimizer, which {why}", fix=fix)
+        yield Problem(key="engine.strategy", reason=f"is Megatron's own layer-wise optimizer, which {limit}", fix=fix)
     elif config.train.precision != "bf16":
         reason = "Megatron's layer-wise optimizer needs bf16 weights"
         yield Problem(key="train.precision", reason=reason, fix="use train.precision=bf16, or engine.strategy=sc")

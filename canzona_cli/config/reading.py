@@ -177,9 +177,9 @@ def _check_expansion(text: str) -> None:
             total += 1
             expanded[event.anchor] = 1
         elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = open_values.pop()
+            anchor, count_before = open_values.pop()
             total += 1
-            expanded[anchor] = total - before
+            expanded[anchor] = total - count_before
         if total > MOST_VALUES:
             raise Unreadable(f"expands to more than {MOST_VALUES:,} values")
 

@@ -33,10 +33,10 @@ COUNTINGS = (CountedParts(False, False), CountedParts(False, True), CountedParts
 def count_parts_as_layers(layers: int, parts: int) -> CountedParts | None:
     """Decides whether the embedding and the loss count as layers when `layers` layers are cut into `parts`
     parts with at least one layer each. Returns None if no way of counting gives whole layers."""
-    for way in COUNTINGS:
-        layers_each, rest = divmod(layers + sum(way), parts)
-        if rest == 0 and layers_each - any(way) >= 1:
-            return way
+    for counting in COUNTINGS:
+        layers_each, rest = divmod(layers + sum(counting), parts)
+        if rest == 0 and layers_each - any(counting) >= 1:
+            return counting
     return None
 
 
@@ -85,10 +85,10 @@ def number_list(numbers: Sequence[int]) -> str:
 @lru_cache(maxsize=1024)
 def _parts(layers: int, parts: int) -> tuple[range, ...]:
     """Returns the layers of each part of the model, in order."""
-    way = count_parts_as_layers(layers, parts)
-    assert way is not None, f"{layers} layers in {parts} parts should have been refused"
-    layers_each = (layers + sum(way)) // parts
-    starts = [0, *(part * layers_each - way.embedding for part in range(1, parts)), layers]
+    counting = count_parts_as_layers(layers, parts)
+    assert counting is not None, f"{layers} layers in {parts} parts should have been refused"
+    layers_each = (layers + sum(counting)) // parts
+    starts = [0, *(part * layers_each - counting.embedding for part in range(1, parts)), layers]
     return tuple(range(start, end) for start, end in pairwise(starts))
 
 

@@ -223,7 +223,7 @@ def _in_config_store(options: Mapping[str, str], paths: Mapping[str, Path]) -> I
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    before = dict(store.repo)
+    stored = dict(store.repo)
     store.store(_PRIMARY, read_yaml(builtin_recipes_dir() / "config.yaml"), package="")
     try:
         for group, path in paths.items():
@@ -237,7 +237,7 @@ def _in_config_store(options: Mapping[str, str], paths: Mapping[str, Path]) -> I
                 store.store(_GIVEN, content, group)
         yield
     finally:
-        store.repo = before
+        store.repo = stored
 
 
 def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:

@@ -75,8 +75,8 @@ class Machines:
         while absent := [rank for rank in others if not self._arrival_file(rank).exists()]:
             waited, missing = time.monotonic() - start, ", ".join(map(str, absent))
             if waited > patience_s:
-                within = f"{self._files.root} within {patience_s:.0f} s"
-                reason = f"of the run's {self._nodes} machines, these did not arrive in {within}"
+                place = f"{self._files.root} within {patience_s:.0f} s"
+                reason = f"of the run's {self._nodes} machines, these did not arrive in {place}"
                 fix = "start `canzona train` on each of them, with a run.dir that every machine shares"
                 raise EnvironmentProblem(Problem(key="cluster.node_rank", value=missing, reason=reason, fix=fix))
             if waited > 2 and not announced:

@@ -110,14 +110,20 @@ def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True
 
 
 def _gpu_count_problems(config: RunConfig) -> Iterator[Problem]:
-    needed, here = ranks_per_node(config), visible_gpus()
-    if here >= needed:
+    needed, present = ranks_per_node(config), visible_gpus()
+    if present >= needed:
         return
     per_machine = "" if node_count(config) == 1 else f" on each of {node_count(config)} machines"
-    visible = {0: "no GPU is visible here", 1: "one GPU is visible here"}.get(here, f"{here} GPUs are visible here")
+    visible = {0: "no GPU is visible here", 1: "one GPU is visible here"}.get(
+        present, f"{present} GPUs are visible here"
+    )
     ways = (
-        *((f"gpus={here} uses all GPUs of this machine",) if here else ()),
-        *(() if here else ("the same command with --dry-run checks all but the machine, and shows layout and memory",)),
+        *((f"gpus={present} uses all GPUs of this machine",) if present else ()),
+        *(
+            ()
+            if present
+            else ("the same command with --dry-run checks all but the machine, and shows layout and memory",)
+        ),
         "`canzona slurm --submit` with the same arguments submits the run to Slurm",
         "`canzona train recipe=qwen3-tiny` trains on this machine's CPU",
     )

@@ -67,12 +67,12 @@ class Restarts:
         self._stuck = 0 if outcome.step > self._furthest else self._stuck + 1
         self._furthest = max(self._furthest, outcome.step)
         if failure in self._failures:
-            why = f"it already failed this way at step {outcome.step:,}, and is not restarted"
-            return replace(outcome, message=f"{outcome.message}; {why}")
+            reason = f"it already failed this way at step {outcome.step:,}, and is not restarted"
+            return replace(outcome, message=f"{outcome.message}; {reason}")
         self._failures.add(failure)
         if self.done == self.most:
-            why = f"it has been restarted {plural(self.most, 'time')}, as often as run.restarts allows"
-            return replace(outcome, message=f"{outcome.message}; {why}")
+            reason = f"it has been restarted {plural(self.most, 'time')}, as often as run.restarts allows"
+            return replace(outcome, message=f"{outcome.message}; {reason}")
         return replace(outcome, again_in_s=min(LONGEST_WAIT_S, self.first_wait_s * 2**self._stuck))
 
 
@@ -96,8 +96,8 @@ def run_with_restarts(
         wait_s = outcome.again_in_s
         if wait_s is None:
             return outcome
-        which = f"restart {restarts.done + 1} of {restarts.most}"
-        say(f"restarting in {duration(wait_s)} ({which}; press Ctrl-C to cancel)")
+        attempt_name = f"restart {restarts.done + 1} of {restarts.most}"
+        say(f"restarting in {duration(wait_s)} ({attempt_name}; press Ctrl-C to cancel)")
         reason = _wait_unless_stopped(files, requests, wait_s)
         if reason is None:
             restarts.done += 1

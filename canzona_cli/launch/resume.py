@@ -117,10 +117,14 @@ def data_order_warning(resumption: Resumption, config: RunConfig, layout: Layout
         return None
     tokens = [tokens_needed(config, layout, steps=steps) for steps in (resumption.steps_before, config.train.steps)]
     for data_set in corpus.sets:
-        before, now = (math.ceil(read * data_set.share / max(1, data_set.train_tokens)) for read in tokens)
-        if before != now:
+        passes_before, passes_now = (
+            math.ceil(read * data_set.share / max(1, data_set.train_tokens)) for read in tokens
+        )
+        if passes_before != passes_now:
             data = "the data" if len(corpus.sets) == 1 else clean(data_set.name)
-            now_words, before_words = ("once" if passes == 1 else f"{passes} times" for passes in (now, before))
+            now_words, before_words = (
+                "once" if passes == 1 else f"{passes} times" for passes in (passes_now, passes_before)
+            )
             reads = f"reads {data} {now_words}, but {resumption.steps_before} steps read it {before_words}"
             change = "the order changes from here on, and some samples are repeated"
             return f"train.steps={config.train.steps} {reads}: {change}"
@@ -258,8 +262,8 @@ def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_
     progress = manifest.progress
     differences = changes(saved, config, step=progress.step)
     with as_checkpoint_errors(checkpoint):
-        before = layout_words(read_layout(checkpoint / "layout.json"))
-    layouts = [] if before == layout_words(layout) else [f"{before} -> {layout_words(layout)}"]
+        saved_layout = layout_words(read_layout(checkpoint / "layout.json"))
+    layouts = [] if saved_layout == layout_words(layout) else [f"{saved_layout} -> {layout_words(layout)}"]
     problems = [*family_problems(saved.model, config.model, str(checkpoint)), *differences.problems]
     if progress.step > config.train.steps or (progress.step == config.train.steps and not of_this_run):
         reason = f"the checkpoint was saved at step {progress.step:,}, but the run ends at step {config.train.steps:,}"
@@ -339,17 +343,17 @@ def _move_later_lines(path: Path, folder: Path, resumption: Resumption) -> None:
         text = read_plain(path, most=None).decode("utf-8", errors="replace")
     except Unreadable:
         return
-    kept: list[str] = []
+    remaining: list[str] = []
     moved: list[str] = []
     for line in text.splitlines(keepends=True):
         value = json_object(line.encode())
         if value is not None and line.endswith("\n") and _precedes_checkpoint(value, resumption):
-            kept.append(line)
+            remaining.append(line)
         else:
             moved.append(line)
     if moved:
         write_text_atomic(folder / path.name, "".join(moved))
-        write_text_atomic(path, "".join(kept))
+        write_text_atomic(path, "".join(remaining))
 
 
 def _precedes_checkpoint(line: Mapping[str, object], resumption: Resumption) -> bool:

@@ -244,8 +244,8 @@ def _claim(path: Path, config: RunConfig, *, must_be_new: bool = False, resumes:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o755, exist_ok=not must_be_new)
-        if (why := unsafe_place(path)) is not None:
-            raise _not_writable_error(path, config, why)
+        if (reason := unsafe_place(path)) is not None:
+            raise _not_writable_error(path, config, reason)
         used = holds_run(files)
         if used and not resumes:
             raise _already_used_error(path, config)

@@ -103,14 +103,14 @@ def handle_signals(handler: Callable[[int, FrameType | None], None], *, to_the_e
         to_the_end: True ignores the signals after the block, so that they cannot change the exit code of a
             process that is about to end.
     """
-    before = {number: signal.getsignal(number) for number in (*_PREEMPTING, *_INTERRUPTING)}
-    for number, previous in before.items():
+    handlers = {number: signal.getsignal(number) for number in (*_PREEMPTING, *_INTERRUPTING)}
+    for number, previous in handlers.items():
         if previous is not signal.SIG_IGN:
             signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, previous in before.items():
+        for number, previous in handlers.items():
             signal.signal(number, signal.SIG_IGN if to_the_end else previous)
 
 

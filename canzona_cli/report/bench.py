@@ -174,7 +174,7 @@ def steps(benches: Iterable[tuple[str, StrategyBench]], *, planned: bool) -> Bar
     return step_bars(rows)
 
 
-def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[RenderableType]:
+def heading(result: BenchResult, title: str, *, without: str = "") -> Iterator[RenderableType]:
     """Yields the heading: the run, the hardware and the number of rounds.
 
     Args:
@@ -182,7 +182,7 @@ def heading(result: BenchResult, what: str, *, without: str = "") -> Iterator[Re
     """
     layout = describe_layout(result.layout, rank_word(result.device))
     parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
-    yield section_head(what, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
+    yield section_head(title, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
     machine = ", ".join(
         f"{_fact_text(value)}{_UNITS[key]}" if key in _UNITS else f"{clean(key).replace('_', ' ')} {_fact_text(value)}"
         for key, value in result.machine.items()
@@ -253,8 +253,8 @@ def _ratio_cells(
     """Returns the strategy's time divided by the reference's, as measured and as predicted."""
     if name == result.reference:
         return ("1", "1")
-    mine, base = (seconds(result.strategies[strategy].predicted) for strategy in (name, result.reference))
-    return speedup_text(speedup(name)), f"{ratio_text(mine / base if base else None)}x"
+    strategy_s, reference_s = (seconds(result.strategies[strategy].predicted) for strategy in (name, result.reference))
+    return speedup_text(speedup(name)), f"{ratio_text(strategy_s / reference_s if reference_s else None)}x"
 
 
 def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:

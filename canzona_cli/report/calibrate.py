@@ -42,8 +42,8 @@ class Progress(TrainView):
         self._console, self._started = console, time.monotonic()
 
     def stage(self, event: StageEvent) -> None:
-        what = clean(event.stage)
-        text = what if what == "start workers" else f"measure {what}"
+        stage = clean(event.stage)
+        text = stage if stage == "start workers" else f"measure {stage}"
         self._console.print(Text(f"{time.monotonic() - self._started:5.0f} s  {text}", style="dim"))
 
 
@@ -92,8 +92,8 @@ class CalibrationView(Page):
                 )
         for measurement in self.calibration.record.measurements:
             if measurement.quantity in ("forward", "backward"):
-                what = f"{measurement.quantity} of {plural(int(measurement.key[0]), 'sequence')}, ms"
-                _add(table, what, milliseconds(measurement.spread.median), measurement, MISSING)
+                label = f"{measurement.quantity} of {plural(int(measurement.key[0]), 'sequence')}, ms"
+                _add(table, label, milliseconds(measurement.spread.median), measurement, MISSING)
         return table
 
     def _updates(self) -> Table:

@@ -229,16 +229,16 @@ class FastestLayouts(Page):
         return tried.per_sequence_s / self.search.best[0].per_sequence_s - 1
 
     def _cells(self, tried: Tried) -> tuple[str, ...]:
-        layout, ahead = tried.layout, self._outlook(tried)
+        layout, forecast = tried.layout, self._outlook(tried)
         return (
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
             step_time(tried.iteration_s),
             f"{self._slowdown(tried):.1%}" if tried is not self.search.best[0] else "",
-            f"{ahead.mfu:.1%}",
+            f"{forecast.mfu:.1%}",
             f"{tried.memory_bytes / GIB:.1f}",
             _limits(tried),
-            count(ahead.tokens_per_s_per_gpu),
+            count(forecast.tokens_per_s_per_gpu),
         )
 
     def _why(self) -> str:

@@ -107,8 +107,8 @@ class DiagnosisView(Page):
         facts = [finding for finding in findings if finding not in packages or finding.status in ("warn", "fail")]
         rows = [(finding.status, self._name(finding), clean(finding.value)) for finding in facts]
         if compatible:
-            every = "" if any(finding.status in ("warn", "fail") for finding in packages) else "all "
-            installed = f"{every}{plural(len(compatible), 'required package')} installed, in compatible versions"
+            quantifier = "" if any(finding.status in ("warn", "fail") for finding in packages) else "all "
+            installed = f"{quantifier}{plural(len(compatible), 'required package')} installed, in compatible versions"
             rows.insert(1, ("ok", "packages", installed))
         if absent:
             rows.insert(2 if compatible else 1, ("info", "optional", f"not installed: {', '.join(absent)}"))

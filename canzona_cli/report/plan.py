@@ -248,7 +248,7 @@ def _bucket_counts(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -
     if len(buckets) == 1:
         return f"{next(iter(buckets))}"
     first, *others = buckets.items()
-    return ", ".join([f"{first[1]} buckets by {first[0]}", *(f"{number} by {way}" for way, number in others)])
+    return ", ".join([f"{first[1]} buckets by {first[0]}", *(f"{number} by {kind}" for kind, number in others)])
 
 
 def _gap_text(gap: float) -> str:

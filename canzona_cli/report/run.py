@@ -85,8 +85,8 @@ class RunView(Page):
         yield paragraph(Text.assemble(head, "\n".join(shown), " ..." * (len(shown) < len(lines))), rest="  ")
         where = RunFiles(self.summary.run_dir).rank(first.rank)
         more = f"; {plural(len(others), 'other rank')} failed after it" if others else ""
-        what = "traceback" if error.traceback else "recorded"  # a user's mistake has no traceback
-        yield paragraph(clean(f"{what} in {where}{more}"), "dim", first="  ")
+        source = "traceback" if error.traceback else "recorded"  # a user's mistake has no traceback
+        yield paragraph(clean(f"{source} in {where}{more}"), "dim", first="  ")
 
     def _time_rows(self) -> Iterator[tuple[str, str]]:
         """Yields the rows for restarts and goodput, if the run has them."""
@@ -100,7 +100,10 @@ class RunView(Page):
                 "in start, validation and saves": spent.other_s,
             }
             parts = [f"{spent.share:.1%} of {duration(spent.wall_s)} in useful steps"]
-            yield "goodput", ", ".join([*parts, *(f"{duration(s)} {what}" for what, s in costs.items() if s >= 1)])
+            yield (
+                "goodput",
+                ", ".join([*parts, *(f"{duration(seconds)} {use}" for use, seconds in costs.items() if seconds >= 1)]),
+            )
 
     def figures(self) -> Iterator[Paragraph]:
         """Yields the labelled figures and, if the run can be continued, the command that continues it."""

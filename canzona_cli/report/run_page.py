@@ -222,9 +222,9 @@ def _events(events: Sequence[Event]) -> Iterator[RenderableType]:
     rows = []
     for event in timed:
         note = describe(event)
-        what = event.stage if isinstance(event, StageEvent) else event.event
+        name = event.stage if isinstance(event, StageEvent) else event.event
         text = note.text if note is not None else getattr(event, "detail", "")
-        mark = Text(what, style="yellow" if note is not None and note.warning else "")
+        mark = Text(name, style="yellow" if note is not None and note.warning else "")
         rows.append((duration((event.time or 0.0) - (timed[0].time or 0.0)), mark, text))
     if rows:
         left_out = len(rows) - _MOST_EVENTS

@@ -53,10 +53,10 @@ class TuneView(Page):
     def _facts(self) -> Iterator[tuple[str, Text | str]]:
         result = self.result
         yield from predictions(result, f"fitted to steps of {clean(result.fitted_on) or 'none'}").items()
-        which = "all of them" if result.everything else "the predicted fastest"
+        selection = "all of them" if result.everything else "the predicted fastest"
         yield (
             "measured",
-            f"{len(result.layouts)} of {plural(result.legal, 'layout')}, {which}, interleaved: "
+            f"{len(result.layouts)} of {plural(result.legal, 'layout')}, {selection}, interleaved: "
             f"{plural(result.rounds, 'round')} of {plural(result.steps, 'step')}, each after "
             f"{plural(result.warm_up_steps, 'warm-up step')}",
         )
@@ -100,8 +100,8 @@ class TuneView(Page):
 def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     """Yields a table of the prediction errors for the step and for each phase."""
     unseen = accuracy.step.layouts
-    which = "" if unseen == layouts else f" {plural(unseen, 'layout')} that the profile was not fitted to"
-    yield section_head("Errors of the predictions", f":{which or ' all layouts'}")
+    scope = "" if unseen == layouts else f" {plural(unseen, 'layout')} that the profile was not fitted to"
+    yield section_head("Errors of the predictions", f":{scope or ' all layouts'}")
     rows = {"step": accuracy.step, **{PHASES[name].name: errors for name, errors in accuracy.phases.items()}}
     heads = ("layouts", "share of step", "MAPE", "mean", "worst", "at")
     yield rows_table(heads, ((name, _error_cells(errors)) for name, errors in rows.items()), bold=0, needed=5)

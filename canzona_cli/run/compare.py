@@ -165,8 +165,8 @@ def compare_two(several: RunComparison) -> RunPair:
     """Compares two runs; `several` must hold exactly two."""
     a, b = several.runs
     losses_a, losses_b = dict(a.losses), dict(b.losses)
-    both = sorted(losses_a.keys() & losses_b.keys())
-    losses = [Loss(step=step, a=losses_a[step], b=losses_b[step]) for step in both]
+    common_steps = sorted(losses_a.keys() & losses_b.keys())
+    losses = [Loss(step=step, a=losses_a[step], b=losses_b[step]) for step in common_steps]
     return RunPair(
         a=a,
         b=b,

@@ -145,7 +145,7 @@ def _earlier_launches(files: RunFiles) -> list[RunFiles]:
 def _step_seconds(lines: Sequence[StepMetrics]) -> float:
     """Adds up the seconds of the steps that these lines cover. The step time in a line is used for all steps
     since the line before it."""
-    gaps = [line.step - before.step for before, line in pairwise(lines)]
+    gaps = [line.step - previous.step for previous, line in pairwise(lines)]
     steps = [min(gaps, default=1), *gaps][: len(lines)]
     return math.fsum(count * (line.step_s or 0.0) for count, line in zip(steps, lines, strict=True))
 
