@@ -20,7 +20,7 @@ from canzona_cli.calibrate.timing import LEAST, Team, Work, clock, repeat, time_
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
 from canzona_cli.costs.update import COPY_EFFICIENCY, algorithm, label, period_seconds, seconds
 from canzona_cli.engine.build import optimizer_factory
-from canzona_cli.engine.wire import Write, joined_writes, write_finite
+from canzona_cli.engine.wire import Write, join_writes, write_finite
 from canzona_cli.megatron import model
 from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon, wrap_data_parallel
 from canzona_cli.megatron.parallel import World
@@ -308,7 +308,7 @@ class Group:
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient
         self._finite = torch.ones(self.count, device=device)
-        self._writes = joined_writes(
+        self._writes = join_writes(
             [
                 (index, Write(target=weight, source=master.detach(), rounded=scratch))
                 for index, (master, weight, scratch) in enumerate(

@@ -1,5 +1,5 @@
-"""Executes a `Plan`: gradient fragments are sent to the hosts of their matrices, which update whole matrices
-and send fragments of the new weights back.
+"""Executes a `Plan`: every rank sends its gradient fragments to the hosts of their matrices, which update
+whole matrices and send fragments of the new weights back.
 
 The ranks of a pipeline stage are a grid. Along a row, tensor-parallel (TP) ranks store different fragments of
 every matrix; down a column, data-parallel ranks store the same fragments. The plan assigns each matrix to a
@@ -27,8 +27,8 @@ Steps 1 and 5 are in `megatron/owner_bucket_group`; 2 and 4 in `hosted` and `wir
 `planner/exchange`; 3 in `optimizers`.
 
 A shared matrix does not have a host: its fragments stay on the ranks of its owner's row. After the
-micro-groups, every rank of the row updates its fragment, and squares of the matrix's short side are gathered
-between matmuls (`shared`).
+micro-groups, every rank of the row updates its fragment, and between matmuls the ranks gather squares of the
+matrix's short side (`shared`).
 
 Experts that are divided among ranks (`parallel.ep`; see the picture in `model/README.md`) take steps 1, 3 and
 5 only: their gradients are reduced over the cells that have the same experts, and the plan chooses one of

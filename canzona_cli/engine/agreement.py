@@ -32,8 +32,8 @@ def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
         fix: The fix to show if the plan does not fit.
 
     Raises:
-        PlanRefused: on all ranks together, with the first problem of each rank that has one, or with the
-            first difference between two ranks' plans.
+        PlanRefused: on all ranks together, with the first problem of each rank that has a problem, or with
+            the first difference between two ranks' plans.
     """
     everyone = gather(
         _RankCheck(digest=None if plan is None else plan.hash, problem=_plan_problem(plan, chunks, world, fix))
@@ -85,7 +85,8 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
 
 
 def agree_on_problem(problem: Problem | None, kind: type[CanzonaError]) -> None:
-    """Raises an error of this kind on all ranks, with the problem of each rank that has one. Collective."""
+    """Raises an error of type `kind` on all ranks if any rank has a problem. The error lists the problems of
+    all ranks. Collective."""
     refuse(dict.fromkeys(rank.problem for rank in gather(_RankCheck(problem=problem)) if rank.problem), kind)
 
 
@@ -100,7 +101,7 @@ class _RankCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class _Content:
-    """The plan of one rank."""
+    """The content of one rank's plan, as a record that the ranks exchange."""
 
     plan: Mapping[str, object]
 

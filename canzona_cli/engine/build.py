@@ -27,7 +27,7 @@ from canzona_cli.engine.masters import Fallbacks, MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.redundant import RedundantOptimizer, counts_dense, counts_update
 from canzona_cli.engine.shared import Sharing
-from canzona_cli.engine.wire import AllToAll, Aside, Fragments, MakeOptimizer, Messages, Wiring, by_key
+from canzona_cli.engine.wire import AllToAll, Fragments, MakeOptimizer, Messages, SideStream, Wiring, group_by_key
 from canzona_cli.megatron.matrix_buffers import global_parameters, matrix_parameters, tag_matrices
 from canzona_cli.megatron.optimizer import Overrides, adamw_settings, build_adamw
 from canzona_cli.megatron.parallel import World
@@ -40,10 +40,10 @@ from canzona_cli.optimizers.registry import load_class, probe
 from canzona_cli.planner.exchange import Route, from_hosts, to_hosts
 from canzona_cli.planner.plan import Plan
 
-_OURS = __name__.partition(".")[0]
+_PACKAGE = __name__.partition(".")[0]
 """The name of canzona's package, whose classes `optimizer.allow` does not have to list."""
 
-Kind = Callable[..., torch.optim.Optimizer]
+OptimizerClass = Callable[..., torch.optim.Optimizer]
 Order = Callable[[Matrix], tuple[int, int]]
 """A key that sorts matrices."""
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -62,7 +62,8 @@ def build_engine(
     overrides: Overrides | None = None,
     reads_weights: bool = False,
 ) -> CanzonaOptimizer:
-    """Builds the optimizer of a run whose matrices canzona updates (`Execution.ours`). Collective.
+    """Builds the optimizer of a run in which canzona's optimizers update the matrices (`Execution.ours`).
+    Collective.
 
     Args:
         chunks: the model's chunks, wrapped with the plan's buffers, or without sharding if there is no plan.
@@ -95,7 +96,7 @@ def build_engine(
         tp_group=world.groups.tp if world.layout.tp > 1 else None,
         timer=timer,
         watcher=watcher_for(world.device),
-        aside=Aside(world.device),
+        side_stream=SideStream(world.device),
         device=world.device,
         masters=masters,
         make_optimizer=agree_on_optimizer(lambda: optimizer_factory(config, fallbacks), source, world),
@@ -136,15 +137,15 @@ class _RankPart:
     matrices: Sequence[Matrix]
     """The matrices that this rank updates."""
     counted: Sequence[Matrix]
-    """The matrices whose fallbacks this rank counts. Several ranks take the same fallback for a shared matrix
-    and, without a plan, for any matrix; one of them counts it."""
+    """The matrices whose fallbacks this rank counts. If several ranks update the same matrix (a shared matrix
+    or, without a plan, any matrix), all of them use the same fallback, and only one of them counts it."""
     parameters: Mapping[str, torch.nn.Parameter]
     """The parameters with matrices on this rank, by name, in the order of Megatron's buffers."""
 
 
 def _planned_part(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World) -> _RankPart:
-    """Returns the matrices that the plan gives this rank. The rank in a shared matrix's cell counts its
-    fallbacks."""
+    """Returns the matrices that the plan gives this rank. The fallbacks of a shared matrix are counted by the
+    rank in its cell."""
     parameters = matrix_parameters(chunks, plan, world)
     matrices = sorted(_updated_matrices(plan, world), key=_buffer_order(parameters))
     shared, cells = plan.assignment.shares, plan.assignment.cells
@@ -192,12 +193,16 @@ def _buffer_order(parameters: Iterable[str]) -> Order:
 def _masters(
     matrices: Sequence[Matrix], shape: Callable[[Matrix], tuple[int, int]], device: torch.device
 ) -> dict[int, torch.nn.Parameter]:
-    """Allocates the fp32 weights of matrices. Weights of one shape are views of one tensor (count, rows,
-    columns)."""
+    """Allocates the fp32 weights of matrices, by matrix index. Weights of one shape are views of one tensor
+    (count, rows, columns).
+
+    Args:
+        shape: returns the shape of the weights that this rank keeps for a matrix.
+    """
     masters: dict[int, torch.nn.Parameter] = {}
-    for alike in by_key(matrices, shape):
+    for alike in group_by_key(matrices, shape):
         block = torch.empty(len(alike), *shape(alike[0]), dtype=torch.float32, device=device)
-        masters |= {matrix.index: torch.nn.Parameter(each) for matrix, each in zip(alike, block, strict=True)}
+        masters |= {matrix.index: torch.nn.Parameter(view) for matrix, view in zip(alike, block, strict=True)}
     return masters
 
 
@@ -209,29 +214,30 @@ def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
 
 
 def _expert_hosting(config: RunConfig, matrices: Sequence[Matrix], wiring: Wiring) -> Hosting:
-    """Allocates scratch and optimizers for the experts among this rank's matrices, and fills their masters.
-    The rank stores these experts whole, so nothing is sent."""
+    """Allocates scratch and optimizers for the experts among this rank's matrices, and copies the model's
+    weights to their masters. The rank stores these experts whole, so nothing is sent."""
     experts = [matrix for matrix in matrices if matrix.expert_rank is not None]
-    alone = wiring.alone()
-    batches = _limited_by_scratch([experts], alone)
-    return _hosting(config, batches, dict.fromkeys((m.index for m in experts), 0), alone)
+    local = wiring.as_single_rank()
+    batches = _split_by_scratch([experts], local)
+    return _hosting(config, batches, dict.fromkeys((m.index for m in experts), 0), local)
 
 
 def _group_hosting(
     config: RunConfig, plan: Plan, groups: Sequence[Sequence[Matrix]], order: Order, wiring: Wiring
 ) -> Hosting:
     """Allocates messages, scratch and optimizers for the hosted matrices of this owner's micro-groups, and
-    fills their masters. Matrices within a micro-group are sorted by `order`. Collective over the TP ranks."""
+    copies the model's weights to their masters. Matrices within a micro-group are sorted by `order`.
+    Collective over the TP ranks."""
     hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
     if wiring.fragments.tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients
-        groups = _limited_by_scratch(groups, wiring)
+        groups = _split_by_scratch(groups, wiring)
     shares = plan.assignment.shares
     batches = [sorted((m for m in group if m.index not in shares), key=order) for group in groups]
     return _hosting(config, batches, hosts, wiring)
 
 
-def _limited_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> list[Sequence[Matrix]]:
-    """Divides groups into batches so that the scratch for a batch's gradients is bounded."""
+def _split_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> list[Sequence[Matrix]]:
+    """Divides each group into batches, so that the scratch for the gradients of a batch is bounded."""
     return [
         group[batch]
         for group in groups
@@ -242,7 +248,8 @@ def _limited_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> l
 def _hosting(
     config: RunConfig, batches: Sequence[Sequence[Matrix]], hosts: Mapping[int, int], wiring: Wiring
 ) -> Hosting:
-    """Creates the groups of hosted matrices and fills their masters.
+    """Creates the groups of hosted matrices and copies the model's weights to their masters. Collective over
+    the TP ranks.
 
     Args:
         batches: the matrices that any TP rank hosts, group by group in the order of their updates.
@@ -252,8 +259,8 @@ def _hosting(
     matrices = tuple(matrix for batch in batches for matrix in batch)
     hosted = [tuple(matrix for matrix in batch if hosts[matrix.index] == rank) for batch in batches]
 
-    def routes(way: Callable[..., Route]) -> list[Route]:
-        return [way(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp) for batch in batches]
+    def routes(make_route: Callable[..., Route]) -> list[Route]:
+        return [make_route(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp) for batch in batches]
 
     out, back = routes(to_hosts), routes(from_hosts)
     sent = Messages.for_routes(out, _DTYPES[config.engine.exchange_dtype], device)
@@ -310,35 +317,38 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
     """
     chosen = config.optimizer
     if isinstance(chosen, CustomConfig):
-        return _custom(chosen, torch.device(config.cluster.device))
+        return _custom_factory(chosen, torch.device(config.cluster.device))
     kind = _class_of(chosen)
     if isinstance(chosen, MomentumConfig):
-        return _orthogonal(config, chosen, kind, on_fallback)
+        return _orthogonal_factory(config, chosen, kind, on_fallback)
     if isinstance(chosen, KroneckerConfig):
-        return _preconditioned(config, chosen, kind, on_fallback)
+        return _preconditioned_factory(config, chosen, kind, on_fallback)
 
-    def plain(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def make(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(params, chosen.lr, weight_decay=chosen.weight_decay, **_specific_settings(chosen))
 
-    return plain
+    return make
 
 
-def _class_of(chosen: OptimizerBase) -> Kind:
+def _class_of(chosen: OptimizerBase) -> OptimizerClass:
     """Imports and returns the optimizer's class, which `Facts.update` names."""
     update = known_optimizers()[chosen.name].update
     assert update is not None, f"{chosen.name} does not update matrices"
     module, _, name = update.partition(":")
-    kind: Kind = getattr(import_module(f"canzona_cli.optimizers.{module}"), name)
-    return kind
+    optimizer_class: OptimizerClass = getattr(import_module(f"canzona_cli.optimizers.{module}"), name)
+    return optimizer_class
 
 
 def _specific_settings(chosen: OptimizerBase) -> dict[str, object]:
-    """Returns the settings that the optimizer's class takes as arguments of the same names."""
+    """Returns the settings that are arguments of the optimizer's class, under the same names."""
     names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
     return {name: getattr(chosen, name) for name in names}
 
 
-def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallback: OnFallback | None) -> MakeOptimizer:
+def _orthogonal_factory(
+    config: RunConfig, chosen: MomentumConfig, kind: OptimizerClass, on_fallback: OnFallback | None
+) -> MakeOptimizer:
+    """Implements `optimizer_factory` for Muon and NorMuon."""
     workspace, update = Workspace(), algorithm(config)
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -359,9 +369,10 @@ def _orthogonal(config: RunConfig, chosen: MomentumConfig, kind: Kind, on_fallba
     return make
 
 
-def _preconditioned(
-    config: RunConfig, chosen: KroneckerConfig, kind: Kind, on_fallback: OnFallback | None
+def _preconditioned_factory(
+    config: RunConfig, chosen: KroneckerConfig, kind: OptimizerClass, on_fallback: OnFallback | None
 ) -> MakeOptimizer:
+    """Implements `optimizer_factory` for optimizers with Kronecker factors."""
     workspace, settings = Workspace(), _specific_settings(chosen)
     if "roots" in settings:
         settings["roots"] = algorithm(config).roots
@@ -385,17 +396,13 @@ def _preconditioned(
     return make
 
 
-def _custom(chosen: CustomConfig, device: torch.device) -> MakeOptimizer:
-    kind: Callable[..., torch.optim.Optimizer] = load_class(
-        chosen.source, (_OURS,) if chosen.built_in else chosen.allow
-    )
+def _custom_factory(chosen: CustomConfig, device: torch.device) -> MakeOptimizer:
+    """Implements `optimizer_factory` for a user's own class, after testing that class."""
+    kind: OptimizerClass = load_class(chosen.source, (_PACKAGE,) if chosen.built_in else chosen.allow)
 
     def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return kind(params, lr=chosen.lr, weight_decay=chosen.weight_decay, **chosen.options)
 
     probe(make, device)
 
-    def custom(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return make(params)
-
-    return custom
+    return lambda _, params: make(params)

@@ -14,7 +14,7 @@ from canzona_cli.engine.agreement import agree_on_problem
 from canzona_cli.engine.masters import MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.refusals import SavingRefusals, refuse_masters
-from canzona_cli.engine.sharded_state import ShardedState, unsupported
+from canzona_cli.engine.sharded_state import ShardedState, state_problem
 from canzona_cli.engine.stored_state import SHARDING
 from canzona_cli.errors import Diverged, Problem, Unsupported
 from canzona_cli.megatron.matrix_buffers import global_parameters
@@ -27,7 +27,7 @@ class NonFiniteGradients(Diverged):
     """Raised when a gradient is NaN or infinite. No weight and no state has changed in this step.
 
     Args:
-        loss: the loss of the step in nats per token; None if it is not known on this rank.
+        loss: the loss of the step in nats per token; None if this rank does not know it.
     """
 
     def __init__(self, *problems: Problem, loss: float | None = None) -> None:
@@ -37,7 +37,7 @@ class NonFiniteGradients(Diverged):
 
 @dataclass(frozen=True, kw_only=True)
 class _Culprits:
-    """The parameters with non-finite gradients on one rank, which the ranks exchange."""
+    """The parameters with non-finite gradients on one rank, as a record that the ranks exchange."""
 
     names: tuple[str, ...]
 
@@ -48,9 +48,9 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
 
     Gradients of the first micro-groups are sent to their hosts before the norm is known. If the norm is not
     finite, they are discarded. AdamW runs before the matrices, so that its parameters, which the next forward
-    pass needs first, are gathered while matrices are updated. Reading the norm is the only host
-    synchronisation of a step, before any state changes. The number of failed updates of the previous step is
-    read together with it.
+    pass needs first, are gathered while matrices are updated. The host waits for the device only once in a
+    step, to read the norm before any state changes. The number of failed updates of the previous step is read
+    together with the norm.
 
     Args:
         adamw: Megatron's AdamW for all other parameters.
@@ -84,14 +84,14 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         self._counts_adamw, self._reads_weights = counts_adamw, reads_weights
         self._sharded: ShardedState | None = None
         self.stored: Callable[[], Collection[str]] | None = None
-        """A function that returns the keys of the checkpoint being loaded; None if it has the keys that this
-        optimizer saves."""
+        """A function that returns the keys of the checkpoint being loaded; None if the checkpoint has the
+        keys that this optimizer saves."""
         self.skipped = 0
-        """The number of steps skipped so far for non-finite gradients, or for a norm above Megatron's
-        `grad_norm_skip_threshold`, the same on every rank."""
+        """The number of steps skipped so far because gradients were not finite or their norm exceeded
+        Megatron's `grad_norm_skip_threshold`; the same on every rank."""
         self.fallbacks = 0
-        """The number of updates in the step before the last that were not finite or needed a fallback, over
-        all ranks."""
+        """The number of updates in the step before the last, over all ranks, that were not finite or needed a
+        fallback."""
         self.captures = 0
         """The number of CUDA graphs that all ranks together had captured before the last step."""
 
@@ -117,7 +117,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         if skips:
             self.matrices.discard()
         if not finite and self._non_finite == "stop":
-            raise NonFiniteGradients(*self._culprits())
+            raise NonFiniteGradients(self._gradient_problem())
         if self.fallbacks:
             self.matrices.repair()
         if skips:
@@ -205,7 +205,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
             Unsupported: on all ranks together, if the state of any rank cannot be in such a checkpoint.
         """
         formats = (SHARDING, None) if is_loading else (SHARDING,)
-        agree_on_problem(unsupported(self.matrices, metadata or {}, formats), Unsupported)
+        agree_on_problem(state_problem(self.matrices, metadata or {}, formats), Unsupported)
         assert isinstance(self.matrices, PlannedOptimizer)
         stored = self.stored() if is_loading and self.stored is not None else None
         self._sharded = ShardedState(self._adamw, self.matrices, self._chunks, stored)
@@ -214,12 +214,12 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         return self._sharded.to_save(model_sharded_state_dict, metadata or {})
 
     def load_state_dict(self, state_dict: Mapping[object, object]) -> None:  # type: ignore[override]
-        """Adopts the state that was read into the last result of `sharded_state_dict`.
+        """Loads the state that was read into the last result of `sharded_state_dict`.
 
         Raises:
-            Unsupported: `state_dict` is not that result, but for example a full state dict.
+            Unsupported: `state_dict` is something else, for example a full state dict.
         """
-        if self._sharded is not None and self._sharded.loaded(state_dict):
+        if self._sharded is not None and self._sharded.adopt(state_dict):
             self._reads_weights, self._sharded = not self._sharded.has_masters, None
         else:
             super().load_state_dict(state_dict)  # raises Unsupported
@@ -232,27 +232,25 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
             return torch.zeros((), device=self.get_loss_scale().device)
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
-    def _culprits(self) -> list[Problem]:
-        """Returns a problem that names the parameters with non-finite gradients on any rank; every rank
-        returns the same problem. Collective."""
+    def _gradient_problem(self) -> Problem:
+        """Returns a problem that names a parameter with non-finite gradients and the ranks that have such
+        gradients. Every rank returns the same problem. Collective."""
         gradients = (
             (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
         )
         bad = [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
         members = torch.distributed.get_process_group_ranks(self._stats_group)
-        everyone = [theirs.names for theirs in gather(_Culprits(names=tuple(bad)), group=self._stats_group)]
-        ranks = [rank for rank, names in zip(members, everyone, strict=True) if names]
-        culprits = list(dict.fromkeys(name for names in everyone for name in names))
+        bad_by_rank = [record.names for record in gather(_Culprits(names=tuple(bad)), group=self._stats_group)]
+        ranks = [rank for rank, names in zip(members, bad_by_rank, strict=True) if names]
+        culprits = list(dict.fromkeys(name for names in bad_by_rank for name in names))
         reason = (
             f"NaN or infinite in {len(culprits)} parameters, the first is {culprits[0]}, on ranks {ranks[:8]}"
             if culprits
             else "their global norm overflows fp32"
         )
-        return [
-            Problem(
-                key="gradients",
-                value="not finite",
-                reason=f"{reason}; no weight has changed",
-                fix="lower optimizer.lr, or check the data of this step; train.non_finite=skip skips such steps",
-            )
-        ]
+        return Problem(
+            key="gradients",
+            value="not finite",
+            reason=f"{reason}; no weight has changed",
+            fix="lower optimizer.lr, or check the data of this step; train.non_finite=skip skips such steps",
+        )

@@ -15,9 +15,9 @@ from canzona_cli.engine.wire import (
     Messages,
     Wiring,
     Write,
-    by_key,
-    joined_copies,
-    joined_writes,
+    group_by_key,
+    join_copies,
+    join_writes,
     write_finite,
 )
 from canzona_cli.megatron.timers import Span
@@ -28,22 +28,22 @@ from canzona_cli.run.phases import Phase
 
 
 class HostedGroup:
-    """A micro-group on one TP rank. Call, in the pipeline's order: send_gradients, receive_gradients, step,
-    send_weights, receive_weights.
+    """A micro-group on one TP rank. Its methods are called in this order: send_gradients, receive_gradients,
+    step, send_weights, receive_weights.
 
     All views of buffers are made at set-up; a step only copies data and does not allocate memory. Equal
     matrices whose fragments are evenly spaced in memory, such as experts, are copied, checked and written as
     one tensor. Gradients are assembled and matrices updated on the current stream. Messages are packed and
-    arriving weights written on the stream of `wiring.aside`, which the caller joins.
+    arriving weights written on the stream of `wiring.side_stream`, which the caller joins.
 
     Args:
-        hosted: the matrices of the micro-group that this rank hosts, in the order of the routes.
+        hosted: the matrices of the micro-group that this rank hosts, in the order in which routes list them.
         gradients: the exchange of gradient fragments, from all ranks to the hosts of their matrices.
         weights: the exchange of new weight fragments, from the hosts back to all ranks.
         scratch: fp32, flat, of at least `scratch_elements(hosted)` elements, for the gradients of the group
             that is being updated; all groups share it.
-        finite: (hosted,), receives for each hosted matrix the sum of its new master, which is NaN or infinite
-            if the update was not finite.
+        finite: one element for each hosted matrix, which receives the sum of its new master; the sum is NaN
+            or infinite if the update was not finite.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class HostedGroup:
 
         fragments = wiring.fragments
         # Gradients to send: from this rank's parameters into the message.
-        self._grad_pack = _packed(gradients, ((p, fragments.gradient(p.matrix)) for p in gradients.route.sends))
+        self._grad_pack = _packing_copies(gradients, ((p, fragments.gradient(p.matrix)) for p in gradients.route.sends))
         # Gradients received: from the message and this rank's parameters into whole matrices.
         self._bind_gradients(scratch)
         self._checked = list(self._checks(finite))
         # Weights to send: from masters into messages and into this rank's parameters.
-        self._weight_pack = _packed(
+        self._weight_pack = _packing_copies(
             weights,
             (
-                (p, fragments.in_whole(p.matrix, wiring.masters[p.matrix.index].detach(), p.peer))
+                (p, fragments.view_in_whole(p.matrix, wiring.masters[p.matrix.index].detach(), p.peer))
                 for p in weights.route.sends
             ),
         )
         self._flag_sends = [weights.send[f[0] : f[-1] + 1] for f in weights.route.send_flags if f]
-        self._own_weights = joined_writes(
+        self._own_weights = join_writes(
             [
-                (place, _local_write(fragments, m, fragments.in_whole(m, master.detach(), wiring.rank)))
+                (place, _local_write(fragments, m, fragments.view_in_whole(m, master.detach(), wiring.rank)))
                 for place, (m, master) in enumerate(zip(hosted, self._masters, strict=True))
                 if wiring.rank in m.holders(fragments.tp)
             ]
@@ -105,7 +105,7 @@ class HostedGroup:
             else:
                 copied.append(matrix)
         offset = 0
-        for alike in by_key(copied, lambda matrix: matrix.shape):
+        for alike in group_by_key(copied, lambda matrix: matrix.shape):
             for matrix in alike:
                 grads[matrix.index] = scratch[offset : offset + matrix.elements].view(matrix.rows, matrix.cols)
                 offset += matrix.elements
@@ -113,22 +113,24 @@ class HostedGroup:
             (parcel.matrix, parcel.peer, self._gradients.receive[parcel.offset : parcel.offset + parcel.elements])
             for parcel in self._gradients.route.receives
         ]
-        here = [(m, rank, fragments.gradient(m)) for m in copied if rank in senders(m, rank, fragments.tp)]
+        local = [(m, rank, fragments.gradient(m)) for m in copied if rank in senders(m, rank, fragments.tp)]
         unpack: list[Copy] = []
-        for matrix, peer, fragment in (*arriving, *here):
-            view = fragments.in_whole(matrix, grads[matrix.index], peer)
+        for matrix, peer, fragment in (*arriving, *local):
+            view = fragments.view_in_whole(matrix, grads[matrix.index], peer)
             unpack.append(Copy(view, fragment.view(view.shape)))
         self._grads = [grads[matrix.index] for matrix in self.hosted]
-        self._grad_unpack = joined_copies(unpack)
+        self._grad_unpack = join_copies(unpack)
         self._in_place = [
-            view_run(alike[run]) for alike in by_key(in_place, lambda gradient: gradient.shape) for run in runs(alike)
+            view_run(alike[run])
+            for alike in group_by_key(in_place, lambda gradient: gradient.shape)
+            for run in runs(alike)
         ]
 
     def _checks(self, finite: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields the masters of equal matrices (count, rows, columns), each with a view of their flags
-        (count,)."""
-        each = [(master.detach(), flag) for master, flag in zip(self._masters, finite.unbind(), strict=True)]
-        for alike in by_key(each, lambda pair: pair[0].shape):
+        """Yields a view of the masters of equal matrices (count, rows, columns), with a view of their flags
+        (count,), for each set of equal matrices."""
+        pairs = [(master.detach(), flag) for master, flag in zip(self._masters, finite.unbind(), strict=True)]
+        for alike in group_by_key(pairs, lambda pair: pair[0].shape):
             masters, flags = [master for master, _ in alike], [flag for _, flag in alike]
             for run in runs(masters, flags):
                 yield view_run(masters[run]), view_run(flags[run])
@@ -145,9 +147,9 @@ class HostedGroup:
         writes: list[tuple[int, Write]] = []
         for parcel in weights.route.receives:
             weight = fragments.weight(parcel.matrix)
-            write = Write(target=weight, source=_at(weights.receive, parcel.offset, weight), rounded=weight)
+            write = Write(target=weight, source=_view_at(weights.receive, parcel.offset, weight), rounded=weight)
             writes.append((places[parcel.matrix.index], write))
-        self._weight_unpack = joined_writes(writes)
+        self._weight_unpack = join_writes(writes)
 
     def run(self, stage: int, scale: float) -> None:
         """Runs stage 0, 1 or 2 of the pipeline (`planner.order`); `scale` multiplies gradients (clipping)."""
@@ -161,8 +163,8 @@ class HostedGroup:
             self.receive_weights()
 
     def send_gradients(self) -> None:
-        """Packs this rank's gradient fragments and starts sending them to their hosts."""
-        with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
+        """Packs this rank's gradient fragments and starts sending them to the hosts of their matrices."""
+        with self._wiring.timer.phase(self._moving), self._wiring.side_stream.work():
             for copy in self._grad_pack:
                 copy.run()
             self._start(self._gradients)
@@ -173,7 +175,7 @@ class HostedGroup:
         with self._wiring.timer.phase(self._moving):
             # A rank that receives nothing only reuses the message buffer, so only the stream that packs
             # messages waits.
-            with nullcontext() if self._grad_unpack else self._wiring.aside.work():
+            with nullcontext() if self._grad_unpack else self._wiring.side_stream.work():
                 self._finish(self._gradients)
             for copy in self._grad_unpack:
                 copy.run(scale)
@@ -187,7 +189,8 @@ class HostedGroup:
             self._finish(self._gradients)
 
     def step(self) -> None:
-        """Updates the hosted matrices, and records in `finite` whether each update was finite."""
+        """Updates the hosted matrices, and writes into `finite` a number for each of them, which is finite if
+        the update was."""
         if self.optimizer is None:
             return
         with self._wiring.timer.phase("matrix_update"):
@@ -204,7 +207,7 @@ class HostedGroup:
     def send_weights(self) -> None:
         """Packs the other ranks' fragments of the new weights in the model's dtype, starts sending them, and
         writes this rank's fragments."""
-        with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
+        with self._wiring.timer.phase(self._moving), self._wiring.side_stream.work():
             for copy in self._weight_pack:
                 copy.run()
             for flags in self._flag_sends:
@@ -215,13 +218,14 @@ class HostedGroup:
     def receive_weights(self) -> None:
         """Waits for the new weight fragments and writes them; weights whose update was not finite stay
         unchanged."""
-        with self._wiring.timer.phase(self._moving), self._wiring.aside.work():
+        with self._wiring.timer.phase(self._moving), self._wiring.side_stream.work():
             self._finish(self._weights)
             if self._weight_unpack:
                 flags = self._weights.receive.index_select(0, self._flag_places)
                 write_finite(self._weight_unpack, flags, on_host=self._on_host)
 
     def _start(self, exchange: AllToAll) -> None:
+        """Starts an exchange and times it in flight."""
         begin = self._wiring.timer.now()
         work = exchange.start()
         if work is not None:
@@ -230,36 +234,38 @@ class HostedGroup:
             self._spans[exchange] = span
 
     def _finish(self, exchange: AllToAll) -> None:
+        """Waits for an exchange, and ends its time in flight if it had not ended before."""
         span = self._spans.pop(exchange, None)
-        late = span is not None and span.end is None
+        in_flight = span is not None and span.end is None
         exchange.wait()
-        if late and span is not None:
+        if in_flight and span is not None:
             self._wiring.watcher.waited(span)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hosting:
-    """One TP rank's view of its owner's micro-groups, or of its own experts, with the memory to update
-    them."""
+    """One TP rank's part in the updates of its owner's micro-groups, or of its own experts, with the memory
+    that these updates need."""
 
     wiring: Wiring
     matrices: tuple[Matrix, ...]
-    """The matrices of all groups, in the groups' order, whichever rank hosts them."""
+    """The matrices of all groups, in the groups' order, on whichever TP ranks they are hosted."""
     hosts: Mapping[int, int]
     """The TP rank that hosts each matrix, by matrix index."""
     groups: Sequence[HostedGroup]
     finite: torch.Tensor
-    """A number for each matrix that this rank hosts, finite if its last update was finite."""
+    """A number for each matrix that this rank hosts, finite if the last update of the matrix was finite:
+    (hosted,)."""
     places: torch.Tensor
-    """The indices in `matrices` of the matrices that this rank hosts."""
+    """The indices in `matrices` of the matrices that this rank hosts: (hosted,), int64."""
     bytes: int
     """The bytes of message buffers and gradient scratch."""
 
 
 @torch.no_grad()
 def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[Matrix]) -> None:
-    """Copies the model's weights into the masters of the matrices' hosts. Collective over the TP ranks: all
-    of them pass the same matrices."""
+    """Copies the model's weights into the masters on the matrices' hosts. Collective over the TP ranks, which
+    all pass the same matrices."""
     fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
     # In batches, because this allocates messages in addition to the pipeline's.
     for batch in (matrices[part] for part in in_batches([matrix.elements for matrix in matrices])):
@@ -271,17 +277,17 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
         exchange.start()
         exchange.wait()
         for parcel in route.receives:
-            view = fragments.in_whole(parcel.matrix, masters[parcel.matrix.index].detach(), parcel.peer)
+            view = fragments.view_in_whole(parcel.matrix, masters[parcel.matrix.index].detach(), parcel.peer)
             view.copy_(exchange.receive[parcel.offset : parcel.offset + parcel.elements].view(view.shape))
         for matrix in batch:
             if hosts[matrix.index] == rank and rank in senders(matrix, rank, tp):
-                target = fragments.in_whole(matrix, masters[matrix.index].detach(), rank)
+                target = fragments.view_in_whole(matrix, masters[matrix.index].detach(), rank)
                 target.copy_(fragments.weight(matrix))
 
 
 def scratch_elements(wiring: Wiring, hosted: Iterable[Matrix]) -> int:
-    """Returns the fp32 elements of scratch that the gradients of the hosted matrices need in addition to
-    Megatron's buffer."""
+    """Returns the number of fp32 elements of scratch that the gradients of the hosted matrices need in
+    addition to Megatron's buffer."""
     return sum(matrix.elements for matrix in hosted if not lies_whole(wiring, matrix))
 
 
@@ -304,12 +310,12 @@ def _local_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> 
     return Write(target=weight, source=source, rounded=room)
 
 
-def _packed(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[Copy]:
-    """Returns the copies of fragments into the exchange's outgoing message."""
-    copies = [Copy(_at(exchange.send, parcel.offset, fragment), fragment) for parcel, fragment in parcels]
-    return joined_copies(copies)
+def _packing_copies(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[Copy]:
+    """Returns the copies that pack fragments into the exchange's outgoing message."""
+    copies = [Copy(_view_at(exchange.send, parcel.offset, fragment), fragment) for parcel, fragment in parcels]
+    return join_copies(copies)
 
 
-def _at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+def _view_at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     """Returns a view of the elements of a flat buffer from `offset` on, in the shape of `like`."""
     return buffer[offset : offset + like.numel()].view(like.shape)

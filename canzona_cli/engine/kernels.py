@@ -1,9 +1,9 @@
 """Chooses the kernels for matmuls with symmetric results when a run starts, from measurements on the run's
 own shapes.
 
-Before it is timed, every kernel is compared with cuBLAS in exactly the calls that updates make. A kernel is
-not used if a rank cannot use it, if it is wrong on any rank, or if it gains too little. All ranks use the
-same kernels, because strategy sc relies on equal updates on all ranks.
+Before it is timed, every kernel is compared with cuBLAS, called exactly as updates call it. A kernel is not
+used if a rank cannot use it, if it is wrong on any rank, or if it gains too little. All ranks use the same
+kernels, because strategy sc relies on equal updates on all ranks.
 
 Shapes that are multiplied in batches use cuBLAS, so nothing is compiled for them. The time to compile a
 kernel has to pay off: QuACK compiles for dtypes and strides, not for shapes, and caches the result on the
@@ -30,17 +30,17 @@ from canzona_cli.optimizers.symmetric import Kernel, Shape
 from canzona_cli.run.records import PLAIN, STRIPS, KernelChoice, Kernels, KernelTrial
 
 Call = Literal["wide", "tall", "square"]
-"""The operand A of a matmul: X with contiguous rows (wide) or contiguous columns (tall), or a polynomial of a
-symmetric matrix (square)."""
+"""The kind of a matmul's operand A: X with contiguous rows (wide) or contiguous columns (tall), or a
+polynomial of a symmetric matrix (square)."""
 Seconds = Callable[[Callable[[], None]], float]
 """A function that measures the seconds that an operation takes."""
 
 LEAST_SIDE = 512
 """The smallest side for which kernels are tried. A smaller matmul does not fill a GPU even if its whole
-result is computed, so computing half of it does not save time."""
+result is computed, so computing half of the result does not save time."""
 GAIN = 0.97
-"""The largest ratio to cuBLAS's time at which a kernel is used; a smaller gain is within the noise of a few
-samples."""
+"""The largest ratio of a kernel's time to cuBLAS's at which the kernel is used; a smaller gain is within the
+noise of a few samples."""
 _REPEATS = 9
 _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -49,7 +49,8 @@ def matmul_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozen
     """Returns the shapes of the run's unbatched matmuls with symmetric results, smallest first, and the calls
     made with each shape. A shape includes the dtype that its form uses on `device`.
 
-    Empty if the optimizer does not orthogonalise, is not canzona's, or does not run in bf16.
+    The result is empty if the optimizer does not orthogonalise, is not one of canzona's, or does not run in
+    bf16.
     """
     update = algorithm(config)
     orthogonal = RULES[update.name].orthogonal and not update.custom
@@ -82,12 +83,12 @@ def choose_kernels(
     begin: Callable[[str], None] = lambda shape: None,
 ) -> Kernels:
     """Chooses the kernel for each shape, installs the kernels for all further updates, and returns the
-    choices, the same on every rank. Also tests whether updates can be replayed as CUDA graphs. Collective on
-    CUDA; on a CPU it only reports which matmuls are computed in strips.
+    choices, which are the same on every rank. Also tests if updates can be replayed as CUDA graphs.
+    Collective on CUDA; on a CPU it only reports which matmuls are computed in strips.
 
     Args:
         ladder: The loaders of kernels by name.
-        seconds: Measures the time of an operation.
+        seconds: A function that measures the time of an operation.
         begin: Called with a description of each shape before kernels are tried on it.
     """
     shapes = matmul_shapes(config, device)
@@ -100,7 +101,7 @@ def choose_kernels(
         choices_here.append(_try_kernels(shape, calls, device, loaded, refused, seconds))
     refusal = graphs.try_out(device) if algorithm(config).graph else ""
     everyone = gather(Kernels(choices=tuple(choices_here), no_graphs=refusal))
-    choices = tuple(_merge(of_shape) for of_shape in zip(*(rank.choices for rank in everyone), strict=True))
+    choices = tuple(_merge(by_rank) for by_rank in zip(*(rank.choices for rank in everyone), strict=True))
     symmetric.use({shape: loaded[c.kernel] for shape, c in zip(shapes, choices, strict=True) if c.kernel != PLAIN})
     return Kernels(choices=choices, no_graphs=next((rank.no_graphs for rank in everyone if rank.no_graphs), ""))
 
@@ -141,14 +142,14 @@ def _try_kernels(
     return KernelChoice(side=side, long=long, dtype=_NAMES[dtype], kernel=PLAIN, trials=tuple(trials))
 
 
-def _merge(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
+def _merge(choices: Sequence[KernelChoice]) -> KernelChoice:
     """Merges all ranks' trials of one shape and chooses its kernel. Each kernel is judged by its time on the
     slowest rank; a kernel that any rank refuses is refused."""
     trials = {}
-    for name in dict.fromkeys(trial.kernel for choice in of_each_rank for trial in choice.trials):
-        of_ranks = [trial for choice in of_each_rank for trial in choice.trials if trial.kernel == name]
-        reason = next((trial.refused for trial in of_ranks if trial.refused), "")
-        times = [trial.seconds for trial in of_ranks if trial.seconds is not None]
+    for name in dict.fromkeys(trial.kernel for choice in choices for trial in choice.trials):
+        kernel_trials = [trial for choice in choices for trial in choice.trials if trial.kernel == name]
+        reason = next((trial.refused for trial in kernel_trials if trial.refused), "")
+        times = [trial.seconds for trial in kernel_trials if trial.seconds is not None]
         trials[name] = KernelTrial(kernel=name, seconds=None if reason else max(times), refused=reason)
     usable = {name: trial.seconds for name, trial in trials.items() if trial.seconds is not None}
     best = min(usable, key=lambda name: usable[name], default=PLAIN)
@@ -160,7 +161,7 @@ def _merge(of_each_rank: Sequence[KernelChoice]) -> KernelChoice:
         else trial
         for name, trial in trials.items()
     )
-    return replace(of_each_rank[0], kernel=best, trials=tuple(explained))
+    return replace(choices[0], kernel=best, trials=tuple(explained))
 
 
 class _Case:
@@ -195,7 +196,7 @@ class _Case:
     def is_wrong(self, kernel: Kernel) -> bool:
         """Returns True if an element differs from cuBLAS's result by more than two roundings to its dtype
         plus the difference that another order of summation makes. Elements that the kernel does not write
-        stay NaN, or keep the value of `add`, and so are detected as wrong."""
+        stay NaN, or keep the value of `add`, so they are detected as well."""
         self._out.copy_(self._before)
         self.run(kernel)
         exact = self._exact.float()

@@ -1,5 +1,5 @@
-"""The base class of the engine's optimizers for matrices, whichever ranks update them: it keeps fp32 masters,
-and saves the state of whole matrices by name."""
+"""The base class of the engine's optimizers for matrices: it keeps fp32 masters, and saves the state of whole
+matrices by name. Subclasses differ in the ranks that update a matrix."""
 
 import logging
 from abc import abstractmethod
@@ -34,7 +34,8 @@ class MatrixGroup(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldFragment:
-    """This rank's fragment of a shared matrix: the elements of `Fragments.in_parameter`, as a 2-D matrix."""
+    """This rank's fragment of a shared matrix: the elements of `Fragments.view_in_parameter`, as a 2-D
+    matrix."""
 
     matrix: Matrix
     master: torch.nn.Parameter
@@ -77,20 +78,21 @@ def skipped_updates(groups: Sequence[MatrixGroup], device: torch.device) -> torc
     return count
 
 
-def settle(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
+def distrust_skipped(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
     """Switches matrices whose last update was skipped to the standard form for their next updates, and logs
-    them. The host waits for the device."""
+    their names. The host waits for the device."""
     for group in groups:
         if not isinstance(group.optimizer, Muon):
             continue
-        skipped = {id(master) for master in group.optimizer.settle()}
+        skipped = {id(master) for master in group.optimizer.distrust_skipped()}
         for matrix in group.hosted:
             if id(masters[matrix.index]) in skipped:
                 _log.warning("%s: the last update was skipped because %s", matrix.name, LOST)
 
 
 class Fallbacks:
-    """A callback for optimizers that logs each fallback with the matrix's name, and counts the fallbacks.
+    """A callback for optimizers that logs each fallback with the name of its matrix, and counts the
+    fallbacks.
 
     Args:
         hosted: the matrices whose fallbacks this rank logs and counts; fallbacks of other matrices are
@@ -115,11 +117,12 @@ class Fallbacks:
 
 @dataclass(frozen=True, kw_only=True)
 class AllOptimizers:
-    """All groups' optimizers as a single one, for code that reads a Megatron optimizer's `optimizer`."""
+    """The optimizers of all groups, presented as a single optimizer for code that reads a Megatron
+    optimizer's `optimizer`."""
 
     param_groups: list[dict[str, object]]
     state: Mapping[torch.Tensor, Mapping[str, object]]
-    """The optimizer's state of each master."""
+    """The state of each master."""
 
 
 class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
@@ -156,22 +159,23 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
         `CanzonaOptimizer`'s `stats_group` together contribute every element once."""
 
     def begin(self) -> None:
-        """Starts the part of the next update that needs reduced gradients but not their norm. No state
-        changes."""
+        """Starts the part of the next update that needs reduced gradients but not their norm. Does not change
+        any state."""
 
     def discard(self) -> None:
-        """Waits for what `begin` started and discards it, because this step does not update the matrices."""
+        """Waits for the communication that `begin` started and discards its results, because this step does
+        not update the matrices."""
 
     @abstractmethod
     def step_with_ready_grads(self) -> bool:
-        """Updates this rank's matrices from reduced gradients. Always returns True; a skipped step does not
-        call it."""
+        """Updates this rank's matrices from reduced gradients. Always returns True, because it is not called
+        in a skipped step."""
 
     @abstractmethod
     def fallbacks(self) -> torch.Tensor:
         """Returns the number of updates of the last step that were not finite or needed their optimizer's
-        fallback: (1,), on the device. Only one rank of `CanzonaOptimizer`'s `stats_group` counts an
-        update."""
+        fallback: (1,), on the device. Each update is counted by only one rank of `CanzonaOptimizer`'s
+        `stats_group`."""
 
     @property
     def captures(self) -> int:
@@ -197,7 +201,7 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
     def workspace_bytes(self) -> int:
         """The bytes of the optimizers' scratch; a workspace that several optimizers share is counted once."""
         scratch = (getattr(group.optimizer, "workspace", None) for group in (*self.groups, *self.sharing))
-        return sum(space.nbytes for space in {each for each in scratch if isinstance(each, Workspace)})
+        return sum(space.nbytes for space in {space for space in scratch if isinstance(space, Workspace)})
 
     def set_gradient_scale(self, scale: float) -> None:
         """Sets the clipping coefficient that the next step multiplies gradients by."""
@@ -211,13 +215,15 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
     @property
     def param_groups(self) -> list[dict[str, object]]:
-        """The parameter groups of all groups' optimizers; a schedule sets `lr` and `weight_decay` in them."""
+        """The parameter groups of all optimizers of this rank's matrices; a schedule sets their `lr` and
+        `weight_decay`."""
         optimizers = [group.optimizer for group in (*self.groups, *self.sharing)]
         return [params for optimizer in optimizers if optimizer is not None for params in optimizer.param_groups]
 
     @property
     def optimizer(self) -> AllOptimizers:
-        """The optimizers of this rank's matrices, read-only: changes to the dictionary of states are lost."""
+        """The optimizers of this rank's matrices as a single optimizer. Adding entries to its `state` has no
+        effect."""
         optimizers = [group.optimizer for group in (*self.groups, *self.sharing) if group.optimizer is not None]
         states = {master: state for optimizer in optimizers for master, state in optimizer.state.items()}
         return AllOptimizers(param_groups=self.param_groups, state=states)
@@ -247,7 +253,7 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, object]:
         """Returns the state of the whole matrices that this rank hosts, by name, after repairing failed
-        updates. State of `fragments` is not included.
+        updates. The state of `fragments` is not included.
 
         Each entry has "master", the fp32 weight; "state", the optimizer's state of the matrix; and "group",
         values of the parameter group that the optimizer has changed, such as counters.
@@ -289,9 +295,8 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
 
 def _changed_values(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Returns the values of a parameter group that the optimizer itself has changed, such as counters.
-    Learning rate and weight decay are excluded, because the schedule sets them, and so are values equal to
-    the defaults."""
+    """Returns the values of the optimizer's first parameter group that the optimizer itself has changed, such
+    as counters. Learning rate and weight decay are not included, because the schedule sets them."""
     return {
         key: value
         for key, value in optimizer.param_groups[0].items()

@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters
-from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, settle, skipped_updates
+from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, distrust_skipped, skipped_updates
 from canzona_cli.engine.shared import Sharing
 from canzona_cli.megatron.owner_bucket_group import gathering_order, gathers_ahead, matrix_groups
 from canzona_cli.model.geometry import Block
@@ -22,17 +22,17 @@ _log = logging.getLogger(__name__)
 
 
 class PlannedOptimizer(MasterOptimizer):
-    """The optimizer that executes one rank's part of a plan: owners have reduced gradients, hosts update
-    whole matrices.
+    """The optimizer that executes one rank's part of a plan, in which hosts update whole matrices from
+    gradients that were reduced to owners.
 
-    A host keeps the fp32 master and all optimizer state of the matrices that it hosts; no other rank has
+    A host keeps the fp32 masters and the optimizer state of the matrices that it hosts; no other rank has
     copies.
 
     Args:
         experts: the experts that this rank updates, if experts are divided among ranks. Nothing is sent for
             experts; the gradients of the first micro-groups arrive while experts are updated.
         hosting: the other hosted matrices of this rank's owner, in the order of its micro-groups.
-        sharing: the shared matrices of this rank's owner; None if the owner does not have any.
+        sharing: the shared matrices of this rank's owner; None if the owner has none.
         fallbacks: the counter of the fallbacks of this rank's optimizers.
     """
 
@@ -55,7 +55,7 @@ class PlannedOptimizer(MasterOptimizer):
         self._sharing = sharing
         self.sharing = () if sharing is None else (sharing,)
         self._begun = 0
-        """The number of entries of the micro-groups' order (`planner.order.order`) that have run in this
+        """The number of entries of the pipeline's order (`planner.order.order`) that have run in this
         step."""
         self._slices = self._gradient_slices()
 
@@ -77,7 +77,7 @@ class PlannedOptimizer(MasterOptimizer):
         for group in self._hosting.groups[: self._begun]:
             group.discard()
         self._begun = 0
-        self._wiring.aside.join()
+        self._wiring.side_stream.join()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -99,11 +99,11 @@ class PlannedOptimizer(MasterOptimizer):
             self._sharing.update(self._scale)
             self._sharing.update_alone(self._scale)
         with self._wiring.timer.phase("exchange" if self._tp > 1 else "matrix_update"):
-            self._wiring.aside.join()
+            self._wiring.side_stream.join()
 
     def _run(self, end: int | None) -> None:
-        """Runs the entries of the micro-groups' order that have not run yet, up to entry `end`; all if `end`
-        is None."""
+        """Runs the entries of the pipeline's order that have not run yet, up to entry `end`, which is not
+        included; all if `end` is None."""
         groups = self._hosting.groups
         for number, stage in islice(order(len(groups)), self._begun, end):
             groups[number].run(stage, self._scale)
@@ -124,8 +124,8 @@ class PlannedOptimizer(MasterOptimizer):
     # --- failed updates ---
 
     def fallbacks(self) -> torch.Tensor:
-        """Counts, as the base class says, the updates of the matrices that this rank hosts: (1,), on the
-        device. TP rank 0 also counts those of shared matrices."""
+        """Returns the base class's count for the matrices that this rank hosts: (1,), on the device. TP rank
+        0 also counts the shared matrices of its owner."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
         if self._sharing is not None:
             count += self._sharing.fallbacks()
@@ -138,10 +138,10 @@ class PlannedOptimizer(MasterOptimizer):
         """Restores the previous weights of matrices whose last update was not finite, and resets their
         optimizer state.
 
-        The model's weights are still the previous ones, because fragments of such an update are not written;
-        the masters are copied from them.
+        The masters are copied from the model's weights, which still have their previous values, because
+        fragments of such an update are not written.
         """
-        settle(self.groups, self.masters)
+        distrust_skipped(self.groups, self.masters)
         if self._sharing is not None:
             self._sharing.repair(self.masters)
         for hosting in (self._experts, self._hosting):
@@ -150,8 +150,8 @@ class PlannedOptimizer(MasterOptimizer):
     def _restore(self, hosting: Hosting) -> None:
         """Restores the hosted matrices whose last update was not finite.
 
-        The TP ranks first agree on these matrices, because a rank that receives no fragment of a matrix does
-        not receive its flag either.
+        The TP ranks first agree on these matrices, because the flag of a matrix only reaches ranks that
+        receive a fragment of it.
         """
         if not hosting.matrices:
             return
@@ -188,12 +188,11 @@ class PlannedOptimizer(MasterOptimizer):
         if self._sharing is not None:
             for matrix in self._sharing.matrices:
                 matrix.publish()
-        self._wiring.aside.join()
+        self._wiring.side_stream.join()
 
-    def placed(self) -> Iterator[tuple[torch.optim.Optimizer, Matrix, torch.nn.Parameter, tuple[Block, ...]]]:
-        """Yields everything that this rank updates: optimizer, matrix, master (the whole matrix or a
-        fragment), and the positions of the master's rows in the parameter as a single TP rank would store
-        it."""
+    def placements(self) -> Iterator[tuple[torch.optim.Optimizer, Matrix, torch.nn.Parameter, tuple[Block, ...]]]:
+        """Yields, for each matrix or fragment that this rank updates, its optimizer, the matrix, the master,
+        and the positions of the master's rows in the parameter as a single TP rank would store it."""
         for group in (*self.groups, *self.sharing):
             for matrix in group.hosted:
                 assert group.optimizer is not None

@@ -1,5 +1,5 @@
-"""The baseline, strategy sc: every rank updates every whole matrix of its stage, with the engine's
-optimizers.
+"""The baseline, strategy sc, with the engine's optimizers: every rank updates all matrices of its stage as a
+whole.
 
 Megatron itself supports this for Muon only (`muon_tp_mode=duplicated`); this module does the same for every
 other optimizer. Gradients are all-reduced over the data-parallel ranks. Then, one matrix after another, the
@@ -15,14 +15,15 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from canzona_cli.engine.hosted import lies_whole
-from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, settle, skipped_updates
+from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, distrust_skipped, skipped_updates
 from canzona_cli.engine.wire import Wiring
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.matrices import Matrix
 
 
 class FragmentGather:
-    """The gathering of a matrix's fragments on every TP rank, one matrix at a time and without overlap.
+    """The gathering of matrices from their fragments on every TP rank, one matrix at a time and without
+    overlap.
 
     Args:
         matrices: all matrices that will be gathered; the largest determines the size of the messages.
@@ -36,11 +37,12 @@ class FragmentGather:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the messages."""
+        """The bytes of the message buffers."""
         return self._send.nbytes + self._receive.nbytes
 
     def travels(self, matrix: Matrix) -> bool:
-        """Returns True if a TP rank does not store all of the matrix, so that its fragments must be sent."""
+        """Returns True if TP ranks store only fragments of the matrix, or only one of them stores the matrix,
+        so that it must be communicated."""
         return self._tp > 1 and not matrix.replicated
 
     def needs_no_copy(self, matrix: Matrix) -> bool:
@@ -55,7 +57,7 @@ class FragmentGather:
                 the matrix.
             whole: fp32 (rows, columns), overwritten.
         """
-        in_whole, rank, group = self.wiring.fragments.in_whole, self.wiring.rank, self.wiring.tp_group
+        in_whole, rank, group = self.wiring.fragments.view_in_whole, self.wiring.rank, self.wiring.tp_group
         at_home = matrix.home is None or matrix.home == rank
         if not self.travels(matrix) or matrix.home is not None:
             if at_home:
@@ -76,7 +78,7 @@ class RedundantUpdate:
     """The update of one matrix on one rank.
 
     Args:
-        scratch: fp32, flat, as long as the largest matrix that needs it; holds the gradient during the
+        scratch: flat fp32 scratch, as long as the largest matrix that needs it, for the gradient during the
             update.
     """
 
@@ -110,18 +112,18 @@ class RedundantUpdate:
         """Writes this rank's fragment of the master into the model's weight."""
         matrix, fragments = self._matrix, self._wiring.fragments
         if _stores(self._wiring, matrix):
-            fragments.weight(matrix).copy_(fragments.in_whole(matrix, self._master.detach(), self._wiring.rank))
+            fragments.weight(matrix).copy_(fragments.view_in_whole(matrix, self._master.detach(), self._wiring.rank))
 
 
 class RedundantOptimizer(MasterOptimizer):
     """The optimizer that updates all matrices of this rank's stage, one after another.
 
-    Unlike strategy canzona, it does not restore a weight whose update was not finite; the next step's loss
-    shows such a failure.
+    Unlike `PlannedOptimizer`, it does not restore a weight whose update was not finite; the loss of the next
+    step reveals such a failure.
 
     Args:
-        matrices: the matrices that this rank stores, whole or as fragments, in the same order on every rank,
-            because each is gathered collectively.
+        matrices: the matrices of this rank's stage, without experts that it does not store, in the same order
+            on every rank, because gathering a matrix is collective.
         wiring: the wiring of this rank, with the masters of all these matrices.
         fallbacks: counts the fallbacks of this rank's optimizers.
     """
@@ -141,7 +143,7 @@ class RedundantOptimizer(MasterOptimizer):
             [matrix for matrix in matrices if (matrix.expert_rank is not None) == of_experts]
             for of_experts in (False, True)
         )
-        self._dense, self._experts = FragmentGather(wiring, dense), FragmentGather(wiring.alone(), experts)
+        self._dense, self._experts = FragmentGather(wiring, dense), FragmentGather(wiring.as_single_rank(), experts)
         copied = [matrix.elements for matrix in matrices if not self._gathering(matrix).needs_no_copy(matrix)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
         self.reload_model_params()
@@ -153,8 +155,8 @@ class RedundantOptimizer(MasterOptimizer):
         return self._dense if matrix.expert_rank is None else self._experts
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
-        """Returns the gradient fragments that this rank contributes to the norm; one rank of the stats group
-        contributes each element."""
+        """Returns the gradient fragments that this rank contributes to the norm. Only one rank of the stats
+        group contributes each element."""
         return [
             self._gathering(matrix).wiring.fragments.gradient(matrix)
             for matrix in self._matrices
@@ -162,7 +164,7 @@ class RedundantOptimizer(MasterOptimizer):
         ]
 
     def _counts_fragment(self, matrix: Matrix) -> bool:
-        travels = self._gathering(matrix).travels(matrix)  # if so, each TP rank has different elements
+        travels = self._gathering(matrix).travels(matrix)  # if True, each TP rank has different elements
         return counts_dense(self._world) if travels else counts_update(matrix, self._world)
 
     @torch.no_grad()
@@ -183,7 +185,7 @@ class RedundantOptimizer(MasterOptimizer):
 
     def repair(self) -> None:
         """Switches matrices whose update was skipped to the standard form. Weights are not restored."""
-        settle(self.groups, self.masters)
+        distrust_skipped(self.groups, self.masters)
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:
@@ -200,16 +202,18 @@ class RedundantOptimizer(MasterOptimizer):
 
 
 def counts_dense(world: World) -> bool:
-    """Returns True if this rank adds its copies of dense tensors to sums over the stats group. All
-    data-parallel ranks have such copies. The group is usually one model replica, in which every rank adds
-    them. If experts are divided among ranks, the group contains all ranks, because a replica does not have
-    all experts; in that case only one replica adds them."""
+    """Returns True if this rank adds its copies of dense tensors to sums over the stats group.
+
+    All data-parallel ranks have equal copies. The stats group is usually one model replica, in which every
+    rank adds its copies. If experts are divided among ranks, the stats group contains all ranks, because a
+    replica does not have all experts; then only the ranks of one replica add their copies.
+    """
     return world.layout.ep == 1 or world.owner == 0
 
 
 def counts_update(matrix: Matrix, world: World) -> bool:
-    """Returns True if this rank counts its update of a matrix in sums over the stats group. Other ranks
-    repeat the same update and do not count it."""
+    """Returns True if this rank counts its update of a matrix in sums over the stats group. Other ranks that
+    make the same update do not count it."""
     if matrix.expert_rank is not None:
         return world.expert_owner == 0
     return world.tp_rank == 0 and counts_dense(world)

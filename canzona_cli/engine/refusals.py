@@ -24,6 +24,8 @@ def refuse_masters(state_dict: object) -> None:
 
 
 def _refused(name: str, reason: str, fix: str) -> Callable[..., NoReturn]:
+    """Returns a method that raises Unsupported."""
+
     def method(*_: object, **__: object) -> NoReturn:
         raise Unsupported(Problem(key=name, reason=reason, fix=fix))
 

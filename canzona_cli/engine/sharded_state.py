@@ -41,19 +41,19 @@ from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer
 
 _LIKE_WEIGHTS: Final = {MUONS_MASTER: (MUONS_MASTER, ADAMWS_MASTER), MOMENTUM: (MOMENTUM, MOMENTS[0])}
-"""The fields of matrices that are laid out like weights, each with its name in checkpoints of Megatron's
-Muon, then in those of its AdamW. AdamW's first moment can serve as momentum: both are moving averages of
-gradients."""
+"""The fields of matrices that are laid out like weights. Each has two names: the first in checkpoints of
+Megatron's Muon, the second in checkpoints of its AdamW. AdamW's first moment can serve as momentum, because
+both are moving averages of gradients."""
 _ADAMW: Final = {ADAMWS_MASTER: (ADAMWS_MASTER, MUONS_MASTER), **{name: (name,) for name in MOMENTS}}
-"""AdamW's fields, each with its name in checkpoints of Megatron's distributed optimizer, then in those of its
-other optimizers."""
+"""AdamW's fields, each with its name in checkpoints of Megatron's distributed optimizer, followed by a
+different name, if any, in checkpoints of its other optimizers."""
 _ENTRIES: Final = "canzona"
 """The key, in a checkpoint's dict, of the entries that only canzona reads."""
 _WEIGHTS_ALONE: Final = "load only the weights: --no-load-optim"
 
 type StateDict = Mapping[object, object]
 type Entry = ShardedTensor | ShardedTensorFactory
-"""A parameter in a model's `sharded_state_dict`."""
+"""The entry of a parameter in a model's `sharded_state_dict`."""
 type Count = bool | int | float | str
 
 
@@ -65,7 +65,7 @@ class _Counts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Updated:
+class _UpdatedMatrix:
     """A matrix, or a fragment of a shared matrix, that this rank updates."""
 
     matrix: Matrix
@@ -91,19 +91,20 @@ class _Updated:
 
     @property
     def counts(self) -> dict[str, Count]:
+        """The values of the state that are not tensors."""
         state = self.optimizer.state.get(self.master, {})
         return {key: value for key, value in state.items() if isinstance(value, bool | int | float | str)}
 
-    def take(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Count]) -> None:
-        """Replaces the optimizer's state by that of a checkpoint. If the counts that the optimizer needs are
-        missing, the checkpoint was saved before the matrix's first step, and nothing changes."""
+    def replace_state(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Count]) -> None:
+        """Replaces the optimizer's state by the state from a checkpoint. If counts that the optimizer needs
+        are missing, the checkpoint was saved before the matrix's first step, and nothing changes."""
         if all(shape is not None or key in counts for key, shape in self.shapes.items()):
             state = {key: tensor for key, tensor in tensors.items() if key != MUONS_MASTER}
             self.optimizer.state[self.master] = {**state, **counts}
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, Block | None, torch.Tensor]]:
-        """Yields the state's pieces as (name, field, place in the whole parameter, rows). State that is not
-        laid out like the weight is one piece without a place."""
+        """Yields the state's pieces as (name, field, position in the whole parameter, rows). State that is
+        not laid out like the weight is a single piece, whose position is None."""
         for field, tensor in tensors.items():
             places: Sequence[Block | None] = self.blocks if field in _LIKE_WEIGHTS else (None,)
             for number, block in enumerate(places):
@@ -113,7 +114,7 @@ class _Updated:
     def entries(
         self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], weight: Entry
     ) -> Iterator[tuple[str, ShardedTensor]]:
-        """Yields each piece of the state as (name, entry in the checkpoint).
+        """Yields, for each piece of the state, its name and its entry in a checkpoint.
 
         Args:
             names: the name of each field in the checkpoint.
@@ -134,14 +135,15 @@ class _Updated:
             yield name, ShardedTensor(key, data, data.dtype, shape, weight.global_shape, offset, None)
 
 
-def unsupported(
+def state_problem(
     matrices: MasterOptimizer, metadata: Mapping[str, object], formats: Collection[object]
 ) -> Problem | None:
-    """Returns why this rank's state cannot be saved in, or loaded from, a checkpoint; None if it can.
+    """Returns the reason why this rank's state cannot be saved in, or loaded from, a checkpoint; None if it
+    can.
 
     Args:
         metadata: Megatron's metadata of the checkpoint.
-        formats: the supported formats of AdamW's state; None among them means state that Megatron does not
+        formats: the supported formats of AdamW's state; the format None is state that Megatron does not
             shard.
     """
     sharding = metadata.get("distrib_optim_sharding_type")
@@ -151,7 +153,7 @@ def unsupported(
         return Problem(key="sharded_state_dict", value=sharding, reason=reason, fix=fix)
     if isinstance(matrices, PlannedOptimizer) and all(
         isinstance(optimizer, MatrixOptimizer) and optimizer.state_shapes(master) is not None
-        for optimizer, _, master, _ in matrices.placed()
+        for optimizer, _, master, _ in matrices.placements()
     ):
         return None
     reason = "the shapes of the state of its matrices are not known"
@@ -176,8 +178,8 @@ class ShardedState:
     ) -> None:
         self._adamw, self._matrices, self._chunks, self._stored = adamw, matrices, chunks, stored
         self._updated = [
-            _Updated(matrix=matrix, master=master, optimizer=optimizer, blocks=blocks)
-            for optimizer, matrix, master, blocks in matrices.placed()
+            _UpdatedMatrix(matrix=matrix, master=master, optimizer=optimizer, blocks=blocks)
+            for optimizer, matrix, master, blocks in matrices.placements()
             if isinstance(optimizer, MatrixOptimizer)
         ]
         self._targets: dict[str, dict[str, torch.Tensor]] = {}
@@ -195,10 +197,11 @@ class ShardedState:
         self._matrices.repair()
         weights, names = self._weights(model), {field: field for field in _LIKE_WEIGHTS}
         state: dict[str, ShardedTensor] = {}
-        for each in self._updated:
-            state |= each.entries(each.tensors, names, weights[each.matrix.parameter])
+        for updated in self._updated:
+            state |= updated.entries(updated.tensors, names, weights[updated.matrix.parameter])
         counts: dict[str, Mapping[str, Count]] = {}
-        for rank in gather(_Counts(matrices={each.matrix.name: each.counts for each in self._updated if each.counts})):
+        own_counts = {updated.matrix.name: updated.counts for updated in self._updated if updated.counts}
+        for rank in gather(_Counts(matrices=own_counts)):
             counts |= rank.matrices
         adamw = self._adamw.sharded_state_dict(model, metadata=metadata)
         for group in adamw["optimizer"]["param_groups"]:
@@ -207,8 +210,8 @@ class ShardedState:
         return {0: {"optimizer": muon, _ENTRIES: counts}, 1: adamw}
 
     def to_load(self, model: StateDict) -> dict[object, object]:
-        """Returns the entries that a checkpoint is read into before `loaded` is called. The masters and state
-        of matrices are read directly into this rank's tensors.
+        """Returns the entries into which a checkpoint is to be read before `adopt` is called. The masters and
+        state of matrices are read directly into this rank's tensors.
 
         Args:
             model: the model's `sharded_state_dict`.
@@ -218,16 +221,16 @@ class ShardedState:
         """
         weights = self._weights(model)
         matrices: dict[str, ShardedTensor] = {}
-        for each in self._updated:
-            weight, tensors = weights[each.matrix.parameter], each.tensors
-            for key in (_own_key(field, each.matrix) for field in tensors.keys() - _LIKE_WEIGHTS.keys()):
-                self._refuse_missing(key)
+        for updated in self._updated:
+            weight, tensors = weights[updated.matrix.parameter], updated.tensors
+            for field in tensors.keys() - _LIKE_WEIGHTS.keys():
+                self._refuse_missing(_own_key(field, updated.matrix))
             names = self._names(
                 weight.key, {field: _LIKE_WEIGHTS[field] for field in tensors if field in _LIKE_WEIGHTS}
             )
             read = {field: tensor for field, tensor in tensors.items() if field in names or field not in _LIKE_WEIGHTS}
-            self._targets[each.matrix.name] = read
-            matrices |= each.entries(read, names, weight)
+            self._targets[updated.matrix.name] = read
+            matrices |= updated.entries(read, names, weight)
         # As with Megatron's own optimizer, every rank reads all of AdamW's parameters, on the host.
         adamw = {
             name: {
@@ -240,9 +243,9 @@ class ShardedState:
         return {_ENTRIES: {"matrices": matrices, "adamw": adamw}}
 
     @torch.no_grad()
-    def loaded(self, state: StateDict) -> bool:
-        """Adopts the state that `dist_checkpointing.load` read into the entries of `to_load`. Returns False
-        for any other state.
+    def adopt(self, state: StateDict) -> bool:
+        """Loads the optimizers with the state that `dist_checkpointing.load` has read into the entries of
+        `to_load`. Returns False for any other state, and then changes nothing.
 
         Raises:
             Unsupported: the number of AdamW's steps is missing.
@@ -252,12 +255,12 @@ class ShardedState:
             return False
         muon = state.get(0)
         counts = muon.get(_ENTRIES, {}) if isinstance(muon, Mapping) else {}
-        for each in self._updated:
-            tensors = self._targets[each.matrix.name]
-            for name, _, _, piece in each.pieces(tensors):
+        for updated in self._updated:
+            tensors = self._targets[updated.matrix.name]
+            for name, _, _, piece in updated.pieces(tensors):
                 if (source := entries["matrices"][name]).data_ptr() != piece.data_ptr():
                     piece.copy_(source.view_as(piece))
-            each.take(tensors, counts.get(each.matrix.name, {}))
+            updated.replace_state(tensors, counts.get(updated.matrix.name, {}))
         step = stored_step({key: value for key, value in state.items() if key != _ENTRIES})
         if step is None:
             reason = "it does not contain the number of AdamW's steps"
@@ -277,8 +280,8 @@ class ShardedState:
         return {named[number][0]: entry for number, entry in entries.items()}
 
     def _names(self, weight: str, fields: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-        """Returns the name of each field of a parameter's state in the checkpoint; the master is not included
-        if the checkpoint has no masters.
+        """Returns the name that each field of a parameter's state has in the checkpoint. The master is not
+        included if the checkpoint has no masters.
 
         Args:
             weight: the key of the parameter.

@@ -1,6 +1,6 @@
-"""The shared matrices of one rank: fragments that all TP ranks of an owner update together
-(`optimizers/shared_muon`), their optimizer and scratch, and the handling of updates that cannot be trusted.
-"""
+"""The shared matrices of one rank: matrices whose fragments all TP ranks of an owner update together
+(`optimizers/shared_muon`), with their optimizer and scratch, and the handling of updates that cannot be
+trusted."""
 
 import logging
 import math
@@ -9,8 +9,8 @@ from typing import Literal
 
 import torch
 
-from canzona_cli.engine.masters import settle, skipped_updates
-from canzona_cli.engine.wire import Copy, Wiring, Write, joined_writes, write_finite
+from canzona_cli.engine.masters import distrust_skipped, skipped_updates
+from canzona_cli.engine.wire import Copy, Wiring, Write, join_writes, write_finite
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.matrix_optimizer import Workspace
 from canzona_cli.optimizers.shared_muon import SharedMuon
@@ -48,31 +48,39 @@ class SharedMatrix:
         else:
             self._gradient = scratch[: master.numel()].view(master.shape)
             self._gathered = Copy(self._gradient.view(reduced.shape), reduced)
-        self.needs_alone = False
-        """True if `together` did not update the fragment and `alone` has to; the same on all ranks."""
+        self.needs_update_alone = False
+        """True if `update_together` did not update the fragment, so that `update_alone` has to; the same on
+        all ranks."""
 
     @property
     def is_distrusted(self) -> bool:
-        """True if `alone` updates the matrix in this step because an earlier update was not trusted; the same
-        on all ranks."""
+        """True if `update_alone` updates the matrix in this step because an earlier update was not trusted;
+        the same on all ranks."""
         return self._optimizer.is_distrusted(self.master)
 
-    def together(self, scale: float, ranks: FragmentGroup) -> Turns[None]:
-        """Updates the fragment in Gram form, or sets `needs_alone` if the matrix is `is_distrusted` or the result
-        cannot be trusted. Collective. Yields the collectives to wait for."""
+    def update_together(self, scale: float, ranks: FragmentGroup) -> Turns[None]:
+        """Updates the fragment in Gram form. Sets `needs_update_alone` instead if the matrix is distrusted,
+        or if the result cannot be trusted. Collective.
+
+        Args:
+            scale: the factor of the gradient (clipping).
+
+        Yields:
+            The collectives to wait for before the generator is resumed.
+        """
         self._take_gradient(scale)
         if self._in_place and scale != 1.0:
             self._gradient.mul_(scale)
         whole = self.matrix.shape
         if self.is_distrusted:
-            self.needs_alone = True
+            self.needs_update_alone = True
         else:
             trusted = yield from self._optimizer.update_together(self.master, whole=whole, ranks=ranks)
-            self.needs_alone = not trusted
+            self.needs_update_alone = not trusted
         self.master.grad = None
 
-    def alone(self, scale: float, group: torch.distributed.ProcessGroup | None) -> None:
-        """Updates the fragment in standard form, for a matrix with `needs_alone`. Collective."""
+    def update_alone(self, scale: float, group: torch.distributed.ProcessGroup | None) -> None:
+        """Updates the fragment of a matrix with `needs_update_alone`, in standard form. Collective."""
         self._take_gradient(scale)
         self._optimizer.update_alone(
             self.master,
@@ -82,7 +90,7 @@ class SharedMatrix:
         self.master.grad = None
 
     def write(self) -> Write:
-        """Returns the write of the master into the weight, which is made only if the update was finite."""
+        """Returns the write that rounds the master into the weight if the update was finite."""
         same = self.weight.dtype is self.master.dtype
         return Write(
             target=self.weight,
@@ -100,8 +108,9 @@ class SharedMatrix:
         self.master.detach().view(self.weight.shape).copy_(self.weight)
 
     def _take_gradient(self, scale: float) -> None:
-        """Sets `master.grad`: copies the gradient into scratch, multiplied by `scale`, unless the optimizer
-        can read it in Megatron's buffer, where `together` has scaled it."""
+        """Sets `master.grad`. If the optimizer cannot read the gradient in Megatron's buffer, the gradient is
+        first copied into scratch and multiplied by `scale`; otherwise `update_together` scales it in
+        place."""
         if self._gathered is not None:
             self._gathered.run(scale)
         self.master.grad = self._gradient
@@ -112,7 +121,7 @@ class Sharing:
 
     Args:
         matrices: the shared matrices of the owner, in the plan's order.
-        parts: the number of parts of each matrix's update, between which its squares are communicated.
+        parts: the number of parts of each matrix's update. Between two parts the ranks communicate squares.
     """
 
     def __init__(self, wiring: Wiring, matrices: Sequence[Matrix], parts: Sequence[int]) -> None:
@@ -125,14 +134,15 @@ class Sharing:
         copied = [reduced.numel() for reduced, _ in views if not lies_flat(reduced)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
         self._sums = torch.zeros(len(self.hosted), device=wiring.device)
-        """A number for each matrix, finite if its last update was finite."""
+        """A number for each matrix, finite if the last update of the matrix was finite: (matrices,)."""
         self._places = {matrix.index: place for place, matrix in enumerate(self.hosted)}
         self.matrices = [
             SharedMatrix(matrix, master, optimizer, weight=weight, reduced=reduced, scratch=self._scratch)
             for matrix, master, (reduced, weight) in zip(matrices, masters, views, strict=True)
         ]
         self.extra_workspaces = [Workspace() for _ in range(LANES - 1)]
-        """The scratch of interleaved matrices other than the one that uses the optimizer's own scratch."""
+        """The scratch of matrices whose updates are interleaved, except for the matrix that uses the
+        optimizer's own scratch."""
         self._lanes = [
             FragmentGroup(
                 index=wiring.rank,
@@ -146,8 +156,8 @@ class Sharing:
         ]
 
     def _timed(self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]) -> Callable[..., Wait]:
-        """Returns a function that starts the named collective over the TP ranks and returns a function that
-        waits for it; both are timed as exchanges."""
+        """Returns a function that starts the named collective over the TP ranks, and whose result is a
+        function that waits for the collective. Both are timed as exchanges."""
         timer, watcher = self._wiring.timer, self._wiring.watcher
 
         def begin(*tensors: torch.Tensor) -> Wait:
@@ -158,9 +168,9 @@ class Sharing:
 
             def wait() -> None:
                 with timer.phase("exchange"):
-                    late = span.end is None
+                    in_flight = span.end is None
                     work.wait()
-                    if late:
+                    if in_flight:
                         watcher.waited(span)
 
             return wait
@@ -169,53 +179,55 @@ class Sharing:
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of the scratch for gradients that an optimizer cannot read in Megatron's buffer."""
+        """The bytes of the scratch for gradients that the optimizer cannot read in Megatron's buffer."""
         return self._scratch.nbytes
 
     @torch.no_grad()
     def update(self, scale: float) -> None:
-        """Updates all matrices in Gram form, interleaved in the order of `planner.order.turns`, and writes
-        their weights, except for matrices that are left to `update_alone`. Collective over the TP ranks."""
+        """Updates the matrices in Gram form, interleaved in the order of `planner.order.turns`, and writes
+        their weights. Matrices that cannot be updated in this form are left to `update_alone`. Collective
+        over the TP ranks."""
         running: dict[int, Turns[None]] = {}
         pending: dict[int, Sequence[Wait] | None] = {}
         for place, part in turns(self._parts):
             shared, last = self.matrices[place], part + 1 == self._parts[place]
             with self._wiring.timer.phase("matrix_update"):
                 if part == 0:
-                    running[place] = shared.together(scale, self._lanes[place % LANES])
+                    running[place] = shared.update_together(scale, self._lanes[place % LANES])
                 for wait in pending.get(place) or ():
                     wait()
                 pending[place] = next(running[place], None)
             if not last:
                 continue
             assert pending[place] is None, "the plan is for another optimizer: the update has more parts than planned"
-            if not shared.needs_alone:
+            if not shared.needs_update_alone:
                 with self._wiring.timer.phase("exchange"):
                     shared.publish()
 
     @torch.no_grad()
     def update_alone(self, scale: float) -> None:
-        """Updates the matrices with `needs_alone` in standard form, one after another. Collective over the TP
-        ranks, all of which have the same matrices to update."""
-        remaining = [shared for shared in self.matrices if shared.needs_alone]
+        """Updates the matrices with `needs_update_alone`, which are the same on all TP ranks, in standard
+        form, one after another. Collective over the TP ranks."""
+        remaining = [shared for shared in self.matrices if shared.needs_update_alone]
         if not remaining:
             return
         group, on_host = self._wiring.tp_group, self._wiring.device.type == "cpu"
         with self._wiring.timer.phase("matrix_update"):
             for shared in remaining:
-                shared.alone(scale, group)
+                shared.update_alone(scale, group)
             # As for a hosted matrix, the sum of the master is finite only if all elements are.
             sums = torch.stack([shared.master.detach().sum() for shared in remaining])
         with self._wiring.timer.phase("exchange"):
             torch.distributed.all_reduce(sums, group=group)
             places = [self._places[shared.matrix.index] for shared in remaining]
             self._sums[torch.tensor(places, device=sums.device)] = sums
-            writes = joined_writes([(place, shared.write()) for place, shared in enumerate(remaining)])
+            writes = join_writes([(place, shared.write()) for place, shared in enumerate(remaining)])
             write_finite(writes, sums, on_host=on_host)
 
     def fallbacks(self) -> torch.Tensor:
         """Returns the number of updates of the last step that were skipped or not finite: (1,), on the
-        device. All TP ranks have the same number, so only TP rank 0 returns it; the other ranks return 0."""
+        device. The number is the same on all TP ranks, so only TP rank 0 returns it; the other ranks return
+        0."""
         count = skipped_updates((self,), self._wiring.device) + self._sums.isfinite().logical_not().sum()
         return count if self._wiring.rank == 0 else torch.zeros_like(count)
 
@@ -224,7 +236,7 @@ class Sharing:
         """Restores the previous weights of matrices whose last update was not finite, and resets their
         optimizer state. No communication is needed, because every rank has its fragment of the previous
         weight. The host waits for the device."""
-        settle((self,), masters)
+        distrust_skipped((self,), masters)
         for shared, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
             if math.isfinite(total):
                 continue

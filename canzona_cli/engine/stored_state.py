@@ -1,5 +1,5 @@
-"""The names of optimizer state in Megatron's checkpoints, and the number of steps saved there. This module
-does not import Megatron."""
+"""The names of optimizer state in Megatron's checkpoints, and the number of steps that a checkpoint stores.
+This module does not import Megatron."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -9,15 +9,18 @@ import torch
 SHARDING: Final = "fully_reshardable"
 """The format of AdamW's state that does not depend on ranks (`metadata["distrib_optim_sharding_type"]`)."""
 STATE: Final = "optimizer.state."
-"""The prefix of the keys of masters and state; a field and the key of the weight follow."""
+"""The prefix of the keys of masters and state. A field, such as `exp_avg`, and the key of the weight
+follow."""
 OURS: Final = "optimizer.canzona."
 """The prefix of the keys of state that only canzona's optimizers have."""
 MUONS_MASTER: Final = "fp32_param"
+"""The field of the masters of Megatron's Muon."""
 ADAMWS_MASTER: Final = "param"
+"""The field of the masters of Megatron's AdamW."""
 
 
 def stored_step(common: object) -> float | None:
-    """Returns the largest step count of any parameter group or parameter; None if there is no count.
+    """Returns the largest step count of any parameter group or parameter; None if no step count is stored.
 
     Args:
         common: The part of a checkpoint that all ranks read, or only its optimizers.

@@ -1,5 +1,5 @@
-"""The parts that move matrices between ranks: views of fragments, messages, a stream for packing them, and
-writes of weights."""
+"""The tools for moving matrices between ranks: views of fragments, messages, a stream for packing messages,
+and writes of weights."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,8 +28,9 @@ class Fragments:
     def __init__(self, model: ModelConfig, tp: int, rank: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._model, self.tp, self._rank, self._parameters = model, tp, rank, parameters
 
-    def uncut(self) -> "Fragments":
-        """Returns the views of matrices that tensor parallelism does not cut."""
+    def as_single_rank(self) -> "Fragments":
+        """Returns the views for matrices that tensor parallelism does not cut, as if this were the only TP
+        rank."""
         return Fragments(self._model, 1, 0, self._parameters)
 
     def gradient(self, matrix: Matrix) -> torch.Tensor:
@@ -37,38 +38,38 @@ class Fragments:
         owner."""
         main_grad: object = getattr(self._parameters[matrix.parameter], "main_grad", None)
         assert isinstance(main_grad, torch.Tensor)
-        return self.in_parameter(matrix, main_grad)
+        return self.view_in_parameter(matrix, main_grad)
 
     def weight(self, matrix: Matrix) -> torch.Tensor:
         """Returns a view of this rank's fragment of the weight."""
-        return self.in_parameter(matrix, self._parameters[matrix.parameter].detach())
+        return self.view_in_parameter(matrix, self._parameters[matrix.parameter].detach())
 
-    def in_parameter(self, matrix: Matrix, parameter: torch.Tensor) -> torch.Tensor:
+    def view_in_parameter(self, matrix: Matrix, parameter: torch.Tensor) -> torch.Tensor:
         """Returns a view of this rank's fragment of the matrix in `parameter`, 2-D or 3-D
         (`geometry.in_parameter`)."""
         view = geometry.in_parameter(matrix, self._model, self.tp)
         return parameter.view(view.shape)[view.index]
 
-    def in_whole(self, matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def view_in_whole(self, matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """Returns a view of TP rank `rank`'s fragment in the whole matrix (rows, columns), in the shape of
         `in_parameter`."""
         view = geometry.in_whole(matrix, self._model, self.tp, rank)
         return whole.view(view.shape)[view.index]
 
     def blocks(self, matrix: Matrix, *, whole: bool) -> Iterator[geometry.Block]:
-        """Locates a matrix, or this rank's fragment of it, in its parameter as a single TP rank would store
-        it."""
+        """Yields the positions of a matrix (`whole`), or of this rank's fragment of it, in the parameter as a
+        single TP rank would store it."""
         stored = geometry.stored_blocks(matrix.name, matrix.shape, self._model)
         held = stored if whole else geometry.matrix_blocks(matrix, self._model, tp=self.tp, rank=self._rank)
         return geometry.in_whole_parameter(matrix, held, self._model)
 
 
-class Aside:
+class SideStream:
     """A stream for work that overlaps with later work on the current stream. On a device without streams, the
     work is done immediately.
 
-    `record_stream` is not needed: the buffers that are used within `work` are allocated at set-up and never
-    freed, and tensors that are created within `work` are used and freed within `work`.
+    `record_stream` is not needed: the buffers that are used in a block of `work` are allocated at set-up and
+    never freed, and tensors that are created in a block are used and freed in the same block.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,8 +95,8 @@ class Aside:
 
 
 SETS = 2
-"""The number of buffer sets for each direction. While group i is updated, gradients of group i + 1 are
-received and weights of group i - 1 are sent, so two sets of each direction are in use."""
+"""The number of buffer sets for each direction, gradients or weights. While group i is updated, gradients of
+group i + 1 are received and weights of group i - 1 are sent, so two sets of each direction are in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,8 @@ class Messages:
 
     @classmethod
     def for_routes(cls, routes: Sequence[Route], dtype: torch.dtype, device: torch.device) -> "Messages":
-        """Allocates buffers large enough for every route; of size 0 if nothing is sent or received."""
+        """Allocates buffers that are large enough for each of the routes. A buffer is empty if no route needs
+        it."""
         sent = max((route.sent for route in routes), default=0)
         received = max((route.received for route in routes), default=0)
         sets = min(SETS, len(routes))
@@ -128,7 +130,7 @@ class Messages:
 class AllToAll:
     """An all-to-all of one micro-group over the TP ranks, in one set of the message buffers.
 
-    `send` (route.sent,) and `receive` (route.received,) are views of the start of that set; both are empty if
+    `send` (route.sent,) and `receive` (route.received,) are views of that set's buffers; both are empty if
     there are no buffers.
 
     Args:
@@ -164,20 +166,20 @@ class AllToAll:
         return self._work
 
     def wait(self) -> None:
-        """Waits until everything has arrived (on a GPU: the current stream waits, the host does not)."""
+        """Waits until the message has arrived. On a GPU the current stream waits, not the host."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
 
 MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
-"""A function that makes the optimizer of some matrices, given the matrices and their masters (whole matrices
+"""A function that creates the optimizer of some matrices from the matrices and their masters (whole matrices
 or fragments)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """The parts that are shared by all classes that update matrices on one rank."""
+    """The objects that all classes that update matrices on one rank share."""
 
     fragments: Fragments
     rank: int
@@ -186,7 +188,7 @@ class Wiring:
     """The group of TP ranks; None with one TP rank, where nothing is communicated."""
     timer: PhaseTimer
     watcher: Watcher
-    aside: Aside
+    side_stream: SideStream
     """The stream on which messages are packed and received weights are written."""
     device: torch.device
     masters: Mapping[int, torch.nn.Parameter]
@@ -194,9 +196,9 @@ class Wiring:
     of shared matrices."""
     make_optimizer: MakeOptimizer
 
-    def alone(self) -> "Wiring":
-        """Returns the wiring for matrices that this rank stores whole, without communication."""
-        return replace(self, fragments=self.fragments.uncut(), rank=0, tp_group=None)
+    def as_single_rank(self) -> "Wiring":
+        """Returns the wiring for matrices that this rank stores whole, which need no communication."""
+        return replace(self, fragments=self.fragments.as_single_rank(), rank=0, tp_group=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,13 +227,13 @@ class Write:
     target: torch.Tensor
     source: torch.Tensor
     rounded: torch.Tensor
-    """Scratch of the shape and dtype of `target`, used if `source` has another dtype: `torch.where` of two
-    dtypes would compute in the wider dtype and allocate memory."""
+    """Scratch of the shape and dtype of `target`, used if `source` has another dtype, because `torch.where`
+    of two dtypes would compute in the wider dtype and allocate memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Writes:
-    """The writes of fragments of one shape that are evenly spaced. All tensors are (count, *shape)."""
+    """The writes of evenly spaced fragments of one shape, joined. All tensors are (count, *shape)."""
 
     flags: slice
     """The indices of the fragments' flags."""
@@ -240,23 +242,26 @@ class Writes:
     rounded: torch.Tensor
 
 
-def joined_copies(copies: Sequence[Copy]) -> list[Copy]:
-    """Joins copies of evenly spaced tensors into copies of (count, *shape)."""
+def join_copies(copies: Sequence[Copy]) -> list[Copy]:
+    """Joins copies whose sources and whose targets are evenly spaced into copies of tensors (count,
+    *shape)."""
     merged: list[Copy] = []
-    for alike in by_key(copies, lambda copy: (copy.target.shape, copy.target.dtype, copy.source.dtype)):
+    for alike in group_by_key(copies, lambda copy: (copy.target.shape, copy.target.dtype, copy.source.dtype)):
         targets, sources = [copy.target for copy in alike], [copy.source for copy in alike]
         merged += [Copy(view_run(targets[run]), view_run(sources[run])) for run in runs(targets, sources)]
     return merged
 
 
-def joined_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
-    """Joins writes whose fragments and flags are both evenly spaced.
+def join_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
+    """Joins writes whose fragments and flags are evenly spaced.
 
     Args:
-        writes: (index of the flag, write) pairs.
+        writes: pairs of the index of a flag and a write.
     """
     merged: list[Writes] = []
-    for alike in by_key(writes, lambda write: (write[1].target.shape, write[1].target.dtype, write[1].source.dtype)):
+    for alike in group_by_key(
+        writes, lambda write: (write[1].target.shape, write[1].target.dtype, write[1].source.dtype)
+    ):
         places = [place for place, _ in alike]
         targets, sources, rounded = ([getattr(write, name) for _, write in alike] for name in Write.__slots__)
         for run in runs(places, targets, sources, rounded):
@@ -273,8 +278,8 @@ def joined_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
     return merged
 
 
-def by_key[T](items: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
-    """Returns lists of the items with equal keys, in order."""
+def group_by_key[T](items: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
+    """Returns lists of the items with equal keys, in the order of each key's first item."""
     alike: dict[Hashable, list[T]] = {}
     for item in items:
         alike.setdefault(key(item), []).append(item)
@@ -282,27 +287,27 @@ def by_key[T](items: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list
 
 
 def write_finite(writes: Sequence[Writes], flags: torch.Tensor, *, on_host: bool) -> None:
-    """Performs the writes whose flag is finite; the targets of the other writes stay unchanged.
+    """Writes the fragments whose flag is finite; other targets stay unchanged.
 
     Args:
-        flags: (flags,), a number for each fragment.
+        flags: a number for each fragment: (count,).
         on_host: True if the flags are in host memory. Otherwise the device decides, and the host does not
             wait.
     """
-    good = torch.isfinite(flags)
+    all_finite = torch.isfinite(flags)
     if on_host:
-        finite: list[bool] = good.tolist()
+        finite: list[bool] = all_finite.tolist()
         for write in writes:
             if all(finite[write.flags]):
                 write.target.copy_(write.source)
                 continue
-            for each, target, source in zip(finite[write.flags], write.target, write.source, strict=True):
-                if each:
+            for is_finite, target, source in zip(finite[write.flags], write.target, write.source, strict=True):
+                if is_finite:
                     target.copy_(source)
         return
     for write in writes:
         source = write.source
         if source.dtype is not write.target.dtype:
             source = write.rounded.copy_(source)
-        each_good = good[write.flags].view(-1, *(1 for _ in source.shape[1:]))
-        torch.where(each_good, source, write.target, out=write.target)
+        mask = all_finite[write.flags].view(-1, *(1 for _ in source.shape[1:]))
+        torch.where(mask, source, write.target, out=write.target)

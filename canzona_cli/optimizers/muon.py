@@ -120,7 +120,7 @@ class Muon(MatrixOptimizer):
                 rounding error is too large (`gram_form`) is repeated in standard form, and the matrix's next
                 `STANDARD_STEPS` updates are in standard form. On CUDA, where the host does not wait for the
                 estimate, the weight only decays in that step, and the next updates are in standard form once
-                `settle` is called.
+                `distrust_skipped` is called.
             on_fallback: Called, on CPUs, when an update was repeated in standard form.
             graph: On CUDA, capture the update of all matrices of a parameter group as a CUDA graph and replay
                 it (`graphs`), except while one of them is in standard form after an untrusted update.
@@ -206,7 +206,7 @@ class Muon(MatrixOptimizer):
         return self.stack.get((rows, cols), 1)
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
-        x = self.workspace.get("muon_x", p.shape, self._type(p), p.device)
+        x = self.workspace.get("muon_x", p.shape, self._iterate_dtype(p), p.device)
         run = Run.from_matrix(p)
         norm = self._direction(run, group["momentum"], x, side=min(p.shape))
         x = self._orthogonalise(x, [p], [norm], group)
@@ -217,7 +217,7 @@ class Muon(MatrixOptimizer):
         elementwise passes run by run."""
         first = matrices[0]
         self._reserve(first, len(matrices))
-        x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._type(first), first.device)
+        x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._iterate_dtype(first), first.device)
         stack_runs = list(Run.from_matrices(matrices))
         norms = [
             self._direction(run, group["momentum"], direction, side=min(first.shape))
@@ -330,7 +330,7 @@ class Muon(MatrixOptimizer):
             return None
         return torch.stack(list(self._trusted.values())).logical_not().sum()
 
-    def settle(self) -> list[torch.Tensor]:
+    def distrust_skipped(self) -> list[torch.Tensor]:
         """Switches matrices whose last update was skipped to standard form for the next `STANDARD_STEPS`
         updates. The host waits for the device.
 
@@ -358,7 +358,7 @@ class Muon(MatrixOptimizer):
             return "standard"
         return self.form if isinstance(self.form, str) else self.form[p.size(0), p.size(1)]
 
-    def _type(self, p: torch.Tensor) -> torch.dtype:
+    def _iterate_dtype(self, p: torch.Tensor) -> torch.dtype:
         """Returns the dtype of the iterate X of `p`."""
         return self.dtype if self._form(p) == "gram" else self._standard
 

@@ -28,7 +28,7 @@ class SharedMuon(muon.Muon):
         """Updates a fragment in Gram form, together with the ranks that have the other fragments. Collective.
 
         On a CPU, an untrusted update is skipped. On CUDA, the weight only decays in that step, as for whole
-        matrices, and `settle` switches the next updates to standard form.
+        matrices, and `distrust_skipped` switches the next updates to standard form.
 
         Args:
             p: The fragment's weights, and in `p.grad` the gradient, both fp32. The gradient is read in the

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from canzona_cli.checkpoint.manifest import Shard
 from canzona_cli.checkpoint.snapshot import Snapshots
 from canzona_cli.config.schema import Layout, Reduction, RunConfig
-from canzona_cli.engine.wire import Aside
+from canzona_cli.engine.wire import SideStream
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.timers import CONNECTIONS, StepTiming
@@ -71,7 +71,7 @@ class Stood:
     """Waits of the computing stream with products between them and the first use of what was waited for."""
     waiting: dict[str, set[str]]
     """By stream: the collectives it was told to wait for."""
-    aside: list[str]
+    side_stream: list[str]
     """Operations on the stream beside."""
     timings: list[StepTiming]
     timelines: list[StepTimeline]
@@ -108,7 +108,7 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
         waiting: dict[str, set[str]] = {}
         for wait in record.waits:
             waiting.setdefault(wait.stream, set()).add(wait.collective.name.removeprefix("c10d::"))
-        beside = engine_of(trainee).matrices.groups[0]._wiring.aside._stream.name  # type: ignore[attr-defined]
+        beside = engine_of(trainee).matrices.groups[0]._wiring.side_stream._stream.name  # type: ignore[attr-defined]
         aside = [found.name for found in record.operations if found.stream == beside]
         timings, timelines = list(timer.timings()), timer.timelines()
         pinned = record.pinned
@@ -121,7 +121,7 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
         finish_gathering(trainee)
         held, unordered = weights(trainee), len(record.races)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Aside, "join", lambda self: None)
+            patched.setattr(SideStream, "join", lambda self: None)
             train_step(trainee, stream)
             trainee.chunks[0].zero_grad_buffer()
         return Stood(
@@ -134,7 +134,7 @@ def _steps(config: RunConfig, layout: Layout) -> Stood:
             unordered=record.races[unordered:],
             early=early,
             waiting={("beside" if name == beside else name): found for name, found in waiting.items()},
-            aside=aside,
+            side_stream=aside,
             timings=timings,
             timelines=timelines,
             pinned=pinned,
@@ -218,7 +218,7 @@ def test_nothing_that_shares_memory_is_left_in_any_order(stood: list[Stood]) -> 
         # The check can fail: without the streams' meeting, the next step writes what is still being read.
         assert rank.unordered
         # And there was something to check.
-        assert {"aten::copy_", "aten::where"} <= set(rank.aside)
+        assert {"aten::copy_", "aten::where"} <= set(rank.side_stream)
 
 
 def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody() -> None:

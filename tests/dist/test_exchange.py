@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from canzona_cli.engine.hosted import HostedGroup
-from canzona_cli.engine.wire import AllToAll, Aside, Fragments, Messages, Wiring
+from canzona_cli.engine.wire import AllToAll, Fragments, Messages, SideStream, Wiring
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer, watcher_for
 from canzona_cli.model.matrices import Matrix
@@ -104,7 +104,7 @@ def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
         for matrix in members:
             if own in matrix.holders(tp):
                 # Weights start at zero; gradients are the numbers of `whole`.
-                gradient = empty.in_whole(matrix, whole(matrix), own).clone()
+                gradient = empty.view_in_whole(matrix, whole(matrix), own).clone()
                 parameter = torch.nn.Parameter(torch.zeros_like(gradient, dtype=torch.bfloat16))
                 parameter.main_grad = gradient  # type: ignore[attr-defined]
                 parameters[matrix.parameter] = parameter
@@ -115,7 +115,7 @@ def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
             tp_group=torch.distributed.group.WORLD,
             timer=PhaseTimer(CPU),
             watcher=watcher_for(CPU),
-            aside=Aside(CPU),
+            side_stream=SideStream(CPU),
             device=CPU,
             masters={m.index: torch.nn.Parameter(torch.zeros(m.rows, m.cols)) for m in hosted},
             make_optimizer=lambda _, masters: torch.optim.SGD(masters, lr=1.0),
@@ -136,7 +136,7 @@ def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
             group.send_weights()
             group.receive_weights()
         # A step of SGD from zero: every rank has its part of minus the gradient.
-        wanted = {m.parameter: empty.in_whole(m, -whole(m), own) for m in members if m.parameter in parameters}
+        wanted = {m.parameter: empty.view_in_whole(m, -whole(m), own) for m in members if m.parameter in parameters}
         return sent, [torch.equal(parameters[name].float(), part) for name, part in wanted.items()]
 
     moved = group_traffic(members, hosts, tp)

@@ -216,7 +216,7 @@ def _record_fragments(trainee: Trainee) -> _Recorded:
 
     def keep(p: torch.Tensor) -> None:
         matrix, whole = matrices[p], torch.zeros(matrices[p].shape)
-        place = places.in_whole(matrix, whole, world.tp_rank)
+        place = places.view_in_whole(matrix, whole, world.tp_rank)
         assert p.grad is not None
         place.copy_(p.grad.view(place.shape))
         recorded[_hugging_face_name(matrix)].append(whole.numpy())

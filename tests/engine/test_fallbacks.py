@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from canzona_cli.engine.masters import Fallbacks, settle, skipped_updates
+from canzona_cli.engine.masters import Fallbacks, distrust_skipped, skipped_updates
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.optimizers.muon import Muon
@@ -86,7 +86,7 @@ def test_what_was_left_out_without_waiting_is_counted_named_and_standard_from_th
     optimizer.step()
     assert skipped_updates(groups, torch.device("cpu")).tolist() == [len(MATRICES)]
     with caplog.at_level(logging.WARNING):
-        settle(groups, masters)
+        distrust_skipped(groups, masters)
     assert [message.partition(":")[0] for message in caplog.messages] == [matrix.name for matrix in MATRICES]
     assert skipped_updates(groups, torch.device("cpu")).tolist() == [0]
     for old, master in zip(before, masters.values(), strict=True):

@@ -92,7 +92,7 @@ def test_fragments_of_all_ranks_make_the_canonical_matrix(splitting: Splitting, 
         put_together = torch.full((matrix.rows, matrix.cols), -1.0)
         for rank in matrix.holders(tp):
             fragments = ranks[rank][0]
-            view = fragments.in_whole(matrix, put_together, rank)
+            view = fragments.view_in_whole(matrix, put_together, rank)
             assert view.numel() == matrix.held_elements(tp)
             view.copy_(fragments.weight(matrix))
         assert torch.equal(put_together, _expected(matrix, whole, SHAPE)), matrix.name
@@ -112,7 +112,7 @@ def test_a_written_matrix_is_what_megatron_would_store(splitting: Splitting, tp:
             fragments, parameters = ranks[rank]
             view = fragments.weight(matrix)
             assert view.untyped_storage().data_ptr() == parameters[matrix.parameter].untyped_storage().data_ptr()
-            view.copy_(fragments.in_whole(matrix, new, rank))
+            view.copy_(fragments.view_in_whole(matrix, new, rank))
     for rank, (_, parameters) in enumerate(ranks):
         for name, value in _stored(whole, SHAPE, tp, rank).items():
             assert torch.equal(parameters[name], value), (name, rank)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from canzona_cli.engine.wire import Copy, Write, joined_copies, joined_writes, write_finite
+from canzona_cli.engine.wire import Copy, Write, join_copies, join_writes, write_finite
 from tests.cuda_stand_in import cuda_stand_in
 
 
@@ -18,7 +18,7 @@ def test_weights_are_written_where_they_are_finite_without_waiting_and_without_m
     ]
     flags = torch.stack([source.float().sum() for source in sources])
     with cuda_stand_in() as record:
-        write_finite(joined_writes(writes), flags, on_host=False)
+        write_finite(join_writes(writes), flags, on_host=False)
     assert record.host_reads == record.host_waits == []
     assert max(record.made_bytes) < rounded.nbytes
     # 1.001 rounds to 1 in bf16.
@@ -32,7 +32,7 @@ def test_each_weight_has_the_flag_at_its_own_place() -> None:
     writes = [
         (place, Write(target=targets[place], source=sources[place], rounded=targets[place])) for place in (2, 0, 1)
     ]
-    write_finite(joined_writes(writes), torch.tensor([1.0, torch.inf, 3.0]), on_host=True)
+    write_finite(join_writes(writes), torch.tensor([1.0, torch.inf, 3.0]), on_host=True)
     assert [set(target.flatten().tolist()) for target in targets] == [{1.0}, {0.0}, {3.0}]
 
 
@@ -51,7 +51,7 @@ def test_experts_are_written_together_but_judged_one_by_one(on_host: bool, broke
         (2 * place, Write(target=targets[place, 1], source=sources[place], rounded=rounded[place]))
         for place in range(8)
     ]
-    [together] = joined_writes(writes)
+    [together] = join_writes(writes)
     write_finite([together], flags, on_host=on_host)
     assert not targets[:, 0].any()
     assert [float(target.sum()) for target in targets[:, 1]] == [0.0 if place in broken else 30.0 for place in range(8)]
@@ -65,7 +65,7 @@ def test_copies_of_two_shapes_in_turn_are_two() -> None:
         Copy(target.view(2, -1), source.view(2, -1))
         for target, source in zip(message.split(parts), buffer.split(parts), strict=True)  # type: ignore[no-untyped-call]
     ]
-    together = joined_copies(copies)
+    together = join_copies(copies)
     assert [tuple(copy.target.shape) for copy in together] == [(4, 2, 3), (4, 2, 5)]
     for copy in together:
         copy.run(0.5)

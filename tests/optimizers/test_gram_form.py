@@ -336,7 +336,7 @@ def test_where_nobody_waits_a_doubted_update_is_left_out(monkeypatch: pytest.Mon
     doubted = optimizer.untrusted_count()
     assert doubted is not None
     assert doubted.item() == 2
-    assert [id(one) for one in optimizer.settle()] == [id(p), id(q)]
+    assert [id(one) for one in optimizer.distrust_skipped()] == [id(p), id(q)]
     twin = torch.nn.Parameter(p.detach().clone())
     other = Muon([twin], 0.02)
     other.state[twin] = {"momentum_buffer": optimizer.state[p]["momentum_buffer"].clone()}
@@ -396,7 +396,7 @@ def test_zeros_are_no_reason_for_doubt(stack: bool, on_device: bool, monkeypatch
     params[1].grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     optimizer.step()
     assert told == []
-    assert optimizer.settle() == []
+    assert optimizer.distrust_skipped() == []
     assert not any(optimizer.is_distrusted(p) for p in params)
     assert torch.equal(params[0].detach(), torch.ones(64, 128))
     assert not torch.equal(params[1].detach(), torch.ones(64, 128))

@@ -129,7 +129,7 @@ def test_what_is_left_out_is_left_out_of_replays(
             standards[graph] = sum(optimizer.is_distrusted(p) for p in optimizer.param_groups[0]["params"])
             doubted = optimizer.untrusted_count()
             left_out = 0 if doubted is None else int(doubted)
-            verdicts[graph].append((left_out, len(optimizer.settle()) if left_out else 0))
+            verdicts[graph].append((left_out, len(optimizer.distrust_skipped()) if left_out else 0))
             captures[graph] = optimizer.captures
 
         doubts.zero_()
