@@ -22,7 +22,7 @@ from canzona_cli.checkpoint.verify import limit_problems, problem_of, read_manif
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import HeldFragment, MasterOptimizer
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
-from canzona_cli.megatron.holdings import gather_parameters, masters_to_model
+from canzona_cli.megatron.holdings import copy_masters_to_model, gather_parameters
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.model import Model, Trainee
 from canzona_cli.megatron.parallel import World, gather
@@ -79,7 +79,7 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
         states = reader.random_states(world.rank) if usable else {}
         if usable:
             check_random_states(states)
-    masters_to_model(trainee.optimizer)
+    copy_masters_to_model(trainee.optimizer)
     if isinstance(trainee.optimizer, CanzonaOptimizer):
         trainee.optimizer.matrices.publish()
     gather_parameters(trainee.chunks)

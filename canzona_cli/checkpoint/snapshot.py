@@ -24,7 +24,7 @@ from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import HeldFragment
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.megatron.holdings import Held, held
+from canzona_cli.megatron.holdings import MasterRange, megatron_masters
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import gather
 from canzona_cli.model.families import EMBEDDING
@@ -158,7 +158,7 @@ class HeldPiece:
     """A piece of a unit, and its position in a master that an optimizer holds on this rank."""
 
     piece: Piece
-    held: Held | HeldFragment
+    held: MasterRange | HeldFragment
     offset: int
     """The index of the piece's first element in the flattened master and state."""
 
@@ -166,7 +166,7 @@ class HeldPiece:
 def held_pieces(trainee: Trainee) -> list[HeldPiece]:
     """Lists everything that this rank updates as pieces of units, except the matrices that it hosts."""
     pieces, world, model = [], trainee.world, trainee.config.model
-    for item in held(trainee.optimizer, trainee.chunks):
+    for item in megatron_masters(trainee.optimizer, trainee.chunks):
         tp, rank = world.cut(item.parameter, model)
         for block in fragment_blocks(item.parameter, item.shape, model, tp=tp, rank=rank):
             first = block.row * block.cols

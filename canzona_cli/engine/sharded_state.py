@@ -31,7 +31,7 @@ from canzona_cli.engine.stored_state import (
     stored_step,
 )
 from canzona_cli.errors import Problem, Unsupported
-from canzona_cli.megatron.holdings import held
+from canzona_cli.megatron.holdings import megatron_masters
 from canzona_cli.megatron.matrix_buffers import TAG, global_parameters
 from canzona_cli.megatron.optimizer import muon_group
 from canzona_cli.megatron.parallel import gather
@@ -265,7 +265,7 @@ class ShardedState:
         if step is None:
             reason = "it does not contain the number of AdamW's steps"
             raise Unsupported(Problem(key="load", value="step", reason=reason, fix=_WEIGHTS_ALONE))
-        for item in held(self._adamw, self._chunks):
+        for item in megatron_masters(self._adamw, self._chunks):
             fields = entries["adamw"][item.parameter].items()
             parts = {field: tensor.view(-1)[item.start : item.end] for field, tensor in fields}
             if (master := parts.pop(ADAMWS_MASTER, None)) is not None:

@@ -16,7 +16,7 @@ from canzona_cli.engine.kernels import choose_kernels
 from canzona_cli.errors import EnvironmentProblem, Problem, Unsupported, refuse
 from canzona_cli.library.settings import Caller, run_config
 from canzona_cli.megatron import contract, owner_bucket_group
-from canzona_cli.megatron.model import bare
+from canzona_cli.megatron.model import unwrap
 from canzona_cli.megatron.optimizer import Overrides, adamw_part, wrap_planned
 from canzona_cli.megatron.parallel import World, kind_of, world_of
 from canzona_cli.megatron.timers import PhaseTimer
@@ -76,7 +76,7 @@ class Engine:
         caller = Caller(
             optimizer=self._megatron,
             ddp=ddp_config,
-            models=tuple(map(bare, chunks)),
+            models=tuple(map(unwrap, chunks)),
             groups=groups,
             device=kind_of(device),
         )
@@ -107,7 +107,7 @@ class Engine:
         """
         config, world, plan = self._parts
         assumed = config.cluster.grouped_collectives
-        if (contradiction := owner_bucket_group.contradiction(chunks, world, assumed=assumed)) is not None:
+        if (contradiction := owner_bucket_group.find_contradiction(chunks, world, assumed=assumed)) is not None:
             _LOG.warning(contradiction)
         built = build_engine(
             chunks,

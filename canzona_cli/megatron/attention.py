@@ -1,5 +1,5 @@
-"""Core attention of layers without Transformer Engine: causal, with grouped queries, and with sequences that
-are cut by context parallelism (cp).
+"""The core attention of layers without Transformer Engine: causal, for grouped queries, and for sequences
+that context parallelism (cp) cuts.
 
 Attention scores are not stored for the backward pass: torch's kernel stores the log-sum-exp of each row, and
 `attend` recomputes them. Megatron cuts a sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp
@@ -19,8 +19,8 @@ class CausalAttention(torch.nn.Module):
     """Causal attention that computes the same as Megatron's `DotProductAttention` without dropout, for any
     cp.
 
-    Keys and values of the whole sequence are gathered in one collective, and their gradients reduce-scattered
-    in one. A chunk of queries is multiplied only with the keys up to its end.
+    Keys and values of the whole sequence are gathered in one collective, and their gradients are
+    reduce-scattered in one. A chunk of queries is multiplied only with the keys up to the end of the chunk.
     """
 
     def __init__(
@@ -70,16 +70,24 @@ class CausalAttention(torch.nn.Module):
         )
 
     def _gather_sequence(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gathers keys and values of the whole sequence, in the order of positions: `[seq, batch, groups,
-        head_dim]` each. Collective over the cp ranks."""
+        """Gathers the keys and the values of the whole sequence, in the order of positions: each `[seq,
+        batch, groups, head_dim]`. Collective over the cp ranks."""
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._cp)
         first, second = both.unflatten(0, (self._cp.size(), 2, -1)).unbind(1)
         keys, values = torch.cat([first, second.flip(0)]).flatten(0, 1).chunk(2, dim=-1)
         return keys, values
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Computes causal attention: the last query attends to all keys, the query before it to all but the
-        last key, and so on."""
+        """Computes causal attention: the last query attends to all keys, the query before the last to all but
+        the last key, and so on.
+
+        Args:
+            query: `[queries, batch, heads, head_dim]`.
+            key, value: `[keys, batch, groups, head_dim]`.
+
+        Returns:
+            `[queries, batch, heads * head_dim]`.
+        """
         if _on_cpu(query):
             scale = query.size(-1) ** -0.5 if self._scale is None else self._scale
             return attend(query, key, value, scale).flatten(2)
@@ -90,7 +98,7 @@ class CausalAttention(torch.nn.Module):
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
-            attn_mask=None if len(query) == len(key) else _lower_right(len(query), len(key)),
+            attn_mask=None if len(query) == len(key) else _causal_mask(len(query), len(key)),
             is_causal=len(query) == len(key),
             scale=self._scale,
             enable_gqa=query.size(2) != key.size(2),
@@ -98,7 +106,8 @@ class CausalAttention(torch.nn.Module):
         return context.permute(2, 0, 1, 3).flatten(2)
 
 
-def _lower_right(queries: int, keys: int) -> torch.Tensor:
+def _causal_mask(queries: int, keys: int) -> torch.Tensor:
+    """Returns the mask with which the last query attends to all keys."""
     from torch.nn.attention.bias import causal_lower_right  # its import loads torch's compiler
 
     return causal_lower_right(queries, keys)
@@ -110,7 +119,7 @@ def _on_cpu(query: torch.Tensor) -> bool:
 
 def _kernel_knows_groups(query: torch.Tensor) -> bool:
     """Returns True if torch's kernel supports grouped queries. In fp32 on GPUs, the only kernel that does not
-    store scores is memory-efficient attention, which does not support them."""
+    store scores is memory-efficient attention, which does not support grouped queries."""
     return not (query.is_cuda and query.dtype is torch.float32)
 
 
@@ -122,8 +131,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     """Computes causal attention on a CPU, multiplying each block of queries only with the keys that it
     attends to.
 
-    The last query attends to all keys, the query before it to all but the last key, and so on. torch's own
-    kernel computes in fp32 on CPUs. In bf16, with heads of 32 to 64 at 256 to 2,048 tokens, this function
+    The last query attends to all keys, the query before the last to all but the last key, and so on. torch's
+    own kernel computes in fp32 on CPUs. In bf16, with heads of 32 to 64 at 256 to 2,048 tokens, this function
     took 0.35 to 0.65 of that kernel's time for forward and backward (one thread, AVX512-BF16).
 
     Args:
@@ -134,14 +143,14 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     Returns:
         `[queries, batch, heads, head_dim]`.
     """
-    attended = _Blocks.apply(query, key, value, scale)
+    attended = _BlockwiseAttention.apply(query, key, value, scale)
     assert isinstance(attended, torch.Tensor)
     return attended
 
 
-class _Blocks(torch.autograd.Function):
-    """The autograd function of `attend`. The heads of a group are stacked, so that every matmul is batched
-    over batch * groups matrices."""
+class _BlockwiseAttention(torch.autograd.Function):
+    """The autograd function of `attend`. The heads of a group are stacked, so that every matmul is a batch of
+    batch * groups matmuls."""
 
     @staticmethod
     def forward(
@@ -152,7 +161,7 @@ class _Blocks(torch.autograd.Function):
         keys, values = _stack_keys(key), _stack_keys(value)
         context = torch.empty_like(query)
         for first, last, end in _blocks(query, key):
-            weights = _weights(_stack_queries(query[first:last], keys), keys[:, :end], last - first, scale)
+            weights = _attention_weights(_stack_queries(query[first:last], keys), keys[:, :end], last - first, scale)
             context[first:last] = _unstack_queries(torch.bmm(weights, values[:, :end]), query[first:last])
         return context
 
@@ -164,7 +173,7 @@ class _Blocks(torch.autograd.Function):
         grad_query, grad_keys, grad_values = torch.empty_like(query), torch.zeros_like(keys), torch.zeros_like(values)
         for first, last, end in _blocks(query, key):
             queries, grads = _stack_queries(query[first:last], keys), _stack_queries(grad[first:last], keys)
-            weights = _weights(queries, keys[:, :end], last - first, scale)
+            weights = _attention_weights(queries, keys[:, :end], last - first, scale)
             grad_values[:, :end].baddbmm_(weights.mT, grads)
             grad_weights = torch.bmm(grads, values[:, :end].mT)
             grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
@@ -175,19 +184,26 @@ class _Blocks(torch.autograd.Function):
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Returns (first query, end, number of keys that the last query attends to) for each block of queries."""
+    """Returns three numbers for each block of queries: the index of its first query, the index after its last
+    query, and the number of keys that its last query attends to."""
     count, _, heads, _ = query.shape
     size = max(32, min(_QUERIES, _SCORES // (query.size(1) * heads * len(key))))
     ends = [min(first + size, count) for first in range(0, count, size)]
     return [(first, last, last + len(key) - count) for first, last in zip(range(0, count, size), ends, strict=True)]
 
 
-def _weights(queries: torch.Tensor, keys: torch.Tensor, block: int, scale: float) -> torch.Tensor:
+def _attention_weights(queries: torch.Tensor, keys: torch.Tensor, block: int, scale: float) -> torch.Tensor:
     """Returns the attention weights of a block of queries: `[batch * groups, heads of a group * block,
-    keys]`."""
-    unseen = torch.full((block, keys.size(1)), float("-inf"), dtype=keys.dtype).triu(keys.size(1) - block + 1)
-    masked = unseen.repeat(queries.size(1) // block, 1)
-    return torch.softmax(torch.baddbmm(masked, queries, keys.mT, alpha=scale), dim=-1)
+    keys]`.
+
+    Args:
+        queries: stacked, `[batch * groups, heads of a group * block, head_dim]`.
+        keys: stacked, `[batch * groups, keys, head_dim]`, up to the last key that the block attends to.
+        block: the number of queries in the block.
+    """
+    mask = torch.full((block, keys.size(1)), float("-inf"), dtype=keys.dtype).triu(keys.size(1) - block + 1)
+    masks = mask.repeat(queries.size(1) // block, 1)
+    return torch.softmax(torch.baddbmm(masks, queries, keys.mT, alpha=scale), dim=-1)
 
 
 def _stack_keys(tensor: torch.Tensor) -> torch.Tensor:

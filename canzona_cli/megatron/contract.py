@@ -21,14 +21,15 @@ import yaml
 from canzona_cli.errors import Problem
 
 Check = Callable[[object], str | None]
-"""A check of the object that a name refers to. It returns how the object differs from what canzona expects;
-None if it does not."""
+"""A check of the object that a name refers to. It returns a description of how the object differs from
+canzona's expectation; None if it does not differ."""
 
 _WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.11 to 2.15"}
+"""The releases that canzona was written for, by package."""
 
 
 def exists(thing: object) -> str | None:
-    """Accepts any object, because canzona only relies on the name."""
+    """Accepts any object. Used where canzona relies only on the existence of the name."""
     return None
 
 
@@ -47,7 +48,7 @@ def accepts(*parameters: str) -> Check:
 
 
 def keeps(*attributes: str) -> Check:
-    """Returns a check that a class's constructor assigns these attributes of its instances."""
+    """Returns a check that a class's constructor assigns these attributes to the instance."""
 
     def check(thing: object) -> str | None:
         if not isinstance(thing, type):
@@ -74,7 +75,7 @@ def has(*members: str) -> Check:
 
 
 def says(*texts: str) -> Check:
-    """Returns a check that these tokens occur in the source code; quotes of strings are ignored."""
+    """Returns a check that these tokens occur in an object's source code; quotes of strings are ignored."""
 
     def check(thing: object) -> str | None:
         return _lacks("mention of", texts, {word.strip("'\"") for word in _tokens(thing)})
@@ -83,12 +84,12 @@ def says(*texts: str) -> Check:
 
 
 def reads(digest: str) -> Check:
-    """Returns a check that source code has this digest. It is for code that canzona replaces by a version
-    that must behave in the same way."""
+    """Returns a check that an object's source code has this digest. Used for code that canzona replaces by a
+    version that must behave in the same way."""
 
     def check(thing: object) -> str | None:
-        now = source_digest(thing)
-        return None if now == digest else f"its source has changed (digest {now})"
+        actual = source_digest(thing)
+        return None if actual == digest else f"its source has changed (digest {actual})"
 
     return check
 
@@ -100,7 +101,7 @@ def source_digest(code: Hashable) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """A property that canzona relies on."""
+    """A property of another package that canzona relies on, and its check."""
 
     name: str
     """The importable name, such as megatron.core.module.Class.method."""
@@ -110,18 +111,19 @@ class Pinned:
 
 
 def verify() -> list[Problem]:
-    """Returns a problem for each property that the installed packages lack; empty for the releases that
-    canzona was written for."""
+    """Returns a problem for each property of `PINNED` that the installed packages lack. There is none with
+    the releases that canzona was written for."""
     return [problem for pin in PINNED for problem in _broken(pin)]
 
 
 def verify_loop() -> list[Problem]:
-    """Returns a problem for each property that Megatron-LM's training lacks. Imports `megatron.training`,
-    which takes seconds."""
+    """Returns a problem for each property of `LOOP` that Megatron-LM's training lacks. Imports
+    `megatron.training`, which takes seconds."""
     return [problem for pin in LOOP for problem in _broken(pin)]
 
 
 def _broken(pin: Pinned) -> Iterator[Problem]:
+    """Yields a problem if the installed packages lack the property."""
     try:
         problem = pin.check(_resolve(pin.name))
     except (ImportError, AttributeError) as error:
@@ -152,6 +154,7 @@ def _resolve(name: str) -> object:
 
 
 def _lacks(kind: str, needed: tuple[str, ...], known: object) -> str | None:
+    """Describes which of the needed names are not known; None if all are."""
     missing = [name for name in needed if name not in known]  # type: ignore[operator]
     return f"it has no {kind} {', '.join(missing)}" if missing else None
 
@@ -172,7 +175,7 @@ def _tokens(code: Hashable) -> tuple[str, ...]:
 
 
 def _pinned(file: str) -> Iterator[Pinned]:
-    """Reads the entries of a file beside this module."""
+    """Reads the properties from a YAML file next to this module."""
     checks: dict[str, Callable[..., Check]] = {
         "accepts": accepts,
         "keeps": keeps,
@@ -180,14 +183,15 @@ def _pinned(file: str) -> Iterator[Pinned]:
         "says": says,
         "reads": reads,
     }
-    for room in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).values():
-        for entry in room:
+    for section in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).values():
+        for entry in section:
             name, relied_on = entry.pop("name"), entry.pop("relied_on")
             [check] = [checks[kind](*words) for kind, words in entry.items()] or [exists]
             yield Pinned(name=name, relied_on=relied_on, check=check)
 
 
 PINNED = tuple(_pinned("contract.yaml"))
+"""The properties of megatron-core and torch."""
 LOOP = tuple(_pinned("loop_contract.yaml"))
 """The properties of Megatron-LM's own training (`megatron.training`), which only `seams` relies on."""
 PROBLEMS = verify()

@@ -1,10 +1,9 @@
 """Runs Megatron-core on a machine without CUDA.
 
 Megatron-core asks `torch.cuda` for the device, streams and random state, and passes `'cuda'` where it creates
-tensors. On a machine without CUDA each of these calls raises. `install` replaces all of them by CPU versions,
-so that the same Megatron code runs over gloo; it raises if CUDA is available. Each replaced name is a
-`Replacement` and has a contract test (`tests/megatron/test_cpu_backend.py`) that runs the Megatron code that
-needs it.
+tensors. On a machine without CUDA each of these calls raises an error. `install` replaces all of them by CPU
+versions, so that the same Megatron code runs over gloo. Each replaced name is a `Replacement` and has a
+contract test (`tests/megatron/test_cpu_backend.py`) that runs the Megatron code that needs it.
 """
 
 import functools
@@ -19,7 +18,8 @@ CPU = torch.device("cpu")
 
 
 class CpuStream:
-    """A stream for the CPU, where work is done when a call returns, so waiting does nothing."""
+    """A stand-in for a CUDA stream. On a CPU, work is done when a call returns, so the methods that wait do
+    nothing."""
 
     def wait_event(self, event: object) -> None: ...
 
@@ -37,21 +37,23 @@ _STREAM = CpuStream()
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """The replacement for a name that Megatron-core uses and that does not work without CUDA."""
+    """The replacement of a name that Megatron-core uses and that does not work without CUDA."""
 
     owner: ModuleType | type
     name: str
     make: Callable[[Callable[..., object]], object]
-    """A function that makes the CPU version from the original."""
+    """A function that returns the CPU version, given the original."""
     used_by: str
-    """The Megatron-core code that needs it."""
+    """The Megatron-core code that needs the replacement."""
 
     @property
     def label(self) -> str:
+        """The name with its module or class, as `install` returns it."""
         return f"{self.owner.__name__}.{self.name}"
 
 
-def _always(value: object) -> Callable[[Callable[..., object]], Callable[..., object]]:
+def _returning(value: object) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Returns a `Replacement.make` whose CPU version ignores its arguments and returns `value`."""
     return lambda original: lambda *args, **kwargs: value
 
 
@@ -62,8 +64,8 @@ def _is_cuda(device: object) -> bool:
 
 
 def _factory_on_cpu(original: Callable[..., object]) -> Callable[..., object]:
-    """Wraps a tensor factory so that `device='cuda'` becomes the CPU and memory is never pinned. Other
-    arguments are passed on."""
+    """Wraps a function that creates tensors: the device `cuda` becomes the CPU, and memory is never pinned.
+    Other arguments are passed on."""
 
     @functools.wraps(original)
     def create(*args: object, **kwargs: object) -> object:
@@ -91,15 +93,15 @@ def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object
 
 
 def _counts_as_numpy(original: Callable[..., object]) -> Callable[..., object]:
-    """Wraps the function that copies token counts to the host. Megatron's function converts only GPU tensors
-    to numpy arrays; the wrapper also converts CPU tensors, because collectives do not accept tensors as
-    sizes."""
+    """Replaces the function that copies token counts to the host. Megatron's function converts only GPU
+    tensors to numpy arrays; the replacement converts CPU tensors, because collectives do not accept tensors
+    as sizes."""
 
     @functools.wraps(original)
-    def moved(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+    def counts_to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
-    return moved
+    return counts_to_host
 
 
 def _set_rng_state(original: Callable[..., object]) -> Callable[..., None]:
@@ -126,13 +128,14 @@ def _tensor_cuda(original: Callable[..., object]) -> Callable[..., torch.Tensor]
 
 
 def _replacements() -> tuple[Replacement, ...]:
+    """Returns all replacements. Imports the Megatron-core modules whose names are replaced."""
     import megatron.core.tensor_parallel.random as mcore_random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     cuda = torch.cuda
     table: tuple[tuple[ModuleType | type, str, Callable[[Callable[..., object]], object], str], ...] = (
-        (cuda, "current_device", _always(CPU), "every `device=torch.cuda.current_device()`"),
-        (cuda, "current_stream", _always(_STREAM), "distributed.param_and_grad_buffer"),
+        (cuda, "current_device", _returning(CPU), "every `device=torch.cuda.current_device()`"),
+        (cuda, "current_stream", _returning(_STREAM), "distributed.param_and_grad_buffer"),
         (
             dispatcher.MoEAlltoAllTokenDispatcher,
             "cuda_dtoh_stream",
@@ -161,16 +164,17 @@ def _replacements() -> tuple[Replacement, ...]:
 
 
 _originals: dict[str, Callable[..., object]] = {}
+"""The original of each replaced name, by `Replacement.label`, while the replacements are installed."""
 
 
 def install() -> Mapping[str, str]:
     """Replaces every name by its CPU version. Further calls have no effect.
 
     Returns:
-        The replaced names, each with the Megatron-core code that needs it.
+        The replaced names, each with the Megatron-core code that needs the replacement.
 
     Raises:
-        RuntimeError: CUDA is available, so replacing names would send GPU work to the CPU.
+        RuntimeError: CUDA is available, so the replacements would move GPU work to the CPU.
     """
     if torch.cuda.is_available():
         raise RuntimeError("the CPU backend must not be installed where CUDA is available")

@@ -27,8 +27,9 @@ def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
 
 
 def rms_norm(*, config: TransformerConfig, hidden_size: int, eps: float) -> torch.nn.RMSNorm:
-    """Creates torch's RMSNorm, because Megatron's wrapper of it rejects sequence parallelism. There, each TP
-    rank computes a partial gradient of the norm's weight; the mark makes Megatron sum them."""
+    """Creates a `torch.nn.RMSNorm`, because Megatron's wrapper of this class rejects sequence parallelism.
+    With sequence parallelism, each TP rank computes a partial gradient of the norm's weight; the attribute
+    `sequence_parallel` makes Megatron sum these gradients."""
     norm = torch.nn.RMSNorm(hidden_size, eps=eps)
     norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return norm

@@ -1,4 +1,5 @@
-"""The experts of a layer without Transformer Engine, and the count of the tokens that each expert gets.
+"""The experts of a layer without Transformer Engine, and a meter that counts the tokens that each expert
+gets.
 
 Megatron's own module without Transformer Engine, `SequentialMLP`, names and orders its weights differently
 from Transformer Engine's grouped layers. `GroupedExperts` has their names and order (all experts' fc1, then
@@ -20,7 +21,8 @@ from canzona_cli.config.schema import ModelConfig
 
 
 class GroupedExperts(torch.nn.Module):
-    """The experts of one layer that this rank holds: SwiGLU networks, each for its share of the tokens."""
+    """The experts of one layer that this rank holds: SwiGLU networks, each of which is applied to some of the
+    tokens."""
 
     def __init__(
         self,
@@ -38,15 +40,15 @@ class GroupedExperts(torch.nn.Module):
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Applies to each token its expert, and weights the result by the router's probability.
+        """Applies each token's expert to the token, and weights the result with the router's probability.
 
         Args:
             tokens: `[tokens, hidden]`, sorted by expert.
             tokens_per_expert: `[experts]`.
-            probs: `[tokens]`; they multiply the inner activations, as in Megatron.
+            probs: `[tokens]`, the factors of the inner activations, as in Megatron.
 
         Returns:
-            `[tokens, hidden]`, and no bias.
+            The results `[tokens, hidden]`, and None in place of a bias.
         """
         counts: list[int] = tokens_per_expert.tolist()
         gate, up = self.linear_fc1(tokens, counts).chunk(2, dim=-1)
@@ -56,8 +58,14 @@ class GroupedExperts(torch.nn.Module):
 
 
 class GroupedLinear(torch.nn.Module):
-    """Linear layers without bias, one for each expert, with the names of Transformer Engine's
-    `GroupedLinear`: `weight0`, `weight1` and so on."""
+    """Linear layers without bias, one for each expert. The weights have the names that Transformer Engine's
+    `GroupedLinear` uses: `weight0`, `weight1` and so on.
+
+    Args:
+        experts: the number of experts on this rank.
+        inputs, outputs: the features of a fragment of the layer on this rank.
+        cut: the dimension of the weights that tensor parallelism cuts.
+    """
 
     def __init__(self, experts: int, inputs: int, outputs: int, config: TransformerConfig, *, cut: int) -> None:
         super().__init__()
@@ -74,19 +82,23 @@ class GroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{expert}", weight)
 
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Multiplies each expert's tokens by its weight; an expert without tokens gets a gradient of zeros.
+        """Multiplies each expert's tokens by the expert's weight. The weight of an expert without tokens gets
+        a gradient of zeros.
 
         Args:
             tokens: `[tokens, inputs]`, sorted by expert.
             counts: The number of tokens of each expert.
+
+        Returns:
+            `[tokens, outputs]`.
         """
         parts = zip(torch.split(tokens, counts), self.parameters(), strict=True)
         return torch.cat([torch.nn.functional.linear(part, weight) for part, weight in parts])
 
 
 class RoutingMeter:
-    """The number of tokens that each expert of this rank's layers got in a step, and the step's balancing
-    losses."""
+    """A meter that counts, in each step, the tokens that each expert of this rank's layers gets, and adds up
+    the balancing losses."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module], model: ModelConfig, device: torch.device) -> None:
         self._tokens = torch.zeros(model.num_layers, model.num_experts, device=device)
@@ -103,7 +115,7 @@ class RoutingMeter:
             self._tokens[router.layer_number - 1] += outputs[1].sum(0)
 
     def take(self) -> torch.Tensor:
-        """Returns this rank's part of the step's record, and starts again at zero.
+        """Returns this rank's part of the step's counts and losses, and resets them to zero.
 
         Returns:
             `[layers, 1 + experts]`: each layer's balancing losses, added up over micro-batches, and its token

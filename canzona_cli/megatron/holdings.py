@@ -1,4 +1,4 @@
-"""The fp32 masters and optimizer state that Megatron's own optimizers hold on this rank, each with the part
+"""The fp32 masters and optimizer state that Megatron's own optimizers have on this rank, each with the part
 of a parameter that it belongs to."""
 
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -21,9 +21,9 @@ _HOLDERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimiz
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """The master and state of a range of consecutive elements of a parameter's fragment, which this rank
-    updates."""
+class MasterRange:
+    """The master and state that this rank has for a range of consecutive elements of a parameter's
+    fragment."""
 
     parameter: str
     """The parameter's name in the whole model."""
@@ -41,14 +41,14 @@ class Held:
 
     @property
     def state(self) -> MutableMapping[str, object]:
-        """The optimizer's state for the master. Before the first step it is an empty dict, and changes to
-        that dict are lost."""
+        """The optimizer's state for the master. Before the first step this is a new empty dict, and changes
+        to it have no effect."""
         state: MutableMapping[str, object] = self.inner.state.get(self.master, {})
         return state
 
     def replace_state(self, tensors: dict[str, torch.Tensor], step: float | None) -> None:
-        """Replaces the state of the master by `tensors`, each with as many elements as the master, and sets
-        its step count to `step` unless that is None.
+        """Replaces the state of the master by `tensors`, each of which has as many elements as the master,
+        and sets the step count to `step` unless it is None.
 
         torch's AdamW counts steps for each parameter; the fused versions of Transformer Engine and APEX count
         them for a parameter group.
@@ -70,14 +70,14 @@ class Held:
         return float(steps) if isinstance(steps, int | float) else None
 
 
-def held(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[Held]:
-    """Returns the masters and state that Megatron's own optimizers within `optimizer` hold on this rank.
-    canzona's optimizers are skipped."""
+def megatron_masters(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[MasterRange]:
+    """Returns the masters, with their state, that Megatron's own optimizers within `optimizer` have on this
+    rank. canzona's optimizers are skipped."""
     names = {parameter: name for name, parameter in global_parameters(chunks)}
-    return [item for leaf in _holders(optimizer) for item in _held_by(leaf, names)]
+    return [master for leaf in _holders(optimizer) for master in _masters_of(leaf, names)]
 
 
-def masters_to_model(optimizer: MegatronOptimizer) -> None:
+def copy_masters_to_model(optimizer: MegatronOptimizer) -> None:
     """Rounds the masters of Megatron's own optimizers into the model's parameters, or into this rank's part
     of the parameter buffers."""
     for leaf in _holders(optimizer):
@@ -94,8 +94,8 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Waits for the parameters that the last optimizer step started to gather, so that the next forward pass
-    does not have to."""
+    """Waits until the gathering of parameters that the last optimizer step started is complete. Without this
+    call, the next forward pass would wait."""
     if not chunks[0].ddp_config.overlap_param_gather:
         return  # the step has already waited
     for group in reversed(bucket_groups(chunks)):
@@ -103,8 +103,8 @@ def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """Yields the optimizers that a chained optimizer consists of, recursively; an optimizer that is not
-    chained yields itself."""
+    """Yields the optimizers that a chained optimizer consists of, recursively; for an optimizer that is not
+    chained, only the optimizer itself."""
     if isinstance(optimizer, ChainedOptimizer):
         for child in optimizer.chained_optimizers:
             yield from leaves(child)
@@ -113,16 +113,21 @@ def leaves(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
 
 
 def _holders(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """Yields Megatron's own optimizers that hold masters on this rank."""
+    """Yields Megatron's own optimizers that have masters on this rank."""
     return (leaf for leaf in leaves(optimizer) if isinstance(leaf, _HOLDERS) and not leaf.is_stub_optimizer)
 
 
-def _held_by(optimizer: MegatronOptimizer, names: dict[torch.nn.Parameter, str]) -> Iterator[Held]:
+def _masters_of(optimizer: MegatronOptimizer, names: dict[torch.nn.Parameter, str]) -> Iterator[MasterRange]:
+    """Yields the masters of one optimizer.
+
+    Args:
+        names: the parameters' names in the whole model.
+    """
     inner = optimizer.optimizer
     group_of = {id(param): group for group in inner.param_groups for param in group["params"]}
 
-    def item(param: torch.nn.Parameter, master: torch.Tensor, start: int) -> Held:
-        return Held(
+    def master_range(param: torch.nn.Parameter, master: torch.Tensor, start: int) -> MasterRange:
+        return MasterRange(
             parameter=names[param],
             shape=tuple(param.shape),
             start=start,
@@ -135,15 +140,15 @@ def _held_by(optimizer: MegatronOptimizer, names: dict[torch.nn.Parameter, str])
     if isinstance(optimizer, DistributedOptimizer):
         for param, (group, order) in optimizer.model_param_group_index_map.items():
             master = inner.param_groups[group]["params"][order]
-            yield item(param, master, optimizer._get_model_param_range_map(param)["param"].start)
+            yield master_range(param, master, optimizer._get_model_param_range_map(param)["param"].start)
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
         for params, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
             for param, master in zip(params, masters, strict=True):
-                yield item(param, master, 0)
+                yield master_range(param, master, 0)
         for params in optimizer.fp32_from_fp32_groups:
             for param in params:
-                yield item(param, param, 0)
+                yield master_range(param, param, 0)
     else:
         for group in inner.param_groups:
             for param in group["params"]:
-                yield item(param, param, 0)
+                yield master_range(param, param, 0)

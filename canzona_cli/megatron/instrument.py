@@ -1,4 +1,4 @@
-"""Times the phases of Megatron-core's step for the breakdown.
+"""Times the phases of a training step in Megatron-core, for the breakdown.
 
 Megatron's own timers synchronise the device at every start and stop, and do not time the parts of an update.
 canzona passes Megatron a timer object for the schedule, and wraps the methods that start communication or
@@ -44,18 +44,20 @@ _PHASE_OF_TIMER: dict[str, Phase] = {
 
 
 _INTERLEAVED: dict[str, Phase] = {"forward-backward": "pipeline"}
-"""The additional timer of an interleaved schedule, which waits for pipeline transfers outside of Megatron's
-other timers: the time of all passes that does not belong to another phase is attributed to `pipeline`."""
+"""The additional timer of an interleaved schedule. It spans all passes, so time within them that belongs to
+no other phase is attributed to `pipeline`: the schedule waits for transfers outside of Megatron's other
+timers."""
 
 
 def attach(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, timer: PhaseTimer, world: World
 ) -> None:
     """Makes `timer` time the schedule, gradient reduction, parameter gathering, and the updates of Megatron's
-    own optimizers with their TP communication.
+    own optimizers, including their TP communication.
 
     Args:
-        optimizer: One of Megatron's own optimizers; None for an optimizer that reports its phases to `timer`.
+        optimizer: One of Megatron's own optimizers; None for canzona's optimizer, which reports its phases to
+            `timer` itself.
     """
     get_model_config(chunks[0]).timers = MegatronTimers(timer, interleaved=len(chunks) > 1)
     watcher = watcher_for(timer.device)
@@ -69,21 +71,21 @@ def attach(
     if timer.device.type == "cuda":
         mark_dispatch_waits(chunks, timer)
     for group in bucket_groups(chunks):
-        _Communication(group, timer, watcher, what="grad", phase="grad_reduce")
-        _Communication(group, timer, watcher, what="param", phase="param_gather")
+        _Communication(group, timer, watcher, kind="grad", phase="grad_reduce")
+        _Communication(group, timer, watcher, kind="param", phase="param_gather")
     if optimizer is None:
         return
     # Megatron's optimizers read the norm from the device in this method, so the host may wait here.
-    optimizer.get_grad_norm = _within(timer.waiting, optimizer.get_grad_norm)
+    optimizer.get_grad_norm = _wrap_in_context(timer.waiting, optimizer.get_grad_norm)
     for leaf in leaves(optimizer):
         phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
-        leaf.step_with_ready_grads = _within(functools.partial(timer.phase, phase), leaf.step_with_ready_grads)
+        leaf.step_with_ready_grads = _wrap_in_context(functools.partial(timer.phase, phase), leaf.step_with_ready_grads)
     _time_tp_exchange(timer)
 
 
 class MegatronTimers:
-    """The object that Megatron expects in `config.timers`: `timers(name, log_level)` returns an object with
-    `start(barrier)` and `stop()`."""
+    """The object that canzona puts into Megatron's `config.timers`. As Megatron expects, `timers(name,
+    log_level)` returns an object with `start(barrier)` and `stop()`."""
 
     def __init__(self, timer: PhaseTimer, *, interleaved: bool) -> None:
         phases = _PHASE_OF_TIMER | (_INTERLEAVED if interleaved else {})
@@ -95,6 +97,9 @@ class MegatronTimers:
 
 
 class _Timer:
+    """A Megatron timer that attributes the time from `start` to `stop` to a phase; with None, it does
+    nothing."""
+
     def __init__(self, timer: PhaseTimer, phase: Phase | None) -> None:
         self._timer, self._phase = timer, phase
 
@@ -108,8 +113,8 @@ class _Timer:
 
 
 class _Communication:
-    """The timing of one kind of collective of one bucket group: how long the step waits for it, and how long
-    it is in flight."""
+    """The timing of a bucket group's gradient reduction or parameter gathering: how long the step waits for
+    the collective, and how long it is in flight."""
 
     def __init__(
         self,
@@ -117,11 +122,11 @@ class _Communication:
         timer: PhaseTimer,
         watcher: Watcher,
         *,
-        what: Literal["grad", "param"],
+        kind: Literal["grad", "param"],
         phase: Literal["grad_reduce", "param_gather"],
     ) -> None:
         # Megatron's names: start_grad_sync, finish_grad_sync, grad_reduce_handle; start_param_sync and so on.
-        start, finish = f"start_{what}_sync", f"finish_{what}_sync"
+        start, finish = f"start_{kind}_sync", f"finish_{kind}_sync"
         self._group, self._timer, self._watcher = group, timer, watcher
         self._start, self._finish = getattr(group, start), getattr(group, finish)
         self._handle, self._phase, self._total = f"{phase}_handle", phase, TOTAL_OF[phase]
@@ -142,19 +147,19 @@ class _Communication:
         return result
 
     def finish(self, *args: object, **kwargs: object) -> object:
-        landed_before = self._span is not None and self._span.end is not None
+        already_ended = self._span is not None and self._span.end is not None
         with self._timer.phase(self._phase):
             result = self._finish(*args, **kwargs)
-        if self._span is not None and not landed_before:
+        if self._span is not None and not already_ended:
             self._watcher.waited(self._span)
         self._span = None
         return result
 
 
-def _within(
+def _wrap_in_context(
     context: Callable[[], AbstractContextManager[None]], original: Callable[..., object]
 ) -> Callable[..., object]:
-    """Returns `original`, wrapped so that each call runs within a new context."""
+    """Wraps `original` so that each call runs inside a new context manager, which `context` creates."""
 
     @functools.wraps(original)
     def called(*args: object, **kwargs: object) -> object:
@@ -165,13 +170,13 @@ def _within(
 
 
 def _time_dispatch(timer: PhaseTimer, world: World) -> None:
-    """Wraps the collectives that Megatron's dispatchers use to send tokens to the ranks of their experts, and
-    gradients back, so that their time is attributed to `dispatch`. All are synchronous."""
+    """Wraps the collectives with which Megatron's dispatchers send tokens to the ranks of their experts, and
+    gradients back, so that their time is attributed to `dispatch`. All of them are synchronous."""
     if world.layout.ep == 1:
         return
     groups = (world.groups.ep, world.groups.tp_ep)
 
-    def timed(original: Callable[..., object]) -> Callable[..., object]:
+    def attribute_time(original: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(original)
         def collective(*args: object, **kwargs: object) -> object:
             # DeepEP's functions get the group as a positional argument, and are used only to send tokens.
@@ -183,27 +188,27 @@ def _time_dispatch(timer: PhaseTimer, world: World) -> None:
 
         return collective
 
-    torch.distributed.all_to_all_single = timed(torch.distributed.all_to_all_single)  # type: ignore[assignment]
+    torch.distributed.all_to_all_single = attribute_time(torch.distributed.all_to_all_single)  # type: ignore[assignment]
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        setattr(mappings, name, timed(getattr(mappings, name)))
+        setattr(mappings, name, attribute_time(getattr(mappings, name)))
     for function in (fused_a2a.FusedDispatch, fused_a2a.FusedCombine):
         for name in ("forward", "backward"):
-            setattr(function, name, staticmethod(timed(getattr(function, name))))
+            setattr(function, name, staticmethod(attribute_time(getattr(function, name))))
 
 
 def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) -> None:
-    """Marks as waits the methods in which Megatron's dispatchers read each expert's token count from the
-    device. There the host waits for the preceding collectives, and so for other ranks, once per layer and
-    pass."""
+    """Runs the methods in which Megatron's dispatchers read each expert's token count from the device inside
+    `timer.waiting`. In these methods the host waits for the preceding collectives, and thus for other ranks,
+    once per layer and pass."""
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     for dispatcher in (layer.token_dispatcher for layer in layers):
         for name in ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"):
-            setattr(dispatcher, name, _within(timer.waiting, getattr(dispatcher, name)))
+            setattr(dispatcher, name, _wrap_in_context(timer.waiting, getattr(dispatcher, name)))
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:
-    """Wraps `torch.distributed.all_gather`, which Megatron's `duplicated` mode uses to gather TP fragments
-    within an update, so that its time is attributed to `exchange`."""
+    """Wraps `torch.distributed.all_gather`, with which Megatron's Muon in mode `duplicated` gathers TP
+    fragments within an update, so that its time is attributed to `exchange`."""
     original: Callable[..., object] = torch.distributed.all_gather
 
     @functools.wraps(original)

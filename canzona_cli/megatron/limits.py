@@ -21,7 +21,8 @@ class Limit:
 
 
 def problems(config: object, limits: Iterable[Limit]) -> Iterator[Problem]:
-    """Yields a problem for each setting of one of Megatron's configurations that has an unsupported value."""
+    """Yields a problem for each setting in `config`, one of Megatron's configurations, that has an
+    unsupported value."""
     for limit in limits:
         actual = getattr(config, limit.name)
         if actual != limit.value:
@@ -31,6 +32,7 @@ def problems(config: object, limits: Iterable[Limit]) -> Iterator[Problem]:
 
 _ON_DEVICE: Final = "the engine keeps fp32 masters and optimizer state on the device that updates a matrix"
 UNTRIED: Final = "the engine has not been run with it"
+"""The reason for a limit on a setting that may work but was never tried."""
 _OTHER_LAYERS: Final = "the engine supports only the matrices of dense decoders"
 _EVEN_STAGES: Final = "the plan gives every model chunk the same number of layers"
 

@@ -16,7 +16,7 @@ from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParam
 
 from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.padding import align
-from canzona_cli.megatron.model import bare, global_names
+from canzona_cli.megatron.model import global_names, unwrap
 from canzona_cli.megatron.parallel import World
 from canzona_cli.model.geometry import stored_shape
 from canzona_cli.model.matrices import Matrix
@@ -28,7 +28,7 @@ TAG = "is_managed_by_layer_wise_optimizer"
 
 
 class PlanMismatch(RuntimeError):
-    """The error for a plan that does not fit this rank's model, layout or buffer."""
+    """Raised when a plan does not fit this rank's model, layout or buffers."""
 
     def __init__(self, *, key: str, planned: object, actual: object) -> None:
         self.key, self.planned, self.actual = key, planned, actual
@@ -42,7 +42,8 @@ def check_model(chunks: Sequence[torch.nn.Module], plan: Plan, world: World) -> 
         chunks: this rank's part of the model, in forward order.
 
     Raises:
-        PlanMismatch: the first difference between model and plan, or within the plan's buckets of this rank.
+        PlanMismatch: the model differs from the plan, or the plan's buckets of this rank are not valid. The
+            error describes the first difference.
     """
     tp = plan.subject.layout.tp
     trainable = {name: param for name, param in global_parameters(chunks) if param.requires_grad}
@@ -72,7 +73,7 @@ def check_model(chunks: Sequence[torch.nn.Module], plan: Plan, world: World) -> 
 
 def matrix_parameters(chunks: Sequence[torch.nn.Module], plan: Plan, world: World) -> dict[str, torch.nn.Parameter]:
     """Returns this rank's parameters that contain matrices, by their names in the plan, in the order of the
-    buffers, bucket by bucket. The model fits the plan (`check_model`)."""
+    buffers, bucket by bucket. `check_model` must have accepted the plan."""
     named = dict(global_parameters(chunks))
     buckets = stage_buckets(plan, world.pp_rank, world.expert_rank)
     return {name: named[name] for bucket in buckets for name in bucket.parameters}
@@ -119,8 +120,8 @@ def full_param_layout(
     for key, (params, indices) in group_params_for_buffers(trainable, ddp_config.grad_reduce_in_fp32).items():
         if key.is_managed_by_layer_wise_optimizer:
             buckets = stage_buckets(plan, world.pp_rank, world.expert_rank, chunk)
-            of_kind = tuple(each for each in buckets if (each.expert_rank is not None) == key.is_expert_parallel)
-            layouts[key] = _matrix_layout(params, indices, names, plan, of_kind)
+            members = tuple(bucket for bucket in buckets if (bucket.expert_rank is not None) == key.is_expert_parallel)
+            layouts[key] = _matrix_layout(params, indices, names, plan, members)
         else:
             layouts[key] = DistributedOptimizer._compute_per_buffer_param_layout(
                 params, bucket_size, shards, ddp_config, indices
@@ -129,7 +130,8 @@ def full_param_layout(
 
 
 def placements(plan: Plan, stage: int, expert_rank: int = 0) -> tuple[Mapping[str, tuple[int, int]], ...]:
-    """Returns, for each of `stage_buckets`, the (start, end) of each parameter within the bucket, by name.
+    """Returns the elements [start, end) of each parameter within its bucket, by the parameter's name, for
+    each bucket of `stage_buckets`.
 
     Raises:
         PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to
@@ -139,9 +141,13 @@ def placements(plan: Plan, stage: int, expert_rank: int = 0) -> tuple[Mapping[st
 
 
 def stage_buckets(plan: Plan, stage: int, expert_rank: int = 0, chunk: int | None = None) -> tuple[Bucket, ...]:
-    """Returns the buckets of a stage's ranks with this expert-parallel rank, or only those of one model
-    chunk, in the order of their indices. Within each kind (experts, other matrices), this is the order in
-    which gradients become ready."""
+    """Returns the buckets that the ranks of a stage with this expert-parallel rank have, in the order of
+    their indices. Within each kind (experts, other matrices), this is the order in which gradients become
+    ready.
+
+    Args:
+        chunk: the model chunk whose buckets are returned; None for all chunks.
+    """
     on_rank = sorted(rank_buckets(plan.buckets, stage, expert_rank), key=lambda bucket: bucket.index)
     return tuple(bucket for bucket in on_rank if chunk in (None, plan.matrices[bucket.ranges[0].matrices[0]].chunk))
 
@@ -149,7 +155,7 @@ def stage_buckets(plan: Plan, stage: int, expert_rank: int = 0, chunk: int | Non
 def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yields the parameters of model chunks, wrapped or not, with their names in the whole model."""
     for model in chunks:
-        yield from global_names(bare(model))
+        yield from global_names(unwrap(model))
 
 
 def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:
@@ -158,18 +164,18 @@ def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:
 
 
 def _placements(plan: Plan, buckets: Sequence[Bucket]) -> tuple[Mapping[str, tuple[int, int]], ...]:
-    """Returns the positions of each bucket's parameters; the buckets are of one stage."""
+    """Implements `placements` for `buckets`, all of one stage."""
     if not buckets:
         return ()
     names = {name for bucket in buckets for name in bucket.parameters}
     matrices = [matrix for matrix in plan.matrices if matrix.parameter in names]
     parameters = stage_parameters(matrices, buckets[0].stage, plan.subject.layout.tp)
     by_name = {parameter.name: parameter for parameter in parameters}
-    return tuple(_placed(bucket, plan, by_name) for bucket in buckets)
+    return tuple(_bucket_placements(bucket, plan, by_name) for bucket in buckets)
 
 
-def _placed(bucket: Bucket, plan: Plan, parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, int]]:
-    """Returns the (start, end) of each parameter within the bucket, by name.
+def _bucket_placements(bucket: Bucket, plan: Plan, parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, int]]:
+    """Returns the elements [start, end) of each parameter within the bucket, by the parameter's name.
 
     The positions are derived from the plan's ranges, which also determine the owners of gradients, so the two
     cannot disagree.
@@ -194,12 +200,12 @@ def _placed(bucket: Bucket, plan: Plan, parameters: Mapping[str, Parameter]) -> 
         for part in parameter.parts:
             end = position + part.elements
             for index in part.matrices:
-                held, owner = range_of.get(index), cells[index].reducing_rank(plan.matrices[index], mesh)
-                if held is None or held.owner != owner or not held.start <= position <= end <= held.end:
+                place, owner = range_of.get(index), cells[index].reducing_rank(plan.matrices[index], mesh)
+                if place is None or place.owner != owner or not place.start <= position <= end <= place.end:
                     raise PlanMismatch(
                         key=plan.matrices[index].name,
                         planned=f"[{position}, {end}) of {where} on owner {owner}",
-                        actual="no range" if held is None else f"[{held.start}, {held.end}) on owner {held.owner}",
+                        actual="no range" if place is None else f"[{place.start}, {place.end}) on owner {place.owner}",
                     )
             position = end
         places[name] = (start, position)
@@ -212,6 +218,15 @@ def _placed(bucket: Bucket, plan: Plan, parameters: Mapping[str, Parameter]) -> 
 
 
 def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:
+    """Checks the sizes and owners of a bucket's ranges.
+
+    Args:
+        where: the bucket's name in the error.
+
+    Raises:
+        PlanMismatch: ranges overlap or exceed the bucket, its size is not a valid multiple, or an owner does
+            not exist.
+    """
     ends = [0, *(position for part in bucket.ranges for position in (part.start, part.end)), bucket.elements]
     if any(before > after for before, after in pairwise(ends)):
         raise PlanMismatch(key=where, planned=f"ordered ranges within {bucket.elements} elements", actual=ends[1:-1])
@@ -232,7 +247,7 @@ def _matrix_layout(
     plan: Plan,
     buckets: Sequence[Bucket],
 ) -> PerBufferParamLayout:
-    """Returns the layout of a matrix buffer: a model chunk's buckets of one kind, one after the other."""
+    """Returns the layout of a buffer of matrices: a model chunk's buckets of one kind, one after another."""
     matrices = {names[param]: param for param in params}
     where: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
     bounds: list[tuple[int, int]] = []

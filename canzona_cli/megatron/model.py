@@ -50,7 +50,7 @@ def layers_of(model: ModelConfig) -> ModuleType:
 
 
 def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> TransformerConfig:
-    """Returns Megatron's configuration of the model and of its computation.
+    """Returns Megatron's configuration of the run's model and of how it is computed.
 
     Args:
         compiled: True to use the functions that Megatron fuses with torch.compile: SwiGLU and, in bf16
@@ -112,8 +112,9 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
 
 
 def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
-    """Builds this rank's part of the model on its device, initialised and in the run's precision. Returns the
-    model chunks in forward order; there are several only with an interleaved pipeline. Collective."""
+    """Builds this rank's part of the model on the rank's device, in the run's precision and with initial
+    weights. Returns the model chunks in forward order; there are several only with an interleaved pipeline.
+    Collective."""
     mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
     spec = layers_of(config.model).layer_spec(config.model, transformer_engine=config.cluster.fused_layers)
     return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
@@ -146,18 +147,19 @@ def _build_chunk(
 
 
 def _block_with_rms_norm(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
-    """Returns the layers of a model chunk with `dense.rms_norm` after the last one."""
+    """Returns the specification of a model chunk: its layers, and `dense.rms_norm` as the norm after the last
+    layer."""
     layers = get_num_layers_to_build(mcore, vp_stage=chunk if mcore.virtual_pipeline_model_parallel_size else None)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=dense.rms_norm)
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
-    """Makes Transformer Engine's layers add a weight's gradient to `main_grad` in the matmul that computes
-    it.
+    """Makes Transformer Engine's layers add the gradient of a weight to `main_grad` within the matmul that
+    computes this gradient.
 
-    Otherwise every micro-batch writes a gradient in bf16 and then adds it. Megatron's
+    Otherwise every micro-batch would write the gradient in bf16, and then add it. Megatron's
     `gradient_accumulation_fusion` would also enable this, but then Megatron's output layer, which is not from
-    Transformer Engine, raises without APEX. Logs a warning if no layer supports it.
+    Transformer Engine, raises an error without APEX. Logs a warning if no layer supports the fusion.
     """
     layers = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
     for layer in layers:
@@ -169,24 +171,22 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
 
 
 def can_compile(world: World) -> bool:
-    """Returns True if torch.compile works on every rank. All ranks get the same answer, because fused and
-    unfused cross-entropy use different collectives.
-
-    Collective. Rank 0 logs a warning if torch.compile does not work.
-    """
-    lacks = missing_for_compiling()
-    works = torch.tensor(float(lacks is None), device=world.device)
+    """Returns True if torch.compile works on every rank. All ranks get the same answer, because the fused and
+    the unfused cross-entropy use different collectives. Rank 0 logs a warning if torch.compile does not work
+    on some rank. Collective."""
+    missing = missing_for_compiling()
+    works = torch.tensor(float(missing is None), device=world.device)
     torch.distributed.all_reduce(works, torch.distributed.ReduceOp.MIN)
     if world.rank == 0 and not works:
         _LOG.warning(
             "SwiGLU and the loss run unfused: %s is missing",
-            lacks or "a requirement on another node (`canzona doctor` there names it)",
+            missing or "a requirement on another node (`canzona doctor` there names it)",
         )
     return bool(works)
 
 
 def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World, *, seed: int) -> None:
-    """Fills every parameter with its part of a seeded model that does not depend on the layout.
+    """Sets every parameter to its initial weights, which depend on the seed but not on the layout.
 
     Each matrix (named by its layer in the whole model; gate and up are separate matrices) is drawn in full
     from a generator seeded by (seed, name) and then cut, so tp, pp and dp do not change any weight. Weights
@@ -217,7 +217,7 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
             param.copy_(torch.cat(fragments, dim=0))
 
 
-def bare(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Returns a model chunk without its wrappers, such as `Float16Module` and `DistributedDataParallel`."""
     while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
         model = inner
@@ -225,8 +225,8 @@ def bare(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields the parameters of a model chunk, named with the indices of layers and experts in the whole
-    model."""
+    """Yields the parameters of a model chunk with their names in the whole model, which contain the indices
+    of layers and experts in the whole model."""
     first_layer = first_expert = 0
     for module in model.modules():
         layers = getattr(module, "layers", None)
@@ -250,23 +250,23 @@ def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramet
 
 
 def _matrices_to_draw(whole: Weight) -> list[tuple[str, int]]:
-    """Returns the name and the rows of each matrix to draw for a parameter: its parts separately if tensor
-    parallelism cuts every part, otherwise the whole parameter."""
+    """Returns the name and the number of rows of each matrix to draw for a parameter: one for each part if
+    tensor parallelism cuts every part, otherwise one for the whole parameter."""
     if whole.cut == "parts" and len(whole.parts) > 1:
         return [(f"{whole.name}:{part.kind}", part.rows) for part in whole.parts]
     return [(whole.name, whole.rows)]
 
 
 def _draw(name: str, shape: tuple[int, int], std: float, seed: int, device: torch.device) -> torch.Tensor:
-    """Draws a whole matrix in fp32, the same on every rank."""
+    """Draws a whole matrix in fp32 from a normal distribution, the same on every rank."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(shape, generator=generator, device=device).mul_(std)
 
 
 class ProcessorNorm(torch.nn.Module):
-    """RMSNorm for CPUs with the weight of a `torch.nn.RMSNorm`; forward and backward each take a few passes
-    over a tensor.
+    """RMSNorm for CPUs with the weight of a `torch.nn.RMSNorm`. Forward and backward each make only a few
+    passes over a tensor.
 
     torch's own RMSNorm takes a dozen operations on CPUs and stores its input twice in fp32. In bf16, for
     2,048 tokens of 256 features, it took 4.9 ms for forward and backward (one thread); this class takes 2.3
@@ -336,5 +336,5 @@ class Trainee(Model):
     chunks: Sequence[DistributedDataParallel]
     optimizer: MegatronOptimizer
     routing: RoutingMeter | None = None
-    """The count of the tokens that each expert gets; None for dense models."""
+    """The meter that counts the tokens that each expert gets; None for dense models."""
     schedule: OptimizerParamScheduler

@@ -17,12 +17,12 @@ _BALANCING = {"none": "none", "sequence": "seq_aux_loss", "global": "global_aux_
 
 
 class _UnbiasedRouter(TopKRouter):  # type: ignore[misc]
-    """Megatron's router without the expert bias, which canzona's models do not have. Megatron compiles
-    the function that counts tokens for this bias, so every rank would load torch's compiler, which takes
-    longer than its first step."""
+    """Megatron's router without the expert bias, which canzona's models do not have. Megatron compiles the
+    function that counts tokens for this bias, so every rank would load torch's compiler, which takes longer
+    than a rank's first step."""
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Does nothing, because there is no expert bias to count tokens for."""
+        """Does nothing, because canzona's models have no expert bias."""
 
 
 def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:

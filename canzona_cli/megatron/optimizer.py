@@ -1,5 +1,5 @@
 """Builds the gradient buffers of every strategy, and Megatron's own, unmodified optimizers: AdamW
-(`DistributedOptimizer`) and Muon for the strategies sc and layerwise."""
+(`DistributedOptimizer`), and Muon for the strategies sc and layerwise."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -30,7 +30,7 @@ from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.errors import Problem, Unsupported, refuse
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.matrix_buffers import TAG, check_model, full_param_layout, matrix_parameters, tag_matrices
-from canzona_cli.megatron.parallel import World, without_pickles
+from canzona_cli.megatron.parallel import World, exchange_objects_as_json
 from canzona_cli.planner.plan import Plan
 
 
@@ -42,7 +42,8 @@ def wrap_data_parallel(
 
     Args:
         chunks: this rank's part of the model.
-        plan: the plan of strategies canzona, paper and asc, whose buckets then contain the matrices.
+        plan: the plan of strategies canzona, paper and asc, which defines the buckets of matrices; None for
+            other strategies.
 
     Raises:
         PlanMismatch: the plan is for another model or layout.
@@ -99,7 +100,7 @@ def wrap_planned(
 def _wrap_as_megatron(
     chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, ddp_config: DistributedDataParallelConfig
 ) -> list[DistributedDataParallel]:
-    """Wraps model chunks for Megatron's own optimizers; for strategy sc, without sharding."""
+    """Wraps model chunks with the buffers of Megatron's own optimizers; without sharding for strategy sc."""
     layer_wise, layouts = config.execution is Execution.LAYERWISE, [None] * len(chunks)
     if layer_wise:
         tag_params_for_buffer_routing(chunks)
@@ -119,8 +120,8 @@ def _wrap_as_megatron(
 
 
 def _bucket_size(config: RunConfig, world: World) -> int | None:
-    """Returns the bucket size that `DistributedDataParallel` will use. Only the first stage is divided into
-    buckets."""
+    """Returns the bucket size, in elements, that `DistributedDataParallel` will use; None for a single
+    bucket. Only the first stage's buffers are divided into buckets."""
     return bucket_elements(config, world.layout) if world.pp_rank == 0 else None
 
 
@@ -164,15 +165,15 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
             "use_distributed_optimizer": False,
             "use_layer_wise_distributed_optimizer": config.execution is Execution.LAYERWISE,
         }
-    with without_pickles():
+    with exchange_objects_as_json():
         return get_megatron_optimizer(
             MegatronOptimizerConfig(**settings), list(chunks), use_gloo_process_groups=False, pg_collection=world.groups
         )
 
 
 def adamw_settings(config: RunConfig) -> MegatronOptimizerConfig:
-    """Returns Megatron's settings for AdamW: sharded by `DistributedOptimizer`, or with sc the same on every
-    rank."""
+    """Returns Megatron's settings for AdamW: sharded by `DistributedOptimizer`, or not sharded with strategy
+    sc."""
     return MegatronOptimizerConfig(**_adamw_settings(config))
 
 
@@ -195,8 +196,8 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
 
 
 def adamw_part(config: MegatronOptimizerConfig) -> MegatronOptimizerConfig:
-    """Returns the settings for AdamW, sharded by `DistributedOptimizer`, that correspond to a caller's
-    settings for Megatron's Muon."""
+    """Returns settings for AdamW, sharded by `DistributedOptimizer`, given a caller's settings for Megatron's
+    Muon."""
     part = copy(config)
     part.optimizer, part.use_distributed_optimizer, part.use_layer_wise_distributed_optimizer = "adam", True, False
     return part
@@ -225,9 +226,10 @@ def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> Optimizer
 
 
 _MATRICES = "canzona"
-"""The optimizer name that makes Megatron group the parameters that AdamW does not update."""
+"""The name of an optimizer that does not exist. Megatron puts parameters with this name, which AdamW does not
+update, into separate groups."""
 Overrides = Mapping[ParamKey, ParamGroupOverride]
-"""Settings of parameter groups that differ from the optimizer's, by the parameters that they apply to."""
+"""Settings that differ from the optimizer's for some parameters, by the keys that select these parameters."""
 
 
 def build_adamw(
@@ -251,13 +253,14 @@ def build_adamw(
         Unsupported: on all ranks, if an override chooses an optimizer or applies to matrices.
     """
     assert megatron_config.optimizer == "adam"
-    given = get_standard_config_overrides(megatron_config) if overrides is None else overrides
-    refuse(_optimizer_overrides(given), Unsupported)
+    if overrides is None:
+        overrides = get_standard_config_overrides(megatron_config)
+    refuse(_optimizer_overrides(overrides), Unsupported)
     is_matrix = ParamPredicate(name="canzona_matrix", fn=lambda param: getattr(param, TAG, False))
     models = list(chunks)
-    with without_pickles():
+    with exchange_objects_as_json():
         groups = _get_param_groups(
-            models, megatron_config, {**given, ParamKey(predicate=is_matrix): {"optimizer": _MATRICES}}
+            models, megatron_config, {**overrides, ParamKey(predicate=is_matrix): {"optimizer": _MATRICES}}
         )
     refuse(_overridden_matrices(groups, megatron_config), Unsupported)
     ranks = ProcessGroupCollection.setup_process_groups_for_optimizer(
@@ -295,8 +298,8 @@ def _optimizer_overrides(overrides: Overrides) -> Iterator[Problem]:
 def _overridden_matrices(
     groups: Iterable[Mapping[str, object]], megatron_config: MegatronOptimizerConfig
 ) -> Iterator[Problem]:
-    """Yields a problem for each parameter group of matrices that has different settings than the optimizer.
-    The groups are the same on all ranks."""
+    """Yields a problem for each parameter group of matrices whose settings differ from the optimizer's. The
+    groups are the same on all ranks."""
     usual = {**_group_settings(megatron_config), "optimizer": _MATRICES}
     for group in groups:
         others = {key: value for key, value in group.items() if key not in ("params", "is_expert_parallel")}
@@ -323,8 +326,8 @@ def _group_settings(config: MegatronOptimizerConfig) -> dict[str, object]:
 
 
 def muon_group(config: MegatronOptimizerConfig) -> dict[str, object]:
-    """Returns the settings of the single parameter group that Megatron's Muon has for dense models, as its
-    checkpoints store them."""
+    """Returns the settings of the single parameter group that Megatron's Muon has for dense models, as
+    Megatron's checkpoints store them."""
     params = [torch.nn.Parameter(torch.empty(1, 1))]
     muon = TensorParallelMuon(params, lr=config.lr, momentum=config.muon_momentum, weight_decay=config.weight_decay)
     settings = {key: value for key, value in muon.param_groups[0].items() if key != "params"}

@@ -22,8 +22,8 @@ from canzona_cli.planner.plan import Bucket, Plan, Range
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 
 
-class InFlight:
-    """Collectives in flight: the handle that Megatron waits for and that phase timers watch."""
+class PendingCollectives:
+    """A handle for collectives in flight, which Megatron waits for and phase timers watch."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.works = list(works)
@@ -36,10 +36,8 @@ class InFlight:
 
 
 class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
-    """A bucket group with one bucket of matrices. `start_grad_sync` and `start_param_sync` replace Megatron's
-    methods; they differ only in the collectives, which the plan chooses (`planned.reduction`,
-    `planned.gathering`; see `owner_collectives`).
-    """
+    """A bucket group with one bucket of matrices. Its methods differ from Megatron's only in the collectives,
+    which the plan chooses (`planned.reduction`, `planned.gathering`; see `owner_collectives`)."""
 
     grad_reduce_handle: Waitable | None
     param_gather_handle: Waitable | None
@@ -72,7 +70,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self._bucket, self._group, self._config, self._names = bucket, group, ddp_config, names
         self.reducing, self.gathering = reduction_method(planned, group), gathering_method(planned, group)
         self.first = min(index for part in planned.ranges for index in part.matrices)
-        """The index in the plan of the bucket's first matrix, which the forward pass needs first and whose
+        """The plan's index of the bucket's first matrix: the one that the forward pass needs first and whose
         gradient is ready last."""
         self.all_groups: Sequence[_ParamAndGradBucketGroup] = (self,)
         """All bucket groups of the rank, to distinguish a bucket without gradients from a step without a
@@ -91,7 +89,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         if self._bucket.gradient_scaling_factor != 1.0:
             with torch.no_grad():
                 self._bucket.grad_data.mul_(self._bucket.gradient_scaling_factor)
-        handle = InFlight(self.reducing.start(self._bucket.grad_data))
+        handle = PendingCollectives(self.reducing.start(self._bucket.grad_data))
         if self._config.overlap_grad_reduce:
             self.grad_reduce_handle = handle
         else:
@@ -110,7 +108,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
             self._post_param_sync()
             return
         assert self.param_gather_handle is None, "the bucket's previous gathering was not waited for"
-        handle = InFlight(self.gathering.start(self._bucket.param_data))
+        handle = PendingCollectives(self.gathering.start(self._bucket.param_data))
         if self._config.overlap_param_gather and not force_sync:
             self.param_gather_handle = handle
         else:
@@ -127,13 +125,13 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or early)
 
     def _post_param_sync(self) -> None:
-        """Completes a gathering after it has been waited for; then Megatron's method does its part."""
+        """Completes a gathering that has been waited for, and then calls Megatron's method."""
         self.gathering.finish(self._bucket.param_data)
         super()._post_param_sync()
 
     def _require_gradients(self) -> None:
-        """Checks that an overlapped reduction was started. Megatron starts it when the bucket's last gradient
-        is ready, and would only report that it was not started; this error names the missing gradients.
+        """Checks that the bucket's overlapped reduction was started. Megatron starts it when the bucket's
+        last gradient is ready. Megatron's own error would not name the missing gradients.
 
         Raises:
             WorkerCrashed: backward did not compute gradients for some parameters of the bucket.
@@ -158,6 +156,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         )
 
     def _check_plan(self) -> None:
+        """Raises PlanMismatch if the bucket does not have the planned size."""
         planned, actual = self.planned, self._bucket.grad_data.numel()
         if actual != planned.elements:
             where = f"bucket {planned.index} of stage {planned.stage}"
@@ -166,10 +165,11 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
 def install(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World) -> None:
     """Replaces the bucket groups of the plan's matrices by `OwnerBucketGroup`s. Must be called right after
-    `chunks` were built.
+    `chunks` were wrapped in `DistributedDataParallel`.
 
     With `overlap_param_gather`, parameters are gathered in `gathering_order`, `GATHERED_AHEAD` bucket groups
-    at a time. The other bucket groups are not chained; the code that steps AdamW starts them.
+    at a time: each bucket group starts a later one when the forward pass has waited for it. The other bucket
+    groups are started by the code that steps AdamW.
 
     Raises:
         PlanMismatch: The chunks' matrix buckets are not those of the plan.
@@ -201,7 +201,8 @@ def _replace(
     order.
 
     Args:
-        planned: the plan's buckets of the lists, in the order in which their gradients become ready.
+        planned: the plan's buckets that belong in the lists, in the order in which their gradients become
+            ready.
         owners: the ranks among which the buckets' owners are numbered.
         names: the parameters' names in the whole model.
     """
@@ -241,10 +242,13 @@ def adamw_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGra
 
 
 def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
-    """Returns the bucket groups that are gathered after the matrix updates, in the order in which the forward
-    pass needs them. AdamW's bucket groups of the first model chunk are not included, because they are
-    gathered while matrices are updated. Those of later chunks are small and mainly cost latency, so they are
-    gathered here."""
+    """Returns the bucket groups whose parameters are gathered after the matrix updates, in the order in which
+    the forward pass needs them.
+
+    AdamW's bucket groups of the first model chunk are not included, because their parameters are gathered
+    while matrices are updated. AdamW's bucket groups of later chunks are included: they are small, so
+    gathering them mainly costs latency.
+    """
     first, *later = chunks
     order: list[_ParamAndGradBucketGroup] = matrix_groups([first])[::-1]
     for chunk in later:
@@ -254,7 +258,7 @@ def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAnd
 
 def gathers_ahead(config: DistributedDataParallelConfig) -> bool:
     """Returns True if an optimizer step starts to gather the parameters that the next forward pass needs
-    first. With `align_param_gather`, Megatron's schedule starts all of them."""
+    first. With `align_param_gather`, Megatron's schedule starts all gatherings instead."""
     return bool(config.overlap_param_gather and not config.align_param_gather)
 
 
@@ -270,11 +274,11 @@ def _holds_matrices(group: _ParamAndGradBucketGroup) -> bool:
 
 
 REDUCTIONS = 16
-"""The number of reductions that are timed, submitted together and one by one."""
+"""The number of small reductions that `grouped_time_ratio` times."""
 GROUPED = 0.75
-"""Reductions are considered grouped if they take less than this fraction of their time one by one when they
-are submitted together. If they run one after another, the fraction is 1. In one launch, NCCL gives each small
-reduction a channel, and even the two channels of a single network port run them in half the time."""
+"""The `grouped_time_ratio` below which reductions are considered grouped. If they run one after another, the
+ratio is 1. In one launch, NCCL gives each small reduction a channel, and even the two channels of a single
+network port take half the time."""
 _AHEAD_BYTES = 64 << 20
 """The bytes of each all-reduce that keeps the device busy until the host has submitted all reductions; 0.2 ms
 over NVLink."""
@@ -283,24 +287,25 @@ _AHEAD = 4
 _REPEATS = 7
 
 
-def contradiction(chunks: Sequence[DistributedDataParallel], world: World, *, assumed: bool) -> str | None:
-    """Measures whether the reductions of a bucket run as one NCCL group, and compares the result with
+def find_contradiction(chunks: Sequence[DistributedDataParallel], world: World, *, assumed: bool) -> str | None:
+    """Measures if the reductions of a bucket run as one NCCL group, and compares the result with
     `cluster.grouped_collectives`. Collective.
 
-    This depends on torch's backend and has to be measured: the same calls are one group in torch's legacy
-    NCCL backend, and separate launches in the backend that torch 2.15 uses by default
+    The result depends on torch's backend and has to be measured: the same calls are one group in torch's
+    legacy NCCL backend, but separate launches in the backend that torch 2.15 uses by default
     (`TORCH_DIST_USE_NCCL2`).
 
     Args:
         assumed: the value of `cluster.grouped_collectives` that the plan was made with.
 
     Returns:
-        A description of the difference from the plan's assumption; None if there is no difference or nothing
-        to measure.
+        A description of how the measurement contradicts the plan's assumption; None if it does not, or if
+        there is nothing to measure.
     """
     group, device = world.owners, world.device
     planned = (bucket.planned for bucket in matrix_groups(chunks))
-    # Also measured for a plan that does not reduce by owner: it may assume that reductions are not grouped.
+    # Also measured if the plan reduces no bucket by owner, because it may have avoided that on the assumption
+    # that reductions are not grouped.
     several = any(len(bucket.ranges) > 1 for bucket in planned)
     if device.type != "cuda" or group.size() == 1 or not several:
         return None
@@ -308,8 +313,8 @@ def contradiction(chunks: Sequence[DistributedDataParallel], world: World, *, as
 
 
 def describe_contradiction(share: float, *, assumed: bool) -> str | None:
-    """Describes how a measured `grouped_time_ratio` contradicts `cluster.grouped_collectives`; None if it
-    does not."""
+    """Describes how `share`, a measured `grouped_time_ratio`, contradicts the value `assumed` of
+    `cluster.grouped_collectives`; None if it does not."""
     if is_grouped(share) == assumed:
         return None
     took = f"{REDUCTIONS} small reductions submitted together take {share:.0%} of their time one by one"
@@ -330,8 +335,13 @@ def is_grouped(share: float) -> bool:
 def grouped_time_ratio(
     group: ProcessGroup, device: torch.device, seconds: Callable[[Callable[[], None]], float]
 ) -> float:
-    """Measures how long `REDUCTIONS` small reductions to different owners take if they are submitted
-    together, relative to submitting them one by one. Returns the largest ratio of all ranks. Collective."""
+    """Measures the time that `REDUCTIONS` small reductions to different owners take if they are submitted
+    together, as a fraction of their time if they are submitted one by one. Returns the largest fraction of
+    any rank. Collective.
+
+    Args:
+        seconds: a function that measures the time of an operation.
+    """
     data = torch.zeros(REDUCTIONS, device=device)
     parts = [(data[index : index + 1], index % group.size()) for index in range(REDUCTIONS)]
     ahead = torch.zeros(_AHEAD_BYTES // data.element_size(), device=device)

@@ -2,9 +2,9 @@
 class for each method that a plan may choose.
 
 `planner.reduction` defines what each method communicates and in which order; the plan chooses the method.
-NCCL runs the collectives of a communicator in the order of their launches, so a collective may use the result
-of an earlier one that has not been waited for. gloo runs them in threads, so there the second collective is
-launched after waiting for the first.
+NCCL runs the collectives of a communicator in the order in which they are launched, so a collective may use
+the result of an earlier one without waiting for it. gloo runs collectives in threads, so the second
+collective is launched after waiting for the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,19 +25,20 @@ Collective = Callable[[torch.Tensor, int, ProcessGroup], Work]
 class BucketMethod(Protocol):
     """A method of reducing or gathering a bucket, used once in each step."""
 
-    held: list[torch.Tensor]
-    """The temporary memory that is needed until `finish`."""
+    buffers: list[torch.Tensor]
+    """The temporary memory that must not be freed before `finish`."""
 
     def start(self, data: torch.Tensor) -> list[Work]:
         """Starts the collectives on the bucket's flat buffer and returns the handles to wait for."""
 
     def finish(self, data: torch.Tensor) -> None:
-        """Does the remaining work after the handles have been waited for. May be called without `start`."""
+        """Completes the method after the handles have been waited for. Does nothing without a preceding
+        `start`."""
 
 
 def reduction_method(bucket: Bucket, group: ProcessGroup) -> BucketMethod:
-    """Returns the method that reduces a bucket's gradients. When it has finished, a rank's buffer is valid
-    only in the ranges that the rank owns."""
+    """Returns the method that reduces a bucket's gradients. Afterwards, a rank's buffer is valid only in the
+    ranges that the rank owns."""
     if bucket.reduction == "ring" and group.size() > 1:
         return _RingReduction(bucket, group)
     return _PerOwner(_ranges(bucket), group, _reduce)
@@ -63,10 +64,11 @@ def broadcast_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGrou
 
 
 class _PerOwner:
-    """The method with one collective for each range. The backend determines the precision of partial sums."""
+    """The method that starts one collective for each range. The backend determines the precision of partial
+    sums."""
 
     def __init__(self, ranges: Sequence[tuple[slice, int]], group: ProcessGroup, collective: Collective) -> None:
-        self.held: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
         self._ranges, self._group, self._collective = ranges, group, collective
 
     def start(self, data: torch.Tensor) -> list[Work]:
@@ -80,31 +82,31 @@ class _PerOwner:
 
 @dataclass(frozen=True, kw_only=True)
 class _Handover:
-    """One rank's view of an all-to-all between the owners and the ranks that have the owners' elements after
-    a reduce-scatter (or before an all-gather). A rank's part is its equal part of the buffer; its share is
-    what it owns."""
+    """One rank's side of an all-to-all that moves elements between equal parts and owners: after a
+    reduce-scatter to the owners, or before an all-gather from them. A rank's part is its equal part of the
+    buffer; its share is the elements that it owns."""
 
     part: slice
     """The elements of this rank's part that this all-to-all moves."""
     to_owners: list[int]
     """The number of elements of `part` for each owner."""
     share: list[slice]
-    """The elements of this rank's share that this all-to-all moves, in the order of the ranks that have them;
-    adjoining ranges are merged."""
+    """The elements of this rank's share that this all-to-all moves, in the order of the ranks whose parts
+    contain them; adjoining ranges are merged."""
     from_ranks: list[int]
-    """The number of elements of `share` from each rank."""
+    """The number of elements of `share` that each rank's part contains."""
 
     @classmethod
-    def of(cls, runs: Sequence[Run], rank: int) -> "_Handover":
-        """Returns the handover as `rank` sees it.
+    def from_runs(cls, runs: Sequence[Run], rank: int) -> "_Handover":
+        """Returns the side of `rank`.
 
         Args:
             runs: for each rank, the segments of its part that are moved.
         """
-        mine = runs[rank]
+        segments = runs[rank]
         to_owners, from_ranks = [0] * len(runs), [0] * len(runs)
         share: list[slice] = []
-        for segment in mine:
+        for segment in segments:
             to_owners[segment.owner] = segment.end - segment.start
         for other, run in enumerate(runs):
             for segment in run:
@@ -112,58 +114,60 @@ class _Handover:
                     from_ranks[other] = segment.end - segment.start
                     start = share.pop().start if share and share[-1].stop == segment.start else segment.start
                     share.append(slice(start, segment.end))
-        part = slice(mine[0].start, mine[-1].end) if mine else slice(0, 0)
+        part = slice(segments[0].start, segments[-1].end) if segments else slice(0, 0)
         return cls(part=part, to_owners=to_owners, share=share, from_ranks=from_ranks)
 
 
 class _Ring:
-    """The base of the methods that use ring collectives on equal parts of the buffer, with `handovers`
-    between the ranks that have parts and the owners."""
+    """The base class of the methods that use ring collectives on equal parts of the buffer, and `handovers`
+    between these parts and the owners."""
 
     def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
-        self.held: list[torch.Tensor] = []
+        self.buffers: list[torch.Tensor] = []
         self._group = group
-        self._handovers = [_Handover.of(runs, group.rank()) for runs in handovers(bucket, group.size())]
+        self._handovers = [_Handover.from_runs(runs, group.rank()) for runs in handovers(bucket, group.size())]
         part = bucket.elements // group.size()
         self._part = slice(group.rank() * part, (group.rank() + 1) * part)
 
 
 class _RingReduction(_Ring):
-    """An in-place reduce-scatter, after which the sums that other ranks own are sent to their owners. The
-    backend determines how sums are rounded."""
+    """The method that reduces by an in-place reduce-scatter, after which ranks send the sums that they do not
+    own to their owners. The backend determines how sums are rounded."""
 
-    _second: Callable[[], list[Work]] | None = None
+    _start_handover: Callable[[], list[Work]] | None = None
+    """A function that starts the all-to-alls, for backends on which they have to wait for the
+    reduce-scatter."""
 
     def start(self, data: torch.Tensor) -> list[Work]:
         part = data[self._part]
-        self.held = [data.new_empty(sum(handover.from_ranks)) for handover in self._handovers]
+        self.buffers = [data.new_empty(sum(handover.from_ranks)) for handover in self._handovers]
         work = torch.distributed.reduce_scatter_tensor(part, data, group=self._group, async_op=True)
         assert work is not None
         if _runs_in_order(self._group, data.device):
             return [work, *self._hand_over(data)]
-        self._second = lambda: self._hand_over(data)
+        self._start_handover = lambda: self._hand_over(data)
         return [work]
 
     def _hand_over(self, data: torch.Tensor) -> list[Work]:
         return [
             _all_to_all(received, data[handover.part], handover.from_ranks, handover.to_owners, self._group)
-            for received, handover in zip(self.held, self._handovers, strict=True)
+            for received, handover in zip(self.buffers, self._handovers, strict=True)
         ]
 
     @torch.no_grad()
     def finish(self, data: torch.Tensor) -> None:
-        if self._second is not None:
-            for work in self._second():
+        if self._start_handover is not None:
+            for work in self._start_handover():
                 work.wait()
-            self._second = None
-        for received, handover in zip(self.held, self._handovers, strict=False):
-            _spread(received, data, handover.share)
-        self.held = []
+            self._start_handover = None
+        for received, handover in zip(self.buffers, self._handovers, strict=False):
+            _unpack(received, data, handover.share)
+        self.buffers = []
 
 
 class _RingGathering(_Ring):
-    """An exchange that collects this rank's part of the buffer from its owners, followed by an in-place
-    all-gather."""
+    """The method that gathers in two steps: owners send each rank the elements of its equal part, and an
+    in-place all-gather completes the buffer."""
 
     @torch.no_grad()
     def start(self, data: torch.Tensor) -> list[Work]:
@@ -171,7 +175,7 @@ class _RingGathering(_Ring):
         for handover in self._handovers:
             # A copy, because the all-to-all writes into the rank's part, which may overlap with its share.
             share = torch.cat([data[piece] for piece in handover.share]) if handover.share else data.new_empty(0)
-            self.held.append(share)
+            self.buffers.append(share)
             works.append(_all_to_all(data[handover.part], share, handover.to_owners, handover.from_ranks, self._group))
             if not _runs_in_order(self._group, data.device):
                 works.pop().wait()
@@ -180,11 +184,11 @@ class _RingGathering(_Ring):
         return [*works, gathered]
 
     def finish(self, data: torch.Tensor) -> None:
-        self.held = []
+        self.buffers = []
 
 
-def _spread(packed: torch.Tensor, data: torch.Tensor, pieces: Sequence[slice]) -> None:
-    """Copies consecutive pieces of `packed` to their positions in `data`."""
+def _unpack(packed: torch.Tensor, data: torch.Tensor, pieces: Sequence[slice]) -> None:
+    """Copies the elements of `packed` to the ranges `pieces` of `data`, in order."""
     position = 0
     for piece in pieces:
         size = piece.stop - piece.start
@@ -193,12 +197,13 @@ def _spread(packed: torch.Tensor, data: torch.Tensor, pieces: Sequence[slice]) -
 
 
 def _ranges(bucket: Bucket) -> list[tuple[slice, int]]:
+    """Returns the elements and the owner of each range of the bucket."""
     return [(slice(part.start, part.end), part.owner) for part in bucket.ranges]
 
 
 def _start_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:
-    """Starts a collective for each tensor and owner. NCCL gets them as one batch; whether this becomes one
-    launch depends on torch's backend (`owner_bucket_group.contradiction`)."""
+    """Starts a collective for each tensor and owner. NCCL gets them as one batch, which is one launch or
+    several depending on torch's backend (`owner_bucket_group.find_contradiction`)."""
     device = parts[0][0].device
     if not _runs_in_order(group, device):
         return [collective(data, owner, group) for data, owner in parts]
@@ -209,8 +214,8 @@ def _start_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, 
 
 
 def _runs_in_order(group: ProcessGroup, device: torch.device) -> bool:
-    """Returns True if a communicator's collectives run in the order of their launches. That is NCCL, the only
-    backend that can coalesce collectives."""
+    """Returns True if a communicator's collectives run in the order in which they are launched. This is true
+    of NCCL, which is recognised as the only backend that can coalesce collectives."""
     return group._get_backend(device).supports_coalescing
 
 

@@ -39,8 +39,8 @@ class World:
     """The ranks of `groups.dp_cp`, in a separate group that only the buckets of matrices use
     (`planner.reduction.adamw_apart`); `groups.dp_cp` itself if no separate group is needed."""
     expert_owners: ProcessGroup
-    """The ranks of `groups.expt_dp`, which have the same experts, likewise in a separate group. The same
-    group as `owners` if experts are not divided among ranks."""
+    """The ranks of `groups.expt_dp`, which have the same experts, in a separate group for the same reason. If
+    experts are not divided among ranks, this is `owners`."""
 
     @property
     def dp_rank(self) -> int:
@@ -48,8 +48,8 @@ class World:
 
     @property
     def owner(self) -> int:
-        """The rank in the group that reduces gradients (data and context parallel), which is the owner's
-        index in plans."""
+        """The rank in the group that reduces gradients (data and context parallel). Plans identify owners by
+        this number."""
         return int(self.groups.dp_cp.rank())
 
     @property
@@ -79,8 +79,8 @@ class World:
         return self.pp_rank == self.layout.pp - 1
 
     def cut(self, parameter: str, model: ModelConfig) -> tuple[int, int]:
-        """Returns the number of ranks that tensor parallelism cuts a parameter over, and this rank's index
-        among them: (1, 0) for an expert's weight if experts are divided among ranks."""
+        """Returns the number of fragments into which tensor parallelism cuts a parameter, and the index of
+        this rank's fragment: (1, 0) for an expert's weight if experts are divided among ranks."""
         if self.layout.ep > 1 and is_expert(parameter, model):
             return 1, 0
         return self.layout.tp, self.tp_rank
@@ -98,19 +98,19 @@ def initialize(
     alive: Callable[[], None] = lambda: None,
     turn: str = "",
 ) -> World:
-    """Joins the job: selects the device, starts the process group, and makes Megatron's groups and random
-    states. Collective.
+    """Joins the job: selects the device, starts the process group, makes Megatron's groups, and seeds its
+    random states. Collective.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK, which torchrun sets.
 
     Args:
         timeout_minutes: The timeout of every collective.
-        alive: Called repeatedly while groups are made, which takes long for many ranks.
-        turn: A name for this rendezvous, needed if several sets of processes of one launch meet one after
-            another, because the launcher's store still has the keys of the earlier sets.
+        alive: Called repeatedly while groups are made, which takes a long time with many ranks.
+        turn: A name for this rendezvous. Needed if the processes of one launch start several process groups
+            one after another, because the launcher's store still has the keys of the earlier ones.
 
     Raises:
-        RuntimeError: The number of ranks is not that of the layout.
+        RuntimeError: The job does not have as many ranks as the layout needs.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != layout.world_size:
@@ -135,11 +135,11 @@ def initialize(
 def world_of(
     groups: ProcessGroupCollection, layout: Layout, device: torch.device, *, timeout: timedelta | None = None
 ) -> World:
-    """Returns this rank's place among existing groups, and makes the groups that only the buckets of matrices
-    use, if they need any. Collective.
+    """Returns this rank's `World`, given Megatron's groups. Makes the separate groups of the buckets of
+    matrices if they are needed. Collective.
 
     Args:
-        timeout: The timeout of these groups' collectives; None for torch's default.
+        timeout: The timeout of the separate groups' collectives; None for torch's default.
     """
     owners, expert_owners = groups.dp_cp, groups.expt_dp
     if adamw_apart(kind_of(device)):
@@ -157,7 +157,7 @@ def world_of(
 
 
 def kind_of(device: torch.device) -> Device:
-    """Returns the kind of a rank's device."""
+    """Returns `cuda` or `cpu`, the kind of device that configurations use."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 
@@ -181,7 +181,7 @@ class _Meeting(TypedDict, total=False):
 
 
 def _store(turn: str) -> PrefixStore:
-    """Opens the launcher's store with a key prefix that only this rendezvous uses."""
+    """Opens the launcher's store, with `turn` as a prefix of its keys that only this rendezvous uses."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     shared = TCPStore(host, port, is_master=False, wait_for_workers=False)
     return PrefixStore(turn, shared)
@@ -195,26 +195,26 @@ def shutdown() -> None:
 
 
 Group = ProcessGroup | object
-"""The value that torch returns for a new group; on ranks that are not members, it is a placeholder number."""
-AMONG_ALL: Final = frozenset(
+"""The value that torch returns for a new group: on ranks that are not members, a placeholder number."""
+WORLD_GROUPS: Final = frozenset(
     {
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
         "TENSOR_AND_DATA_PARALLEL_GROUP",
         "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
     }
 )
-"""The names of Megatron's groups that only communicate a few numbers, such as the gradient norm and fp8
-scales."""
+"""The names of Megatron's groups whose ranks only exchange a few numbers, such as the gradient norm and fp8
+scales. If such a group contains all ranks, the world's group replaces it."""
 
 
 def make_groups(layout: Layout, *, timeout: timedelta, alive: Callable[[], None]) -> ProcessGroupCollection:
-    """Makes Megatron's process groups for this layout, one for each set of ranks. Collective.
+    """Makes Megatron's process groups for this layout, only one for each set of ranks. Collective.
 
     Megatron makes a group for each purpose, even if the group has a single rank or the same ranks as another
     group: 118 groups for 8 ranks, 8,091 for 1,024. Here, purposes with the same ranks share a group, and all
     groups of a single rank are the same. Every rank registers every group in the same order. If the backend
-    connects ranks only at a group's first use (NCCL without a device given in advance), groups that a rank
-    does not use need no further time or memory.
+    connects ranks only at a group's first use, as NCCL does if it is not given a device in advance, groups
+    that a rank does not use need no further time or memory.
 
     Args:
         timeout: the timeout of each group's collectives.
@@ -242,20 +242,20 @@ _TOKEN_GROUPS: Final = frozenset({"EXPERT_MODEL_PARALLEL_GROUP", "EXPERT_TENSOR_
 @contextmanager
 def _share_groups(layout: Layout, timeout: timedelta, alive: Callable[[], None]) -> Iterator[None]:
     """Replaces Megatron's `create_group` inside the block by a function that makes only one group for each
-    set of ranks."""
+    set of ranks, with the exceptions that the comments explain."""
     rank = torch.distributed.get_rank()
     # Buckets do not use the world's group, because messages among all ranks would queue after them. For the
     # same reason, attention, which waits for keys and values, does not share a group with buckets if dp is 1,
     # nor do experts, which wait for tokens.
     apart = {"CONTEXT_PARALLEL_GROUP"} | (_TOKEN_GROUPS if layout.ep > 1 else set())
     groups: dict[tuple[bool, tuple[int, ...]], Group] = {}
-    alone = torch.distributed.new_group([rank], timeout=timeout, use_local_synchronization=True)
+    single = torch.distributed.new_group([rank], timeout=timeout, use_local_synchronization=True)
 
     def create_group(ranks: Sequence[int], *, group_desc: str, **options: object) -> Group:
         alive()
         if len(ranks) == 1:
-            return alone
-        if group_desc in AMONG_ALL and len(ranks) == torch.distributed.get_world_size():
+            return single
+        if group_desc in WORLD_GROUPS and len(ranks) == torch.distributed.get_world_size():
             return torch.distributed.group.WORLD
         members = (group_desc in apart, tuple(sorted(ranks)))
         if members not in groups:
@@ -278,25 +278,25 @@ def gather[T: DataclassInstance](record: T, *, group: dist.ProcessGroup | None =
         group: None for all ranks of the job.
 
     Raises:
-        Damaged: A rank sent data that is not a record of this type.
+        Damaged: A rank sent data that is not a record of the same type.
     """
     return [parse(type(record), text) for text in _gather(json.dumps(record_dict(record), default=str).encode(), group)]
 
 
 @contextmanager
-def without_pickles() -> Iterator[None]:
-    """Makes `all_gather_object` send JSON instead of pickles inside the block. Megatron uses it to exchange
-    the parameter groups of all ranks, which consist of plain values and tuples.
+def exchange_objects_as_json() -> Iterator[None]:
+    """Makes torch's `all_gather_object` send JSON instead of pickles inside the block. Megatron uses this
+    function to exchange the parameter groups of all ranks, which consist of plain values and tuples.
 
     Raises:
         TypeError: from `all_gather_object`, if the object cannot be sent as JSON.
     """
     real = dist.all_gather_object
 
-    def plainly(object_list: list[object], obj: object, group: dist.ProcessGroup | None = None) -> None:
+    def all_gather_json(object_list: list[object], obj: object, group: dist.ProcessGroup | None = None) -> None:
         object_list[:] = [_hashable(json.loads(text)) for text in _gather(json.dumps(obj).encode(), group)]
 
-    dist.all_gather_object = plainly  # type: ignore[assignment]
+    dist.all_gather_object = all_gather_json  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -304,7 +304,7 @@ def without_pickles() -> Iterator[None]:
 
 
 def _gather(content: bytes, group: dist.ProcessGroup | None) -> Iterator[bytes]:
-    """Yields the bytes of each rank of the group, in rank order. Collective."""
+    """Yields the `content` of each rank of the group, in rank order. Collective."""
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     ranks = dist.get_world_size(group)
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)

@@ -1,4 +1,5 @@
-"""Imports Megatron without loading a compiler, for processes that canzona starts. Import it before Megatron.
+"""Imports Megatron without loading torch's compiler, for processes that canzona starts. Must be imported
+before Megatron.
 
 Megatron and emerging-optimizers decorate about thirty functions with `torch.compile` when they are imported.
 The decorator alone loads the compiler, which takes more than half of a worker's start-up time (ten seconds
@@ -19,11 +20,16 @@ import torch
 _compile = torch.compile
 
 
-def compile_when_called(function: Callable[..., object] | None = None, **options: object) -> Callable[..., object]:
-    """Returns `function`, compiled by `torch.compile` at its first call. While torch compiles another
-    function that calls it, `function` is called as it is."""
+def compile_at_first_call(function: Callable[..., object] | None = None, **options: object) -> Callable[..., object]:
+    """Returns a function that compiles `function` with `torch.compile` at the first call. Within another
+    function that torch compiles, `function` itself is called.
+
+    Args:
+        function: None to return a decorator with these options.
+        options: the arguments of `torch.compile`.
+    """
     if function is None:
-        return lambda function: compile_when_called(function, **options)
+        return lambda function: compile_at_first_call(function, **options)
     compiled: Callable[..., object] | None = None
 
     @functools.wraps(function)
@@ -38,7 +44,7 @@ def compile_when_called(function: Callable[..., object] | None = None, **options
     return call
 
 
-torch.compile = compile_when_called  # type: ignore[assignment]
+torch.compile = compile_at_first_call  # type: ignore[assignment]
 _wandb = sys.modules.get("wandb")
 sys.modules["wandb"] = None  # type: ignore[assignment] # makes `import wandb` fail
 try:

@@ -1,6 +1,6 @@
 """The two functions of Megatron-LM's training that canzona replaces: the function that wraps the model, and
-the function that builds the optimizer. Megatron-LM looks up both as globals of `megatron.training.training`
-at each call."""
+the function that builds the optimizer. Both can be replaced because Megatron-LM looks them up as globals of
+`megatron.training.training` at each call."""
 
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -22,12 +22,14 @@ Wrap = Callable[
     [Sequence[torch.nn.Module], DistributedDataParallelConfig, MegatronOptimizerConfig, Namespace],
     list[DistributedDataParallel],
 ]
-"""A function that wraps model chunks; its other arguments are Megatron-LM's configurations and arguments."""
+"""A function that wraps model chunks. Its arguments are the chunks, Megatron's configurations of data
+parallelism and of the optimizer, and Megatron-LM's command-line arguments."""
 Build = Callable[
     [MegatronOptimizerConfig, Sequence[DistributedDataParallel], Overrides | None],
     MegatronOptimizer,
 ]
-"""A function that builds the optimizer of wrapped chunks."""
+"""A function that builds the optimizer from Megatron's configuration, the wrapped chunks, and overrides for
+parameter groups."""
 
 LOOP: Final = (
     Limit(name="save_wgrads_interval", value=None, reason="no rank has the reduced gradients of all matrices"),
@@ -40,8 +42,9 @@ LOOP: Final = (
 
 
 def replace_seams(wrap: Wrap, build: Build) -> None:
-    """Replaces the two functions of `megatron.training.training`: models are wrapped by `wrap`, optimizers
-    built by `build`."""
+    """Replaces the two functions of `megatron.training.training`: `wrap` then wraps models, and `build`
+    builds optimizers. The replacement for wrapping raises Unsupported if Megatron-LM's arguments need a
+    feature that the engine lacks."""
 
     def wrap_model_chunks_with_ddp(
         model_chunks: Sequence[torch.nn.Module],
@@ -75,7 +78,7 @@ def replace_seams(wrap: Wrap, build: Build) -> None:
 
 
 def stored_keys() -> Collection[str]:
-    """Returns the keys of the tensors in the checkpoint that Megatron-LM's arguments name."""
+    """Returns the keys of the tensors in the checkpoint that Megatron-LM is to load."""
     reader = FileSystemReader(get_load_checkpoint_path_by_args(training.get_args()))
     return reader.read_metadata().state_dict_metadata.keys()
 

@@ -1,9 +1,9 @@
 """Times the phases of a step without waiting for the device.
 
 The timer keeps a stack of phases and takes a timestamp at every change of phase. On CUDA a timestamp is an
-event on the current stream, which is read one step later, when it has passed; on a CPU it is the clock. Every
-moment of a step belongs to exactly one phase, so the phases of a step add up to its time. The timer also has
-totals: the seconds for which each kind of communication was in flight, hidden or not.
+event on the current stream, which is read one step later, when the device has reached it; on a CPU it is the
+host's clock. Every moment of a step belongs to exactly one phase, so the phases of a step add up to its time.
+The timer also has totals: the seconds for which each kind of communication was in flight, overlapped or not.
 """
 
 import os
@@ -23,16 +23,17 @@ TOTAL_OF: dict[str, TotalPhase] = {
     "exchange": "exchange_total",
     "param_gather": "param_gather_total",
 }
-"""The total for each phase of communication."""
+"""The name of the total for each phase in which the step waits for communication."""
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """The seconds that one step spent in each phase on this rank, and the totals of communication, which
-    overlap with the phases."""
+    """The time that one step took on this rank."""
 
     step_s: float
+    """The seconds that the step took."""
     phases: dict[str, float]
+    """The seconds in each phase, and the totals of communication, which overlap with the phases."""
     waited_s: float = 0.0
     """The seconds that the host waited for other ranks within data, forward and backward."""
 
@@ -45,8 +46,8 @@ class StepTiming:
 
 
 EVEN_PHASES: tuple[Phase, ...] = ("data", "forward", "backward")
-"""The phases in which every rank of a pipeline stage has the same work; a plan may distribute the work of
-other phases unevenly."""
+"""The phases in which all ranks of a pipeline stage have the same work. In other phases, a plan may
+distribute work unevenly."""
 
 KEPT_STEPS = 2
 """The number of most recent steps whose timestamps are kept, unless `keep` chooses other steps."""
@@ -54,7 +55,7 @@ KEPT_STEPS = 2
 
 @dataclass
 class Span:
-    """The time in flight of one transfer."""
+    """The time in which one transfer is in flight, as timestamps of a clock."""
 
     name: TotalPhase
     start: object
@@ -64,7 +65,7 @@ class Span:
 
 @dataclass(kw_only=True)
 class _Step:
-    """The timestamps of one step; on CUDA the device may not have reached them yet."""
+    """The timestamps of one step. On CUDA the device may not have reached them yet."""
 
     number: int
     marks: list[tuple[object, str]]
@@ -72,13 +73,14 @@ class _Step:
     spans: list[Span] = field(default_factory=list)
     end: object | None = None
     moment: tuple[object, float] | None = None
-    """A recent timestamp and the host's clock at that time, if a pair was known at the end of the step."""
+    """A recent timestamp and the host's clock at that time; None if no such pair was known at the end of the
+    step."""
     waited_s: float = 0.0
     """The seconds that the host waited for other ranks, as in `StepTiming`."""
 
 
 class HostClock:
-    """The clock of a device without queues: timestamps are the host's time."""
+    """The clock of a device that works synchronously: timestamps are the host's time."""
 
     moment: tuple[object, float] | None = (0.0, 0.0)
     """A timestamp, and the host's clock at that time."""
@@ -87,7 +89,7 @@ class HostClock:
         return time.perf_counter()
 
     def wait_for(self, stamp: object) -> None:
-        """Does nothing, because a timestamp has passed when it is taken."""
+        """Does nothing, because the time of a timestamp is known when it is taken."""
 
     def elapsed(self, start: object, end: object) -> float:
         assert isinstance(start, float)
@@ -96,8 +98,8 @@ class HostClock:
 
 
 class CudaClock:
-    """The clock of CUDA: timestamps are events on the current stream, whose difference is known once both
-    have passed."""
+    """The clock of a CUDA device: timestamps are events on the current stream. The time between two events is
+    known once the device has reached both."""
 
     def __init__(self) -> None:
         self.moment: tuple[object, float] | None = None
@@ -111,7 +113,8 @@ class CudaClock:
         assert isinstance(stamp, torch.cuda.Event)
         if not stamp.query():  # type: ignore[no-untyped-call]
             stamp.synchronize()
-            # The host resumes when the event passes, so this pair relates the device's time to the host's.
+            # The host resumes when the device reaches the event, so this pair relates the device's time to
+            # the host's.
             self.moment = stamp, time.perf_counter()
 
     def elapsed(self, start: object, end: object) -> float:
@@ -121,8 +124,8 @@ class CudaClock:
 
 
 class PhaseTimer:
-    """A timer that divides each step into exclusive phases. Outside of steps, calls are allowed and measure
-    nothing."""
+    """A timer that divides each step into phases that do not overlap. Outside of steps, calls are allowed but
+    measure nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock: HostClock | CudaClock = CudaClock() if device.type == "cuda" else HostClock()
@@ -131,12 +134,12 @@ class PhaseTimer:
         self._step: _Step | None = None
         self._closed: _Step | None = None
         self._timings: list[StepTiming] = []
-        self._begun = 0
+        self._steps_begun = 0
         self._ranges: list[torch.profiler.record_function] | None = None
         self._keep: tuple[int, int] | None = None
-        self._kept: deque[_Step] = deque(maxlen=KEPT_STEPS)
+        self._kept_steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
         self.on_change: Callable[[Phase], None] | None = None
-        """A function that is called with the new phase at every change, outside of steps too."""
+        """A function that is called with the new phase at every change of phase, also outside of steps."""
         self.on_wait: Callable[[bool], None] | None = None
         """A function that is called with True when the host starts to wait for the device, and with False
         afterwards."""
@@ -144,55 +147,58 @@ class PhaseTimer:
     @property
     def newest(self) -> StepTiming | None:
         """The timing of the latest step whose times have been read, which is the step before the last; None
-        if there is none yet."""
+        if no step's times have been read yet."""
         return self._timings[-1] if self._timings else None
 
     @property
     def current(self) -> Phase:
-        """The innermost current phase; `other` if there is none."""
+        """The innermost current phase; `other` outside of all phases."""
         return self._stack[-1] if self._stack else "other"
 
     def keep(self, first: int, last: int) -> None:
         """Keeps the timestamps of the steps `first` to `last` (numbered from 1) for `timelines`, instead of
         the timestamps of the most recent steps."""
-        self._keep, self._kept = (first, last), deque()
+        self._keep, self._kept_steps = (first, last), deque()
 
     def begin_step(self) -> None:
-        """Starts a step. Until `end_step`, time is attributed to the innermost phase, or to `other`."""
-        self._begun += 1
-        self._step = _Step(number=self._begun, marks=[(self._clock.now(), self.current)])
+        """Starts a step. Until `end_step`, time is attributed to the phase that is `current`."""
+        self._steps_begun += 1
+        self._step = _Step(number=self._steps_begun, marks=[(self._clock.now(), self.current)])
 
     def end_step(self) -> None:
-        """Ends the step, and reads the times of the step before it, whose events have passed and whose
-        transfers have completed."""
+        """Ends the step, and reads the times of the step before it, whose events the device has reached and
+        whose transfers are complete."""
         assert self._step is not None
         self._step.end, self._step.moment = self._clock.now(), self._clock.moment
         self._read()
         self._closed, self._step = self._step, None
-        if self._keep is None or self._keep[0] <= self._begun <= self._keep[1]:
-            self._kept.append(self._closed)
+        if self._keep is None or self._keep[0] <= self._steps_begun <= self._keep[1]:
+            self._kept_steps.append(self._closed)
 
     def timings(self) -> list[StepTiming]:
-        """Returns the timings of all steps so far. Waits for the device, so it should be called after
+        """Returns the timings of all steps so far. Waits for the device, so call it between steps or after
         training."""
         self._wait_for_all()
         self._read()
         return self._timings
 
     def timelines(self) -> list[StepTimeline]:
-        """Returns the timelines of the steps that were kept. Waits for the device, so it should be called
-        after training."""
+        """Returns the timelines of the steps that `keep` chose, or of the most recent steps. Waits for the
+        device, so call it between steps or after training."""
         self._wait_for_all()
-        # On an idle device, a timestamp passes as soon as it is taken, so it corresponds to the host's clock.
+        # An idle device reaches a timestamp as soon as it is taken, so the timestamp corresponds to the
+        # host's clock.
         idle = self._clock.now(), time.perf_counter()
         self._wait_for_all()
-        return [self._timeline(step, step.moment or idle) for step in self._kept]
+        return [self._timeline(step, step.moment or idle) for step in self._kept_steps]
 
     def annotate(self, on: bool) -> None:
-        """Starts or stops naming phases in traces of torch's profiler. May only be called between steps."""
+        """Starts or stops naming the phases in traces of torch's profiler. May only be called between
+        steps."""
         self._ranges = [] if on else None
 
     def push(self, phase: Phase) -> None:
+        """Enters a phase, until the matching `pop`."""
         self._stack.append(phase)
         self._mark()
         if self._ranges is not None:
@@ -200,6 +206,7 @@ class PhaseTimer:
             self._ranges[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def pop(self) -> None:
+        """Leaves the innermost phase."""
         if self._ranges:
             self._ranges.pop().__exit__(None, None, None)
         self._stack.pop()
@@ -207,6 +214,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
+        """Attributes the time of the block to a phase."""
         self.push(name)
         try:
             yield
@@ -221,8 +229,8 @@ class PhaseTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Marks a block in which the host waits for the device, which may itself wait for other ranks; calls
-        `on_wait` before and after."""
+        """Calls `on_wait` before and after a block in which the host waits for the device, which may itself
+        be waiting for other ranks."""
         if self.on_wait is not None:
             self.on_wait(True)
         try:
@@ -232,34 +240,34 @@ class PhaseTimer:
                 self.on_wait(False)
 
     def fetch(self, values: torch.Tensor) -> Callable[[], list[float]]:
-        """Starts to copy `values` (flat) to the host. During a step, canzona reads from the device only
-        through this method; Megatron also reads how many tokens each expert gets (`instrument`).
+        """Starts to copy `values`, a flat tensor, to the host. During a step, canzona reads from the device
+        only through this method; Megatron also reads how many tokens each expert gets (`instrument`).
 
         Returns:
-            A function that waits for the copy and returns the values. It does not wait for later work of the
-            device, so it does not take any time if the host has already waited for something later.
+            A function that waits for the copy and returns the values. It does not wait for work that the
+            device does after the copy, so it takes no time if the host has already waited for such work.
         """
-        copy, landed = values.to("cpu", non_blocking=True), self._clock.now()
+        copy, copied = values.to("cpu", non_blocking=True), self._clock.now()
 
-        def arrived() -> list[float]:
+        def wait() -> list[float]:
             with self.waiting():
-                self._clock.wait_for(landed)
+                self._clock.wait_for(copied)
             numbers: list[float] = copy.tolist()
             return numbers
 
-        return arrived
+        return wait
 
     def read(self, values: torch.Tensor) -> list[float]:
-        """Returns `values` (flat) as floats. The host waits for the device."""
+        """Returns the elements of `values`, a flat tensor. The host waits for the device."""
         return self.fetch(values)()
 
     def now(self) -> object:
-        """Takes a timestamp of this device."""
+        """Takes a timestamp of the device's clock."""
         return self._clock.now()
 
     def span(self, name: TotalPhase, start: object, end: object | None = None) -> Span:
-        """Records a transfer that started at `start`. If its end is not known yet, the caller sets `.end`
-        later."""
+        """Records a transfer that started at `start`. If its end is not known yet, the caller sets the span's
+        `end` later."""
         span = Span(name, start, end)
         if self._step is not None:
             self._step.spans.append(span)
@@ -288,8 +296,8 @@ class PhaseTimer:
 
         ends = [*(when for when, _ in step.marks[1:]), step.end]
         phases = [interval(name, start, end) for (start, name), end in zip(step.marks, ends, strict=True)]
-        landed = [span for span in step.spans if span.end is not None]
-        transfers = [interval(span.name.removesuffix("_total"), span.start, span.end) for span in landed]
+        ended = [span for span in step.spans if span.end is not None]
+        transfers = [interval(span.name.removesuffix("_total"), span.start, span.end) for span in ended]
         return StepTimeline(
             number=step.number,
             start_s=start_s,
@@ -299,6 +307,8 @@ class PhaseTimer:
         )
 
     def _read(self) -> None:
+        """Computes the timing of the last complete step from its timestamps, if that has not been done
+        yet."""
         step, self._closed = self._closed, None
         if step is None:
             return
@@ -332,16 +342,17 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class Waitable(Protocol):
-    """An asynchronous collective: a `torch.distributed.Work`, or Megatron's coalesced handle of several."""
+    """A handle for an asynchronous collective: a `torch.distributed.Work`, or a handle for several."""
 
     def wait(self) -> object: ...
 
 
 class HostWatcher:
-    """A watcher for gloo: ends a span when the collective of a handle completes, which gloo's threads report.
+    """A watcher for gloo, whose threads report when the collectives of a handle are complete. The watcher
+    then ends the span.
 
-    A reduce-scatter does not report its completion. Its span ends when it has been waited for, which is an
-    upper bound.
+    A reduce-scatter does not report its completion. Its span ends when the step has waited for it, so its
+    time in flight is an upper bound.
     """
 
     def watch(self, span: Span, handle: Waitable) -> None:
@@ -350,7 +361,7 @@ class HostWatcher:
         if missing == 0:
             span.end = span.start
 
-        def landed(_: object) -> None:
+        def end_span(_: object) -> None:
             nonlocal missing
             missing -= 1
             if missing == 0 and span.end is None:
@@ -358,7 +369,7 @@ class HostWatcher:
 
         for work in works:
             try:
-                work.get_future().add_done_callback(landed)
+                work.get_future().add_done_callback(end_span)
             except RuntimeError:  # this kind of collective has no future
                 return
 
@@ -370,12 +381,12 @@ class HostWatcher:
 
 
 class CudaWatcher:
-    """A watcher for NCCL: a separate stream waits for the collective and records an event; the host does not
-    wait.
+    """A watcher for NCCL: a separate stream waits for the collectives of a handle and records an event, which
+    ends the span. The host does not wait.
 
     With CUDA_DEVICE_MAX_CONNECTIONS=1, all streams share one hardware queue, and this wait would delay every
-    later launch until the collective has ended. In that case a span ends where the computing stream waits for
-    the collective, which is an upper bound."""
+    later launch until the collective is complete. In that case a span ends where the computing stream waits
+    for the collective, so its time in flight is an upper bound."""
 
     def __init__(self) -> None:
         self.waits = os.environ.get(CONNECTIONS) != "1"
@@ -392,7 +403,8 @@ class CudaWatcher:
                 span.end = self._clock.now()
 
     def waited(self, span: Span) -> None:
-        """Ends the span at the current stream's wait for the collective, if it has not ended."""
+        """Ends the span now if it has not ended yet; the current stream has just waited for the
+        collective."""
         if span.end is None:
             span.end = self._clock.now()
 

@@ -47,7 +47,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     trainee = assemble(config, world, plan)
     pulse.follow(trainee.timer)
     assumed = config.cluster.grouped_collectives
-    if (contradiction := owner_bucket_group.contradiction(trainee.chunks, world, assumed=assumed)) is not None:
+    if (contradiction := owner_bucket_group.find_contradiction(trainee.chunks, world, assumed=assumed)) is not None:
         journal.incident("grouping", detail=contradiction, level="warning")
 
     def trying(shape: str) -> None:

@@ -155,7 +155,7 @@ def _find_out(trainee: Trainee, record: Record) -> FoundOut:
         patched.setattr(owner_bucket_group, "device_seconds", serial)
         patched.setattr(owner_bucket_group, "_AHEAD_BYTES", 8)  # no device is kept busy
         assumed = trainee.config.cluster.grouped_collectives
-        said = owner_bucket_group.contradiction(trainee.chunks, trainee.world, assumed=assumed)
+        said = owner_bucket_group.find_contradiction(trainee.chunks, trainee.world, assumed=assumed)
     launched = [found for found in record.operations if found.stream.startswith("nccl")]
     return FoundOut(said=said, launches=len(launched), waits=len(record.waits))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from canzona_cli.errors import Problem
-from canzona_cli.megatron.parallel import gather, without_pickles
+from canzona_cli.megatron.parallel import exchange_objects_as_json, gather
 from canzona_cli.run.codec import Damaged, parse
 from tests.dist.ranks import run_ranks
 
@@ -38,7 +38,7 @@ def work() -> tuple[list[Said], float, list[object]]:
     assert math.isnan(odd.found["x"])
     own: object = [(None, False), ((("lr", 0.1 * rank),), True)]
     everyone: list[object] = [None, None]
-    with without_pickles():
+    with exchange_objects_as_json():
         torch.distributed.all_gather_object(everyone, own)
     with pytest.raises(AssertionError, match="nothing by pickles"):
         torch.distributed.all_gather_object([*everyone], own)

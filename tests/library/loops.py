@@ -14,7 +14,7 @@ from canzona_cli import Engine
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.megatron.model import Trainee, build_model
 from canzona_cli.megatron.optimizer import Overrides, build_schedule
-from canzona_cli.megatron.parallel import World, without_pickles
+from canzona_cli.megatron.parallel import World, exchange_objects_as_json
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.training.data import Batch, BatchStream
 from canzona_cli.training.step import train_step
@@ -56,7 +56,7 @@ def by_megatron(
     """Wraps and optimizes as Megatron does: Muon, repeated on every rank."""
     mcore, ddp = get_model_config(chunks[0]), DistributedDataParallelConfig()
     wrapped = [DistributedDataParallel(mcore, ddp, chunk, pg_collection=world.groups) for chunk in chunks]
-    with without_pickles():
+    with exchange_objects_as_json():
         return wrapped, get_megatron_optimizer(
             config, wrapped, config_overrides=overrides, use_gloo_process_groups=False, pg_collection=world.groups
         )

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from canzona_cli.megatron.quick_import import compile_when_called
+from canzona_cli.megatron.quick_import import compile_at_first_call
 
 
 def test_a_function_is_compiled_when_it_is_called_and_once() -> None:
@@ -18,7 +18,7 @@ def test_a_function_is_compiled_when_it_is_called_and_once() -> None:
         return graph
 
     def compiled(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        found = compile_when_called(function, backend=backend, fullgraph=True)
+        found = compile_at_first_call(function, backend=backend, fullgraph=True)
         return cast(Callable[[torch.Tensor], torch.Tensor], found)
 
     inner = compiled(lambda x: x * 2)

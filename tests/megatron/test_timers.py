@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canzona_cli.megatron.owner_bucket_group import InFlight
+from canzona_cli.megatron.owner_bucket_group import PendingCollectives
 from canzona_cli.megatron.timers import CudaWatcher, HostClock, PhaseTimer, StepTiming
 from canzona_cli.run.phases import IN_STEP, Phase
 from tests.cuda_stand_in import DEVICE, cuda_stand_in
@@ -291,7 +291,7 @@ def test_a_watched_transfer_of_nothing_takes_no_time() -> None:
     with cuda_stand_in() as record:
         timer = PhaseTimer(DEVICE)
         span = timer.span("grad_reduce_total", timer.now())
-        CudaWatcher().watch(span, InFlight([]))
+        CudaWatcher().watch(span, PendingCollectives([]))
         assert span.end is span.start
         assert record.waits == []
 
