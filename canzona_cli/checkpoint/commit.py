@@ -1,9 +1,9 @@
 """Commits a checkpoint atomically: it becomes visible when it is complete, or not at all.
 
-Every rank writes into a hidden folder next to the checkpoints, and leaves a part file there when it is done.
+Every rank writes into a hidden folder next to the checkpoints, and writes a part file there when it is done.
 Rank 0 waits for all part files, adds the manifest, and renames the folder. Ranks synchronise only through
 these files, so a save adds no collective to training. Whenever the run is killed, the store has all earlier
-complete checkpoints, and either all or nothing of the new one.
+checkpoints, and the new checkpoint either completely or not at all.
 """
 
 import errno
@@ -42,8 +42,8 @@ _POLL_S: Final = 0.02
 _LONGEST_POLL_S: Final = 0.5
 _NAMED_RANKS: Final = 8
 _REMOVALS: Final = 8
-"""The number of attempts to remove a folder. A rank that is still writing may create up to three files there,
-each after an attempt has listed the folder."""
+"""The number of attempts to remove a folder. A rank that is still writing may create up to three more files
+in the folder, each of which can make an attempt fail."""
 _FIXES: Final[Mapping[int | None, str]] = {
     errno.ENOSPC: "make room on that disk, or keep fewer checkpoints (checkpoint.keep)",
     errno.EDQUOT: "make room within your quota, or keep fewer checkpoints (checkpoint.keep)",
@@ -52,13 +52,14 @@ _FIXES: Final[Mapping[int | None, str]] = {
     errno.EACCES: "make that folder writable",
     errno.EPERM: "make that folder writable",
 }
+"""The fix for an error of the operating system, by its number."""
 
 
 def begin(store_root: Path, step: int) -> Path:
     """Creates the empty folder into which all ranks write the checkpoint of `step`.
 
-    Only rank 0 calls this, before any rank writes. The other ranks compute the path with
-    `manifest.partial_path`. Folders of earlier, unfinished saves are removed.
+    Only rank 0 calls this, before any rank writes. The other ranks get the path from `manifest.partial_path`.
+    Folders of earlier, unfinished saves are removed.
 
     Raises:
         SaveFailed: the folder cannot be created.
@@ -80,18 +81,18 @@ def begin(store_root: Path, step: int) -> Path:
 
 
 def write_part(partial: Path, rank: int, shard: Shard) -> None:
-    """Writes one rank's share of a checkpoint, then its part file, which tells rank 0 that the share is
-    complete.
+    """Writes one rank's share of a checkpoint, and then a part file, from which rank 0 learns that the share
+    is complete.
 
-    Every rank calls this, from any thread. If writing fails, the part file contains the reason; if the disk
-    does not even have room for a part file, an empty marker file is left.
+    Every rank calls this, from any thread. If writing fails, the part file contains the reason. If there is
+    no room for the part file, an empty marker file takes its place.
 
     Args:
         partial: the folder that `begin` made.
         shard: this rank's share; must not change until this function returns.
 
     Raises:
-        SaveFailed: a file could not be written. Any error other than an OSError is raised as it is.
+        SaveFailed: a file could not be written. Errors other than OSError are raised unchanged.
     """
     path = _shard_path(partial, rank)
     part: dict[str, object] = {"rank": rank, "file": None, "tensors": {}, "scalars": dict(shard.scalars)}
@@ -171,8 +172,8 @@ def finish(
 
 
 def abandon(partial: Path) -> None:
-    """Removes the folder of a checkpoint that will not be finished. Never raises; the next `begin` tries
-    again."""
+    """Removes the folder of a checkpoint that will not be finished. Never raises an error; if the folder
+    remains, the next `begin` removes it."""
     for _ in range(_REMOVALS):
         shutil.rmtree(partial, ignore_errors=True)
         if not partial.exists():
@@ -180,8 +181,8 @@ def abandon(partial: Path) -> None:
 
 
 def bytes_written(partial: Path) -> int:
-    """Returns the total size in bytes of the files in a checkpoint's folder, finished or not; 0 if it is
-    gone."""
+    """Returns the total size, in bytes, of the files in a checkpoint's folder, finished or not. If the folder
+    is renamed or removed meanwhile, the result is too low."""
     total = 0
     try:
         with os.scandir(partial) as entries:
@@ -197,18 +198,18 @@ def _shard_path(partial: Path, rank: int) -> Path:
 
 
 def _part_path(partial: Path, rank: int) -> Path:
-    """Returns the path of the part file, in which a rank reports that it has written its share, or the
+    """Returns the path of the part file, in which a rank lists the tensors that it has written, or reports an
     error."""
     return partial / f"part-{rank:05d}.json"
 
 
 def _failure_marker(partial: Path, rank: int) -> Path:
-    """Returns the path of the empty file that a rank leaves if it fails and cannot write the reason."""
+    """Returns the path of the empty file that a rank creates if it fails and cannot write the reason."""
     return partial / f"part-{rank:05d}.failed"
 
 
 def _save_error(path: Path, error: BaseException) -> SaveFailed:
-    """Returns the error that tells the user why `path` could not be written."""
+    """Returns the error to raise if `path` could not be written, with the reason and the fix."""
     reason, fix = f"{type(error).__name__}: {error}", ""
     if isinstance(error, OSError):
         reason, fix = error.strerror or str(error), _FIXES.get(error.errno, "")

@@ -1,9 +1,9 @@
 """Checks a checkpoint's manifest against the settings of its run: the names, types and shapes of tensors.
 
-`canzona_cli.checkpoint.verify` makes sure that the files agree with the manifest. Therefore these checks need
-no tensors. The launcher makes them before it starts workers (`saved_run`), and so do `canzona checkpoint
-verify` (`verify_chosen`) and the workers (`content_problems`). The values of tensors (NaN, for example) are
-checked when they are read.
+`canzona_cli.checkpoint.verify` ensures that the files agree with the manifest, so these checks need only the
+manifest. They are made by the launcher before it starts workers (`saved_run`), by `canzona checkpoint verify`
+(`verify_chosen`) and by the workers (`content_problems`). The values of tensors are checked when they are
+read.
 """
 
 import re
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Piece, Scalar, StoredTensor
-from canzona_cli.checkpoint.store import Chosen, StoredCheckpoint
+from canzona_cli.checkpoint.store import ChosenCheckpoints, StoredCheckpoint
 from canzona_cli.checkpoint.verify import (
     OnBytes,
     fallback_fix,
@@ -39,16 +39,17 @@ from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
 
 MASTER: Final = "master"
+"""The field of fp32 weights."""
 GROUP: Final = "group:"
 """The key prefix of values from an optimizer's parameter group, which all matrices of the group share."""
 ELEMENTWISE: Final = ("adamw", "muon")
-"""The optimizers with elementwise state, which can be divided differently when a run resumes."""
+"""The optimizers whose state is elementwise, so that a run can resume with another splitting."""
 RANDOM: Final = "random."
 """The name prefix of a rank's random states."""
 _LIKE_WEIGHTS: Final = (MASTER, MOMENTUM, *MOMENTS)
-"""The fields that have the shape of the weight."""
+"""The fields that have the same shape as the weight."""
 _ORTHOGONALISED: Final = ("muon", "normuon")
-"""The optimizers that may stop trusting the Gram form for a matrix."""
+"""The optimizers that store `distrusted` for a matrix after an untrusted update in Gram form."""
 _RANDOM_TYPES: Final = ("U8", "I64", "F64")
 _LAYER: Final = re.compile(r"layers\.(\d+)\.\S+")
 _HEAD: Final = re.compile(r"[qkv]\.(\d+)")
@@ -56,7 +57,8 @@ _HEAD: Final = re.compile(r"[qkv]\.(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """A checkpoint whose bytes have all been hashed and whose tables have been compared with its model."""
+    """The result of verifying a checkpoint: all its files have been hashed, and its tensors have been
+    compared with the model."""
 
     checkpoint: StoredCheckpoint
     bytes: int
@@ -68,8 +70,8 @@ class Verified:
 
 
 def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> list[Problem]:
-    """Lists the entries of a checkpoint's manifest that do not belong to the model, without opening other
-    files."""
+    """Returns a problem for each entry of a checkpoint's manifest that does not belong to the model. Does not
+    open other files."""
     reasons = list(_reasons(manifest, model))
     if not reasons:
         return []
@@ -78,9 +80,10 @@ def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> li
 
 
 def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
+    """Yields a description of each entry that does not belong to the model."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for stored, tensor in manifest.tensors.items():
-        full_name = tensor.whole(stored)
+        full_name = tensor.whole_name(stored)
         name, _, field = full_name.rpartition("/")
         if reason := _tensor_problem(name, field, tensor, manifest, model):
             yield f"tensors.{stored}: {reason}"
@@ -101,7 +104,7 @@ def _tensor_problem(name: str, field: str, tensor: StoredTensor, manifest: Manif
     if name.startswith(RANDOM):
         known = tensor.dtype in _RANDOM_TYPES and len(tensor.shape) == 1 and tensor.piece is None
         return "" if known else f"{tensor.dtype} {tensor.shape} is not the state of a random generator"
-    if not _in_model(name, model):
+    if not _is_in_model(name, model):
         return "the model has no weight of this name"
     shape = whole_shape(name, model)
     kind = _optimizer_kind(name, manifest.optimizer)
@@ -122,38 +125,37 @@ def _tensor_problem(name: str, field: str, tensor: StoredTensor, manifest: Manif
 
 
 def _optimizer_kind(name: str, optimizer: str) -> str | None:
-    """Returns the kind of optimizer that keeps state for a weight.
-
-    Returns `element` for AdamW and other optimizers with elementwise state, `matrix` for the run's optimizer
-    of matrices, and None for a user's own optimizer, which may keep any state.
-    """
+    """Returns the kind of optimizer that keeps state for a weight: `element` for AdamW and other optimizers
+    with elementwise state, `matrix` for the run's optimizer of matrices, and None for a user's own optimizer,
+    which may keep any state."""
     if name.endswith("weight") or optimizer in ELEMENTWISE:
         return "element"
     return None if optimizer == "custom" else "matrix"
 
 
-def _in_model(name: str, model: ModelConfig) -> bool:
-    """Returns True if the model has a weight of this name in any splitting."""
+def _is_in_model(name: str, model: ModelConfig) -> bool:
+    """Returns True if the model has a weight of this name in some splitting."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         return name in (EMBEDDING, OUTPUT) or name.endswith("norm.weight")
     part = name.split(".", 2)[2]
-    known = part in _in_layer(model) or part.endswith("norm.weight")
+    known = part in _layer_names(model) or part.endswith("norm.weight")
     if head := _HEAD.fullmatch(part):
         known = int(head[1]) < (model.num_attention_heads if part.startswith("q") else model.num_query_groups)
     return known and int(layer[1]) < model.num_layers
 
 
 @lru_cache(maxsize=4)
-def _in_layer(model: ModelConfig) -> frozenset[str]:
-    """Returns the names of a layer's routers, and of its matrices in every splitting except per head."""
+def _layer_names(model: ModelConfig) -> frozenset[str]:
+    """Returns the names of a layer's routers, and of its matrices in all splittings except the splitting by
+    heads."""
     family = family_of(model)
     matrices = (f"{weight.inside}{kind}" for weight in family.weights(model) for kind in weight.kinds)
     return frozenset([*matrices, *(router.name for router in family.routers(model))])
 
 
 def _rectangle(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the rows and columns of a shape; a vector is one row."""
+    """Returns the number of rows and columns of a shape; a vector counts as one row."""
     return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])
 
 
@@ -185,7 +187,7 @@ def _are_consecutive(runs: Sequence[tuple[int, int]], end: int) -> bool:
 
 
 def _scalar_problem(stored: str, value: Scalar, manifest: Manifest) -> str:
-    """Returns the reason why a scalar is not state of the saved optimizer; empty if it is."""
+    """Returns the reason why a scalar cannot be state of the saved optimizer; empty if it can."""
     key = stored.rpartition("/")[2]
     if manifest.optimizer == "custom":
         reserved = [f"{GROUP}{name}" for name in ("params", "lr", "weight_decay")]
@@ -202,8 +204,8 @@ def _scalar_problem(stored: str, value: Scalar, manifest: Manifest) -> str:
 
 
 def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
-    """Reads a checkpoint's manifest and the settings of the run that saved it; checks both without reading
-    tensors.
+    """Reads a checkpoint's manifest and the settings of the run that saved it, and checks both without
+    reading tensors.
 
     Raises:
         CheckpointInvalid: a file is missing, a file that was read is damaged, or the listed tensors do not
@@ -227,8 +229,8 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
 
 @contextmanager
 def as_checkpoint_errors(checkpoint: Path) -> Iterator[None]:
-    """Turns a ConfigError inside the block into CheckpointInvalid, because the saved settings are at
-    fault."""
+    """Turns a ConfigError that is raised inside the block into CheckpointInvalid, because the cause is in the
+    saved settings."""
     try:
         yield
     except ConfigError as error:
@@ -239,7 +241,7 @@ def as_checkpoint_errors(checkpoint: Path) -> Iterator[None]:
 
 
 def saved_config(folder: Path, manifest: Manifest) -> RunConfig | None:
-    """Reads the settings of the run that saved a checkpoint; None if they are damaged or cannot be read."""
+    """Returns the settings of the run that saved a checkpoint; None if they are damaged or cannot be read."""
     entry = manifest.files.get("config.yaml")
     if entry is None or verify_file(folder, "config.yaml", entry) is not None:
         return None
@@ -249,7 +251,7 @@ def saved_config(folder: Path, manifest: Manifest) -> RunConfig | None:
         return None
 
 
-def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ...], tuple[str, ...]]:
+def verify_chosen(chosen: ChosenCheckpoints, on_bytes: OnBytes) -> tuple[tuple[Verified, ...], tuple[str, ...]]:
     """Hashes all files of every chosen checkpoint, and compares the manifests with the saved models.
 
     Returns:
@@ -258,7 +260,7 @@ def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ..
     Raises:
         CheckpointInvalid: all chosen checkpoints were removed during verification.
     """
-    verified = {checkpoint.name: _verify_one(checkpoint, on_bytes) for checkpoint in chosen.checkpoints}
+    verified = {checkpoint.name: _verify_checkpoint(checkpoint, on_bytes) for checkpoint in chosen.checkpoints}
     results = tuple(result for result in verified.values() if result is not None)
     removed = tuple(name for name, result in verified.items() if result is None)
     if not results:
@@ -266,8 +268,8 @@ def verify_chosen(chosen: Chosen, on_bytes: OnBytes) -> tuple[tuple[Verified, ..
     return results, removed
 
 
-def _verify_one(checkpoint: StoredCheckpoint, on_bytes: OnBytes) -> Verified | None:
-    """Verifies one checkpoint; returns None if it is removed during verification."""
+def _verify_checkpoint(checkpoint: StoredCheckpoint, on_bytes: OnBytes) -> Verified | None:
+    """Verifies a checkpoint; returns None if it is removed during verification."""
     counts: list[int] = []  # a list, because several threads may append to it safely
     began = time.perf_counter()
 

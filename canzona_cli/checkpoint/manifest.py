@@ -4,8 +4,8 @@ A checkpoint is a folder `step-00000030`: one safetensors file for each rank tha
 `config.yaml` and `layout.json` of the run, and `manifest.json`, written last. Tensors have the names of the
 model, not of any rank (`layers.3.q/master`, `layers.3.q/momentum_buffer`,
 `embedding.word_embeddings.weight/exp_avg`). Each tensor is stored whole or in pieces with their positions, so
-a run with another layout can read it. Visible folders are complete; hidden folders are being written,
-replaced or removed.
+a run with another layout can read it. Visible folders are complete checkpoints; hidden folders are
+checkpoints that are being written, replaced or removed.
 
 This module does not import torch, so that commands start fast.
 """
@@ -25,10 +25,11 @@ from canzona_cli.run.codec import parse
 FORMAT: Final = "canzona-checkpoint"
 VERSION: Final = 2
 READABLE: Final = (1, VERSION)
-"""The versions of manifests that can be read. Version 1 has no pieces."""
+"""The versions of manifests that this canzona can read. Version 1 has no pieces."""
 MANIFEST: Final = "manifest.json"
 NO_OPTIMIZER: Final = "none"
-"""The value of `Header.optimizer` for imported weights, which are masters without optimizer state."""
+"""The value of `Header.optimizer` in a checkpoint of imported weights, which has masters but no optimizer
+state."""
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
@@ -57,8 +58,8 @@ removed: the checkpoint is being deleted; it is hidden so that readers never see
 
 @dataclass(frozen=True, kw_only=True)
 class LossMemory:
-    """The losses that the guards remember, in nats per token, so that they treat a resumed run like an
-    uninterrupted one."""
+    """The losses that the guards (`training.guards`) remember, in nats per token. They are saved so that the
+    guards treat a resumed run like an uninterrupted one."""
 
     first: Finite | None = None
     """The loss of the first step."""
@@ -69,16 +70,17 @@ class LossMemory:
     excess: Finite = 0.0
     """The accumulated amount by which losses exceeded the divergence limit, in multiples of the limit."""
     since: CountOrZero = 0
-    """The step at which `excess` last rose from zero; meaningless while `excess` is zero."""
+    """The step at which `excess` last rose from zero; not used while `excess` is zero."""
     first_validation: Finite | None = None
+    """The first finite validation loss."""
     sound: CountOrZero = 0
     """The step of the last acceptable validation."""
     worse: CountOrZero = 0
     """The number of validations since step `sound`, all of which were too high."""
     usual: tuple[Finite, ...] = ()
-    """The recent losses outside of spikes."""
+    """The most recent losses that were not part of a spike."""
     high: tuple[Finite, ...] = ()
-    """The losses of a spike that has not ended."""
+    """The losses of the current spike; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """One file of a checkpoint."""
+    """The size and the hash of a checkpoint's file."""
 
     bytes: Annotated[int, Range(at_least=0, at_most=10**18)]
     blake3: str
@@ -106,7 +108,8 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The elements [start, end), in row-major order, of a rectangle within a unit."""
+    """A piece of a unit (`model.geometry`): the elements [start, end), in row-major order, of the rectangle
+    of `rows` rows and `cols` columns that begins at (`row`, `col`)."""
 
     unit: str
     row: CountOrZero
@@ -127,7 +130,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """The manifest's entry for a stored tensor: a complete tensor, or a piece of one."""
+    """The manifest's entry for a stored tensor, which is a complete tensor or a piece of a tensor."""
 
     file: str
     dtype: str
@@ -136,18 +139,18 @@ class StoredTensor:
     piece: Piece | None = None
     """The piece that this entry stores as a flat tensor; None for a whole tensor."""
 
-    def whole(self, stored: str) -> str:
-        """Returns the name of the whole tensor, `layers.3.q/master`.
+    def whole_name(self, stored: str) -> str:
+        """Returns the name of the complete tensor, `layers.3.q/master`.
 
         Args:
-            stored: the name under which this tensor is stored; for a piece it ends with `@` and the position.
+            stored: the name under which this entry is stored; for a piece it ends with `@` and the position.
         """
         return stored if self.piece is None else stored.rpartition("@")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The fields of a manifest other than its tables."""
+    """The fields of a manifest, except for its tables of files, tensors and scalars."""
 
     progress: Progress
     optimizer: str
@@ -168,7 +171,7 @@ class Manifest(Header):
     """All files except the manifest itself."""
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
-    """The state other than tensors, named like tensors: `layers.3.q/step`."""
+    """The state that is not stored as tensors, named like tensors: `layers.3.q/step`."""
 
     @property
     def bytes(self) -> int:
@@ -178,7 +181,7 @@ class Manifest(Header):
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """A tensor to be written, as row-major, little-endian bytes in host memory."""
+    """A tensor to write to a file, as row-major, little-endian bytes in host memory."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -194,14 +197,16 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One rank's share of a checkpoint; empty if other ranks write everything."""
+    """The tensors and scalars that one rank writes into a checkpoint; empty if other ranks write
+    everything."""
 
     tensors: Mapping[str, Buffer]
     scalars: Mapping[str, Scalar]
 
 
 def step_name(step: int) -> str:
-    """Returns the name of a step's checkpoint, `step-00000030`. Names sort by step up to step 99,999,999."""
+    """Returns the name of a step's checkpoint, `step-00000030`. Up to step 99,999,999, the alphabetical order
+    of names is the order of steps."""
     return f"step-{step:08d}"
 
 
@@ -214,8 +219,8 @@ def step_of(name: str) -> int | None:
 
 
 def hidden_name(name: str) -> tuple[str, str] | None:
-    """Returns the checkpoint's name and the state (see `Hidden`) in the name of a hidden folder; None for
-    other names."""
+    """Splits the name of a hidden folder into the checkpoint's name and the state (`Hidden`); returns None
+    for other names."""
     match = _HIDDEN.fullmatch(name)
     return None if match is None or step_of(match[1]) is None else (match[1], match[2])
 
@@ -226,7 +231,7 @@ def partial_path(store_root: Path, step: int) -> Path:
 
 
 def hidden_path(checkpoint: Path, state: Hidden) -> Path:
-    """Returns the path of the folder `checkpoint` while it is hidden in this state."""
+    """Returns the path that the folder `checkpoint` has while it is hidden in this state."""
     return checkpoint.with_name(f".{checkpoint.name}.{state}")
 
 
@@ -280,8 +285,8 @@ def parse_manifest(text: bytes) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Checks everything that the types do not: file names, hashes, sizes of tensors and files, and that
-    pieces are consistent.
+    """Checks the properties of a manifest that its types do not guarantee: file names, hashes, the sizes of
+    tensors and files, and the consistency of pieces.
 
     Raises:
         ValueError: a check fails; the message is for the user.
@@ -297,7 +302,7 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"tensors.{name}: its file {tensor.file} is not listed under files")
         if tensor.dtype not in ITEM_BYTES:
             raise ValueError(f"tensors.{name}: {tensor.dtype} {tensor.shape} is not a tensor's type and shape")
-        if not _fits(name, tensor):
+        if not _is_consistent(name, tensor):
             raise ValueError(f"tensors.{name}: its name, shape and piece do not match")
         tensor_sizes[tensor.file] += tensor_bytes(tensor.dtype, tensor.shape)
     for name, needed in tensor_sizes.items():
@@ -305,11 +310,12 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"files.{name}: smaller than the tensors it should contain")
 
 
-def _fits(name: str, tensor: StoredTensor) -> bool:
-    """Returns True if a tensor is whole, or if its piece agrees with its name and shape."""
+def _is_consistent(name: str, tensor: StoredTensor) -> bool:
+    """Returns True if an entry stores a complete tensor, or a piece that agrees with the entry's name and
+    shape."""
     piece = tensor.piece
     if piece is None:
         return True
-    inside = piece.start < piece.end <= piece.rows * piece.cols
-    named = name == piece.name(tensor.whole(name).rpartition("/")[2])
-    return inside and named and tensor.shape == (piece.elements,)
+    is_inside = piece.start < piece.end <= piece.rows * piece.cols
+    is_named = name == piece.name(tensor.whole_name(name).rpartition("/")[2])
+    return is_inside and is_named and tensor.shape == (piece.elements,)

@@ -21,7 +21,7 @@ from canzona_cli.optimizers.muon_facts import DISTRUSTED
 
 class Reader:
     """A reader of a checkpoint's stored tensors and scalars, and of any part of a unit (a tensor in model
-    space, see `model.geometry`), whichever tensors the unit is stored in.
+    space, see `model.geometry`), regardless of the tensors in which the unit is stored.
 
     Files are memory-mapped, and only the requested parts are read.
     """
@@ -30,12 +30,13 @@ class Reader:
         self._folder, self._manifest, self.model = folder, manifest, model
         self._files: dict[str, safe_open] = {}
         self._sources: dict[str, list[tuple[str, Block]]] = defaultdict(list)
-        """The tensors that contain a part of each unit: the name of each tensor, and the part as a block."""
+        """The tensors that contain parts of each unit: for each unit, pairs of a tensor's name and the part
+        as a block."""
         self._fields: dict[str, list[str]] = defaultdict(list)
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        """The stored names and positions of the pieces of each tensor that is stored in pieces."""
+        """The pieces of each tensor that is stored in pieces, each with the name under which it is stored."""
         for stored, tensor in manifest.tensors.items():
-            full_name, shape = tensor.whole(stored), tensor.shape
+            full_name, shape = tensor.whole_name(stored), tensor.shape
             name, _, field = full_name.rpartition("/")
             if tensor.piece is not None:
                 self._pieces[full_name].append((stored, tensor.piece))
@@ -58,16 +59,15 @@ class Reader:
         self.unmap()
 
     def unmap(self) -> None:
-        """Unmaps the files, because their pages count as memory of this process. The next read maps them
-        again."""
+        """Unmaps the files, whose pages count as memory of this process. The next read maps them again."""
         self._files.clear()
 
     def fields(self, name: str) -> list[str]:
-        """Lists the fields stored under a name; empty if there is no such name."""
+        """Returns the fields stored under a name; empty if nothing is stored under that name."""
         return self._fields.get(name, [])
 
     def unit_fields(self, unit: str) -> list[str]:
-        """Lists the fields of the first tensor in which a unit is stored.
+        """Returns the fields of the first tensor in which a unit is stored.
 
         Raises:
             CheckpointInvalid: the unit is not stored.
@@ -75,8 +75,8 @@ class Reader:
         name, _ = self._stored(unit)[0]
         return self.fields(name)
 
-    def whole(self, name: str, field: str) -> torch.Tensor:
-        """Reads a complete tensor, assembled from its pieces if necessary.
+    def tensor(self, name: str, field: str) -> torch.Tensor:
+        """Reads a complete tensor, and assembles it from its pieces if necessary.
 
         Raises:
             CheckpointInvalid: the tensor or a piece is not stored, or its values cannot be used.
@@ -142,7 +142,7 @@ class Reader:
         return self._check_values(unit, field, region)
 
     def step(self, unit: str) -> float | None:
-        """Returns the stored number of AdamW steps of a unit; None if there is none."""
+        """Returns the number of AdamW's steps that is stored for a unit; None if it is not stored."""
         steps = self.scalars(unit).get("step")
         return float(steps) if isinstance(steps, int | float) else None
 
@@ -151,8 +151,8 @@ class Reader:
         return self._scalars.get(name, {})
 
     def marks(self, units: Iterable[str]) -> dict[str, Scalar]:
-        """Returns the largest `distrusted` value of the tensors in which these units are stored; empty if
-        there is none.
+        """Returns the scalar `distrusted` for a matrix that consists of these units: the largest value of the
+        tensors in which they are stored; empty if no tensor has this scalar.
 
         Raises:
             CheckpointInvalid: a unit is not stored.
@@ -162,21 +162,21 @@ class Reader:
         return {DISTRUSTED: max(marks)} if marks else {}
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """Reads the random states of a rank of the saving run, by generator."""
+        """Reads the random states that a rank of the saving run had, by generator."""
         name = f"{RANDOM}{rank:05d}"
-        return {field: self.whole(name, field) for field in self.fields(name)}
+        return {field: self.tensor(name, field) for field in self.fields(name)}
 
     def problem(self, reason: str) -> Problem:
         """Returns the problem to report for stored state that cannot be used."""
         return problem_of(self._folder, MANIFEST, reason)
 
     def _check_values(self, name: str, field: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor unchanged after checking that training can resume with it.
+        """Returns the tensor unchanged, after checking that training can resume with its values.
 
         Masters must be finite. Optimizer state must not contain NaN, except for a user's own optimizer.
 
         Raises:
-            CheckpointInvalid: the values do not meet these conditions.
+            CheckpointInvalid: the values do not satisfy these conditions.
         """
         if field == MASTER and tensor.numel() and all(bound.isfinite() for bound in torch.aminmax(tensor)):
             return tensor  # the usual case; isfinite() of all elements would need more memory
@@ -188,19 +188,20 @@ class Reader:
         return tensor
 
     def _stored(self, unit: str) -> Sequence[tuple[str, Block]]:
-        """Lists the tensors in which a unit is stored, each with the unit's block in it, in the order of
-        rows."""
+        """Returns the tensors in which a unit is stored, each with the block of the unit that it contains, in
+        the order of rows."""
         if unit not in self._sources:
             raise CheckpointInvalid(missing_tensor(unit))
         return sorted(self._sources[unit], key=lambda source: source[1].unit_row)
 
     def _rows(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
+        """Reads `rows` rows, starting at `row`, of a tensor as a (rows, columns) tensor."""
         stored = f"{name}/{field}"
         if stored in self._pieces:
             return self._from_pieces(name, field, row, rows)
         file = self._open(stored)
         if len(self._manifest.tensors[stored].shape) == 1:
-            return self.whole(name, field).view(1, -1)
+            return self.tensor(name, field).view(1, -1)
         part: torch.Tensor = file.get_slice(stored)[row : row + rows]  # type: ignore[no-untyped-call]
         return part
 
@@ -227,6 +228,8 @@ class Reader:
         return region
 
     def _open(self, stored: str) -> safe_open:
+        """Returns the mapped file that contains a stored tensor; raises CheckpointInvalid if it is not
+        stored."""
         if stored not in self._manifest.tensors:
             raise CheckpointInvalid(missing_tensor(stored))
         file = self._manifest.tensors[stored].file
@@ -236,7 +239,7 @@ class Reader:
 
 
 def missing_tensor(name: str) -> Problem:
-    """Returns the problem of a tensor that the run needs and the checkpoint does not have."""
+    """Returns the problem to report for a tensor that the run needs and the checkpoint does not have."""
     reason = "the checkpoint does not have this tensor: another model or optimizer wrote it"
     fix = "resume with the recipe that the run was started with, or start a new run with run.dir=DIR"
     return Problem(key="checkpoint.resume", value=name, reason=reason, fix=fix)

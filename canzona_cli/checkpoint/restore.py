@@ -1,8 +1,8 @@
 """Loads a checkpoint into a run with any layout, strategy or plan. Each rank reads only the state that it
 updates.
 
-The weights are then made from the masters as after an update: rounded, sent to the tensor-parallel ranks, and
-gathered over the data-parallel ranks.
+Afterwards the weights are made from the masters as after an update: they are rounded, sent to the
+tensor-parallel ranks, and gathered over the data-parallel ranks.
 """
 
 import logging
@@ -17,7 +17,7 @@ import torch
 from canzona_cli.checkpoint.contents import ELEMENTWISE, GROUP, MASTER, RANDOM, content_problems
 from canzona_cli.checkpoint.manifest import MANIFEST, Manifest, Scalar
 from canzona_cli.checkpoint.reader import Reader, missing_tensor
-from canzona_cli.checkpoint.snapshot import HeldPiece, check_random_states, held_pieces, set_random_states
+from canzona_cli.checkpoint.snapshot import MasterPiece, check_random_states, master_pieces, set_random_states
 from canzona_cli.checkpoint.verify import limit_problems, problem_of, read_manifest, table_problems, verify_file
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.masters import HeldFragment, MasterOptimizer
@@ -60,18 +60,19 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
     ranks is the same.
 
     Args:
-        weights_only: restore only weights and masters, whichever optimizer and splitting the checkpoint has.
+        weights_only: True to restore only weights and masters, from a checkpoint of any optimizer and
+            splitting.
 
     Raises:
-        CheckpointInvalid: the checkpoint does not have all state, or has state that cannot be used. All ranks
-            raise this together.
+        CheckpointInvalid: the checkpoint lacks state that the run needs, or has state that cannot be used.
+            All ranks raise this together.
     """
     world, config = trainee.world, trainee.config
     with raise_on_all_ranks(world, folder):
         refuse(limit_problems(content_problems(folder, manifest, config.model)), CheckpointInvalid)
     with raise_on_all_ranks(world, folder), Reader(folder, manifest, config.model) as reader:
-        for _, pieces in groupby(held_pieces(trainee), key=lambda piece: id(piece.held)):
-            _restore_held(list(pieces), reader, weights_only=weights_only)
+        for _, pieces in groupby(master_pieces(trainee), key=lambda piece: id(piece.master)):
+            _restore_master(list(pieces), reader, weights_only=weights_only)
         if isinstance(trainee.optimizer, CanzonaOptimizer):
             _restore_matrices(trainee.optimizer.matrices, reader, manifest, weights_only=weights_only)
         stored = any(name.startswith(RANDOM) for name in manifest.tensors)  # imported checkpoints have none
@@ -91,14 +92,14 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
 
 @dataclass(frozen=True, kw_only=True)
 class _Problems:
-    """The problems of one rank, as sent to the other ranks."""
+    """The problems of one rank, as a record that the ranks exchange."""
 
     problems: tuple[Problem, ...]
 
 
 @contextmanager
 def raise_on_all_ranks(world: World, folder: Path) -> Iterator[None]:
-    """Raises CheckpointInvalid on all ranks if the block raises any exception on one of them.
+    """Raises CheckpointInvalid on all ranks if the block raises an exception on any rank.
 
     All ranks have to enter the block. The error lists each distinct problem once. If only the failing rank
     raised an error, the other ranks would wait for it forever in their next collective.
@@ -118,13 +119,13 @@ def raise_on_all_ranks(world: World, folder: Path) -> Iterator[None]:
         raise CheckpointInvalid(*distinct.values())
 
 
-def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool) -> None:
-    """Restores a master and its optimizer state.
+def _restore_master(pieces: list[MasterPiece], reader: Reader, *, weights_only: bool) -> None:
+    """Restores one master and its optimizer state.
 
     Args:
         pieces: all pieces of the master.
     """
-    item = pieces[0].held
+    item = pieces[0].master
     unit = pieces[0].piece.unit
     fields = [MASTER] if weights_only else reader.unit_fields(unit)
     if MASTER not in fields:
@@ -146,7 +147,7 @@ def _restore_held(pieces: list[HeldPiece], reader: Reader, *, weights_only: bool
 
 
 def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Manifest, *, weights_only: bool) -> None:
-    """Restores the matrices that canzona updates on this rank."""
+    """Restores the whole matrices that canzona's optimizers update on this rank."""
     state: dict[str, Mapping[str, object]] = {}
     problems: list[Problem] = []
     for group in optimizer.groups:
@@ -155,9 +156,9 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             scalars = reader.scalars(matrix.name)
             if fields:
                 selected = [MASTER] if weights_only else fields
-                tensors = {field: reader.whole(matrix.name, field) for field in selected}
+                tensors = {field: reader.tensor(matrix.name, field) for field in selected}
             elif weights_only or manifest.optimizer in ELEMENTWISE:
-                tensors, scalars = _from_units(matrix, reader, weights_only=weights_only)
+                tensors, scalars = _assemble_from_units(matrix, reader, weights_only=weights_only)
             else:
                 problems.append(_splitting_problem(matrix, manifest))
                 continue
@@ -218,13 +219,13 @@ def state_mismatch(
     return ""
 
 
-def _from_units(
+def _assemble_from_units(
     matrix: Matrix, reader: Reader, *, weights_only: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Scalar]]:
-    """Assembles the master, state and marks of a matrix that was saved in another splitting.
+    """Assembles the master and the state of a matrix that was saved in another splitting.
 
     Returns:
-        The tensors by field (with `weights_only` only the master), and the marks.
+        The tensors by field (with `weights_only` only the master), and the scalars (`Reader.marks`).
     """
     model = reader.model
     blocks = stored_blocks(matrix.name, (matrix.rows, matrix.cols), model)
@@ -248,8 +249,8 @@ def _splitting_problem(matrix: Matrix, manifest: Manifest) -> Problem:
 
 @torch.no_grad()
 def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
-    """Loads every parameter of this rank from its stored master, rounded as in training. All ranks have to
-    call this.
+    """Loads this rank's parameters from the stored masters, rounded as in training. All ranks have to call
+    this.
 
     Raises:
         CheckpointInvalid: a weight is not stored or not finite. All ranks raise this together.

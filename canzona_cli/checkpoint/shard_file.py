@@ -1,7 +1,7 @@
-"""Writes and checks safetensors files: 8 bytes with the header's length, a JSON header, and the tensors
-without gaps.
+"""Writes and checks safetensors files. A file consists of the header's length (8 bytes), the header (JSON),
+and the tensors without gaps.
 
-The library's own writer needs all tensors in memory, and neither hashes nor syncs the file.
+The safetensors library's own writer needs all tensors in memory, and neither hashes nor syncs the file.
 """
 
 import json
@@ -29,7 +29,7 @@ _CHUNK = 8 << 20
 
 
 def raw_bytes(tensor: "torch.Tensor") -> memoryview:
-    """Returns the bytes of a CPU tensor, in row-major order, as the data of a `Buffer`."""
+    """Returns the bytes of a CPU tensor in row-major order, for the data of a `Buffer`."""
     import torch
 
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -77,9 +77,15 @@ def write_shard(
 
 
 def _item_bytes(name: str, buffer: Buffer) -> int:
+    """Returns the bytes of an element, and checks the buffer before anything is written.
+
+    Raises:
+        ValueError: safetensors does not have the type, or the size of data in memory does not match the
+            shape.
+    """
     if buffer.dtype not in ITEM_BYTES:
         raise ValueError(f"{name}: safetensors has no type {buffer.dtype}")
-    if not callable(buffer.data):  # check before anything is written
+    if not callable(buffer.data):
         _check_size(name, buffer, buffer.data.nbytes)
     return ITEM_BYTES[buffer.dtype]
 
@@ -111,8 +117,8 @@ class _HashedFile:
         self._descriptor, self._hash_thread, self._started = descriptor, hash_thread, 0
 
     def add(self, data: memoryview) -> None:
-        """Writes the data while another thread hashes it; both release the GIL. Keeps no reference to the
-        data."""
+        """Writes the data while another thread hashes it; both release the GIL. Does not keep a reference to
+        the data."""
         failed = Event()
         hashed = self._hash_thread.submit(_hash, self.hasher, data, failed)
         try:

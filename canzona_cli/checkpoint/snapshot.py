@@ -1,8 +1,9 @@
 """Copies the state for a checkpoint to host memory, so that it can be written while training continues.
 
-Weights are not saved, because they are the rounded masters. State is stored under the model's names
-(`canzona_cli.model.geometry`), and one of the ranks that hold an element writes it. Hosts write the matrices
-that they host; state that is spread over ranks, such as fragments of shared matrices, is written in pieces.
+Weights are not saved, because they can be made by rounding the masters. State is stored under the model's
+names (`canzona_cli.model.geometry`). Of the ranks that have the same state, only one writes it. Hosts write
+the matrices that they host; state that is spread over ranks, such as fragments of shared matrices, is written
+in pieces.
 """
 
 import random
@@ -31,8 +32,8 @@ from canzona_cli.model.families import EMBEDDING
 from canzona_cli.model.geometry import Block, fragment_blocks, matrix_blocks, unit_shape
 
 PINNED_SHARE = 0.5
-"""The share of a node's memory that its ranks together may pin for saves; the system cannot swap out pinned
-pages."""
+"""The fraction of a node's memory that its ranks together may pin for saves. The system cannot swap out
+pinned memory."""
 DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -45,11 +46,13 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""The types of tensors that a checkpoint can store, with their names in safetensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One unit of work in a save: a matrix with its state, or a piece of a unit with its state."""
+    """A part of a checkpoint that one rank writes: a matrix with its state, or a piece of a unit with its
+    state."""
 
     name: str
     """The name of the matrix or the unit."""
@@ -59,7 +62,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """The parts that one rank holds and could write, as sent to the other ranks."""
+    """The parts that one rank could write, as a record that the ranks exchange."""
 
     parts: tuple[Part, ...]
     bytes: tuple[int, ...]
@@ -68,7 +71,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """The tensors and scalars of a part that this rank holds."""
+    """The tensors and scalars of a part that this rank could write."""
 
     part: Part
     tensors: Mapping[str, torch.Tensor]
@@ -99,7 +102,7 @@ class Snapshots:
         """
         world = self._trainee.world
         contents = [*_matrices(self._trainee), *_pieces(self._trainee)]
-        writers = self._agree(contents)
+        writers = self._agree_on_writers(contents)
         scalars: dict[str, Scalar] = {}
         saved: dict[str, Buffer] = {}
         for item in contents:
@@ -115,7 +118,7 @@ class Snapshots:
             del self._buffers[stale]
         return Shard(tensors=saved, scalars=scalars)
 
-    def _agree(self, contents: Sequence[_Contents]) -> Mapping[Part, int]:
+    def _agree_on_writers(self, contents: Sequence[_Contents]) -> Mapping[Part, int]:
         """Returns the rank that writes each part, with the same result on every rank. All ranks have to call
         this.
 
@@ -141,10 +144,9 @@ class Snapshots:
         return Buffer(dtype=DTYPES[buffer.dtype], shape=tuple(buffer.shape), data=raw_bytes(buffer), piece=piece)
 
     def _new_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocates host memory for a copy of the tensor; with GPUs it is pinned, within `PINNED_SHARE`.
-
-        Copies from a GPU to pinned memory are asynchronous; copies to other memory pause training for longer.
-        """
+        """Allocates host memory for a copy of the tensor. With GPUs the memory is pinned, up to a total of
+        `PINNED_SHARE`, because copies from a GPU to pinned memory are asynchronous. Other copies pause
+        training for longer."""
         pinned = self._trainee.world.device.type == "cuda"
         if pinned:
             ranks = self._trainee.world.world_size // (self._trainee.config.cluster.nodes or 1)
@@ -154,17 +156,18 @@ class Snapshots:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldPiece:
-    """A piece of a unit, and its position in a master that an optimizer holds on this rank."""
+class MasterPiece:
+    """A piece of a unit, and its position in one of this rank's masters."""
 
     piece: Piece
-    held: MasterRange | HeldFragment
+    master: MasterRange | HeldFragment
     offset: int
     """The index of the piece's first element in the flattened master and state."""
 
 
-def held_pieces(trainee: Trainee) -> list[HeldPiece]:
-    """Lists everything that this rank updates as pieces of units, except the matrices that it hosts."""
+def master_pieces(trainee: Trainee) -> list[MasterPiece]:
+    """Returns the masters of this rank, divided into pieces of units. The matrices that it hosts are not
+    included."""
     pieces, world, model = [], trainee.world, trainee.config.model
     for item in megatron_masters(trainee.optimizer, trainee.chunks):
         tp, rank = world.cut(item.parameter, model)
@@ -173,34 +176,34 @@ def held_pieces(trainee: Trainee) -> list[HeldPiece]:
             start, end = max(item.start, first), min(item.end, first + block.rows * block.cols)
             if start < end:
                 piece = _piece(block, start - first, end - first)
-                pieces.append(HeldPiece(piece=piece, held=item, offset=start - item.start))
+                pieces.append(MasterPiece(piece=piece, master=item, offset=start - item.start))
     fragments = trainee.optimizer.matrices.fragments if isinstance(trainee.optimizer, CanzonaOptimizer) else ()
     for fragment in fragments:
         for block in matrix_blocks(fragment.matrix, model, tp=world.layout.tp, rank=world.tp_rank):
             piece = _piece(block, 0, block.rows * block.cols)
-            pieces.append(HeldPiece(piece=piece, held=fragment, offset=block.row * block.cols))
+            pieces.append(MasterPiece(piece=piece, master=fragment, offset=block.row * block.cols))
     return pieces
 
 
 def _piece(block: Block, start: int, end: int) -> Piece:
-    """Returns the elements `start` to `end` of a block as a piece."""
+    """Returns the elements [start, end) of a block, in row-major order, as a piece."""
     row, col = block.unit_row, block.unit_col
     return Piece(unit=block.unit, row=row, col=col, rows=block.rows, cols=block.cols, start=start, end=end)
 
 
 def _pieces(trainee: Trainee) -> Iterator[_Contents]:
-    """Yields the masters and elementwise state of the pieces of units that this rank updates."""
+    """Yields the masters and the elementwise state of `master_pieces`."""
     model = trainee.config.model
     # With tied embeddings the last stage has a copy of the embedding, but the first stage writes it.
     skipped = None if trainee.world.is_first_stage or not model.tied_embeddings else EMBEDDING
-    for item in held_pieces(trainee):
+    for item in master_pieces(trainee):
         piece, shape = item.piece, unit_shape(item.piece.unit, model)
         if piece.unit == skipped:
             continue
         is_whole = piece.elements == prod(shape)
         tensors: dict[str, torch.Tensor] = {}
-        for field, value in {MASTER: item.held.master.detach(), **item.held.state}.items():
-            if isinstance(value, torch.Tensor) and value.numel() == item.held.master.numel() and value.dim() > 0:
+        for field, value in {MASTER: item.master.master.detach(), **item.master.state}.items():
+            if isinstance(value, torch.Tensor) and value.numel() == item.master.master.numel() and value.dim() > 0:
                 part = value.reshape(-1)[item.offset : item.offset + piece.elements]
                 if is_whole:
                     tensors[f"{piece.unit}/{field}"] = part.view(shape)
@@ -208,10 +211,10 @@ def _pieces(trainee: Trainee) -> Iterator[_Contents]:
                     tensors[piece.name(field)] = part
         scalars: dict[str, Scalar] = {}
         if piece.row == piece.col == piece.start == 0:  # a unit's scalars are stored with its first piece
-            if item.held.step is not None:
-                scalars[f"{piece.unit}/step"] = item.held.step
-            if isinstance(item.held, HeldFragment):
-                scalars |= {f"{piece.unit}/{key}": value for key, value in item.held.marks.items()}
+            if item.master.step is not None:
+                scalars[f"{piece.unit}/step"] = item.master.step
+            if isinstance(item.master, HeldFragment):
+                scalars |= {f"{piece.unit}/{key}": value for key, value in item.master.marks.items()}
         part_of_unit = Part(name=piece.unit, piece=piece)
         yield _Contents(part=part_of_unit, tensors=tensors, scalars=scalars, piece=None if is_whole else piece)
 
@@ -236,6 +239,8 @@ def _matrices(trainee: Trainee) -> Iterator[_Contents]:
 
 
 def _check_storable(name: str, key: object, value: object) -> torch.Tensor | Scalar:
+    """Returns a value of an optimizer's state unchanged; raises ConfigError if a checkpoint cannot store
+    it."""
     if isinstance(key, str) and key != MASTER and "/" not in key and not key.startswith(GROUP):
         if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in DTYPES:
             return value
@@ -247,10 +252,11 @@ def _check_storable(name: str, key: object, value: object) -> torch.Tensor | Sca
 
 
 def assign_writers(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part, int]:
-    """Assigns each part to one of the ranks that hold it: the rank with the fewest bytes to write so far.
+    """Assigns each part to one of the ranks that could write it: the rank with the fewest bytes to write so
+    far.
 
     Args:
-        holdings: the parts of each rank, by rank.
+        holdings: the parts that each rank could write, by rank.
 
     Returns:
         The rank that writes each part.
@@ -273,8 +279,8 @@ def assign_writers(holdings: Sequence[Holding], model: ModelConfig) -> dict[Part
             raise ValueError(f"{unit} has {prod(unit_shape(unit, model))} elements, but its pieces have {count}")
     loads = [0] * len(holdings)  # the bytes that each rank writes
     writers: dict[Part, int] = {}
-    # Assign matrices before pieces, and parts with fewer holders before others, which can then even out the
-    # loads.
+    # Matrices are assigned before pieces, and parts with fewer possible writers before others, because the
+    # parts that come last can even out the loads.
     for part in sorted(holders, key=lambda part: (part.piece is not None, len(holders[part]), str(part))):
         writers[part] = min(holders[part], key=lambda rank: (loads[rank], rank))
         loads[writers[part]] += sizes[part]
@@ -306,9 +312,9 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def check_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Checks that `states` can be restored: compares types and shapes, and sets the states of new generators.
-
-    The states of CUDA and of Megatron's tracker are not checked, because their length depends on the device.
+    """Checks that `states` can be restored, by comparing types and shapes, and by setting them as the states
+    of new generators. The states of CUDA and of Megatron's tracker are not checked, because their length
+    depends on the device.
 
     Raises:
         Exception: a state is not valid. The type of the exception depends on the generator.
@@ -324,7 +330,7 @@ def check_random_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def set_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Restores the states that `random_states` returned; skips the CUDA state if CUDA is not in use."""
+    """Restores states that `random_states` has returned. The CUDA state is skipped if CUDA is not in use."""
     torch.set_rng_state(states["torch"])
     random.setstate(_python_state(states))
     np.random.set_state(_numpy_state(states))

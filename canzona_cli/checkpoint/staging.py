@@ -1,4 +1,4 @@
-"""Writes the result of an import (a checkpoint) or of an export (a folder): completely or not at all."""
+"""Writes the checkpoint of an import, or the folder of an export, either completely or not at all."""
 
 import json
 import os
@@ -27,8 +27,8 @@ _PATIENCE_S: Final = 60.0
 def write_checkpoint(
     files: RunFiles, shards: Sequence[Shard], config: RunConfig, progress: Progress, *, optimizer: str
 ) -> Path:
-    """Writes a checkpoint of one process that stores whole units (see `model.geometry`). The checkpoint
-    appears only once it is complete.
+    """Writes a checkpoint of whole units (`model.geometry`) from a single process. The checkpoint becomes
+    visible only when it is complete.
 
     Args:
         optimizer: the optimizer whose state the shards contain, or `NO_OPTIMIZER`.
@@ -46,7 +46,7 @@ def write_checkpoint(
         canzona=version("canzona"),
     )
     texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(Layout.plain()))}
-    with _with_import_fix():
+    with _replace_fix():
         folder = begin(files.checkpoints, progress.step)
         try:
             for rank, shard in enumerate(shards):
@@ -58,8 +58,9 @@ def write_checkpoint(
 
 
 @contextmanager
-def _with_import_fix() -> Iterator[None]:
-    """Replaces the fix of a SaveFailed, because an import has no older checkpoints that could be deleted."""
+def _replace_fix() -> Iterator[None]:
+    """Replaces the fix of a SaveFailed that is raised inside the block, because an import has no older
+    checkpoints that could be deleted."""
     try:
         yield
     except SaveFailed as error:
@@ -71,7 +72,7 @@ def stage_folder(out: Path, *, key: str) -> Iterator[Path]:
     """Yields a hidden folder next to `out`, and renames it to `out` after the block. If the block fails, the
     hidden folder is removed.
 
-    The block has to sync the files in the folder to the disk. If the process is killed, the next call with
+    The block has to sync the files that it writes to the disk. If the process is killed, the next call with
     the same `out` removes the hidden folder.
 
     Args:
@@ -108,7 +109,7 @@ def stage_folder(out: Path, *, key: str) -> Iterator[Path]:
 
 
 def check_empty(place: Path, *, key: str) -> None:
-    """Checks that a path does not exist or is an empty folder, because existing files are never replaced.
+    """Checks that a path does not exist, or is an empty folder, because existing files are never replaced.
 
     Raises:
         ConfigError: the path exists and is not an empty folder.

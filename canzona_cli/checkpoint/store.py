@@ -21,7 +21,7 @@ _PAUSE_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """One checkpoint of a store. Its manifest and the sizes of its files have been checked."""
+    """A checkpoint of a store, with the result of checking its manifest and the sizes of its files."""
 
     name: str
     step: int
@@ -44,8 +44,9 @@ class CheckpointStore:
     root: Path
 
     @classmethod
-    def under(cls, path: Path) -> "CheckpointStore":
-        """Returns the store `path`/checkpoints if that folder exists, otherwise the store `path`."""
+    def from_path(cls, path: Path) -> "CheckpointStore":
+        """Returns the store in a run directory (`path`/checkpoints) if that folder exists, otherwise the
+        store `path`."""
         return cls(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
 
     def checkpoints(self) -> tuple[StoredCheckpoint, ...]:
@@ -53,16 +54,16 @@ class CheckpointStore:
         return self._read_stable(lambda: tuple(self._newest_first())[::-1])
 
     def latest(self) -> StoredCheckpoint | None:
-        """Returns the checkpoint of the highest step, usable or not; None in an empty store."""
+        """Returns the checkpoint of the highest step, usable or not; None if the store is empty."""
         return self._read_stable(lambda: next(self._newest_first(), None))
 
     def newest(self) -> StoredCheckpoint | None:
-        """Returns the usable checkpoint of the highest step; None if there is none."""
+        """Returns the usable checkpoint of the highest step; None if no checkpoint is usable."""
         return self._read_stable(lambda: next((stored for stored in self._newest_first() if stored.usable), None))
 
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
-        """Removes all checkpoints older than the newest `keep` usable ones, except at multiples of
-        `keep_every` steps.
+        """Removes old checkpoints. Keeps the newest `keep` usable checkpoints, everything newer than these,
+        and checkpoints at multiples of `keep_every` steps.
 
         Returns:
             The names of the removed checkpoints, newest first.
@@ -104,8 +105,8 @@ class CheckpointStore:
     def clear_partials(self) -> tuple[str, ...]:
         """Removes the hidden folders that killed saves and removals left behind. No save may be in progress.
 
-        If a save was killed while it replaced a checkpoint, between the two renames, the old checkpoint gets
-        its name back.
+        If a save was killed between the two renames by which it replaces a checkpoint, the old checkpoint
+        gets its name back.
 
         Returns:
             The names of the removed folders.
@@ -154,8 +155,8 @@ class CheckpointStore:
             yield judge(name, path)
 
     def _read_stable[T](self, read: Callable[[], T]) -> T:
-        """Returns the result of `read`; repeats it up to `_ATTEMPTS` times if folders changed during the
-        call, because a save may be replacing a checkpoint."""
+        """Returns the result of `read`. If folders changed during the call, because a save was replacing a
+        checkpoint, calls it again, `_ATTEMPTS` times at most."""
         for _ in range(_ATTEMPTS):
             before = self._identities()
             result = read()
@@ -165,6 +166,8 @@ class CheckpointStore:
         return result
 
     def _identities(self) -> set[tuple[Path, int]]:
+        """Returns the path and the inode of each checkpoint's folder; they change when a folder is
+        replaced."""
         identities = set()
         for path in self._paths().values():
             with suppress(OSError):
@@ -178,7 +181,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def judge(name: str, path: Path) -> StoredCheckpoint:
-    """Checks a checkpoint's manifest and the sizes of its files; returns the checkpoint with the problems."""
+    """Checks a checkpoint's manifest and the sizes of its files, and returns the checkpoint with its
+    problems."""
     manifest, problems = None, tuple[Problem, ...]()
     if path.is_symlink():
         problems = (Problem(key=name, reason="is a symbolic link; give the path of its target to use it"),)
@@ -199,12 +203,12 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
         key: the setting that `resume` comes from, for messages.
 
     Returns:
-        The checkpoint's folder; None only for `auto` in a store without any checkpoint.
+        The checkpoint's folder; None for `auto` if the store has no checkpoint.
 
     Raises:
         ConfigError: there is no such checkpoint.
-        CheckpointInvalid: the checkpoint cannot be used. The message suggests an older one, but the user has
-            to choose it.
+        CheckpointInvalid: the checkpoint cannot be used. The message suggests an older checkpoint, which is
+            not used unless the user asks for it.
     """
     store = CheckpointStore(run_checkpoints)
     if resume == "auto":
@@ -220,7 +224,7 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
         reason, fix = "is neither a folder nor the name of a checkpoint", _available_fix(store)
     else:
         path = path.resolve()
-        checkpoint = judge(path.name, path) if is_checkpoint(path) else CheckpointStore.under(path).latest()
+        checkpoint = judge(path.name, path) if is_checkpoint(path) else CheckpointStore.from_path(path).latest()
         if checkpoint is not None:
             return _usable_path(checkpoint, by_path=True)
         reason, fix = "there is no checkpoint in this folder", _PLACES
@@ -231,7 +235,7 @@ def _usable_path(checkpoint: StoredCheckpoint, *, by_path: bool = False) -> Path
     """Returns the checkpoint's folder.
 
     Args:
-        by_path: suggest the previous checkpoint by its path, because it may belong to another run.
+        by_path: True to suggest the previous checkpoint by its path, because it may belong to another run.
 
     Raises:
         CheckpointInvalid: the checkpoint cannot be used.
@@ -253,7 +257,8 @@ def _available_fix(store: CheckpointStore) -> str:
 
 
 def _remove(path: Path, hidden: Path) -> None:
-    """Renames a checkpoint to its hidden name, then deletes it, so that readers never see half of it."""
+    """Renames a checkpoint to its hidden name and then deletes it, so that readers never see half of a
+    checkpoint."""
     if path.is_symlink():
         path.unlink()
         return
@@ -263,8 +268,8 @@ def _remove(path: Path, hidden: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """The checkpoints that a path names, in the order of steps."""
+class ChosenCheckpoints:
+    """The checkpoints that a command works on, in the order of steps."""
 
     root: Path
     """The folder that contains the checkpoints."""
@@ -275,8 +280,8 @@ class Chosen:
         """The newest checkpoint; raises ConfigError if there is none."""
         return self.require_any().checkpoints[-1]
 
-    def at(self, step: int | None) -> StoredCheckpoint:
-        """Returns the checkpoint of a step, or the newest if `step` is None.
+    def find(self, step: int | None) -> StoredCheckpoint:
+        """Returns the checkpoint of a step, or the newest checkpoint if `step` is None.
 
         Raises:
             ConfigError: there is no such checkpoint.
@@ -292,14 +297,14 @@ class Chosen:
             raise ConfigError(Problem(key="--step", value=step, reason=reason, fix=fix))
         return checkpoint
 
-    def require_any(self) -> "Chosen":
-        """Returns this choice unchanged; raises ConfigError if it has no checkpoint."""
+    def require_any(self) -> "ChosenCheckpoints":
+        """Returns this object unchanged; raises ConfigError if it has no checkpoint."""
         if not self.checkpoints:
             raise ConfigError(_no_choice(self.root, "the run has no checkpoint yet"))
         return self
 
 
-def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
+def choose(where: Path | None, *, runs: Path = Path("runs")) -> ChosenCheckpoints:
     """Returns the checkpoint at a path, or all checkpoints of the run at that path.
 
     Args:
@@ -315,11 +320,11 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> Chosen:
     reason = "there is no such checkpoint" if is_checkpoint(path) else "there is no such directory"
     if path.is_dir():
         if is_checkpoint(path):
-            return Chosen(root=path.parent, checkpoints=(judge(path.name, path),))
-        files, store = RunFiles(path), CheckpointStore.under(path)
+            return ChosenCheckpoints(root=path.parent, checkpoints=(judge(path.name, path),))
+        files, store = RunFiles(path), CheckpointStore.from_path(path)
         checkpoints = store.checkpoints()
         if checkpoints or files.checkpoints.is_dir() or files.config.exists():
-            return Chosen(root=store.root if checkpoints else files.checkpoints, checkpoints=checkpoints)
+            return ChosenCheckpoints(root=store.root if checkpoints else files.checkpoints, checkpoints=checkpoints)
         reason = "contains neither a run nor a checkpoint"
     raise ConfigError(_no_choice(where, reason))
 

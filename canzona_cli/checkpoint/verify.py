@@ -1,5 +1,5 @@
-"""Verifies a checkpoint before its tensors are used: the manifest by the hash in it, all other files by the
-manifest.
+"""Verifies a checkpoint before its tensors are used: the manifest by means of the hash that it contains, all
+other files by means of the manifest.
 
 No content of a checkpoint is executed, no link is followed, and no name can point outside its folder.
 """
@@ -20,7 +20,7 @@ from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.run.machine import cores
 
 OnBytes = Callable[[int], None]
-"""A callback with the number of bytes hashed since the previous call. Several threads call it."""
+"""A callback that receives the number of bytes hashed since its previous call. Several threads call it."""
 
 _CHUNK = 4 << 20
 _MOST_THREADS = 8
@@ -29,12 +29,12 @@ _SHARDS = ".safetensors"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest and checks, without reading them, that all files exist with the right
-    sizes.
+    """Reads a checkpoint's manifest, and checks that all files exist with the right sizes, without reading
+    the files.
 
     Raises:
         CheckpointInvalid: the manifest is not valid, or files are missing or have another size. The error
-            names the first ten, and the previous usable checkpoint.
+            names the first ten of them, and the previous usable checkpoint.
     """
     manifest = _parse(folder)
     reasons = {name: _size_problem(folder, name, entry) for name, entry in sorted(manifest.files.items())}
@@ -44,8 +44,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, list[Problem]]:
-    """Hashes every file of a checkpoint, several at a time, and compares the files' tensors with the
-    manifest.
+    """Hashes all files of a checkpoint, several at a time, and compares the files' tensors with the manifest.
 
     Returns:
         The manifest, and a problem for every file that does not match the manifest.
@@ -74,8 +73,8 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
 
 
 def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes | None = None) -> Problem | None:
-    """Checks the size and the hash of one file of a checkpoint; returns the problem, or None if there is
-    none."""
+    """Checks the size and the hash of one file of a checkpoint. Returns the problem; None if the file is
+    intact."""
     reason = _size_problem(folder, name, entry)
     if reason is None:
         try:
@@ -91,7 +90,7 @@ def verify_file(folder: Path, name: str, entry: StoredFile, *, on_bytes: OnBytes
 def table_problems(folder: Path, manifest: Manifest, names: Sequence[str]) -> list[Problem]:
     """Returns a problem for every safetensors file among `names` whose header does not match the manifest.
 
-    Hash the files first: a header alone proves nothing about the tensors.
+    The files should be hashed first, because a header that matches says nothing about the values of tensors.
     """
     problems = []
     for name in sorted(name for name in names if name.endswith(_SHARDS)):
@@ -119,8 +118,8 @@ def foreign_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
 def limit_problems(
     problems: Sequence[Problem], most: int = _MOST_PROBLEMS, *, key: str = "checkpoint"
 ) -> list[Problem]:
-    """Returns the first `most` problems; if there are more, a last problem with key `key` gives their
-    number."""
+    """Returns the first `most` problems. If there are more, one more problem, with key `key`, states how
+    many."""
     shown = list(problems[:most])
     if len(problems) > len(shown):
         shown.append(Problem(key=key, reason=f"and {len(problems) - len(shown)} more"))
@@ -128,8 +127,8 @@ def limit_problems(
 
 
 def previous_usable(folder: Path) -> Path | None:
-    """Finds the newest earlier checkpoint in the same store whose manifest is valid and whose files have the
-    right sizes; None if there is none.
+    """Returns the newest earlier checkpoint in the same store whose manifest is valid and whose files have
+    the right sizes; None if there is no such checkpoint.
 
     If the folder does not have the name of a checkpoint, all checkpoints next to it are searched.
     """
@@ -153,7 +152,8 @@ def fallback_fix(folder: Path, *, by_path: bool = False) -> str:
     """Returns the fix for a checkpoint that cannot be used: resume from the previous one, or start again.
 
     Args:
-        by_path: name the previous checkpoint by its path, because it does not belong to the run that resumes.
+        by_path: True to name the previous checkpoint by its path, because it does not belong to the run that
+            resumes.
     """
     previous = previous_usable(folder)
     if previous is not None:
@@ -162,6 +162,7 @@ def fallback_fix(folder: Path, *, by_path: bool = False) -> str:
 
 
 def _parse(folder: Path) -> Manifest:
+    """Reads and parses a checkpoint's manifest; raises CheckpointInvalid if it is not valid."""
     try:
         manifest = parse_manifest(read_plain(folder / MANIFEST, follow=False))
         if step_of(folder.name) in (None, manifest.progress.step):
@@ -175,6 +176,7 @@ def _parse(folder: Path) -> Manifest:
 
 
 def _size_problem(folder: Path, name: str, entry: StoredFile) -> str | None:
+    """Returns the reason why a file does not have the listed size; None if it has."""
     try:
         status = os.lstat(folder / name)
     except FileNotFoundError:
@@ -201,5 +203,6 @@ def _hash(path: Path, on_bytes: OnBytes | None) -> str:
 
 
 def problem_of(folder: Path, name: str, reason: str) -> Problem:
-    """Returns the problem of one file of a checkpoint; its fix names the previous usable checkpoint."""
+    """Returns the problem to report for one file of a checkpoint. The fix names the previous usable
+    checkpoint."""
     return Problem(key=f"{folder.name}/{name}", reason=reason, fix=fallback_fix(folder))

@@ -215,7 +215,7 @@ def export(
         refuse(Problem(key=key, value=value, reason=reason, fix=fix) for key, value in given.items() if value)
         _export_to_megatron(where, out, step, as_json=as_json)
         return
-    checkpoint = choose(where).at(step)
+    checkpoint = choose(where).find(step)
     manifest, config, tokenizer_files = verify_run(checkpoint, tokenizer)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.huggingface.weights import export_weights
@@ -251,7 +251,7 @@ def _export_to_megatron(where: Path, out: Path, step: int | None, *, as_json: bo
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.words import size
 
-    checkpoint = choose(where).at(step)
+    checkpoint = choose(where).find(step)
     manifest, config, _ = verify_run(checkpoint, None)
     from canzona_cli.checkpoint.reader import Reader  # imports torch
     from canzona_cli.torch_dist.exporting import export_torch_dist

@@ -49,7 +49,7 @@ def eval(
     from canzona_cli.run.words import json_text
 
     prepared = evaluation.prepare(
-        choose(where).at(step),
+        choose(where).find(step),
         overrides or [],
         recipes_dirs=recipes_dir or [],
         documents=documents,

@@ -79,7 +79,7 @@ def generate(
     _require_transformers()
     from canzona_cli.checkpoint.store import choose
 
-    checkpoint = choose(where).at(step)
+    checkpoint = choose(where).find(step)
     atexit.register(_silence_teardown)
     writer = _writer(checkpoint, tokenizer, None if device == "auto" else device)
     from canzona_cli.huggingface.generating import Choosing

@@ -15,7 +15,7 @@ from rich.text import Text
 from canzona_cli.checkpoint.commit import bytes_written
 from canzona_cli.checkpoint.contents import Verified, saved_config, verify_chosen
 from canzona_cli.checkpoint.manifest import Manifest, tensor_bytes
-from canzona_cli.checkpoint.store import Chosen, StoredCheckpoint
+from canzona_cli.checkpoint.store import ChosenCheckpoints, StoredCheckpoint
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import Problem
 from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
@@ -50,7 +50,7 @@ _INTACT = "intact: manifest and file sizes are as written; `canzona checkpoint v
 class CheckpointListView(Page):
     """The list of a run's checkpoints: a table, and the JSON of `canzona checkpoint list --json`."""
 
-    chosen: Chosen
+    chosen: ChosenCheckpoints
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -156,7 +156,7 @@ class CheckpointView(Page):
         their bytes."""
         sizes = Counter[str]()
         for name, tensor in self.manifest.tensors.items():
-            sizes[tensor.whole(name)] += tensor_bytes(tensor.dtype, tensor.shape)
+            sizes[tensor.whole_name(name)] += tensor_bytes(tensor.dtype, tensor.shape)
         return sizes
 
     def _kinds(self) -> dict[str, list[int]]:
@@ -279,7 +279,7 @@ def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
         yield partial(bar.advance, bar.add_task("", total=total))
 
 
-def verify_all(chosen: Chosen) -> VerificationView:
+def verify_all(chosen: ChosenCheckpoints) -> VerificationView:
     """Hashes all files of every chosen checkpoint, with a progress bar."""
     with bar_of_bytes("hashing", sum(bytes_written(checkpoint.path) for checkpoint in chosen.checkpoints)) as on_bytes:
         verified, removed = verify_chosen(chosen, on_bytes)

@@ -77,8 +77,8 @@ def test_any_rectangle_of_a_whole_is_read(tmp_path: Path, version: int) -> None:
     assert problems == []
     with Reader(folder, manifest, MODEL) as reader:
         assert reader.unit_fields(EMBEDDING) == ["master"]
-        assert reader.whole(EMBEDDING, "master").equal(WHOLE)
-        assert reader.whole(NORM, "master").equal(WHOLE[1])
+        assert reader.tensor(EMBEDDING, "master").equal(WHOLE)
+        assert reader.tensor(NORM, "master").equal(WHOLE[1])
         for row in range(6):
             for rows in range(1, 7 - row):
                 found = reader.region(EMBEDDING, "master", range(row, row + rows), range(1, 4))
@@ -99,7 +99,7 @@ def test_a_rank_that_lost_its_piece_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(CheckpointInvalid, match="does not have this"):
             reader.region(EMBEDDING, "master", range(4, 5), range(5))
         with pytest.raises(CheckpointInvalid, match="does not have this"):
-            reader.whole(EMBEDDING, "master")
+            reader.tensor(EMBEDDING, "master")
 
 
 def test_damage_to_one_piece_is_found_before_it_is_read(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def units_of(checkpoint: Path, model: ModelConfig) -> Units:
             continue
         shape = unit_shape(piece.unit, model)
         place = torch.arange(piece.start, piece.end)
-        target = stored.setdefault(entry.whole(name), torch.full(shape, torch.nan)).view(-1, shape[-1])
+        target = stored.setdefault(entry.whole_name(name), torch.full(shape, torch.nan)).view(-1, shape[-1])
         where = piece.row + place // piece.cols, piece.col + place % piece.cols
         assert target[where].isnan().all(), "two ranks wrote it"
         target[where] = tensor
