@@ -104,7 +104,7 @@ def import_(
     from canzona_cli.checkpoint.staging import check_empty, stage_folder
     from canzona_cli.commands.output import progress, warn_about
     from canzona_cli.config.recipes import display_path
-    from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
+    from canzona_cli.huggingface.folder import compose_from_folder, is_hugging_face, open_folder
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes
     from canzona_cli.run.files import RunFiles
@@ -118,7 +118,7 @@ def import_(
             _import_from_megatron(folder, out, overrides or (), recipes_dir or (), as_json=as_json)
             return
     pretrained = open_folder(folder, key="DIR")
-    composed = recipe_of(pretrained, overrides or (), recipes_dir or ())
+    composed = compose_from_folder(pretrained, overrides or (), recipes_dir or ())
     config = composed.config
     pretrained.check(config.model)
     warn_about(composed)
@@ -224,7 +224,7 @@ def export(
     total = tensor_bytes(DTYPES[kind][0], (parameter_count(config.model).total,))
     with bar_of_bytes("exporting", total) as on_bytes, Reader(checkpoint.path, manifest, config.model) as reader:
         written = export_weights(
-            reader, out, dtype=kind, seq_length=config.train.seq_length, beside=tokenizer_files, on_bytes=on_bytes
+            reader, out, dtype=kind, seq_length=config.train.seq_length, extra_files=tokenizer_files, on_bytes=on_bytes
         )
     if as_json:
         facts = {

@@ -13,7 +13,7 @@ from canzona_cli.commands.output import AsJson
 if TYPE_CHECKING:
     from canzona_cli.checkpoint.store import StoredCheckpoint
     from canzona_cli.config.schema import Device
-    from canzona_cli.huggingface.generating import Choosing, Writer
+    from canzona_cli.huggingface.generating import SamplingSettings, Writer
 
 JSON_VERSION = 1
 
@@ -82,15 +82,15 @@ def generate(
     checkpoint = choose(where).find(step)
     atexit.register(_silence_teardown)
     writer = _writer(checkpoint, tokenizer, None if device == "auto" else device)
-    from canzona_cli.huggingface.generating import Choosing
+    from canzona_cli.huggingface.generating import SamplingSettings
 
-    choosing = Choosing(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    sampling = SamplingSettings(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     if prompt is None:
-        _converse(writer, choosing)
+        _converse(writer, sampling)
         return
     if not as_json:
         typer.echo(prompt, nl=False)
-    written = writer.go_on(prompt, choosing, aloud=not as_json)
+    written = writer.continue_text(prompt, sampling, stream=not as_json)
     if written.too_long:
         typer.echo("note: the text is longer than the sequences that the model was trained on", err=True)
     if as_json:
@@ -143,7 +143,7 @@ def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Dev
         return Writer(reader, tokenizer_files, dtype=dtype, device=device, seq_length=length, on_bytes=on_bytes)
 
 
-def _converse(writer: "Writer", choosing: "Choosing") -> None:
+def _converse(writer: "Writer", sampling: "SamplingSettings") -> None:
     """Generates a text for every line of standard input."""
     shows_prompt = sys.stdin.isatty()
     while True:
@@ -152,4 +152,4 @@ def _converse(writer: "Writer", choosing: "Choosing") -> None:
         line = sys.stdin.readline()
         if not line:
             return
-        writer.go_on(line.rstrip("\n"), choosing, aloud=True)
+        writer.continue_text(line.rstrip("\n"), sampling, stream=True)

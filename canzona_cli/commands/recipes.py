@@ -156,10 +156,10 @@ def from_hf(
     from dataclasses import replace
 
     from canzona_cli.config.recipes import check_destination, display_path, recipe_text, write_recipe
-    from canzona_cli.huggingface.folder import open_folder, recipe_of
+    from canzona_cli.huggingface.folder import compose_from_folder, open_folder
 
     check_destination(destination, force=force)
-    composed = recipe_of(open_folder(folder, key="DIR"), overrides or (), recipes_dir or ())
+    composed = compose_from_folder(open_folder(folder, key="DIR"), overrides or (), recipes_dir or ())
     warn_about(composed)
     config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
     if "description" not in composed.explicit:

@@ -22,7 +22,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import mode_warnings
 from canzona_cli.data.corpus import ensure_corpus
 from canzona_cli.errors import ExitCode
-from canzona_cli.huggingface.folder import is_hugging_face, open_folder, recipe_of
+from canzona_cli.huggingface.folder import compose_from_folder, is_hugging_face, open_folder
 from canzona_cli.launch import preflight, torchrun
 from canzona_cli.launch.card import card_of
 from canzona_cli.launch.machines import Machines
@@ -111,7 +111,7 @@ def _compose(overrides: list[str], recipes_dirs: list[Path]) -> Composed:
     folder = Path(str(parsed.values.get("checkpoint.weights_from") or "")).expanduser()
     if "recipe" in parsed.groups or not is_hugging_face(folder):
         return compose_run(overrides, recipes_dirs=recipes_dirs)
-    return recipe_of(open_folder(folder, key="checkpoint.weights_from"), overrides, recipes_dirs)
+    return compose_from_folder(open_folder(folder, key="checkpoint.weights_from"), overrides, recipes_dirs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
-"""Reads a Hugging Face folder: its settings, its table of tensors, and the files beside the weights.
+"""Reads a Hugging Face folder: its settings, its table of tensors, and its other files.
 
-Only the headers of safetensors files are read. No code in the folder is executed, and its index may name only
-files in the folder itself; these may be links, as in Hugging Face's cache. The module also collects the files
-that an export writes beside the weights: tokenizer and generation settings.
+Only the headers of safetensors files are read. No code in the folder is executed, and the folder's index may
+name only files in the folder itself; these may be links, as in Hugging Face's cache. This module also
+collects the files that an export writes in addition to the weights: tokenizer and generation settings.
 """
 
 import json
@@ -22,7 +22,7 @@ from canzona_cli.config.reading import Absent, Unreadable, parse_json, read_plai
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.config.tree import list_recipes
 from canzona_cli.errors import ConfigError, Problem, refuse
-from canzona_cli.huggingface.foreign import FILE, Stacked, read_model, split_stack, tensor_names
+from canzona_cli.huggingface.foreign import FILE, StackSlice, read_model, split_stack, tensor_names
 from canzona_cli.model.families import family_of, family_problems, parameter_count
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.corpus import read_corpus
@@ -33,49 +33,49 @@ WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 GENERATION: Final = "generation_config.json"
 TOKENIZER: Final = "tokenizer.json"
-BESIDE: Final = (
+EXTRA_FILES: Final = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", GENERATION),
 )
-"""The files beside the weights that are copied into a run."""
+"""The names of files that an import copies into the run in addition to the weights."""
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: Final[Mapping[Dtype, tuple[str, str]]] = {
     "bf16": ("BF16", "bfloat16"),
     "fp16": ("F16", "float16"),
     "fp32": ("F32", "float32"),
 }
-"""The data types of weights that can be read and written, with their names in safetensors and in torch."""
+"""The data types that weights may have in a folder, with their names in safetensors and in torch."""
 _MOST: Final = 20
 """The maximum number of problems that are listed; in a folder of another model every tensor would be a
 problem."""
 _IMPORTED_KEYS: Final = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""The keys of an imported `config.json` that a recipe does not have, and that an export writes again."""
+"""The keys of an imported `config.json` that a recipe has no settings for. An export writes them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
-    """A tensor in a folder."""
+class FolderTensor:
+    """The file, type and shape of a tensor in a folder."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    stacked: Stacked | None = None
-    """The tensor's place in a stack of all experts' tensors; None if it is not in a stack."""
+    stacked: StackSlice | None = None
+    """The tensor's place in a stack of all experts' tensors; None if the tensor is stored by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFolder:
-    """The settings and tensors of a folder that `open_folder` has read."""
+    """The settings and the table of tensors of a Hugging Face folder (`open_folder`)."""
 
     path: Path
     model: Mapping[str, object]
     """The settings of a recipe's model section, except its name."""
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, FolderTensor]
     """The tensors by their Hugging Face names."""
 
     @property
     def tokenizer(self) -> Path | None:
-        """Returns the path of the folder's tokenizer.json; None if there is none."""
+        """The path of the folder's tokenizer.json; None if the folder has none."""
         path = self.path / TOKENIZER
         return path if path.is_file() else None
 
@@ -83,26 +83,29 @@ class HuggingFaceFolder:
         """Checks that the folder contains this model.
 
         Raises:
-            ConfigError: lists every setting that differs, and the first 20 tensors that are missing,
-                unexpected, or of another shape or type.
+            ConfigError: settings or tensors differ. The error lists every setting that differs, and the first
+                20 tensors that are missing, unexpected, or of another shape or type.
         """
-        other = family_problems(self.as_config(), model, str(self.path))
-        wrong = limit_problems([*self._wrong_tensors(model)], _MOST, key="tensors")
-        refuse([*other, *self._other_settings(model), *wrong])
+        families = family_problems(self.as_config(), model, str(self.path))
+        tensors = limit_problems([*self._wrong_tensors(model)], _MOST, key="tensors")
+        refuse([*families, *self._other_settings(model), *tensors])
 
     def as_config(self) -> ModelConfig:
-        """Returns the model without a name."""
+        """Returns the folder's model as a configuration without a name."""
         return ModelConfig(name="", **self.model)  # type: ignore[arg-type]
 
     def _other_settings(self, model: ModelConfig) -> Iterator[Problem]:
+        """Yields a problem for each setting that differs from the model's."""
         settings = asdict(model)
         for name, value in self.model.items():
             if settings[name] != value and name != "init_std":
-                shown = _typed(value)
+                shown = _setting_text(value)
                 reason, fix = f"is {shown} in {self.path / FILE}", f"model.{name}={shown}"
                 yield Problem(key=f"model.{name}", value=settings[name], reason=reason, fix=fix)
 
     def _wrong_tensors(self, model: ModelConfig) -> Iterator[Problem]:
+        """Yields a problem for each tensor that the model lacks or has in another form, and for each missing
+        tensor."""
         units = {name: unit for unit, name in tensor_names(model).items()}
         fix = "the folder's config.json belongs to another model, or the download is not complete"
         for name, unit in units.items():
@@ -122,7 +125,7 @@ class HuggingFaceFolder:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Returns True if the path has a `config.json`, which no folder of a canzona run has."""
+    """Returns True if the folder has a `config.json`, which the folders of a canzona run never have."""
     return (path / FILE).is_file()
 
 
@@ -133,11 +136,12 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
         key: the option or setting that named the folder, for messages.
 
     Raises:
-        ConfigError: the path is not a Hugging Face folder, or its model is not supported; lists every reason.
+        ConfigError: the path is not a Hugging Face folder, or its model is not supported. The error lists
+            every reason.
     """
     problems: list[Problem] = []
     model: dict[str, object] = {}
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, FolderTensor] = {}
     if not path.is_dir():
         raise ConfigError(Problem(key=key, value=path, reason="there is no such folder", fix=f"{key} takes a folder"))
     try:
@@ -159,11 +163,11 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
             reason = f"is also in {tensors[name].file.name}"
             problems.append(Problem(key=name, value=file.name, reason=reason, fix="download the folder again"))
         for name, (dtype, shape) in table.items():
-            stacks = dict(split_stack(name, shape))
-            tensors |= {
-                each: Stored(file=file, dtype=dtype, shape=(place.rows, shape[-1]), stacked=place)
-                for each, place in stacks.items()
-            } or {name: Stored(file=file, dtype=dtype, shape=shape)}
+            experts = {
+                expert: FolderTensor(file=file, dtype=dtype, shape=(place.rows, shape[-1]), stacked=place)
+                for expert, place in split_stack(name, shape)
+            }
+            tensors |= experts or {name: FolderTensor(file=file, dtype=dtype, shape=shape)}
     refuse(limit_problems(problems, _MOST, key="tensors"))
     return HuggingFaceFolder(path=path, model=model, tensors=tensors)
 
@@ -181,7 +185,8 @@ def read_object(path: Path) -> Mapping[str, object]:
 
 
 def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
-    """Lists a folder's files of weights, sorted by name; appends the reason to `problems` if it cannot."""
+    """Returns a folder's files of weights, sorted by name. If they cannot be determined, appends the reason
+    to `problems` and returns an empty list."""
     try:
         files = read_object(path / INDEX).get("weight_map")
     except Absent:
@@ -201,28 +206,31 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
     return [path / name for name in sorted({*names})]
 
 
-def recipe_of(folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()) -> Composed:
-    """Composes a run from `overrides`; settings that they do not set come from the folder's model and
-    tokenizer.
+def compose_from_folder(
+    folder: HuggingFaceFolder, overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()
+) -> Composed:
+    """Composes the configuration of a run with the folder's model and tokenizer. `overrides` take precedence.
 
     If `overrides` do not name a recipe, the built-in recipe with the closest number of parameters is used.
 
     Raises:
         ConfigError: see `compose_run`.
     """
-    asked = {key_of(override) for override in overrides}
-    settings = {f"model.{name}": _typed(value) for name, value in folder.model.items()}
+    overridden = {key_of(override) for override in overrides}
+    settings = {f"model.{name}": _setting_text(value) for name, value in folder.model.items()}
     settings["model.name"] = text_value(folder.path.resolve().name)
-    if folder.tokenizer is not None and not any(key.partition(".")[0] == "data" for key in asked):
+    if folder.tokenizer is not None and not any(key.partition(".")[0] == "data" for key in overridden):
         settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(folder.path.resolve()))}
-    from_folder = [f"{key}={value}" for key, value in settings.items() if key not in asked and "model" not in asked]
-    recipe = [] if "recipe" in asked else [f"recipe={_nearest(folder)}"]
+    from_folder = [
+        f"{key}={value}" for key, value in settings.items() if key not in overridden and "model" not in overridden
+    ]
+    recipe = [] if "recipe" in overridden else [f"recipe={_nearest_recipe(folder)}"]
     return compose_run([*recipe, *from_folder, *overrides], recipes_dirs=recipes_dirs)
 
 
-def _nearest(folder: HuggingFaceFolder) -> str:
-    """Returns the name of the built-in recipe of the folder's family with the nearest number of parameters,
-    compared by ratio."""
+def _nearest_recipe(folder: HuggingFaceFolder) -> str:
+    """Returns the name of the built-in recipe, of the same family as the folder's model, whose number of
+    parameters is closest by ratio."""
     model = folder.as_config()
     sizes = {
         recipe.name: parameter_count(recipe.model).total
@@ -233,27 +241,31 @@ def _nearest(folder: HuggingFaceFolder) -> str:
     return min(sizes, key=lambda name: abs(math.log(sizes[name]) - math.log(elements)))
 
 
-def _typed(value: object) -> str:
-    """Returns a setting's value as a user types it."""
+def _setting_text(value: object) -> str:
+    """Returns the text with which a user sets a setting to this value."""
     return json.dumps(value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
-    """The files to write beside exported weights, and the settings that they add to `config.json`."""
+class ExtraFiles:
+    """The files that an export writes in addition to weights and `config.json`, and keys to add to
+    `config.json`."""
 
     copies: tuple[Path, ...] = ()
+    """The files to copy."""
     texts: Mapping[str, str] = field(default_factory=dict)
+    """The texts of other files, by name."""
     settings: Mapping[str, object] = field(default_factory=dict)
+    """The keys to add to `config.json`."""
     tokenizer: str = ""
     """The origin of the tokenizer, for messages; empty if there is no tokenizer."""
 
 
-def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
-    """Collects the files that an export of a run writes beside the weights.
+def collect_extra_files(run: RunFiles, tokenizer: Path | None) -> ExtraFiles:
+    """Collects the files that an export of a run writes in addition to the weights.
 
-    The files are copies of those in the folder that the run's first weights were imported from. If this
-    folder has no tokenizer, they are written for the tokenizer of the text that the run was trained on.
+    If the run's first weights were imported from a folder with a tokenizer, that folder's files are copied.
+    Otherwise files are written for the tokenizer of the text that the run was trained on.
 
     Args:
         tokenizer: A folder with another tokenizer to use; None for the run's tokenizer.
@@ -267,17 +279,17 @@ def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
     copies: dict[str, Path] = {}
     settings: dict[str, object] = {}
     if run.huggingface.is_dir():
-        copies = _beside_weights(run.huggingface)
+        copies = _existing_extra_files(run.huggingface)
         with suppress(Unreadable):
             imported = read_object(run.huggingface / FILE)
             settings = {key: imported[key] for key in _IMPORTED_KEYS if imported.get(key) is not None}
     if tokenizer is not None:
-        copies = {name: path for name, path in copies.items() if name == GENERATION} | _beside_weights(tokenizer)
+        copies = {name: path for name, path in copies.items() if name == GENERATION} | _existing_extra_files(tokenizer)
     if TOKENIZER in copies:
         generation = {GENERATION: _generation(settings.get("eos_token_id"))}
-        files = Beside(texts=generation, tokenizer=str(copies[TOKENIZER].parent))
+        files = ExtraFiles(texts=generation, tokenizer=str(copies[TOKENIZER].parent))
     else:  # without tokenizer.json, the folder's other files would not match the text's tokenizer
-        files, copies = _for_corpus_tokenizer(run), {}
+        files, copies = _corpus_tokenizer_files(run), {}
     return replace(
         files,
         copies=tuple(copies.values()),
@@ -286,17 +298,18 @@ def beside(run: RunFiles, tokenizer: Path | None) -> Beside:
     )
 
 
-def _beside_weights(folder: Path) -> dict[str, Path]:
-    """Returns the paths of the files beside a folder's weights, by name."""
-    return {path.name: path for path in (folder / name for name in BESIDE) if path.is_file()}
+def _existing_extra_files(folder: Path) -> dict[str, Path]:
+    """Returns the paths of those of `EXTRA_FILES` that a folder has, by name."""
+    return {path.name: path for path in (folder / name for name in EXTRA_FILES) if path.is_file()}
 
 
-def _for_corpus_tokenizer(run: RunFiles) -> Beside:
-    """Returns files for the tokenizer of the text that the run was trained on, if the tokenizer is known."""
+def _corpus_tokenizer_files(run: RunFiles) -> ExtraFiles:
+    """Returns the files for the tokenizer of the text that the run was trained on; without a tokenizer if
+    that tokenizer is not known."""
     try:
         corpus = read_corpus(run)
     except FileNotFoundError:
-        return Beside(texts={GENERATION: _generation(None)})
+        return ExtraFiles(texts={GENERATION: _generation(None)})
     from canzona_cli.data.sidecar import saved_tokenizer_path  # loads numpy, which reading a folder does not need
 
     path, eod = saved_tokenizer_path(corpus.prefix), corpus.eod
@@ -305,8 +318,8 @@ def _for_corpus_tokenizer(run: RunFiles) -> Beside:
     elif path.is_file():
         text = path.read_text(encoding="utf-8")
     else:
-        return Beside(texts={GENERATION: _generation(eod)})
-    return Beside(
+        return ExtraFiles(texts={GENERATION: _generation(eod)})
+    return ExtraFiles(
         texts={TOKENIZER: text, "tokenizer_config.json": _settings_of(text, eod), GENERATION: _generation(eod)},
         settings={} if eod is None else {"eos_token_id": eod},
         tokenizer=corpus.tokenizer,
@@ -314,8 +327,13 @@ def _for_corpus_tokenizer(run: RunFiles) -> Beside:
 
 
 def _settings_of(text: str, eod: int | None) -> str:
-    """Returns the text of `tokenizer_config.json`: the eos token, and a class that reads any
-    tokenizer.json."""
+    """Returns the text of `tokenizer_config.json`, which names the end-of-document token and a class that
+    reads any tokenizer.json.
+
+    Args:
+        text: the text of tokenizer.json.
+        eod: the id of the end-of-document token; None if the tokenizer has none.
+    """
     from tokenizers import Tokenizer
 
     settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -325,14 +343,16 @@ def _settings_of(text: str, eod: int | None) -> str:
 
 
 def _generation(eod: object) -> str:
+    """Returns the text of `generation_config.json`, which names the token that ends a document."""
     return json_text({} if eod is None else {"eos_token_id": eod}) + "\n"
 
 
 def byte_tokenizer() -> str:
-    """Returns the tokenizer.json of the byte tokenizer: ids are the bytes of UTF-8, and 256 ends a document.
+    """Returns the text of tokenizer.json for the byte tokenizer, whose ids are the bytes of UTF-8, and 256
+    for the end of a document.
 
-    A tokenizer.json represents each byte by a printable character. If the character with the byte's code is
-    not printable, it is a character with a code point from 256 on (GPT-2's `bytes_to_unicode`).
+    A tokenizer.json represents each byte by a printable character: the character with the byte's code or, if
+    that is not printable, a character with a code point from 256 on (GPT-2's `bytes_to_unicode`).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -1,9 +1,9 @@
-"""Translates a model's settings from and to Hugging Face's `config.json`, and its units to tensor names.
+"""Translates between a model's settings and Hugging Face's `config.json`, and between units and tensor names.
 
-Sources: the configuration classes of transformers, and the published files. Version 5 of transformers nests
-the rotary embedding's base in `rope_parameters` and calls `torch_dtype` `dtype`. Both forms are read. Exports
-have the older form, which version 5 reads too. Each tensor is one unit (`canzona_cli.model.geometry`), with
-the same rows.
+Sources: the configuration classes of transformers, and published files. Version 5 of transformers nests the
+rotary embedding's base in `rope_parameters`, and renames `torch_dtype` to `dtype`. Imports read both forms;
+exports write the older form, which version 5 also reads. Each tensor is one unit
+(`canzona_cli.model.geometry`), with its rows in the same order.
 """
 
 import re
@@ -28,9 +28,9 @@ _WIDTHS: Final = {
     "head_dim": "head_dim",
     "vocab_size": "vocab_size",
 }
-"""The integer settings of a model, with their keys in `config.json`."""
+"""The settings of a model that are integers, each with its key in `config.json`."""
 _NUMBERS: Final = {"rope_base": "rope_theta", "norm_eps": "rms_norm_eps", "init_std": "initializer_range"}
-"""The other numeric settings of a model, with their keys in `config.json`."""
+"""The settings of a model that are other numbers, each with its key in `config.json`."""
 _TIED: Final = "tie_word_embeddings"
 _LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants of rope type `llama3` in every published Llama; Megatron-core does not support other
@@ -42,11 +42,11 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     `config.json`.
 
     Raises:
-        ConfigError: canzona does not support the model; lists every key that prevents it.
+        ConfigError: canzona does not support the model. The error lists every key that is the reason.
     """
     family = _family(tree.get("model_type"))
     foreign = family.foreign
-    problems = list(_unusable(tree, family))
+    problems = list(_unsupported_keys(tree, family))
     settings: dict[str, object] = {}
     given = {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
     flat = {**foreign.defaults(given), **given}
@@ -72,7 +72,7 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
 
 
 def _family(model_type: object) -> Family:
-    """Returns the family with a `model_type`.
+    """Returns the model family with this `model_type`.
 
     Raises:
         ConfigError: canzona does not support the family.
@@ -85,13 +85,13 @@ def _family(model_type: object) -> Family:
 
 
 def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[str, object]:
-    """Returns the contents of a model's `config.json`, with the keys that the published files of its family
+    """Returns the contents of `config.json` for a model, with the keys that the published files of its family
     have.
 
     Args:
         dtype: the type of the exported weights: bfloat16, float16 or float32.
-        max_positions: the longest sequence of the model, in tokens. With a scaled rotary embedding, the file
-            has the length of the scaled context if that is longer.
+        max_positions: the length of the model's longest sequence, in tokens. With a scaled rotary embedding,
+            the length of the scaled context is written if it is larger.
     """
     foreign = family_of(model).foreign
     settings = asdict(model)
@@ -117,14 +117,16 @@ def _scaling(model: ModelConfig) -> Mapping[str, object] | None:
 
 
 def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the settings of the rotary embedding, from the first key that has them."""
+    """Returns the settings of the rotary embedding: the first object among the keys `rope_parameters` and
+    `rope_scaling`; empty if there is none."""
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := tree.get(key), Mapping):
             return rope
     return {}
 
 
-def _unusable(tree: Mapping[str, object], family: Family) -> Iterator[Problem]:
+def _unsupported_keys(tree: Mapping[str, object], family: Family) -> Iterator[Problem]:
+    """Yields a problem for each key whose value canzona does not support in models of this family."""
     foreign, ours = family.foreign, f"canzona's {family.title}"
     for key, values in foreign.must_be.items():
         if (value := tree.get(key)) not in values:
@@ -172,8 +174,8 @@ def _problem(key: str, value: object, reason: str) -> Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stacked:
-    """The place of one expert's tensor in a stack, `[experts, rows, columns]`."""
+class StackSlice:
+    """The place of one expert's tensor in a stack of all experts' tensors, `[experts, rows, columns]`."""
 
     name: str
     """The name of the stack."""
@@ -186,9 +188,9 @@ class Stacked:
 _STACK: Final = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
 
 
-def split_stack(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacked]]:
-    """Yields the published names of the tensors in a stack of experts, each with its place; yields nothing
-    for other tensors.
+def split_stack(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, StackSlice]]:
+    """Yields the tensors in a stack of all experts' tensors: the name that each tensor has in published
+    files, and its place. Yields nothing for other tensors.
 
     Version 5 of transformers writes such stacks when it saves a model: `gate_up_proj`, with the rows of gate
     above the rows of up, and `down_proj`.
@@ -200,13 +202,13 @@ def split_stack(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacke
     rows = shape[1] // len(parts)
     for expert in range(shape[0]):
         for index, part in enumerate(parts):
-            place = Stacked(name=name, expert=expert, row=index * rows, rows=rows)
+            place = StackSlice(name=name, expert=expert, row=index * rows, rows=rows)
             yield f"{match[1]}.{expert}.{part}_proj.weight", place
 
 
 def _expand_experts(unit: str, name: str, experts: int) -> Iterator[tuple[str, str]]:
-    """Yields a unit and its name; if they contain a `*`, yields one pair for each expert, with its index in
-    place of the `*`."""
+    """Yields a unit and its tensor's name. If they contain a `*`, yields one such pair for each expert, with
+    the expert's index in place of the `*`."""
     for expert in range(experts if "*" in unit else 1):
         yield unit.replace("*", f"{expert}"), name.replace("*", f"{expert}")
 

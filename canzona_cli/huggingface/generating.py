@@ -1,5 +1,4 @@
-"""Generates text from a checkpoint, with a model class of transformers and the checkpoint's masters as
-weights."""
+"""Generates text with a model class of transformers, whose weights are the masters of a checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,50 +12,51 @@ from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.config.schema import Device
 from canzona_cli.data.tokenizers import read_backend
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem
-from canzona_cli.huggingface.folder import DTYPES, TOKENIZER, Beside, Dtype
+from canzona_cli.huggingface.folder import DTYPES, TOKENIZER, Dtype, ExtraFiles
 from canzona_cli.huggingface.foreign import config_json, tensor_names
 from canzona_cli.model.families import family_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choosing:
-    """The settings for choosing the next token."""
+class SamplingSettings:
+    """The settings that determine how tokens are chosen, and how many."""
 
     max_new_tokens: int
     temperature: float
     """The sampling temperature; 0 means always the most likely token."""
     top_p: float
-    """The next token is sampled from the most likely tokens that together have this probability."""
+    """The probability that the most likely tokens must have together; the next token is sampled from these
+    tokens."""
     seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated:
-    """The text that the model has written."""
+class GeneratedText:
+    """The text that the model wrote after a prompt."""
 
     text: str
-    """The text after the prompt."""
+    """The text, without the prompt."""
     tokens: int
     """The number of tokens in the text."""
     ended: bool
-    """True if the model has ended the document."""
+    """True if the model ended the document."""
     too_long: bool
     """True if prompt and text together are longer than the sequences that the model was trained on."""
 
 
 class Writer:
-    """A model with its tokenizer, which continues texts.
+    """A model with its tokenizer, for generating text.
 
     Args:
         reader: The reader of a verified checkpoint.
-        beside: The files of the run, with the tokenizer.
-        dtype: The data type of the computation; weights are rounded to it as in training.
+        extra_files: The run's files for an export, which contain the tokenizer.
+        dtype: The data type of the computation, to which weights are rounded as in training.
         device: The device of the computation; None for a GPU if there is one, otherwise the CPU.
-        seq_length: The longest sequence of the model, in tokens.
+        seq_length: The length of the model's longest sequence, in tokens.
         on_bytes: Called with the number of bytes of each weight that has been read.
 
     Raises:
-        ConfigError: the run's tokenizer is unknown.
+        ConfigError: the run's tokenizer is not known.
         CheckpointInvalid: the checkpoint lacks a weight, or a weight is not finite.
         EnvironmentProblem: this machine does not have the device.
     """
@@ -64,7 +64,7 @@ class Writer:
     def __init__(
         self,
         reader: Reader,
-        beside: Beside,
+        extra_files: ExtraFiles,
         *,
         dtype: Dtype,
         device: Device | None,
@@ -72,7 +72,7 @@ class Writer:
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._device = _device(device)
-        self._tokenizer, self._end = _tokenizer(beside)
+        self._tokenizer, self._end = _tokenizer(extra_files)
         kind: torch.dtype = getattr(torch, DTYPES[dtype][1])
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # canzona itself reports a text that is too long
@@ -88,11 +88,11 @@ class Writer:
         self._model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=kind)
         self._model.to(self._device).eval()
 
-    def go_on(self, prompt: str, how: Choosing, *, aloud: bool = False) -> Generated:
-        """Continues the prompt. An empty prompt starts a new document.
+    def continue_text(self, prompt: str, sampling: SamplingSettings, *, stream: bool = False) -> GeneratedText:
+        """Generates text that continues the prompt. An empty prompt starts a new document.
 
         Args:
-            aloud: True to print the text to standard output while it is generated.
+            stream: True to print the text to standard output while it is generated.
 
         Raises:
             ConfigError: The prompt contains a token that the model does not have, or the prompt is empty and
@@ -109,48 +109,48 @@ class Writer:
             raise ConfigError(
                 Problem(key="--prompt", value=prompt, reason=reason, fix="--tokenizer DIR, the run's own")
             )
-        torch.manual_seed(how.seed)
-        sampling = {"do_sample": True, "temperature": how.temperature, "top_p": how.top_p, "top_k": 0}
+        torch.manual_seed(sampling.seed)
+        random_choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         settings = GenerationConfig(
-            max_new_tokens=how.max_new_tokens,
+            max_new_tokens=sampling.max_new_tokens,
             eos_token_id=self._end or None,
             pad_token_id=self._end[0] if self._end else 0,
-            **(sampling if how.temperature else {"do_sample": False}),
+            **(random_choice if sampling.temperature else {"do_sample": False}),
         )
-        given = torch.tensor([ids], device=self._device)
+        prompt_ids = torch.tensor([ids], device=self._device)
         tokens = self._model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
+            prompt_ids,
+            attention_mask=torch.ones_like(prompt_ids),
             generation_config=settings,
-            streamer=TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if aloud else None,
+            streamer=TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
         )
         new: list[int] = tokens[0, len(ids) :].tolist()
         text: str = self._tokenizer.decode(new, skip_special_tokens=True)
         ended = bool(new) and new[-1] in self._end
-        return Generated(text=text, tokens=len(new), ended=ended, too_long=tokens.shape[1] > self._seq_length)
+        return GeneratedText(text=text, tokens=len(new), ended=ended, too_long=tokens.shape[1] > self._seq_length)
 
 
-def _tokenizer(beside: Beside) -> tuple[PreTrainedTokenizerFast, list[int]]:
-    """Returns a run's tokenizer, and the ids of the tokens that end a document.
+def _tokenizer(extra_files: ExtraFiles) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    """Returns the tokenizer among a run's files, and the ids of the tokens that end a document.
 
     Raises:
-        ConfigError: there is no tokenizer.
+        ConfigError: there is no tokenizer among the files.
     """
-    path = next((path for path in beside.copies if path.name == TOKENIZER), None)
-    text = beside.texts.get(TOKENIZER, "")
+    path = next((path for path in extra_files.copies if path.name == TOKENIZER), None)
+    text = extra_files.texts.get(TOKENIZER, "")
     if path is None and not text:
         reason = "the run's tokenizer is not known: another tool prepared its data, or the data was removed"
         raise ConfigError(
             Problem(key="--tokenizer", reason=reason, fix="--tokenizer DIR, a folder with tokenizer.json")
         )
-    end = beside.settings.get("eos_token_id")
-    ends = [each for each in (end if isinstance(end, list) else [end]) if isinstance(each, int)]
+    end = extra_files.settings.get("eos_token_id")
+    ends = [token for token in (end if isinstance(end, list) else [end]) if isinstance(token, int)]
     backend = read_backend(path) if path is not None else RustTokenizer.from_str(text)
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False), ends
 
 
 def _device(requested: Device | None) -> torch.device:
-    """Returns the requested device; for None, a GPU if there is one.
+    """Returns the requested device; if `requested` is None, a GPU if this machine has one, otherwise the CPU.
 
     Raises:
         EnvironmentProblem: A GPU is requested, but there is none.

@@ -1,8 +1,8 @@
-"""Imports weights from Hugging Face folders, and exports weights to them, with only part of one tensor in
-memory at a time.
+"""Imports weights from Hugging Face folders, and exports weights to such folders. Only a part of one tensor
+is in memory at a time.
 
-An import writes a checkpoint of step 0, with fp32 masters and without optimizer state. A run with any layout,
-optimizer or splitting can start from the checkpoint. An export writes sharded safetensors.
+An import writes a checkpoint of step 0, with fp32 masters and without optimizer state, from which a run with
+any layout, optimizer or splitting can start. An export writes one or several safetensors files.
 """
 
 import math
@@ -25,14 +25,23 @@ from canzona_cli.checkpoint.staging import stage_folder, write_checkpoint
 from canzona_cli.config.reading import Unreadable, read_plain
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.huggingface.folder import BESIDE, DTYPES, INDEX, WEIGHTS, Beside, Dtype, HuggingFaceFolder, Stored
+from canzona_cli.huggingface.folder import (
+    DTYPES,
+    EXTRA_FILES,
+    INDEX,
+    WEIGHTS,
+    Dtype,
+    ExtraFiles,
+    FolderTensor,
+    HuggingFaceFolder,
+)
 from canzona_cli.huggingface.foreign import FILE, config_json, tensor_names
 from canzona_cli.model.families import family_of
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import RunFiles, sync_folder, write_json_atomic, write_text_atomic
 
 PIECE_BYTES: Final = 8 << 20
-"""The largest part of a tensor that is in memory at a time, in bytes of fp32."""
+"""The maximum size of the part of a tensor that is in memory at a time, in bytes of fp32."""
 
 
 def row_ranges(shape: Sequence[int]) -> Iterator[range]:
@@ -45,16 +54,15 @@ def row_ranges(shape: Sequence[int]) -> Iterator[range]:
 def import_weights(
     source: HuggingFaceFolder, config: RunConfig, files: RunFiles, *, on_bytes: Callable[[int], None] = lambda _: None
 ) -> Path:
-    """Writes the weights as a checkpoint of step 0 into a run directory, and copies the files beside the
-    weights.
+    """Writes a folder's weights as a checkpoint of step 0 into a run directory, and copies the folder's other
+    files.
 
-    The checkpoint appears only when it is complete. The other files are copied first, to the run's
-    `huggingface` folder.
+    The other files are copied first, to the run's `huggingface` folder. The checkpoint becomes visible only
+    when it is complete.
 
     Args:
-        config: The configuration of the run, whose model has been compared with the folder
-            (`HuggingFaceFolder.check`).
-        on_bytes: Called with the number of bytes of each part that has been read, as fp32.
+        config: The configuration of the run. The folder must contain its model (`HuggingFaceFolder.check`).
+        on_bytes: Called with the size of each part that has been read, in bytes of fp32.
 
     Returns:
         The checkpoint's folder.
@@ -63,11 +71,11 @@ def import_weights(
         ConfigError: Weights are not finite or cannot be read, or a tied output layer differs from the
             embedding.
         SaveFailed: The checkpoint cannot be written.
-        OSError: A file beside the weights cannot be copied.
+        OSError: Another file cannot be copied.
     """
     _check_tied(source, config)
     files.huggingface.mkdir(mode=0o755, parents=True, exist_ok=True)
-    for name in (FILE, *BESIDE):
+    for name in (FILE, *EXTRA_FILES):
         copy = files.huggingface / name
         if (source.path / name).is_file():
             copy.unlink(missing_ok=True)  # an earlier import that was killed may have left the file
@@ -76,20 +84,20 @@ def import_weights(
     parts: dict[Path, dict[str, Buffer]] = defaultdict(dict)
     for unit, name in tensor_names(config.model).items():
         stored = source.tensors[name]
-        read = partial(_masters, stored, name, on_bytes)
+        read = partial(_read_masters, stored, name, on_bytes)
         parts[stored.file][f"{unit}/{MASTER}"] = Buffer(dtype="F32", shape=stored.shape, data=read)
     shards = [Shard(tensors=tensors, scalars={}) for tensors in parts.values()]
     return write_checkpoint(files, shards, config, Progress(step=0, samples=0, tokens=0), optimizer=NO_OPTIMIZER)
 
 
-def _masters(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
-    """Yields the bytes of a tensor as fp32, a range of rows at a time.
+def _read_masters(stored: FolderTensor, name: str, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
+    """Yields the bytes of a tensor, converted to fp32, a range of rows at a time.
 
     Raises:
         ConfigError: the tensor cannot be read, or is not finite.
     """
     for rows in row_ranges(stored.shape):
-        data = _rows(stored, name, rows).to(torch.float32)
+        data = _read_rows(stored, name, rows).to(torch.float32)
         if not all(bound.isfinite() for bound in torch.aminmax(data)):  # isfinite() of all elements needs more memory
             bad = int((~data.isfinite()).sum())
             reason = f"from row {rows[0]:,} on, {bad:,} of {data.numel():,} elements are infinite or NaN"
@@ -99,7 +107,9 @@ def _masters(stored: Stored, name: str, on_bytes: Callable[[int], None]) -> Iter
         del data  # so that the next rows are read into freed memory
 
 
-def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
+def _read_rows(stored: FolderTensor, name: str, rows: range) -> torch.Tensor:
+    """Reads rows of a tensor in the type that it has in the file; raises ConfigError if safetensors
+    cannot."""
     try:
         # Opened for each read, because the pages that are read from a mapped file become memory of this
         # process.
@@ -116,9 +126,8 @@ def _rows(stored: Stored, name: str, rows: range) -> torch.Tensor:
 
 
 def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
-    """Checks that a tied output layer equals the embedding, if the folder stores the output layer too.
-
-    Some published folders store it, but transformers ignores it.
+    """Checks that a tied output layer equals the embedding if the folder stores both. Some published folders
+    do, although transformers ignores a tied output layer.
 
     Raises:
         ConfigError: the output layer and the embedding differ.
@@ -130,7 +139,7 @@ def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
     pair = [(folder.tensors[name], name) for name in (embedding, output)]
     shape, output_shape = (stored.shape for stored, _ in pair)
     if shape != output_shape or not all(
-        torch.equal(*(_rows(stored, name, rows).float() for stored, name in pair)) for rows in row_ranges(shape)
+        torch.equal(*(_read_rows(stored, name, rows).float() for stored, name in pair)) for rows in row_ranges(shape)
     ):
         reason = f"differs from {embedding}, although the embeddings are tied"
         fix = "tie_word_embeddings in its config.json should probably be false"
@@ -138,12 +147,12 @@ def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
 
 
 SHARD_BYTES: Final = 5_000_000_000
-"""The maximum size of a file of an export, in bytes. Only a file with a single tensor may be larger."""
+"""The maximum size of an exported file, in bytes. Only a file with a single tensor may be larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """The numbers of files, tensors and bytes that an export has written."""
+    """The numbers of files, tensors and bytes that an export wrote."""
 
     files: int
     """The number of safetensors files."""
@@ -158,19 +167,19 @@ def export_weights(
     *,
     dtype: Dtype,
     seq_length: int,
-    beside: Beside,
+    extra_files: ExtraFiles,
     shard_bytes: int = SHARD_BYTES,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Exported:
-    """Writes a folder that `AutoModelForCausalLM.from_pretrained` reads. The folder appears only when it is
-    complete.
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` can read. The folder becomes visible only
+    when it is complete.
 
     Args:
         reader: The reader of a verified checkpoint.
         out: The folder to write; it must be empty or not exist.
         dtype: The type of the weights; fp32 writes the masters unchanged.
         seq_length: The length of the sequences that the model was trained on, in tokens.
-        beside: Other files to write.
+        extra_files: The files to write in addition to weights and settings.
         shard_bytes: The maximum size of a file, in bytes.
         on_bytes: Called with the number of bytes of each part that is about to be written.
 
@@ -181,7 +190,7 @@ def export_weights(
     """
     model, (code, name_of_type) = reader.model, DTYPES[dtype]
     kind: torch.dtype = getattr(torch, name_of_type)
-    longest = beside.settings.get("max_position_embeddings")
+    longest = extra_files.settings.get("max_position_embeddings")
     positions = max(seq_length, longest) if isinstance(longest, int) else seq_length
     settings = config_json(model, dtype=name_of_type, max_positions=positions)
     sizes = {name: tensor_bytes(code, unit_shape(unit, model)) for unit, name in tensor_names(model).items()}
@@ -194,7 +203,7 @@ def export_weights(
                 name: Buffer(
                     dtype=code,
                     shape=unit_shape(units[name], model),
-                    data=partial(_rounded, reader, units[name], kind, on_bytes),
+                    data=partial(_read_rounded, reader, units[name], kind, on_bytes),
                 )
                 for name in names
             }
@@ -202,10 +211,10 @@ def export_weights(
         if len(shards) > 1:
             total = {"total_size": sum(sizes.values())}
             write_json_atomic(folder / INDEX, {"metadata": total, "weight_map": files})
-        write_json_atomic(folder / FILE, {**beside.settings, **settings})
-        for name, text in beside.texts.items():
+        write_json_atomic(folder / FILE, {**extra_files.settings, **settings})
+        for name, text in extra_files.texts.items():
             write_text_atomic(folder / name, text)
-        for path in beside.copies:
+        for path in extra_files.copies:
             copy_file(path, folder / path.name)
     return Exported(files=len(shards), tensors=len(sizes), bytes=sum(sizes.values()))
 
@@ -224,11 +233,14 @@ def _shards(sizes: Mapping[str, int], most: int) -> Sequence[Sequence[str]]:
 
 
 def _file(index: int, count: int) -> str:
+    """Returns the name of one of `count` files of weights."""
     return WEIGHTS if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[int], None]) -> Iterator[memoryview]:
-    """Yields the bytes of a weight rounded to `kind`, a range of rows at a time.
+def _read_rounded(
+    reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[int], None]
+) -> Iterator[memoryview]:
+    """Yields the bytes of a weight, rounded to the type `kind`, a range of rows at a time.
 
     Raises:
         ConfigError: the weight is too large for fp16.
@@ -246,7 +258,8 @@ def _rounded(reader: Reader, unit: str, kind: torch.dtype, on_bytes: Callable[[i
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copies a file, following links, to a new file, and syncs the copy to the disk.
+    """Copies a file to a new file, and syncs the copy to the disk. If the source is a link, its target is
+    copied.
 
     Raises:
         ConfigError: the source is not a regular file, cannot be read, or is larger than

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.config.schema import ModelConfig
-from canzona_cli.huggingface.folder import beside, byte_tokenizer
-from canzona_cli.huggingface.generating import Choosing, Generated, Writer
+from canzona_cli.huggingface.folder import byte_tokenizer, collect_extra_files
+from canzona_cli.huggingface.generating import GeneratedText, SamplingSettings, Writer
 from canzona_cli.run.files import RunFiles
 from tests.commands.support import canzona, canzona_process, imports_none_of
 from tests.dist.ranks import run_ranks
@@ -83,13 +83,15 @@ def test_a_seed_draws_the_same_text_and_little_probability_leaves_the_likeliest(
     run = folder / "run"
     ways = [(0.0, 1.0, 1), (1.5, 1.0, 1), (1.5, 1.0, 1), (1.5, 1.0, 2), (1.5, 1e-3, 3)]
 
-    def write() -> list[Generated]:
+    def write() -> list[GeneratedText]:
         checkpoint = run / "checkpoints" / "step-00000000"
         manifest, config = saved_run(checkpoint)
         with Reader(checkpoint, manifest, config.model) as reader:
-            writer = Writer(reader, beside(RunFiles(run), None), dtype="fp32", device="cpu", seq_length=64)
-        hows = [Choosing(max_new_tokens=12, temperature=heat, top_p=share, seed=seed) for heat, share, seed in ways]
-        return [writer.go_on(PROMPT, how) for how in hows]
+            writer = Writer(reader, collect_extra_files(RunFiles(run), None), dtype="fp32", device="cpu", seq_length=64)
+        hows = [
+            SamplingSettings(max_new_tokens=12, temperature=heat, top_p=share, seed=seed) for heat, share, seed in ways
+        ]
+        return [writer.continue_text(PROMPT, how) for how in hows]
 
     [(likeliest, drawn, again, other, certain)] = run_ranks(1, write)
     assert drawn == again

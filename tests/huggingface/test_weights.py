@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.checkpoint.reader import Reader
 from canzona_cli.config.compose import compose_run
-from canzona_cli.huggingface.folder import Beside, byte_tokenizer
+from canzona_cli.huggingface.folder import ExtraFiles, byte_tokenizer
 from canzona_cli.huggingface.weights import export_weights
 from tests.commands.support import canzona
 from tests.dist.ranks import run_ranks
@@ -131,7 +131,9 @@ def export(run: Path, out: Path, *, shard_bytes: int) -> None:
     manifest, config = saved_run(checkpoint)
     with Reader(checkpoint, manifest, config.model) as reader:
         texts = {"tokenizer.json": byte_tokenizer()}
-        export_weights(reader, out, dtype="fp32", seq_length=64, beside=Beside(texts=texts), shard_bytes=shard_bytes)
+        export_weights(
+            reader, out, dtype="fp32", seq_length=64, extra_files=ExtraFiles(texts=texts), shard_bytes=shard_bytes
+        )
 
 
 def kill_exports(run: Path, tmp_path: Path, moments: Callable[[int], list[int]]) -> int:
