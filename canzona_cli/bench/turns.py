@@ -15,7 +15,7 @@ from canzona_cli.megatron.holdings import finish_gathering, leaves
 from canzona_cli.megatron.model import Trainee
 from canzona_cli.megatron.parallel import gather
 from canzona_cli.training.data import Batch
-from canzona_cli.training.loop import no_garbage_collection
+from canzona_cli.training.loop import suspend_garbage_collection
 from canzona_cli.training.step import train_step
 
 
@@ -49,7 +49,7 @@ def take_turns(
     Raises:
         Diverged: a loss or a gradient is not finite. All ranks raise this together.
     """
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         for round_ in range(turns.rounds):
             for name in turns.order(round_):
                 strategy = strategies[name]

@@ -145,7 +145,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         return self.matrices.step_with_ready_grads()
 
     @torch.no_grad()
-    def settle(self) -> int:
+    def repair_failed_updates(self) -> int:
         """Counts and repairs the failed updates of the last step now rather than in the next step.
         Collective; the host waits for the device.
 

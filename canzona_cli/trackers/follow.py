@@ -1,10 +1,10 @@
 """Sends a run's records to one tracker, as a separate process: `python -m canzona_cli.trackers.follow RUN
 NAME STEP`.
 
-The launcher starts the process next to torchrun and closes its standard input when the run has ended. The
+The launcher starts the process next to torchrun, and closes its standard input when the run has ended. The
 process reads the run's files, so ranks never wait for a tracker, however slow it is. If a tracker fails, the
-process tries again, with increasing pauses. The ID that the tracker gave the run and the last step sent are
-stored in the run directory, so that the next launch continues the same curves.
+process tries again, with increasing pauses. The run directory stores the ID that the tracker gave the run,
+and the last step that was sent, so that the next launch continues the same curves.
 
 TensorBoard, Weights & Biases and MLflow have the same interface here, and receive the names and steps of
 metrics.jsonl. Destination and credentials come from each tracker's environment variables (`WANDB_API_KEY`,
@@ -39,29 +39,30 @@ from canzona_cli.run.words import clean, plural
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
-_LOOK_S = 1.0
+_INTERVAL_S = 1.0
 _SAMPLE = "sample"
 _MOST_POINTS = 50
-"""The largest number of points sent at once, because MLflow accepts a thousand values at a time."""
+"""The largest number of points that are sent at once. MLflow accepts a thousand values at a time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
-"""The first and the longest pause before a failed tracker is tried again, in seconds. Each failure doubles
-the pause."""
+"""The first and the longest pause after a failure of a tracker, in seconds. Each further failure doubles the
+pause."""
 _PROJECT = "canzona"
-"""The project of Weights & Biases, and the experiment of MLflow, unless the environment names another."""
+"""The name of the project in Weights & Biases, and of the experiment in MLflow, unless the environment names
+another."""
 _MOST_PARAMETERS = 100
 """The largest number of parameters that MLflow accepts at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The values in one line of a run's records."""
+    """The values from one line of a run's records, to be sent to a tracker."""
 
     step: int
     time: float
     """The time of the line, in seconds since 1970."""
     values: Mapping[str, float | str]
-    """The finite numbers and texts of the line, by name. MLflow receives only the numbers, because its texts
-    have no step."""
+    """The finite numbers and the texts of the line, by name. MLflow gets only the numbers, because it does
+    not store a step with a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +75,13 @@ class TrackedRun:
     id: str | None
     """The ID that the tracker gave the run; None if the tracker does not know the run yet."""
     first_step: int
-    """The first step that will be sent. The tracker's values from this step on are outdated, because the
-    steps are run again."""
+    """The first step that will be sent. Values that the tracker already has for this step or later steps are
+    outdated, because these steps are run again."""
 
 
 class TensorBoard:
-    """A tracker that writes TensorBoard event files, record by record, so that a full disk is noticed at
-    once."""
+    """A tracker that writes TensorBoard event files. It writes record by record, so that a full disk is
+    noticed at once."""
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -121,12 +122,12 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A tracker that sends to Weights & Biases. The x axis is a metric `step`, because Weights & Biases
-    ignores values whose built-in step is lower than an earlier one."""
+    """A tracker that sends to Weights & Biases. The x axis is a metric called `step`, because Weights &
+    Biases ignores values whose built-in step is lower than that of earlier values."""
 
     def __init__(self, run: TrackedRun) -> None:
-        quiet = {"CONSOLE": "off", "SILENT": "true", "ERROR_REPORTING": "false"}
-        _set_defaults("WANDB", {"PROJECT": _PROJECT, "DIR": str(run.run_dir), **quiet})
+        quiet_settings = {"CONSOLE": "off", "SILENT": "true", "ERROR_REPORTING": "false"}
+        _set_defaults("WANDB", {"PROJECT": _PROJECT, "DIR": str(run.run_dir), **quiet_settings})
         import wandb
 
         name = os.environ.get("WANDB_NAME", run.run_dir.name)
@@ -148,12 +149,12 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A tracker that sends to MLflow. It uses only MLflow's client, which has no global state and leaves no
-    thread behind."""
+    """A tracker that sends to MLflow. It uses only MLflow's client, which has no global state and starts no
+    threads that outlive it."""
 
     def __init__(self, run: TrackedRun) -> None:
-        patience = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
-        _set_defaults("MLFLOW", {"TRACKING_URI": f"sqlite:///{run.run_dir.absolute() / 'mlflow.db'}", **patience})
+        limits = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
+        _set_defaults("MLFLOW", {"TRACKING_URI": f"sqlite:///{run.run_dir.absolute() / 'mlflow.db'}", **limits})
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -185,7 +186,12 @@ class MLflow:
 
 
 def _set_defaults(package: str, values: Mapping[str, str]) -> None:
-    """Sets the environment variables of a package that the user has not set."""
+    """Sets those environment variables of a package that the user has not set.
+
+    Args:
+        package: the prefix of the variables' names.
+        values: the default values, by the name without prefix.
+    """
     for name, value in values.items():
         os.environ.setdefault(f"{package}_{name}", value)
 
@@ -193,48 +199,48 @@ def _set_defaults(package: str, values: Mapping[str, str]) -> None:
 Tracker = TensorBoard | WeightsAndBiases | MLflow
 """An open tracker.
 
-`id` is the ID that the tracker gave the run, which a later launch passes as `TrackedRun.id`. `add` sends
-points, in the order of their file; if it succeeds, they are not sent again. `close` ends the run; its
-`status` is None if it is not known how the run ended. Every call may raise any exception of the tracker's
-package or of the network."""
+`id` is the ID that the tracker gave the run; a later launch passes it as `TrackedRun.id`. `add` sends points,
+in the order of their file. `close` ends the run; its `status` is None if it is not known how the run ended.
+Both may raise any exception of the tracker's package or of the network."""
 TRACKERS: Mapping[TrackerName, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-"""The trackers by name. A tracker's package, and the extra of canzona that installs it, have the same
-name."""
+"""The trackers by name. The name is also that of the tracker's package, and of the extra of canzona that
+installs it."""
 
 
 class Follower:
-    """Sends one run's records to one tracker; continues where an earlier process stopped.
+    """The sender of one run's records to one tracker. It continues after the last step that an earlier
+    process sent.
 
     Args:
-        start: the step after which this launch starts. Later steps are sent, even if the tracker already has
-            them.
+        start: the step from which this launch resumed; 0 in a new run. Later steps are sent even if the
+            tracker already has them.
     """
 
     def __init__(self, files: RunFiles, name: TrackerName, *, start: int = 0) -> None:
         self._files, self._name = files, name
         paths = {"": files.metrics, "validation_": files.validation, _SAMPLE: files.events}
         self._records = {kind: JsonLines(path) for kind, path in paths.items()}
-        """The files of records, by the prefix of their values' names. Of the events, only sample texts are
-        sent."""
+        """The readers of the run's records, by a prefix for the names of their values. Of the events, only
+        sample texts are sent."""
         self._state = load_if_valid(files.tracker(name), TrackerState) or TrackerState()
         begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
         self._state = replace(self._state, taken=begin)
         self._waiting = deque((kind, point) for kind, point in self._read() if point.step > begin[kind])
         self._tracker: Tracker | None = None
         self._failures = 0
-        """The number of failures since the tracker last worked."""
+        """The number of failures since the last success."""
         self._not_before = 0.0
 
-    def look(self, *, last: bool = False) -> None:
-        """Reads new points and sends all points that have not been sent, unless the tracker is in the pause
-        after a failure. Never raises.
+    def send_new(self, *, last: bool = False) -> None:
+        """Reads new points, and sends all points that have not been sent, unless this is in the pause after a
+        failure. Never raises an error.
 
         Args:
-            last: True sends the points even in a pause.
+            last: True to send the points even in a pause.
         """
         self._waiting.extend(self._read())
         if time.monotonic() < self._not_before and not last:
@@ -248,7 +254,7 @@ class Follower:
                 for kind, point in batch:
                     self._waiting.popleft()
                     self._state = replace(self._state, taken={**self._state.taken, kind: point.step})
-                self._remember()
+                self._save_state()
         except Exception as error:  # no error of a package or of the network may end the process
             self._handle_failure(error)
         else:
@@ -257,8 +263,9 @@ class Follower:
             self._failures = 0
 
     def finish(self) -> None:
-        """Sends the remaining points after the run has ended, closes the tracker, and reports lost points."""
-        self.look(last=True)
+        """Sends the remaining points, closes the tracker, and reports points that could not be sent. Called
+        when the run has ended."""
+        self.send_new(last=True)
         result = load_if_valid(self._files.result, RunResult)
         try:
             if self._tracker is not None:
@@ -270,6 +277,7 @@ class Follower:
             self._report(f"{lost} of the run's records did not reach {self._name}", "warning")
 
     def _open(self) -> Tracker:
+        """Opens the tracker, and stores the ID that it gives the run."""
         run = TrackedRun(
             run_dir=self._files.root,
             settings=dict(leaves(asdict(load_resolved(self._files.config)))),
@@ -278,23 +286,26 @@ class Follower:
         )
         tracker = TRACKERS[self._name](run)
         self._state = replace(self._state, id=tracker.id)
-        self._remember()
+        self._save_state()
         return tracker
 
     def _read(self) -> Iterator[tuple[str, Point]]:
+        """Yields the points that have been added to the run's records since the last call, each with its
+        prefix."""
         for kind, lines in self._records.items():
             for line in lines.read():
-                step, when = line.pop("step", None), line.pop("time", None)
+                step, written_at = line.pop("step", None), line.pop("time", None)
                 if not isinstance(step, int) or (kind == _SAMPLE and line.get("event") != _SAMPLE):
                     continue
                 if kind == _SAMPLE:
                     values: dict[str, float | str] = {_SAMPLE: f"{line.get('prompt')}{line.get('text')}"}
                 else:
                     values = _numbers(line, kind)
-                moment = float(when) if isinstance(when, int | float) else time.time()
-                yield kind, Point(step=step, time=moment, values=values)
+                seconds = float(written_at) if isinstance(written_at, int | float) else time.time()
+                yield kind, Point(step=step, time=seconds, values=values)
 
     def _handle_failure(self, error: Exception) -> None:
+        """Closes the tracker and begins a pause after a failure. Reports the first failure of several."""
         self._failures += 1
         self._not_before = time.monotonic() + min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
         if self._failures == 1:
@@ -305,19 +316,21 @@ class Follower:
                 self._tracker.close(None)
             self._tracker = None
 
-    def _remember(self) -> None:
+    def _save_state(self) -> None:
+        """Stores the tracker's ID and the last steps that were sent in the run directory."""
         with suppress(OSError):  # on a full disk, a later launch sends some points twice
             self._files.trackers.mkdir(exist_ok=True)
             save(self._files.tracker(self._name), self._state)
 
     def _report(self, text: str, level: Level) -> None:
+        """Writes a message to standard error and to the run's events."""
         print(text, file=sys.stderr, flush=True)
         incident = Incident(time=time.time(), event="tracker", detail=text, level=level)
         try_append_json_line(self._files.events, incident.line())
 
 
 def _numbers(line: Mapping[str, object], prefix: str) -> dict[str, float | str]:
-    """Returns every finite number of a line by its prefixed name; numbers in a nested mapping are named
+    """Returns the finite numbers of a line, by name with the prefix. A number in a nested mapping is named
     `outer/inner`."""
     numbers: dict[str, float | str] = {}
     for name, value in line.items():
@@ -331,8 +344,8 @@ def _numbers(line: Mapping[str, object], prefix: str) -> dict[str, float | str]:
 def follow(run_dir: Path, name: TrackerName, start: int) -> None:
     """Sends a run's records to a tracker until standard input is closed."""
     follower = Follower(RunFiles(run_dir), name, start=start)
-    while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-        follower.look()
+    while not select.select([sys.stdin], [], [], _INTERVAL_S)[0]:
+        follower.send_new()
     follower.finish()
 
 

@@ -1,4 +1,5 @@
-"""Runs torchrun with ranks that are forks of the agent, which has already imported torch and Megatron.
+"""Runs torchrun's agent so that its ranks are forks of the agent, which has already imported torch and
+Megatron.
 
 Start it as `python -m canzona_cli.training.agent` with torchrun's arguments. On a laptop, imports take most
 of the start-up time. With the agent, each node imports once instead of once per rank. A forked rank has the
@@ -27,9 +28,9 @@ from typing import IO, NoReturn
 from canzona_cli.training.process import hush
 
 SLOW_IMPORTS = "SLOW_IMPORTS"
-"""The name of a constant in a worker's module. It lists the modules that the ranks import after they have
-reported their start. The agent imports these modules before it forks, so importing them must not start
-threads or computations."""
+"""The name of a constant in a worker's module that lists the modules to import before the agent forks.
+Importing them must not start threads or computations. A rank itself imports them after it has reported its
+start."""
 
 
 def main() -> None:
@@ -55,7 +56,7 @@ def main() -> None:
 def _start(
     args: tuple[str, ...], env: dict[str, str], stdout: IO[str] | None, stderr: IO[str] | None, start_new_session: bool
 ) -> "subprocess.Popen[bytes]":
-    """Starts a rank as a fork; torchrun calls it as `subprocess.Popen`.
+    """Starts a rank as a fork of this process. torchrun calls this function in place of `subprocess.Popen`.
 
     Args:
         args: `python -u -m MODULE ARGUMENT...`.
@@ -65,7 +66,7 @@ def _start(
     """
     if args[:3] != (sys.executable, "-u", "-m"):
         raise ValueError(f"only a Python module can be started as a fork: {args}")
-    rank = partial(_be_rank, args[3:], env)
+    rank = partial(_run_rank, args[3:], env)
     # Python ignores some signals, such as SIGPIPE. Popen would reset them, which is right only for other
     # programs.
     return subprocess.Popen(
@@ -79,10 +80,12 @@ def _start(
     )
 
 
-def _be_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
-    """Runs the module in this fork, and exits, so that Popen never starts its program.
+def _run_rank(args: tuple[str, ...], env: dict[str, str]) -> NoReturn:
+    """Runs a module in this fork and then exits, so that Popen never starts its program. When Popen calls
+    this function, it has already set the session and the output.
 
-    Popen has already set the session and the output when it calls this function.
+    Args:
+        args: the module and its arguments.
     """
     code: object = 0
     try:

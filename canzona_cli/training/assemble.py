@@ -1,4 +1,5 @@
-"""Builds what a worker needs before its first step: process groups, model, optimizer, schedule, timer."""
+"""Builds the objects that a worker needs before its first step: process groups, model, optimizer, schedule
+and timer."""
 
 import os
 import random
@@ -24,7 +25,8 @@ from canzona_cli.run.heartbeat import PATIENCE, VARIABLE
 
 
 def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambda: None, turn: str = "") -> World:
-    """Seeds this process and joins the other ranks in a process group.
+    """Seeds this process, joins the other ranks in process groups, and returns this rank's `World`.
+    Collective.
 
     Args:
         alive: Called repeatedly while the rank waits for the others.
@@ -35,8 +37,8 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
     np.random.seed(config.train.seed)  # the state that libraries draw from
     timeout_s = 600.0
     if VARIABLE in os.environ and config.run.hang_timeout_s is not None:
-        # The library's timeout must be longer than the launcher's, because only the launcher can name the
-        # rank that the others wait for.
+        # The timeout of collectives must be longer than the launcher's, because only the launcher can name
+        # the rank that the others wait for.
         timeout_s = max(timeout_s, 1.2 * PATIENCE * config.run.hang_timeout_s)
     device, seed = config.cluster.device, config.train.seed
     if device == "cpu":
@@ -45,15 +47,15 @@ def join(config: RunConfig, layout: Layout, *, alive: Callable[[], None] = lambd
 
 
 def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool = True) -> Trainee:
-    """Builds model, optimizer, schedule and timer on this rank. Collective.
+    """Builds this rank's model, optimizer, schedule and timer. Collective.
 
     Args:
-        plan: The plan that strategies canzona, paper and asc execute; None for other strategies.
+        plan: The plan to execute, for strategies canzona, paper and asc; None for other strategies.
         timed: True to time the phases of the breakdown in each step.
 
     Raises:
         EnvironmentProblem: The installed megatron-core lacks a property that canzona relies on.
-        PlanRefused: On all ranks together: the plan is for another model, layout or world, or differs between
+        PlanRefused: On all ranks together, if the plan is for another model or layout, or differs between
             ranks.
     """
     refuse(contract.PROBLEMS, EnvironmentProblem)

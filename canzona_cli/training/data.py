@@ -22,21 +22,22 @@ from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 Batch = dict[str, torch.Tensor]
 """A micro-batch: `tokens`, `labels`, `loss_mask` and `position_ids`, each `[micro_batch, seq_length / cp]`.
 
-A `BatchStream` adds `counted`, the number of tokens that the micro-batch's mean loss is over, summed over all
-context-parallel ranks."""
+A `BatchStream` adds `counted`, the number of tokens over which the micro-batch's mean loss is taken, on all
+context-parallel ranks together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFacts:
-    """The attributes that `GPTDataset` requires of its tokenizer. They suffice, because it reads token ids,
-    never text."""
+    """A stand-in for a tokenizer, with the attributes that `GPTDataset` requires. They suffice, because
+    `GPTDataset` reads token ids, never text."""
 
     vocab_size: int
     eod: int | None
     name: str
     sets: tuple[tuple[int, int], ...]
-    """The tokens and documents of each set. Megatron's cached sample indices are identified by the data's
-    path and by these facts, so that data prepared again under the same path gets new indices."""
+    """The number of tokens and the number of documents of each data set. Megatron identifies its cached
+    sample indices by the data's path and these numbers, so data that is prepared again under the same path
+    gets new indices."""
 
     @property
     def pad(self) -> int:
@@ -49,27 +50,28 @@ class CorpusFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut:
+class ValidationSet:
     """The validation samples of one data set."""
 
     name: str
     share: float
-    """The set's share of the training data; the shares add up to 1."""
+    """The data set's share of the training data; the shares of all sets add up to 1."""
     samples: torch.utils.data.Dataset[Batch]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """The training and validation samples: `seq_length` tokens each, with the next tokens as labels."""
+    """The training and validation samples. Each sample is `seq_length` tokens, with the next tokens as
+    labels."""
 
     train: torch.utils.data.Dataset[Batch]
-    validation: tuple[HeldOut, ...] = ()
-    """The validation samples of each set; empty if the run is not validated."""
+    validation: tuple[ValidationSet, ...] = ()
+    """The validation samples of each data set; empty if the run makes no validations."""
 
 
 def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:
-    """Builds the run's training and validation samples. Rank 0 writes the sample indices, the other ranks
-    read them.
+    """Builds the run's training and validation samples. Rank 0 writes the sample indices, and the other ranks
+    read them. Collective.
 
     Raises:
         EnvironmentProblem: the indices cannot be written.
@@ -82,13 +84,14 @@ def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) ->
     return Datasets(train=train, validation=build_validation(config, corpus, cache=cache) if share else ())
 
 
-def build_validation(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> tuple[HeldOut, ...]:
-    """Builds the validation samples of each set, from all documents if the corpus has no training tokens."""
+def build_validation(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> tuple[ValidationSet, ...]:
+    """Builds the validation samples of each data set: from the sequences that are not used for training, or
+    from all sequences if the corpus has no training tokens. Collective."""
     assert config.train.global_batch_size is not None
     share = config.data.validation_fraction if corpus.train_tokens else 1.0
     samples = config.train.eval_batches * config.train.global_batch_size
     return tuple(
-        HeldOut(
+        ValidationSet(
             name=part.name,
             share=part.share,
             samples=_build(config, corpus, [part], split=(1 - share, 1.0), samples=samples, cache=cache),
@@ -106,9 +109,8 @@ def _build(
     samples: int,
     cache: Path,
 ) -> torch.utils.data.Dataset[Batch]:
-    """Builds at least `samples` samples from the part `split` of each set.
-
-    Several sets are interleaved in proportion to their shares.
+    """Builds at least `samples` samples from a part of each data set. Several sets are interleaved in
+    proportion to their shares.
 
     Args:
         split: The start and end of the part, as fractions of each set's sequences, such as (0.0, 0.9).
@@ -129,8 +131,8 @@ def _build(
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
-        # The attention layers apply the causal mask themselves; a mask per sample would be seq_length^2
-        # bytes.
+        # The attention layers apply the causal mask themselves; a mask for each sample would take
+        # seq_length^2 bytes.
         create_attention_mask=False,
         # A blend takes at most one sample more from a set than its share, and has an extra sample for each
         # set.
@@ -139,8 +141,8 @@ def _build(
     # Megatron has three splits, and train or validation is built here. The split is part of the index files'
     # names, and does not affect the seed.
     index = 0 if split[0] == 0 else 1
-    settings.split_matrix = [split if each == index else None for each in range(3)]
-    sizes = [samples if each == index else 0 for each in range(3)]
+    settings.split_matrix = [split if number == index else None for number in range(3)]
+    sizes = [samples if number == index else 0 for number in range(3)]
     built: torch.utils.data.Dataset[Batch] | None
     try:
         built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()[index]
@@ -204,7 +206,7 @@ class BatchStream(Iterator[Batch]):
 def _indices(
     *, first_sample: int, total: int, global_batch_size: int, micro_batch_size: int, dp: int, dp_rank: int
 ) -> list[list[int]]:
-    """Lists the sample indices of each micro-batch of one data-parallel rank, in order."""
+    """Returns the sample indices of each micro-batch of one data-parallel rank, in order."""
     per_step = global_batch_size // (micro_batch_size * dp)
     micro_batches = []
     for batch_start in range(first_sample, total - global_batch_size + 1, global_batch_size):
@@ -214,11 +216,12 @@ def _indices(
     return micro_batches
 
 
-class Counted(Iterator[Batch]):
-    """An iterator that passes batches on unchanged, and counts the tokens and bytes of text in them.
+class CountingStream(Iterator[Batch]):
+    """An iterator that passes batches on unchanged, and counts their tokens and the bytes of their text.
 
     Args:
-        lengths: The bytes of each token, `[vocab_size]`; None if unknown, in which case no bytes are counted.
+        lengths: The number of bytes of each token, `[vocab_size]`; None if they are not known, in which case
+            no bytes are counted.
     """
 
     def __init__(self, batches: Iterator[Batch], world: World, lengths: npt.NDArray[np.float64] | None) -> None:
@@ -235,7 +238,7 @@ class Counted(Iterator[Batch]):
         return batch
 
     def totals(self) -> tuple[float, float]:
-        """Returns the number of tokens and the number of bytes in the batches of all ranks so far.
+        """Returns the numbers of tokens and bytes in the batches so far, on all ranks together.
         Collective."""
         totals = self._totals.clone()
         torch.distributed.all_reduce(totals)

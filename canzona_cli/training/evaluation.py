@@ -17,7 +17,8 @@ SLOW_IMPORTS = (*IMPORTED_BY_ALL, "canzona_cli.training.step", "canzona_cli.chec
 
 
 def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Computes the loss of the launcher's checkpoint on the launcher's data; rank 0 writes the evaluation."""
+    """Computes the loss of a checkpoint on some data, both of which the launcher chose. Rank 0 writes the
+    evaluation."""
     from canzona_cli.checkpoint.restore import load_weights, verify_together
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.data.corpus import token_bytes
@@ -28,7 +29,7 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     from canzona_cli.run.corpus import read_corpus
     from canzona_cli.run.records import Evaluation, evaluation_file
     from canzona_cli.training.assemble import join
-    from canzona_cli.training.data import BatchStream, Counted, build_validation
+    from canzona_cli.training.data import BatchStream, CountingStream, build_validation
     from canzona_cli.training.step import validate
 
     config = load_resolved(files.config)
@@ -50,11 +51,14 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.stage("validate", f"step {point.step}")
     losses, totals = {}, []
     for part in parts:
-        batches = Counted(BatchStream(part.samples, world), world, None if lengths is None else lengths.values)
+        batches = CountingStream(BatchStream(part.samples, world), world, None if lengths is None else lengths.values)
         losses[part.name] = validate(model, batches, global_batches=config.train.eval_batches)
         totals.append(batches.totals())
-    tokens = sum(of_set for of_set, _ in totals)
-    size = sum(part.share * size * tokens / of_set for part, (of_set, size) in zip(parts, totals, strict=True))
+    tokens = sum(set_tokens for set_tokens, _ in totals)
+    size = sum(
+        part.share * set_bytes * tokens / set_tokens
+        for part, (set_tokens, set_bytes) in zip(parts, totals, strict=True)
+    )
     loss = sum(part.share * losses[part.name] for part in parts)
     if rank == 0:
         evaluation = Evaluation(

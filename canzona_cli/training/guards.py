@@ -10,30 +10,32 @@ from canzona_cli.config.schema import RunConfig, TrainConfig
 from canzona_cli.errors import Diverged, Problem
 
 WINDOW = 64
-"""The number of recent losses that the next one is compared with."""
+"""The number of recent losses with which a new loss is compared."""
 ENOUGH = 24
-"""The number of losses needed before one can be a spike, because the loss of the first steps varies
+"""The number of recent losses that are needed to detect a spike. The losses of a run's first steps vary
 widely."""
 LEAST_RISE = 0.05
-"""The smallest rise above the mean that is a spike, as a fraction of the mean. With large batches the loss
-hardly varies, so even a rise of many standard deviations may be negligible."""
+"""The smallest rise above the recent mean that is a spike, as a fraction of the mean. With large batches the
+loss hardly varies, so even a rise of many standard deviations may be negligible."""
 NEW_LEVEL = 32
-"""The number of consecutive high losses after which they become the new normal level."""
+"""The number of consecutive high losses after which these become the recent losses, so that they are
+normal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """A spike of the loss, at its first step. Losses are in nats per token."""
+    """The start of a spike of the loss. Losses are in nats per token."""
 
     step: int
     loss: float
     mean: float
     """The mean of the recent losses."""
     limit: float
-    """The loss above which there is a spike."""
+    """The loss above which a loss is a spike."""
 
     @property
     def words(self) -> str:
+        """The description of the spike, for messages."""
         return (
             f"the loss jumped to {self.loss:.4f} at step {self.step}: the recent mean is {self.mean:.4f}, "
             f"and a loss above {self.limit:.4f} is a spike"
@@ -58,10 +60,10 @@ class LossSpike(Diverged):
 class SpikeGuard:
     """A detector of spikes, which compares each loss with the mean and standard deviation of recent losses.
 
-    The losses of a spike do not enter the statistics, so a long spike does not hide itself. A loss that stays
-    high is reported once, and becomes the new level after 32 steps. While the loss falls, the recent mean is
-    above it and the deviation is large, so normal descent is never a spike. The recent losses are saved with
-    every checkpoint. The loss is the same on every rank, and so is the guard's result.
+    The losses of a spike do not enter the statistics, so a long spike stays visible. A loss that stays high
+    is reported once, and counts as normal after `NEW_LEVEL` steps. While the loss falls, the recent mean is
+    higher than the loss, so normal descent is never a spike. The recent losses are saved with every
+    checkpoint. The loss is the same on every rank, and so is the guard's result.
     """
 
     def __init__(self, settings: TrainConfig, memory: LossMemory = LossMemory()) -> None:
@@ -71,14 +73,16 @@ class SpikeGuard:
         """The losses of the current spike; empty if there is none."""
 
     def with_recent(self, memory: LossMemory) -> LossMemory:
-        """Returns a copy of `memory` with this guard's recent losses."""
+        """Returns a copy of `memory` in which the recent losses and those of the current spike are this
+        guard's."""
         return replace(memory, usual=tuple(self._recent), high=tuple(self._high))
 
     def notice(self, step: int, loss: float) -> Spike | None:
-        """Returns the spike that starts at this step, if any. Must not be called for skipped steps.
+        """Returns the spike that starts at this step; None if no spike starts. Must not be called for skipped
+        steps.
 
         Args:
-            loss: The loss of this step over the global batch, nats per token.
+            loss: The loss of this step over the global batch, in nats per token.
         """
         if not self._watches or not math.isfinite(loss):
             return None
@@ -94,8 +98,8 @@ class SpikeGuard:
         return Spike(step=step, loss=loss, mean=mean, limit=limit) if len(self._high) == 1 else None
 
     def _statistics(self) -> tuple[float, float]:
-        """Returns the mean of the recent losses and the loss above which there is a spike; with fewer than
-        `ENOUGH` losses, NaN and infinity."""
+        """Returns the mean of the recent losses, and the loss above which a loss is a spike; NaN and infinity
+        if there are fewer than `ENOUGH` recent losses."""
         count = len(self._recent)
         if count < ENOUGH:
             return math.nan, math.inf
@@ -105,6 +109,8 @@ class SpikeGuard:
 
 
 Rule = Literal["far", "validation"]
+"""The rule by which a divergence was detected. far: the training loss is far above its best value.
+validation: the validation loss is worse than before training."""
 
 SLACK: Final = 0.1
 """The fraction by which a loss must exceed the limit before excess accumulates."""
@@ -112,29 +118,32 @@ ENOUGH_EXCESS: Final = 16.0
 """The accumulated excess that is a divergence, in multiples of the limit. A loss of twice the limit reaches
 it in 18 steps, a loss of 1.3 times the limit in 80."""
 LEAST_STEPS: Final = 4
-"""The minimum number of steps until the excess reaches `ENOUGH_EXCESS`, however high the losses are."""
+"""The minimum number of steps in which the excess can reach `ENOUGH_EXCESS`, however high the losses are."""
 SMOOTHING: Final = 1 / 16
+"""The weight of a new loss in the moving average of losses."""
 EARLY: Final = 32
-"""The step before which a validation loss must be above twice the limit to be a divergence, because the first
-steps are unstable without a warm-up."""
+"""The step before which the limit on a validation loss is about twice as high, because the first steps are
+unstable without a warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """A divergence: the run will not recover by continuing. It is reported once."""
+    """A divergence, from which a run usually does not recover. It is reported once."""
 
     rule: Rule
     step: int
+    """The step at which the divergence was detected."""
     since: int
-    """The first step of the divergence."""
+    """The step at which the divergence began."""
     words: str
+    """The description of the divergence, for messages."""
 
     def error(self, *, last: int | None = None) -> Diverged:
-        """Returns the error that reports the divergence as the end of the run.
+        """Returns the error to raise if the divergence is the reason why the run ends or fails.
 
         Args:
-            last: The run's last step, if it trained to the end in spite of the divergence; None if it stops
-                now.
+            last: The run's last step if the run trained to its end in spite of the divergence; None if it
+                stops now.
         """
         reason, fix = self.words, "a lower optimizer.lr or a longer schedule.warmup_steps"
         if last is None:
@@ -145,10 +154,10 @@ class Divergence:
 
 
 class DivergenceGuard:
-    """A divergence detector that follows the training and validation losses of one run.
+    """A detector of divergence, which follows the training and validation losses of one run.
 
     Args:
-        memory: the losses that the checkpoint remembers; `LossMemory()` in a new run.
+        memory: the losses that were saved in the checkpoint; `LossMemory()` in a new run.
     """
 
     def __init__(self, config: RunConfig, memory: LossMemory) -> None:
@@ -159,19 +168,20 @@ class DivergenceGuard:
 
     @property
     def since(self) -> int | None:
-        """The step since which the loss has been too high; None if it is not too high."""
+        """The step since which the training loss has been too high; None if it is not too high."""
         return self.memory.since if self.memory.excess > 0 else None
 
     def persists(self, divergence: Divergence) -> bool:
-        """Returns True if the divergence persists at the last step or validation."""
+        """Returns True if the last step, or for the rule `validation` the last validation, still shows the
+        divergence."""
         return self.memory.excess >= ENOUGH_EXCESS if divergence.rule == "far" else self.memory.worse > 0
 
     def notice(self, step: int, loss: float | None) -> Divergence | None:
-        """Updates the memory after a step; returns a divergence if it must be reported now, else None.
+        """Updates the memory after a step. Returns a divergence if one must be reported now, otherwise None.
 
         Args:
-            loss: The finite loss over the global batch, nats per token. None for a step that was skipped
-                because its gradients were not finite, which is treated like a loss of twice the limit.
+            loss: The finite loss over the global batch, in nats per token. None for a step that was skipped
+                because its gradients were not finite; such a step counts like a loss of twice the limit.
         """
         memory, first, smooth, best = self.memory, self.memory.first, self.memory.smooth, self.memory.best
         if first is None or smooth is None or best is None:
@@ -186,7 +196,7 @@ class DivergenceGuard:
         now = smooth if loss is None else smooth + SMOOTHING * (loss - smooth)
         bounded = min(excess, 2 * ENOUGH_EXCESS)
         self.memory = replace(memory, first=first, smooth=now, best=min(best, now), excess=bounded, since=since)
-        if self._first_time("far", excess >= ENOUGH_EXCESS, over=excess == 0):
+        if self._must_report("far", excess >= ENOUGH_EXCESS, over=excess == 0):
             meaning = "the loss of the first step" if first >= self._uniform else "the loss of a uniform prediction"
             now_is = "steps are skipped: their gradients are not finite" if loss is None else f"it is {loss:.4f}"
             words = (
@@ -197,14 +207,15 @@ class DivergenceGuard:
         return None
 
     def notice_validation(self, step: int, loss: float, *, final: bool) -> Divergence | None:
-        """Updates the memory after a validation; returns a divergence if it must be reported now, else None.
+        """Updates the memory after a validation. Returns a divergence if one must be reported now, otherwise
+        None.
 
-        A divergence takes two bad validations in a row, or one if its loss is not finite or if it is the
-        final one.
+        A divergence takes two bad validations in a row. A single bad validation is enough if its loss is not
+        finite, or if it is the run's final validation.
 
         Args:
-            step: the step after which the model was validated; 0 before the first.
-            loss: nats per token; may be NaN or infinite.
+            step: the step after which the model was validated; 0 before the first step.
+            loss: the validation loss in nats per token; may be NaN or infinite.
             final: True for the validation after the run's last step.
         """
         memory, before = self.memory, self.memory.first_validation
@@ -222,15 +233,19 @@ class DivergenceGuard:
             return None
         if memory.smooth is not None and math.isfinite(loss) and memory.smooth < loss / 2:
             return None  # the training loss is low: the model has overfitted, but not diverged
-        if not self._first_time("validation", True, over=False):
+        if not self._must_report("validation", True, over=False):
             return None
         since = memory.since if memory.excess > 0 else memory.sound + 1
         words = f"validation loss {loss:.4f} at step {step} is worse than before training ({before:.4f})"
         return Divergence(rule="validation", step=step, since=since, words=words)
 
-    def _first_time(self, rule: Rule, is_true: bool, *, over: bool) -> bool:
-        """Returns True if the rule holds and has not been reported yet; if `over`, forgets an earlier
-        report."""
+    def _must_report(self, rule: Rule, is_true: bool, *, over: bool) -> bool:
+        """Returns True if a divergence by this rule has to be reported now.
+
+        Args:
+            is_true: True if the rule detects a divergence now; it is reported only once.
+            over: True if an earlier divergence by this rule is over, so that a new one is reported again.
+        """
         if over:
             self._reported.discard(rule)
         if not is_true or rule in self._reported:

@@ -22,14 +22,14 @@ from canzona_cli.training.measure import StepProfiler, StragglerWatch
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.routing import StarvationWatch
 from canzona_cli.training.saving import Saver
-from canzona_cli.training.step import Sampler, StepResult, bad_losses, train_step, validate
+from canzona_cli.training.step import Sampler, StepResult, describe_bad_losses, train_step, validate
 
 
 class NonFiniteLoss(Diverged):
-    """The error for a loss that is NaN or infinite; continuing would destroy the weights."""
+    """Raised when the loss is NaN or infinite. Training on would destroy the weights."""
 
     def __init__(self, step: int, loss: float, ranks: Sequence[int] = (), *, since: int | None = None) -> None:
-        where = bad_losses(ranks)
+        where = describe_bad_losses(ranks)
         super().__init__(
             Problem(
                 key=f"step {step}",
@@ -46,14 +46,14 @@ _BEGINNING = Progress(step=0, samples=0, tokens=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The state that this launch starts from: the beginning of the run, or a checkpoint."""
+    """The state from which this launch starts: that at the beginning of the run, or that of a checkpoint."""
 
     progress: Progress = _BEGINNING
     validate: bool = True
-    """True if the model is validated before the first step."""
+    """True to validate the model before the first step."""
     validation: ValidationLoss | None = None
-    """The validation that an earlier launch made after this step; the checkpoint, which was saved before it,
-    does not contain it."""
+    """The validation that an earlier launch made after this step; None if it made none. The checkpoint does
+    not contain it, because a checkpoint is saved before the validation of its step."""
 
 
 @dataclass
@@ -68,9 +68,9 @@ class Training:
     _: KW_ONLY
     start: Start = Start()
     saver: Saver | None = None
-    """None if nothing is saved."""
+    """The writer of checkpoints; None if nothing is saved."""
     sampler: Sampler | None = None
-    """None if no sample texts are wanted."""
+    """The writer of sample texts; None if the run does not write samples."""
 
     def __post_init__(self) -> None:
         self.progress = self.start.progress
@@ -78,20 +78,21 @@ class Training:
         self._spikes = SpikeGuard(self.trainee.config.train, memory)
         self._divergence = DivergenceGuard(self.trainee.config, memory)
         self._ongoing: Divergence | None = None
-        """The divergence that was last reported, with train.divergence=warn."""
+        """The last reported divergence, from which the run may recover with train.divergence=warn; None if
+        none was reported."""
 
     def run(self) -> Ending:
-        """Makes the remaining steps of the run, with their validations and saves.
+        """Makes the remaining steps of the run, with validations and saves.
 
         Returns:
             The ending, the same on every rank: done after the last step, otherwise interrupted or preempted.
 
         Raises:
-            NonFiniteLoss: on every rank together: the loss is NaN or infinite.
+            NonFiniteLoss: on every rank together, if the loss is NaN or infinite.
             NonFiniteGradients: on every rank together, with train.non_finite=stop.
             LossSpike: on every rank together, with train.loss_spike=stop.
             Diverged: on every rank together, with train.divergence=stop.
-            SaveFailed: on every rank together: the checkpoint that the run ends with could not be saved.
+            SaveFailed: on every rank together, if the run's final checkpoint could not be saved.
         """
         trainee, world, config = self.trainee, self.trainee.world, self.trainee.config
         first, last = self.progress.step + 1, config.train.steps
@@ -108,13 +109,13 @@ class Training:
         profiler = StepProfiler(self.files, world, trainee.timer, config.run.profile_steps)
         stragglers = StragglerWatch(world, trainee.timer, self.journal)
         starved = StarvationWatch(self.journal, last=last)
-        with no_garbage_collection():
+        with suspend_garbage_collection():
             for step in range(first, last + 1):
                 self.record.heart.step(step)
-                profiler.before(step)
+                profiler.before_step(step)
                 result, elapsed = self._step(step, batches)
                 finished = step == last
-                profiler.after(step, final=finished or result.stop)
+                profiler.after_step(step, final=finished or result.stop)
                 stragglers.after_step(step)
                 starved.after_step(step, result.routing)
                 self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
@@ -123,17 +124,18 @@ class Training:
                     # If a validation is due, it is skipped, because it may take as long as many steps.
                     return self._stop()
                 self._save_and_validate(step, wanted=result.save, finished=finished)
-                collect_after(step)
+                collect_garbage(step)
         if self.saver is not None:  # if the run does not save at its end, an earlier save may still be in progress
             self.record.heart.stage("save")
-            self.saver.settle()
+            self.saver.wait_until_written()
         return "done"
 
-    def check_learnt(self) -> None:
-        """Raises an error if the run, with train.divergence=warn, has diverged and not recovered by its end.
+    def check_recovered(self) -> None:
+        """Checks that a run with train.divergence=warn did not end in a divergence. Call it after the last
+        step.
 
         Raises:
-            Diverged: on every rank together.
+            Diverged: on every rank together, if the run has diverged and not recovered.
         """
         if self._ongoing is not None and self._divergence.persists(self._ongoing):
             raise self._ongoing.error(last=self.progress.step)
@@ -142,7 +144,7 @@ class Training:
         """Makes one step, updates the progress, and returns the step's result and its duration in seconds.
 
         Raises:
-            NonFiniteGradients: with train.non_finite=stop; the step's metrics are written before.
+            NonFiniteGradients: with train.non_finite=stop, after the step's metrics have been written.
         """
         trainee, started = self.trainee, time.perf_counter()
         try:
@@ -162,7 +164,7 @@ class Training:
         if ends and isinstance(trainee.optimizer, CanzonaOptimizer):
             # Fallbacks are normally counted in the next step. This launch may not have a next step, and a
             # checkpoint must include the fallbacks of its own step.
-            result = replace(result, fallbacks=result.fallbacks + trainee.optimizer.settle())
+            result = replace(result, fallbacks=result.fallbacks + trainee.optimizer.repair_failed_updates())
         self.progress = advance_progress(trainee, self.progress, result)
         self.record.step, self.record.loss = step, result.loss
         return result, elapsed
@@ -171,7 +173,7 @@ class Training:
         return self.record.preempted.is_set() or (self.trainee.world.rank == 0 and self.files.stop_requested())
 
     def _save_due(self) -> bool:
-        return self.saver is not None and self.trainee.world.rank == 0 and self.saver.due(self.progress.step + 1)
+        return self.saver is not None and self.trainee.world.rank == 0 and self.saver.is_due(self.progress.step + 1)
 
     def _check(self, step: int, result: StepResult) -> None:
         """Checks the loss of a step, and reports spikes and divergence.
@@ -192,11 +194,12 @@ class Training:
             self.journal.incident("loss_spike", detail=spike.words, level="warning", **facts)
             if self.trainee.config.train.loss_spike == "stop":
                 raise LossSpike(spike)
-        if divergence is not None and self._stops_for(divergence):
+        if divergence is not None and self._report_divergence(divergence):
             raise divergence.error()
 
-    def _stops_for(self, divergence: Divergence) -> bool:
-        """Reports a divergence; returns True if the run must stop, with train.divergence=stop."""
+    def _report_divergence(self, divergence: Divergence) -> bool:
+        """Reports a divergence. Returns True if the run must stop because of it, with
+        train.divergence=stop."""
         facts = {"step": divergence.step, "since": divergence.since, "rule": divergence.rule}
         self.journal.incident("divergence", detail=divergence.words, level="warning", **facts)
         if self._ongoing is None or not self._divergence.persists(self._ongoing):
@@ -204,12 +207,12 @@ class Training:
         return self.trainee.config.train.divergence == "stop"
 
     def _remember(self) -> None:
-        """Stores the guards' memory for the next checkpoint."""
+        """Stores the losses that the guards remember in the progress, which the next checkpoint saves."""
         self.progress = replace(self.progress, losses=self._spikes.with_recent(self._divergence.memory))
 
     def _save_and_validate(self, step: int, *, wanted: bool, finished: bool) -> None:
-        """Saves, validates and samples as due after a step; after the last step, waits until the save is
-        written."""
+        """Saves, validates and writes a sample, as far as these are due after a step. After the last step,
+        waits until the checkpoint is complete."""
         config = self.trainee.config
         saver = self.saver if wanted or (finished and config.checkpoint.at_end) else None
         if saver is not None:
@@ -227,16 +230,22 @@ class Training:
             self.record.checkpoint = saver.wait(self.progress)
 
     def _stop(self) -> Ending:
-        """Saves the run, if it has a saver, and returns how it ends after a stop request. Collective."""
+        """Ends the run after a stop request: saves it, if it has a saver, and returns the ending.
+        Collective."""
         if self.saver is not None:
             self.journal.stage("save", f"step {self.progress.step}")
             self.record.checkpoint = self.saver.save_now(self.progress)
-        asked = float(self.record.preempted.is_set() or self.files.stop_reason() == "preempted")
-        preempted = torch.full((1,), asked, device=self.trainee.world.device)
+        is_preempted = float(self.record.preempted.is_set() or self.files.stop_reason() == "preempted")
+        preempted = torch.full((1,), is_preempted, device=self.trainee.world.device)
         torch.distributed.all_reduce(preempted)
         return "preempted" if self.saver is not None and any(self.trainee.timer.read(preempted)) else "interrupted"
 
     def _validate(self) -> None:
+        """Validates the model, if the run has validation data, and reports the loss. Collective.
+
+        Raises:
+            Diverged: the run has diverged, with train.divergence=stop.
+        """
         step, settings = self.progress.step, self.trainee.config.train
         if not self.datasets.validation:
             return
@@ -250,7 +259,7 @@ class Training:
         self.journal.validation(step, loss, losses if len(losses) > 1 else {})
         verdict = self._divergence.notice_validation(step, loss, final=step == settings.steps)
         self._remember()
-        if verdict is not None and self._stops_for(verdict):
+        if verdict is not None and self._report_divergence(verdict):
             raise verdict.error()
         self.journal.stage("train", f"step {step}")
 
@@ -269,7 +278,12 @@ def advance_progress(trainee: Trainee, progress: Progress, result: StepResult) -
 
 
 def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elapsed: float) -> StepMetrics:
-    """Returns the metrics line of the step that led to `progress` and took `elapsed` seconds."""
+    """Returns the metrics of a step.
+
+    Args:
+        progress: the progress after the step.
+        elapsed: the duration of the step, in seconds.
+    """
     tokens = trainee.world.layout.global_batch_size * trainee.config.train.seq_length
     return StepMetrics(
         step=progress.step,
@@ -288,16 +302,14 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elaps
 
 
 STEPS_BETWEEN = 50
-"""The number of steps between two garbage collections, which all ranks make after the same step. Cycles are
-rare, and those of canzona hold no tensors."""
+"""The number of steps between two garbage collections, which all ranks make after the same step. Reference
+cycles are rare, and those in canzona's objects contain no tensors."""
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Turns automatic garbage collection off inside the block.
-
-    Objects that were alive before the block are skipped even by `gc.collect`.
-    """
+def suspend_garbage_collection() -> Iterator[None]:
+    """Turns automatic garbage collection off inside the block. There, even `gc.collect` skips objects that
+    were alive before the block."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -308,8 +320,8 @@ def no_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def collect_after(step: int) -> None:
-    """Collects garbage if the step is a multiple of `STEPS_BETWEEN`; call it after every step on every
+def collect_garbage(step: int) -> None:
+    """Collects garbage if the step is a multiple of `STEPS_BETWEEN`. Called after every step, on every
     rank."""
     if step % STEPS_BETWEEN == 0:
         gc.collect()

@@ -1,5 +1,5 @@
-"""Measures steps: the breakdown of a run, profiles of single steps, and ranks that are slower than their
-peers."""
+"""Measures steps: computes the breakdown of a run, profiles single steps, and detects ranks that are slower
+than their peers."""
 
 import logging
 import resource
@@ -23,8 +23,8 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 from canzona_cli.training.records import Journal
 
 WARM_UP_STEPS = 2
-"""The number of initial steps that are not measured, because they include lazy initialisation: allocations,
-kernels, and Megatron's first reduction, which is not overlapped."""
+"""The number of initial steps that are not measured. They include lazy initialisation (allocations, kernels)
+and Megatron's first reduction, which is not overlapped."""
 
 _UPDATES = ("matrix_update", "adamw_update")
 """The phases whose load balance over ranks is part of the breakdown."""
@@ -32,7 +32,8 @@ _UPDATES = ("matrix_update", "adamw_update")
 
 @dataclass(frozen=True, kw_only=True)
 class _RankMeans:
-    """One rank's mean times over the measured steps, in seconds, and its peak memory."""
+    """One rank's mean times over the measured steps, in seconds, and its peak memory, as a record that the
+    ranks exchange."""
 
     step_s: float
     phases: Mapping[str, float]
@@ -43,16 +44,16 @@ class _RankMeans:
 def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -> MeasuredBreakdown | None:
     """Gathers every rank's mean phase times, and returns the run's breakdown on rank 0. Collective.
 
-    Each rank averages over its measured steps; min, mean and max are then taken over ranks. Profiled steps
-    are excluded, unless there are no other steps.
+    Each rank averages over its measured steps; minimum, mean and maximum are then taken over ranks. Profiled
+    steps are not measured, unless there are no other steps.
 
     Returns:
         The breakdown; None on other ranks, or if no step was measured.
     """
     skipped = min(WARM_UP_STEPS, max(0, len(steps) - 1))
     first, last = config.run.profile_steps or (0, -1)
-    plain = [step for index, step in enumerate(steps, 1) if index > skipped and not first <= index <= last]
-    measured = plain or steps[skipped:]
+    unprofiled = [step for index, step in enumerate(steps, 1) if index > skipped and not first <= index <= last]
+    measured = unprofiled or steps[skipped:]
     means = _RankMeans(
         step_s=sum(s.step_s for s in measured) / max(1, len(measured)),
         phases=mean_phases([step.phases for step in measured]),
@@ -93,7 +94,9 @@ def _phase_time(by_rank: Sequence[float], step_mean: float | None = None, *, in_
 
     Args:
         by_rank: each rank's mean time, in seconds.
-        step_mean: the mean step time, for the phase's share; None if the phase is the step itself.
+        step_mean: the mean step time in seconds, of which the phase's share is computed; None if the phase is
+            the whole step.
+        in_step: see `PhaseTime`.
     """
     times = OverRanks.of(by_rank)
     share = 1.0 if step_mean is None else times.mean_s / step_mean
@@ -101,35 +104,39 @@ def _phase_time(by_rank: Sequence[float], step_mean: float | None = None, *, in_
 
 
 def _peak_memory(world: World) -> float:
+    """Returns this rank's peak memory so far, in bytes: on CUDA of torch's allocations, otherwise of the
+    process."""
     if world.device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(world.device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-ALL_RANKS = 8
-"""The largest number of ranks that are all profiled. With more ranks only rank 0 is, because traces are
-large."""
+MOST_PROFILED_RANKS = 8
+"""The largest number of ranks that are all profiled. With more ranks only rank 0 is profiled, because traces
+are large."""
 
 
 class StepProfiler:
-    """A profiler of steps `steps[0]` to `steps[1]` of this rank, with the breakdown's phases as named ranges.
+    """A profiler of some of this rank's steps, with the breakdown's phases as named ranges.
 
     Every rank must have a profiler and call it before and after every step.
+
+    Args:
+        steps: the first and the last step to profile; None to profile no steps.
     """
 
     def __init__(self, files: RunFiles, world: World, timer: PhaseTimer, steps: tuple[int, int] | None) -> None:
         self._first, self._last = steps or (0, 0)
         self._world, self._timer = world, timer
         self._path: Path | None = None
-        if steps is not None and (world.rank == 0 or world.world_size <= ALL_RANKS):
+        if steps is not None and (world.rank == 0 or world.world_size <= MOST_PROFILED_RANKS):
             self._path = files.rank_profile(world.rank)
         self._running: torch.profiler.profile | None = None
 
-    def before(self, step: int) -> None:
-        """Starts the profiler if this is the first step to profile; the call is then collective.
-
-        All ranks wait for each other, because starting takes long and must not be timed as part of the step.
-        """
+    def before_step(self, step: int) -> None:
+        """Starts the profiler if this is the first step to profile. The call is then collective: all ranks
+        wait for each other, because starting a profiler takes long and must not be timed as part of the
+        step."""
         if step != self._first:
             return
         if self._path is not None:
@@ -141,10 +148,9 @@ class StepProfiler:
             self._timer.annotate(True)
         torch.distributed.barrier()
 
-    def after(self, step: int, *, final: bool) -> None:
-        """Stops the profiler and writes the trace, after the last step to profile or the run's last step,
-        whichever comes first. All ranks then wait for each other, as in `before`. After other steps this does
-        nothing.
+    def after_step(self, step: int, *, final: bool) -> None:
+        """Stops the profiler and writes the trace if this is the last step to profile, or the run's last
+        step. The call is then collective, as in `before_step`. Does nothing after other steps.
 
         Args:
             final: True if the run ends after this step.
@@ -166,20 +172,21 @@ class StepProfiler:
 WINDOW: Final = 20
 """The number of steps whose times are compared at a time."""
 COST: Final = 0.05
-"""The share of the step time that a straggler must cost."""
+"""The fraction of the step time by which a straggler's own time must exceed that of its peers."""
 LIMITS: Final[Mapping[str, float]] = {
     "cpu": 1.5,  # ranks that share cores slow each other down
     "cuda": 1.25,  # every rank has its own device
 }
-"""The multiple of its peers' time above which a rank is a straggler, by the type of its device."""
+"""The ratio to the peers' time above which a rank is a straggler, by the type of device."""
 
 
 class StragglerWatch:
     """A detector of ranks that are slower than their peers and hold up the job.
 
-    Every rank must have one and call it after every step; rank 0 reports. Steps take the same time on all
-    ranks, so step times do not show which rank is slow. A rank's own time does: data, forward and backward,
-    excluding waits for other ranks (`StepTiming.own_s`). The ranks of a pipeline stage do the same work.
+    Every rank must have a detector and call it after every step; rank 0 reports stragglers. Steps take the
+    same time on all ranks, so step times do not show which rank is slow. A rank's own time does: data,
+    forward and backward, without waits for other ranks (`StepTiming.own_s`). A rank's peers are the other
+    ranks of its pipeline stage, which do the same work.
 
     A rank is a straggler if the ratio of its own time to the median of its peers, as a median over `WINDOW`
     steps, is above `LIMITS`, and if its own time exceeds theirs by more than `COST` of the step time. On four
@@ -193,15 +200,16 @@ class StragglerWatch:
         self._own: list[float] = []
         self._step_s = 0.0
         self._warm = False
-        """True after the first step, which is slow because it compiles, allocates and fills caches."""
+        """True after the first step, which is ignored because it compiles, allocates and fills caches."""
         self._sent: tuple[int, float, Callable[[], list[float]]] | None = None
-        """The window that is being exchanged: its last step, its mean step time, and a function that returns
-        the times of all ranks."""
+        """The window whose times are being exchanged: its last step, its mean step time in seconds, and a
+        function that waits for the times of all ranks; None if no exchange is in progress."""
         self._known: frozenset[int] = frozenset()
-        """The stragglers of the previous window, which have been reported."""
+        """The stragglers of the previous window, which have already been reported."""
 
     def after_step(self, step: int) -> None:
         """Adds the newest step whose times are known, and compares the ranks once in `WINDOW` steps.
+        Collective.
 
         The comparison needs a small all-gather. Its result is read only one step later, so no rank waits for
         it.
@@ -221,6 +229,8 @@ class StragglerWatch:
             self._own, self._step_s = [], 0.0
 
     def _send(self) -> Callable[[], list[float]]:
+        """Starts to gather the window's times, and this rank's stage, from all ranks. Returns a function that
+        waits for the result."""
         message = torch.tensor([*self._own, self._world.pp_rank], dtype=torch.float64)
         mine = message.to(self._world.device, non_blocking=True)
         gathered = mine.new_empty(self._world.world_size * len(mine))
@@ -228,9 +238,10 @@ class StragglerWatch:
         return self._timer.fetch(gathered)
 
     def _judge(self, step: int, step_s: float, received: list[float]) -> None:
+        """Reports the stragglers of a window, given the gathered times and stages of all ranks."""
         rows = [received[start : start + WINDOW + 1] for start in range(0, len(received), WINDOW + 1)]
         times, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
-        slow = stragglers(times, stages, step_s=step_s, limit=self._limit)
+        slow = find_stragglers(times, stages, step_s=step_s, limit=self._limit)
         for rank in slow.keys() - self._known:  # reported once, and again only if the rank recovered meanwhile
             detail = f"rank {rank} is slow: its data, forward and backward take {slow[rank]:.2g} times its peers' time"
             facts = {"step": step, "rank": rank, "factor": slow[rank]}
@@ -238,16 +249,17 @@ class StragglerWatch:
         self._known = frozenset(slow)
 
 
-def stragglers(
+def find_stragglers(
     own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float, limit: float
 ) -> dict[int, float]:
-    """Returns the stragglers of one window, each with its median ratio to the median of its peers.
+    """Returns the stragglers of one window, each with the median, over steps, of the ratio of its own time to
+    its peers' median.
 
     Args:
         own: Each rank's own time in each step, in seconds, as `own[rank][step]`.
-        stages: Each rank's pipeline stage. A rank that is alone in its stage is never a straggler.
+        stages: Each rank's pipeline stage. A rank without peers in its stage is never a straggler.
         step_s: The mean step time of the window, in seconds.
-        limit: The ratio above which a rank is slow.
+        limit: The ratio above which a rank is a straggler.
     """
     slow: dict[int, float] = {}
     for rank, times in enumerate(own):

@@ -1,4 +1,4 @@
-"""Runs one rank as a process: heartbeats, requests to stop, and an exit that never hangs."""
+"""Runs one rank as a process, with heartbeats, requests to stop, and an exit that never hangs."""
 
 import faulthandler
 import functools
@@ -34,15 +34,16 @@ IMPORTED_BY_ALL: Final = (
     "canzona_cli.config.compose",
     "torch._dynamo",  # torch's own optimizers import it in their first step
 )
-"""The slow imports that all kinds of ranks need, for `canzona_cli.training.agent`."""
+"""The slow imports that all kinds of ranks need, which `canzona_cli.training.agent` makes before it forks the
+ranks."""
 Work = Callable[[RunFiles, RankRecord, int], Ending]
 """The function that does a rank's work. Its arguments are the run's files, the rank's record and the rank; it
-returns how the work ended. Slow imports belong inside it, so that the rank first reports that it has
-started."""
+returns how the work ended. Its slow imports belong inside the function, so that the rank can report its start
+before them."""
 
 
 def run_rank(run_dir: Path, work: Work) -> NoReturn:
-    """Does this rank's work, records how it ended in the rank's result file, and exits the process."""
+    """Does this rank's work, records in the rank's result file how the work ended, and exits the process."""
     os.umask(os.umask(0o077) | 0o002)  # no file of a run, including logs and traces, may be world-writable
     guard()
     logging.basicConfig(level=logging.WARNING)
@@ -81,12 +82,12 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
 
 
 def listen_for_stops() -> threading.Event:
-    """Returns an event that is set once a signal asks this rank to save and stop.
+    """Returns an event that is set when a signal asks this rank to save and stop.
 
-    Call it in the main thread, before any other thread is started. On Linux a separate thread waits for the
-    signals, so that they are noticed even while the training thread is inside a collective. That thread also
-    sees who sent a signal: torchrun sends SIGTERM to the remaining ranks after one of them has failed. In
-    that case the process terminates, because a save is no longer possible.
+    Must be called in the main thread, before any other thread is started. On Linux a separate thread waits
+    for the signals, so that they are noticed even while the training thread is inside a collective. That
+    thread also sees which process sent a signal: torchrun sends SIGTERM to the remaining ranks after one of
+    them has failed. In that case the process terminates, because a save is no longer possible.
     """
     preempted = threading.Event()
     if sys.platform != "linux":  # no sigwaitinfo, so the sender of a signal is unknown
@@ -114,8 +115,8 @@ def listen_for_stops() -> threading.Event:
 class Pulse:
     """The heartbeat of training: it reports every change of phase, and every wait for other ranks.
 
-    Every wait of the host for a collective, in canzona, Megatron or torch, calls `Work.wait`, which is
-    replaced by a function that reports the wait. With NCCL the device waits instead, and the host waits where
+    Whenever the host waits for a collective, in canzona, Megatron or torch, it calls `Work.wait`, which is
+    replaced by a function that reports the wait. With NCCL the device waits instead, and the host waits when
     it first reads from the device, at the gradient norm. canzona reads through `PhaseTimer.fetch`, which
     reports the wait; `instrument.attach` makes Megatron's own optimizers report theirs.
     """
@@ -128,7 +129,7 @@ class Pulse:
         wait = Work.wait
 
         @functools.wraps(wait)
-        def watched(*args: object, **kwargs: object) -> object:
+        def report_wait(*args: object, **kwargs: object) -> object:
             begun = time.perf_counter()
             with heart.waiting():
                 try:
@@ -137,11 +138,11 @@ class Pulse:
                     if self._timer is not None:
                         self._timer.waited(time.perf_counter() - begun)
 
-        Work.wait = watched  # type: ignore[method-assign, assignment]
+        Work.wait = report_wait  # type: ignore[method-assign, assignment]
 
     def follow(self, timer: "PhaseTimer") -> None:
-        """Reports the timer's phases and waits as heartbeats from now on, and adds the time of waits to the
-        timer."""
+        """Makes the heartbeat report the timer's phases and waits from now on, and the timer count the time
+        of waits for collectives."""
         self._timer = timer
         timer.on_change = self._heart.phase
         timer.on_wait = self._heart.mark_waiting

@@ -1,4 +1,4 @@
-"""Writes the workers' files in the run directory: metrics, validation, events, per-rank results."""
+"""Writes the workers' files in the run directory: metrics, validations, events, and the results of ranks."""
 
 import errno
 import logging
@@ -44,8 +44,8 @@ _NOT_A_RUN = (
 
 
 class RankRecord:
-    """The file ranks/rank-NNNNN.json, which records how far this rank got and how it ended. It is written
-    when the rank starts and when it ends."""
+    """The record of a rank's progress and ending, in the file ranks/rank-NNNNN.json. The file is written when
+    the rank starts and when it ends."""
 
     def __init__(self, files: RunFiles, rank: int) -> None:
         self._path = files.rank(rank)
@@ -54,10 +54,10 @@ class RankRecord:
         self.step = 0
         self.loss: float | None = None
         self.preempted = threading.Event()
-        """An event that is set once a signal asks this process to save and stop, if it listens for
-        signals."""
+        """An event that is set when a signal asks this process to save and stop
+        (`process.listen_for_stops`)."""
         self.checkpoint: str | None = None
-        """The name of the checkpoint that the run ended with."""
+        """The name of the run's final checkpoint; None if there is none."""
         self.lost: Mapping[str, int] = {}
         """The number of lines that could not be written, by the name of their file."""
 
@@ -78,8 +78,8 @@ class RankRecord:
         """Records how this rank ended.
 
         Returns:
-            The exit code of the process: 0, so that torchrun does not treat a stop as a failure. If the file
-            cannot be written, it is the exit code of the ending instead.
+            The exit code of the process. It is 0 for every ending, so that torchrun does not treat a stop as
+            a failure. If the file cannot be written, it is the exit code that belongs to the ending.
         """
         codes = {"done": ExitCode.OK, "interrupted": ExitCode.INTERRUPTED, "preempted": ExitCode.PREEMPTED}
         return ExitCode.OK if self._try_write(ending, codes[ending], None) else codes[ending]
@@ -91,8 +91,8 @@ class RankRecord:
         return code
 
     def _try_write(self, status: RunStatus, exit_code: ExitCode, error: RankError | None) -> bool:
-        """Stops the heartbeat and writes how this rank ended; returns False if the file cannot be written. On
-        a full disk the file is overwritten in place."""
+        """Stops the heartbeat and records how this rank ended. On a full disk the file is overwritten in
+        place. Returns False if the file cannot be written."""
         self.heart.end()
         try:
             self._write(status, exit_code, error)
@@ -119,7 +119,7 @@ class RankRecord:
 
 
 def _describe(error: BaseException) -> RankError:
-    """Returns the record of an error, with the user's secrets redacted."""
+    """Returns the record of an error, in which the user's secrets are redacted."""
     name, message = type(error).__name__, redact(str(error))
     if not isinstance(error, CanzonaError):
         return RankError(type=name, message=message, traceback=redact("".join(traceback.format_exception(error))))
@@ -138,7 +138,13 @@ def _describe(error: BaseException) -> RankError:
 
 
 class Journal:
-    """The job's files, which one rank writes. On other ranks, calls write nothing."""
+    """The writer of the files that a job has only once, on one rank. On other ranks, its methods write
+    nothing.
+
+    Args:
+        writes: True on the rank that writes.
+        heart: the heartbeat, to which every rank reports its stages.
+    """
 
     def __init__(self, files: RunFiles, *, writes: bool, heart: Heart | None = None) -> None:
         self._files, self._writes, self._heart = files, writes, heart
@@ -146,15 +152,18 @@ class Journal:
         """The number of lines that could not be written, by the name of their file; empty in a healthy
         run."""
         self._down: dict[str, int] = {}
-        """The number of lines lost since a file could last be written, by the file's name."""
+        """The number of lines lost since the last successful write, by the name of a file that currently
+        cannot be written."""
 
     def stage(self, stage: Stage, detail: str = "") -> None:
+        """Reports the start of a stage in the heartbeat and in events.jsonl."""
         if self._heart is not None:  # every rank reports its stage, even if it writes no events
             self._heart.stage(stage)
         self._append(self._files.events, record_dict(StageEvent(time=time.time(), stage=stage, detail=detail)))
 
     def incident(self, event: str, *, detail: str = "", level: Level | None = None, **facts: float | str) -> None:
-        """Adds a line to events.jsonl. With a level, `detail` is also shown to users who follow the run."""
+        """Adds an event to events.jsonl. If `level` is given, `detail` is also shown to users who follow the
+        run."""
         incident = Incident(time=time.time(), event=event, detail=detail, level=level, facts=facts)
         self._append(self._files.events, incident.line())
 
@@ -163,9 +172,11 @@ class Journal:
         self._append(self._files.events, record_dict(replace(event, time=time.time())))
 
     def step(self, metrics: StepMetrics) -> None:
+        """Adds a step to metrics.jsonl."""
         self._append(self._files.metrics, record_dict(replace(metrics, time=time.time())))
 
     def validation(self, step: int, loss: float, sets: Mapping[str, float | None] | None = None) -> None:
+        """Adds a validation to validation.jsonl. Losses, also those by data set, are in nats per token."""
         record = ValidationLoss(step=step, loss=loss, sets=sets or {}, time=time.time())
         self._append(self._files.validation, record_dict(record))
 
@@ -182,7 +193,7 @@ class Journal:
             self._save(self._files.kernels, kernels)
 
     def _append(self, path: Path, line: Mapping[str, object]) -> None:
-        """Adds a line to a file. If that fails, counts the lost line, and warns of the first one."""
+        """Adds a line to a file. If that fails, counts the lost line, and warns if it is the first."""
         if not self._writes:
             return
         name = path.name

@@ -1,9 +1,9 @@
 """Provides a torchrun rendezvous that can only be reached from this machine.
 
 With torchrun's backends (`static`, `c10d`) the TCPStore listens on all interfaces, whatever address it is
-given, and `c10d` unpickles what it reads from the store. So anyone on the network could interfere with a
-training run on a laptop. This backend gives the store a socket that is already bound to 127.0.0.1. The kernel
-chooses a free port, so two launches never race for the same port.
+given, and `c10d` unpickles values that it reads from the store. With them, anyone on the network could
+interfere with a training run on a laptop. This backend gives the store a socket that is already bound to
+127.0.0.1. The kernel chooses a free port, so two launches never race for the same port.
 
 The backend is registered as `canzona-loopback` in the entry point group `torchrun.handlers`.
 """
@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 _HOST = "127.0.0.1"
 _TIMEOUT_S = 600
-"""The rendezvous timeout for several agents, in seconds; they may be started by hand, one after the other."""
+"""The rendezvous timeout for several agents, in seconds. They may be started by hand, one after another."""
 _SINGLE_TIMEOUT_S = 60
 """The rendezvous timeout for a single agent, in seconds."""
 
@@ -57,6 +57,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Creates the rendezvous; raises ValueError if the endpoint is on another machine."""
     host, _, port = parameters.endpoint.rpartition(":")
     if host not in ("localhost", "") and not host.startswith("127."):
         raise ValueError("the canzona-loopback rendezvous is for one machine: use `--rdzv-backend static`")
@@ -66,5 +67,5 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Returns the function that creates the rendezvous; this is the entry point that torchrun calls."""
+    """Returns the function that creates the rendezvous. torchrun calls this entry point."""
     return _create

@@ -8,28 +8,29 @@ from canzona_cli.config.schema import Layout, ModelConfig
 from canzona_cli.training.records import Journal
 
 WINDOW: Final = 100
-"""The number of steps without a token after which an expert is reported."""
+"""The number of steps between two checks for experts that got no token."""
 _NAMED: Final = 8
 """The maximum number of experts that a report names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The tokens and losses of all layers in one step, the same on every rank."""
+    """The experts' token counts and the balancing loss of one step, the same on every rank."""
 
     balancing_loss: float
-    """The mean over layers and micro-batches, without its weight; 1 if tokens are spread evenly, and 0 if the
-    model has no balancing loss."""
+    """The balancing loss, as the mean over layers and micro-batches, without its weight: 1 if tokens are
+    spread evenly; 0 if the model has no balancing loss."""
     tokens: tuple[tuple[float, ...], ...]
-    """The number of tokens of each expert, by layer; a token is counted for each of its experts."""
+    """The number of tokens of each expert, as `tokens[layer][expert]`. A token is counted for each of its
+    experts."""
 
     @classmethod
-    def of(cls, sums: Sequence[float], model: ModelConfig, layout: Layout) -> "Routing":
-        """Makes the record from the sums of all ranks' `RoutingMeter.take`, flattened.
+    def from_sums(cls, sums: Sequence[float], model: ModelConfig, layout: Layout) -> "Routing":
+        """Returns the record, given the sums over all ranks of `RoutingMeter.take`, flattened.
 
-        With `balancing_loss=sequence`, each data-parallel rank contributes a loss for its own sequences, so
-        the sum is divided by their number. Otherwise the ranks contribute parts of one loss for the global
-        batch.
+        With `balancing_loss=sequence`, each data-parallel rank contributes the loss of its own sequences, so
+        the sum is divided by the number of these ranks. Otherwise the ranks contribute parts of a single loss
+        for the global batch.
         """
         width = 1 + model.num_experts
         layers = [sums[start : start + width] for start in range(0, len(sums), width)]
@@ -41,15 +42,16 @@ class Routing:
 
     @property
     def load(self) -> float:
-        """The tokens of the busiest expert divided by the mean over experts, in the most uneven layer."""
+        """The load of the busiest expert: its number of tokens divided by the mean over its layer's
+        experts."""
         return max(max(layer) * len(layer) / sum(layer) for layer in self.tokens)
 
 
 class StarvationWatch:
-    """A detector of experts that receive no tokens, so that their weights are not trained.
+    """A detector of experts that get no tokens, so that their weights are not trained.
 
-    Every `WINDOW` steps, and after the last step, it reports the experts that got no token since its last
-    report.
+    Every `WINDOW` steps, and after the last step, it reports the experts that got no token since its previous
+    check.
     """
 
     def __init__(self, journal: Journal, *, last: int) -> None:
@@ -58,7 +60,7 @@ class StarvationWatch:
         self._steps = 0
 
     def after_step(self, step: int, routing: Routing | None) -> None:
-        """Adds a step; call it after every step."""
+        """Adds a step's token counts; None for a dense model. Must be called after every step."""
         if routing is None:
             return
         self._steps += 1

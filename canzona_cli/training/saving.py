@@ -27,9 +27,9 @@ from canzona_cli.run.records import CheckpointEvent
 from canzona_cli.training.records import Journal
 
 _PATIENCE_S: Final = 600.0
-"""The time that rank 0 waits for the other ranks' parts while no file grows, in seconds."""
-_LOOK_S: Final = 5.0
-"""The time between two heartbeats of a rank that waits for a save, in seconds."""
+"""The time, in seconds, for which rank 0 waits for the other ranks' parts while no file grows."""
+_HEARTBEAT_S: Final = 5.0
+"""The seconds between two heartbeats of a rank that waits for a save."""
 
 
 @dataclass(kw_only=True)
@@ -39,27 +39,27 @@ class _Save:
     step: int
     thread: threading.Thread | None = None
     failure: SaveFailed | None = None
-    """The error that stopped the save. Rank 0 may have the error of any rank; other ranks have only their own
-    unexpected errors."""
+    """The error that stopped the save; None if there is none so far. On rank 0 this may be the error of any
+    rank; on other ranks it is only an unexpected error of that rank."""
     reported: bool = False
-    """True once an event has reported that the next save waits for this one."""
+    """True if an event has already reported that the next save waits for this save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """The reason why a rank could not save, as sent to the other ranks; None if it saved."""
+    """The reason why a rank could not save (None if it could), as a record that the ranks exchange."""
 
     reason: str | None
 
 
 class Saver:
-    """The writer of one run's checkpoints. All ranks must call the collective methods in the same order.
+    """The writer of a run's checkpoints. All ranks must call its collective methods in the same order.
 
     Args:
-        texts: The contents of the run's files to store in each checkpoint, by file name.
+        texts: The contents of files of the run that are stored in each checkpoint, by file name.
         last: The name of the newest checkpoint so far, for messages; None if there is none.
         alive: Called repeatedly while training waits for a save that makes progress.
-        clock: Returns a time in seconds; rank 0's clock determines when a save is due.
+        clock: A function that returns a time in seconds; rank 0's clock determines when a save is due.
     """
 
     def __init__(
@@ -79,14 +79,13 @@ class Saver:
         self._running: _Save | None = None
         self._saved_at = clock()
 
-    def due(self, step: int) -> bool:
-        """Returns True if a checkpoint is due after this step, by steps or by time. Called on rank 0, which
-        decides.
+    def is_due(self, step: int) -> bool:
+        """Returns True if a checkpoint is due after this step, by steps or by time. Called only on rank 0.
 
         While the previous save is still being written, a save that is due by time is postponed, and an event
-        reports it: a slow disk then costs checkpoints, not training time. A save that is due by steps is
-        never postponed, because `keep_every` relies on checkpoints of these steps, nor is the save after the
-        last step. Training waits for the previous save instead.
+        reports this: a slow disk then costs checkpoints rather than training time. A save that is due by
+        steps is never postponed, because `keep_every` relies on checkpoints of these steps, and neither is
+        the save after the last step. For these, training waits until the previous save is written.
         """
         settings = self._trainee.config.checkpoint
         if settings.every_steps is not None and step % settings.every_steps == 0:
@@ -94,7 +93,7 @@ class Saver:
         minutes = settings.every_minutes
         if minutes is None or self._clock() - self._saved_at < 60 * minutes:
             return False
-        running = self._being_written()
+        running = self._unfinished_save()
         if running is None or step == self._trainee.config.train.steps:
             return True
         if not running.reported:
@@ -106,14 +105,13 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Starts a save that is written while training continues. Collective.
 
-        If the previous save is not on the disk yet, training waits for it, because its memory is reused; an
+        If the previous save is still being written, training waits for it, because its memory is reused; an
         event reports the wait. A failure is reported and does not end the run: earlier checkpoints remain,
-        and the next save tries again. With checkpoint.asynchronous=false, this waits until the save is
-        written.
+        and the next save tries again. With checkpoint.asynchronous=false, waits until this save is written.
         """
         self._start(progress)
         if not self._trainee.config.checkpoint.asynchronous:
-            self.settle()
+            self.wait_until_written()
 
     def save_now(self, progress: Progress) -> str:
         """Saves a run that is about to end, and waits until the checkpoint is complete. Collective.
@@ -136,7 +134,7 @@ class Saver:
         Raises:
             SaveFailed: on every rank together; the message names the last checkpoint.
         """
-        failure = self.settle()
+        failure = self.wait_until_written()
         failed = _Failure(
             reason=None if failure is None else f"{failure.problems[0].reason}; {self._last_checkpoint()}"
         )
@@ -153,12 +151,14 @@ class Saver:
         return step_name(progress.step)
 
     def _start(self, progress: Progress) -> None:
+        """Copies the state, after the previous save is written, and starts the thread that writes the copy.
+        Collective."""
         begun = self._clock()
-        running = self._being_written()
+        running = self._unfinished_save()
         if running is not None:
             detail = f"training waits after step {progress.step:,} until the save of step {running.step:,} is written"
             self._journal.incident("save_waits", step=progress.step, detail=detail, level="info")
-        self.settle()
+        self.wait_until_written()
         self._saved_at = self._clock()
         save = self._running = _Save(step=progress.step)
         if not self._begin(save):
@@ -178,24 +178,24 @@ class Saver:
         save.thread.start()
 
     def _begin(self, save: _Save) -> bool:
-        """Makes the checkpoint's hidden folder on rank 0; returns True on every rank if that succeeded.
+        """Creates the checkpoint's hidden folder on rank 0. Returns True, on every rank, if that succeeded.
         Collective."""
         world = self._trainee.world
         if world.rank == 0:
             try:
                 begin(self._files.checkpoints, save.step)
             except SaveFailed as error:
-                self._failed(save, error)
+                self._record_failure(save, error)
         ready = torch.full((1,), float(save.failure is None), device=world.device)
         torch.distributed.broadcast(ready, src=0)
         return any(self._trainee.timer.read(ready))
 
     def _write(self, save: _Save, shard: Shard, header: Header, *, stall_s: float) -> None:
-        """Writes this rank's share, in the save's thread; rank 0 then completes the checkpoint and removes
-        old checkpoints.
+        """Writes this rank's share. Rank 0 then completes the checkpoint and removes old checkpoints. Runs in
+        the save's thread.
 
         Args:
-            stall_s: The seconds that the save stopped training, for the event.
+            stall_s: The seconds for which the save stopped training, which the event reports.
         """
         begun, world = self._clock(), self._trainee.world
         folder = partial_path(self._files.checkpoints, save.step)
@@ -208,7 +208,7 @@ class Saver:
             if world.rank == 0:
                 abandon(folder)
             if world.rank == 0 or not isinstance(error, SaveFailed):  # rank 0 reads a SaveFailed in the part file
-                self._failed(save, error)
+                self._record_failure(save, error)
             return
         self._last = path.name
         size = sum(file.stat().st_size for file in path.iterdir())
@@ -218,12 +218,13 @@ class Saver:
         )
         self._retain()
 
-    def _being_written(self) -> _Save | None:
+    def _unfinished_save(self) -> _Save | None:
+        """Returns the save that this rank is still writing; None if there is none."""
         save = self._running
         return save if save is not None and save.thread is not None and save.thread.is_alive() else None
 
-    def _failed(self, save: _Save, error: BaseException) -> None:
-        """Stores the error of a failed save, and reports it in an event (on rank 0, which writes events)."""
+    def _record_failure(self, save: _Save, error: BaseException) -> None:
+        """Stores the error of a failed save, and reports it in an event, which only rank 0 writes."""
         if not isinstance(error, SaveFailed):
             error = SaveFailed(Problem(key="checkpoint", reason=f"{type(error).__name__}: {error}"))
         save.failure = error
@@ -238,24 +239,25 @@ class Saver:
             detail = f"old checkpoints could not be removed: {error.strerror or error}"
             self._journal.incident("retention", detail=detail, level="warning")
 
-    def settle(self) -> SaveFailed | None:
-        """Waits until this rank has written its share of the last save, and rank 0 until the checkpoint is
+    def wait_until_written(self) -> SaveFailed | None:
+        """Waits until this rank has written its share of the last save; rank 0 waits until the checkpoint is
         complete.
 
         Returns:
-            The error that stopped the save; None if the save did not fail. Repeated calls return the same
-            error until the next save starts. Only rank 0 has the errors of all ranks.
+            The error that stopped the save; None if it did not fail. Further calls return the same error
+            until the next save starts. Only rank 0 gets the errors of all ranks.
         """
         save = self._running
         if save is None or save.thread is None:
             return None if save is None else save.failure
         written = 0
         while save.thread.is_alive():
-            save.thread.join(_LOOK_S)
+            save.thread.join(_HEARTBEAT_S)
             before, written = written, bytes_written(partial_path(self._files.checkpoints, save.step))
             if written != before:  # the save makes progress, so this rank does not hang
                 self._alive()
         return save.failure
 
     def _last_checkpoint(self) -> str:
+        """Returns a clause, for messages, that names the last checkpoint."""
         return f"the last checkpoint is {self._last}" if self._last else "there is no checkpoint yet"

@@ -1,4 +1,4 @@
-"""Makes one optimizer step, one validation or one sample text of a Megatron-core model."""
+"""Makes a training step, a validation or a sample text with a Megatron-core model."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -22,16 +22,17 @@ from canzona_cli.training.data import Batch
 from canzona_cli.training.routing import Routing
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""A function that turns a model's output into the mean loss, for backward and for the records."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agreed:
-    """The values that ranks agree on in a step, between backward and update."""
+class AgreedValues:
+    """The values that all ranks agree on in a step, between backward and update."""
 
     loss: float
-    """The mean loss over the global batch, nats per token."""
+    """The mean loss over the global batch, in nats per token."""
     stop: bool = False
-    """True if the run must stop after this step, because a rank has a stop request."""
+    """True if the run must stop after this step, because some rank has a stop request."""
     save: bool = False
     """True if a checkpoint is due after this step."""
     routing: Routing | None = None
@@ -39,21 +40,21 @@ class Agreed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepResult(Agreed):
+class StepResult(AgreedValues):
     """The result of one step, the same on every rank."""
 
     grad_norm: float
     lr: float
     """The learning rate of the step."""
     skipped: bool = False
-    """True if the gradients were not finite and no weight changed (`train.non_finite=skip`)."""
+    """True if no weight changed, because the gradients were not finite (`train.non_finite=skip`)."""
     fallbacks: int = 0
-    """The number of matrices, on all ranks, whose update in the previous step failed and was replaced by the
-    optimizer's fallback. `CanzonaOptimizer.settle` returns this number for the last step."""
+    """The number of matrices, on all ranks, whose update in the previous step failed or needed the
+    optimizer's fallback. `CanzonaOptimizer.repair_failed_updates` returns this number for the last step."""
     captures: int = 0
-    """The number of CUDA graphs of updates that were captured before this step, on all ranks."""
+    """The number of CUDA graphs of updates that all ranks together had captured before this step."""
     bad_ranks: tuple[int, ...] = ()
-    """The ranks whose own loss was not finite."""
+    """The ranks that computed a loss that was not finite."""
 
 
 def train_step(
@@ -63,22 +64,23 @@ def train_step(
     stop_requested: Callable[[], bool] = lambda: False,
     save_due: Callable[[], bool] = lambda: False,
 ) -> StepResult:
-    """Makes one step: forward and backward over all micro-batches, update, schedule.
+    """Makes one step: forward and backward over all micro-batches, update, schedule. Collective.
 
-    The host waits for the device once, for the gradient norm; in models with experts, also in each layer for
-    the experts' token counts. The all-reduce of the loss and requests has started by then, so reading its
-    result costs nothing, and the host can launch the next step while the device still executes this step's
-    update.
+    The host waits for the device once, for the gradient norm; in models with experts, also in each layer, for
+    the experts' token counts. The all-reduce of loss and requests is started before the norm, so its result
+    is available at no extra cost, and the host can launch the next step while the device still executes this
+    step's update.
 
     Args:
-        stop_requested: Returns True if this rank has a stop request. Called after the backward pass, so that
-            an earlier request stops the run after this step. If it is True on any rank, all ranks stop.
-        save_due: Returns True if a checkpoint is due after this step. Called at the same time; if it is True
-            on any rank, all ranks save.
+        stop_requested: A function that returns True if this rank has a stop request. It is called after the
+            backward pass, so that an earlier request stops the run after this step. If it returns True on any
+            rank, all ranks stop.
+        save_due: A function that returns True if a checkpoint is due after this step. It is called at the
+            same time; if it returns True on any rank, all ranks save.
 
     Raises:
-        NonFiniteGradients: on every rank together, with the step's loss and the ranks whose own loss was not
-            finite.
+        NonFiniteGradients: on every rank together. The error has the step's loss, and names the ranks that
+            computed a loss that is not finite.
     """
     timer, optimizer = trainee.timer, trainee.optimizer
     timer.begin_step()
@@ -89,13 +91,16 @@ def train_step(
     lr = optimizer.param_groups[0]["lr"]
     try:
         with timer.phase("norm_clip"):
-            agreed = _agree(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
+            agreed = _start_agreement(trainee, losses, stop_requested=stop_requested(), save_due=save_due())
             # Inner optimizers and the gathering of parameters have separate phases inside this one, which
             # therefore measures only norm, clipping and copies.
             updated, grad_norm, _ = optimizer.step()
     except NonFiniteGradients as error:
         # The error is raised on every rank, so the ranks can still use a collective to find its origin.
-        where = bad_losses(_bad_ranks(trainee, losses)) or "the loss is finite, so the cause is in the backward pass"
+        where = (
+            describe_bad_losses(_bad_ranks(trainee, losses))
+            or "the loss is finite, so the cause is in the backward pass"
+        )
         problems = (replace(problem, reason=f"{problem.reason}; {where}") for problem in error.problems)
         raise NonFiniteGradients(*problems, loss=agreed().loss) from None
     trainee.schedule.step(increment=1)
@@ -118,7 +123,7 @@ def validate(model: Model, batches: Iterator[Batch], *, global_batches: int) -> 
     Collective."""
     with evaluation_mode(model):
         losses = [loss for _ in range(global_batches) for loss in _forward_backward(model, batches, forward_only=True)]
-    return _agree(model, losses)().loss
+    return _start_agreement(model, losses)().loss
 
 
 @contextmanager
@@ -134,6 +139,8 @@ def evaluation_mode(model: Model) -> Iterator[None]:
 
 
 def _forward_backward(trainee: Model, batches: Iterator[Batch], *, forward_only: bool) -> list[torch.Tensor]:
+    """Runs Megatron's schedule over one global batch. Returns the losses of this rank's micro-batches on the
+    last stage, an empty list elsewhere."""
     layout = trainee.world.layout
     run = get_forward_backward_func()
     # With virtual pipeline stages, every model chunk reads all micro-batches, at different times.
@@ -158,8 +165,8 @@ def _forward_step(
     """Runs the forward pass of one micro-batch, as Megatron's schedule requires.
 
     Returns:
-        The model's output (on the last stage the loss of each token, `[micro_batch, seq_length / cp]`), and
-        the function that turns it into the mean loss.
+        The model's output, which on the last stage is the loss of each token, `[micro_batch, seq_length /
+        cp]`; and the function that turns the output into the mean loss.
     """
     with timer.phase("data"):
         batch = next(batches)
@@ -168,8 +175,8 @@ def _forward_step(
 
 
 def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns this context-parallel rank's part of the micro-batch's mean loss twice: for backward and for
-    the records.
+    """Returns this context-parallel rank's part of the micro-batch's mean loss, once for backward and once
+    for the records.
 
     The parts add up to the mean over context-parallel ranks. Megatron's schedule multiplies each by cp,
     because gradients are averaged over dp * cp ranks (`schedules.forward_step_calc_loss`).
@@ -179,14 +186,14 @@ def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) 
     return part, part.detach().clone()
 
 
-def _agree(
+def _start_agreement(
     trainee: Model, losses: list[torch.Tensor], *, stop_requested: bool = False, save_due: bool = False
-) -> Callable[[], Agreed]:
-    """Starts one small all-reduce that averages the losses of all last stages and combines requests.
-    Collective.
+) -> Callable[[], AgreedValues]:
+    """Starts one small all-reduce that averages the losses over all last stages and combines the ranks'
+    requests. Collective.
 
     Returns:
-        A function that waits for the result and returns it.
+        A function that waits for the all-reduce and returns the values.
     """
     world = trainee.world
     facts = torch.zeros(4, device=world.device)
@@ -202,16 +209,16 @@ def _agree(
     torch.distributed.all_reduce(facts)
     arrived = trainee.timer.fetch(facts)
 
-    def agreed() -> Agreed:
+    def agreed() -> AgreedValues:
         total, count, stops, saves, *rest = arrived()
-        routing = Routing.of(rest, trainee.config.model, trainee.world.layout) if rest else None
-        return Agreed(loss=total / count, stop=stops > 0, save=saves > 0, routing=routing)
+        routing = Routing.from_sums(rest, trainee.config.model, trainee.world.layout) if rest else None
+        return AgreedValues(loss=total / count, stop=stops > 0, save=saves > 0, routing=routing)
 
     return agreed
 
 
 def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:
-    """Returns the ranks with a loss that is not finite. Collective."""
+    """Returns the ranks that computed a loss that is not finite. Collective."""
     world = trainee.world
     bad = torch.zeros(world.world_size, device=world.device)
     if world.is_last_stage:
@@ -220,8 +227,9 @@ def _bad_ranks(trainee: Trainee, losses: list[torch.Tensor]) -> tuple[int, ...]:
     return tuple(rank for rank, is_bad in enumerate(trainee.timer.read(bad)) if is_bad)
 
 
-def bad_losses(ranks: Sequence[int]) -> str:
-    """Returns a clause that names the ranks whose losses are not finite; empty if there are no such ranks."""
+def describe_bad_losses(ranks: Sequence[int]) -> str:
+    """Returns a clause, for an error, that names these ranks as having losses that are not finite; empty
+    without ranks."""
     if not ranks:
         return ""
     named = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
@@ -232,16 +240,16 @@ def bad_losses(ranks: Sequence[int]) -> str:
 class Sampler:
     """A writer of sample texts: it continues one prompt greedily with the model in training, on any layout.
 
-    Every token takes a forward pass over the complete sequence, without a cache, in the same schedule as a
-    validation. Sampling is deterministic and does not change the state of training. All ranks make the same
-    passes and collectives in the same order, and agree on each token before the next.
+    Every token takes a forward pass over the complete sequence, without a cache, in the schedule that
+    validations use. Sampling is deterministic and does not change the state of training. All ranks make the
+    same passes and collectives in the same order, and agree on each token before they compute the next.
     """
 
     tokenizer: Tokenizer
     prompt: str
-    """The text to continue; empty for the beginning of a document."""
+    """The text to continue; empty to start a new document."""
     tokens: int
-    """The largest number of tokens to write."""
+    """The maximum number of tokens to write."""
 
     def text(self, model: Model) -> str:
         """Returns the model's continuation of the prompt, the same on every rank. Collective."""
@@ -260,13 +268,13 @@ def sampler_of(config: RunConfig, corpus: PreparedCorpus) -> Sampler | None:
 
 @torch.no_grad()
 def greedy_continuation(model: Model, prompt: Sequence[int], *, tokens: int, end: int) -> list[int]:
-    """Returns the greedy continuation of the prompt: each token is the most likely one after all before it.
-    Of equally likely tokens the lowest id is chosen. Collective.
+    """Returns the greedy continuation of the prompt, in which each token is the most likely token after all
+    tokens before it. Of equally likely tokens, the token with the lowest id is chosen. Collective.
 
     Args:
         prompt: At least one token, and fewer than `train.seq_length`.
-        tokens: The largest number of tokens to return. The sequence also ends at `train.seq_length`.
-        end: The token at which the text ends; it is not returned.
+        tokens: The maximum number of tokens to return. The sequence also ends at `train.seq_length`.
+        end: The token that ends the text; it is not returned.
     """
     layout, longest = model.world.layout, model.config.train.seq_length
     length = min(longest, len(prompt) + tokens)
@@ -288,7 +296,7 @@ def greedy_continuation(model: Model, prompt: Sequence[int], *, tokens: int, end
 def _next_token(model: Model, sequence: torch.Tensor, position: int) -> int:
     """Returns the most likely token after `position`, the same on every rank. Collective.
 
-    Attention is causal, so the tokens that the sequence has after `position` do not matter.
+    Attention is causal, so the tokens after `position` do not matter.
 
     Args:
         sequence: token ids, `[1, seq]`.
@@ -315,15 +323,15 @@ def _next_token(model: Model, sequence: torch.Tensor, position: int) -> int:
 
 
 def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Runs a forward pass; returns a list with the logits, `[1, seq / cp, vocab / tp]`, on the last stage, an
-    empty list elsewhere.
+    """Runs a forward pass. Returns a list with the logits, `[1, seq / cp, vocab / tp]`, on the last stage,
+    and an empty list elsewhere.
 
-    If the schedule needs several micro-batches, the batch is repeated, and the first one's logits are
-    returned.
+    If the schedule needs several micro-batches, the batch is repeated, and only the logits of the first
+    micro-batch are returned.
     """
     layout = model.world.layout
     stored: list[torch.Tensor] = get_forward_backward_func()(
-        forward_step_func=_logits_of,
+        forward_step_func=_forward_logits,
         data_iterator=[repeat(batch) for _ in model.chunks],
         model=list(model.chunks),
         # The interleaved schedule needs at least as many micro-batches as there are stages.
@@ -336,10 +344,10 @@ def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return stored[:1]
 
 
-def _logits_of(
+def _forward_logits(
     batches: Iterator[dict[str, torch.Tensor]], chunk: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor, bool], torch.Tensor]]:
-    """Runs the forward pass of one micro-batch. Returns the output, and the function that the schedule calls
-    with it to get the data to collect: the logits."""
+    """Runs the forward pass of one micro-batch, as Megatron's schedule requires. Returns the logits, and the
+    function that tells the schedule to collect them."""
     batch = next(batches)
     return chunk(batch["tokens"], batch["position_ids"], None), lambda logits, non_loss_data: logits

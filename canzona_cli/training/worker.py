@@ -15,10 +15,12 @@ SLOW_IMPORTS = (
     "canzona_cli.checkpoint.restore",
     "canzona_cli.planner.plan_file",
 )
+"""The modules that `training.agent` imports before it forks the ranks."""
 
 
 def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
-    """Trains one rank to the end of the run, from the checkpoint that the launcher chose, if any."""
+    """Trains one rank to the end of the run, from the checkpoint that the launcher chose, or from the
+    beginning."""
     from canzona_cli.checkpoint.restore import restore, verify_together
     from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.schema import Execution
@@ -50,11 +52,11 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     if (contradiction := owner_bucket_group.find_contradiction(trainee.chunks, world, assumed=assumed)) is not None:
         journal.incident("grouping", detail=contradiction, level="warning")
 
-    def trying(shape: str) -> None:
+    def report_trial(shape: str) -> None:
         record.heart.progress()
         journal.incident("kernels", detail=f"trying kernels for symmetric matmuls of {shape}", level="info")
 
-    journal.kernels(choose_kernels(config, world.device, begin=trying))
+    journal.kernels(choose_kernels(config, world.device, begin=report_trial))
 
     journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
     datasets = build_datasets(config, corpus, cache=config.data.cache_root / "indices")
@@ -79,7 +81,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         ending = training.run()
     except (Diverged, WorkerCrashed):
         # All ranks raise these errors together, so a save of an earlier step can still be completed.
-        saver.settle()
+        saver.wait_until_written()
         raise
     journal.stage("finish")
     write_timeline(files, rank, trainee.timer.timelines())
@@ -89,7 +91,7 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     record.lost = journal.lost
     parallel.shutdown()
     if ending == "done":
-        training.check_learnt()
+        training.check_recovered()
     return ending
 
 

@@ -9,7 +9,7 @@ from canzona_cli.megatron.model import Model, build_model
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.training.assemble import assemble
-from canzona_cli.training.data import BatchStream, Counted
+from canzona_cli.training.data import BatchStream, CountingStream
 from canzona_cli.training.step import validate
 from tests.dist import whole
 from tests.dist.jobs import Runs, on_ranks, planned
@@ -46,7 +46,7 @@ def test_weights_are_those_that_were_trained_and_every_token_counts_once(where: 
         manifest = verify_together(world, folder)
         model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
         load_weights(model, folder, manifest)
-        batches = Counted(BatchStream(samples, world), world, lengths)
+        batches = CountingStream(BatchStream(samples, world), world, lengths)
         loss = validate(model, batches, global_batches=BATCHES)
         trainee = assemble(config, world, plan)
         restore(trainee, folder, manifest)

@@ -20,7 +20,7 @@ from canzona_cli.optimizers.graphs import Replayed
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training import loop
 from canzona_cli.training.assemble import assemble
-from canzona_cli.training.data import Batch, Datasets, HeldOut
+from canzona_cli.training.data import Batch, Datasets, ValidationSet
 from canzona_cli.training.loop import NonFiniteLoss, Training
 from canzona_cli.training.records import Journal, RankRecord
 from tests.dist import jobs
@@ -112,7 +112,7 @@ def _train(runs: Sequence[Run]) -> list[list[Ending]]:
             if place == world.dp_rank * layout.micro_batch_size:
                 run.on_step(step + 1, trainee, files)
 
-        held_out = (HeldOut(name="random", share=1.0, samples=samples),) if run.validation else ()
+        held_out = (ValidationSet(name="random", share=1.0, samples=samples),) if run.validation else ()
         datasets = Datasets(train=Observed(samples, tell), validation=held_out)
         record = RankRecord(files, world.rank)
         how, error = None, None

@@ -20,7 +20,7 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.run.files import RunFiles
 from canzona_cli.training import saving
 from canzona_cli.training.assemble import assemble
-from canzona_cli.training.data import Datasets, HeldOut
+from canzona_cli.training.data import Datasets, ValidationSet
 from canzona_cli.training.loop import Start, Training
 from canzona_cli.training.records import Journal, RankRecord
 from canzona_cli.training.saving import Saver
@@ -117,7 +117,7 @@ def _end(trainee: Trainee, files: RunFiles, run: Run, folder: Path) -> Ending:
     )
     samples.batch = layout.global_batch_size
     record.preempted = asked
-    held_out = HeldOut(name="random", share=1.0, samples=samples_of(config, layout.global_batch_size))
+    held_out = ValidationSet(name="random", share=1.0, samples=samples_of(config, layout.global_batch_size))
     clock = run.clock
     now = time.monotonic if clock is None else lambda: clock(number, begun[0])
     saver = Saver(trainee, files, journal, texts=TEXTS, clock=now)
@@ -226,7 +226,7 @@ BEGUN = threading.Event()
 def settle_at_5(rank: Rank, step: int) -> None:
     if step == 5:
         BEGUN.set()
-        rank.saver.settle()
+        rank.saver.wait_until_written()
 
 
 def hold_rank_0(rank: Rank) -> None:

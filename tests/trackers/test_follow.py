@@ -134,7 +134,7 @@ def test_a_run_that_goes_on_does_so_in_the_same_curve(files: RunFiles, name: Tra
     for event in ("sample", "loss_spike"):
         append_json_line(files.events, {"event": event, "step": 2, "prompt": "def ", "text": "main", "time": 102.0})
     first = Follower(files, name)
-    first.look()
+    first.send_new()
     save(files.result, RunResult(status="preempted", exit_code=75))
     first.finish()
     state = load_if_valid(files.tracker(name), TrackerState)
@@ -148,7 +148,7 @@ def test_a_run_that_goes_on_does_so_in_the_same_curve(files: RunFiles, name: Tra
         time.sleep(1.1)  # its folder's name has the second in which it began
     add(files, 3, loss=1.5)  # a rank may be quicker than the tracker's process
     second = Follower(files, name, start=2)
-    second.look()
+    second.send_new()
     add(files, 4, loss=2.0)
     save(files.result, RunResult(status="done", exit_code=0))
     second.finish()
@@ -194,13 +194,13 @@ def test_a_tracker_that_fails_is_told_once_and_loses_nothing(files: RunFiles, mo
     monkeypatch.setattr(follow, "_FIRST_PAUSE_S", 0.0)
     follower = Follower(files, "wandb")
     for _ in range(4):
-        follower.look()
+        follower.send_new()
     assert Broken.calls == 4
     (said,) = told(files)
     assert "training continues" in said
     assert "hf_abc" not in said, "what looks like a key is hidden"
     monkeypatch.setattr(Broken, "mended", True)
-    follower.look()
+    follower.send_new()
     assert "none are lost" in told(files)[-1]
     assert sorted(point.step for point in Broken.points) == [1, 2, 2, 3]
 
@@ -210,9 +210,9 @@ def test_what_never_arrived_is_sent_by_the_next_launch(files: RunFiles, monkeypa
     monkeypatch.setattr(Broken, "mended", False)
     monkeypatch.setattr(Broken, "points", ())
     follower = Follower(files, "mlflow")
-    follower.look()
+    follower.send_new()
     before = Broken.calls
-    follower.look()
+    follower.send_new()
     assert Broken.calls == before, "it is given time"
     follower.finish()
     assert told(files)[-1].startswith("4 lines of the run's records did not reach mlflow")

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from canzona_cli.training.loop import STEPS_BETWEEN, collect_after, no_garbage_collection
+from canzona_cli.training.loop import STEPS_BETWEEN, collect_garbage, suspend_garbage_collection
 
 
 class Thing:
@@ -15,15 +15,15 @@ class Thing:
 
 def test_cycles_live_until_it_is_time() -> None:
     old = weakref.ref(Thing())
-    with no_garbage_collection():
+    with suspend_garbage_collection():
         assert old() is None, "what was garbage at the beginning stays for ever"
         assert gc.get_freeze_count() > 1000
         new = weakref.ref(Thing())
         for step in range(1, STEPS_BETWEEN):
-            collect_after(step)
+            collect_garbage(step)
             assert not gc.isenabled()
         assert new() is not None
-        collect_after(STEPS_BETWEEN)
+        collect_garbage(STEPS_BETWEEN)
         assert new() is None
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

@@ -116,7 +116,7 @@ def test_a_devices_random_state_is_kept_and_put_back(monkeypatch: pytest.MonkeyP
 
 
 def test_the_doctor_hears_of_gpu_and_nccl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(probe, "_meet", lambda: None)
+    monkeypatch.setattr(probe, "_gloo_error", lambda: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 30, 7))
@@ -143,5 +143,5 @@ def test_kernels_are_profiled_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.profiler.profile", Profile)
     monkeypatch.setattr("torch.distributed.barrier", lambda: None)
     world = cast(World, SimpleNamespace(device=DEVICE, rank=0, world_size=1))
-    StepProfiler(RunFiles(tmp_path), world, PhaseTimer(torch.device("cpu")), (1, 1)).before(1)
+    StepProfiler(RunFiles(tmp_path), world, PhaseTimer(torch.device("cpu")), (1, 1)).before_step(1)
     assert asked == [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

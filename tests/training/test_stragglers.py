@@ -9,7 +9,7 @@ import torch
 
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
-from canzona_cli.training.measure import LIMITS, WINDOW, StragglerWatch, stragglers
+from canzona_cli.training.measure import LIMITS, WINDOW, StragglerWatch, find_stragglers
 from canzona_cli.training.records import Journal
 
 
@@ -25,7 +25,7 @@ def noisy(seed: int, *, ranks: int = 4, slow: dict[int, float] | None = None, sp
 def found(
     own: list[list[float]], stages: list[int] | None = None, *, step_s: float = 0.5, device: str = "cpu"
 ) -> dict[int, float]:
-    return stragglers(own, stages or [0] * len(own), step_s=step_s, limit=LIMITS[device])
+    return find_stragglers(own, stages or [0] * len(own), step_s=step_s, limit=LIMITS[device])
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
