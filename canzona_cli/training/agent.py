@@ -1,5 +1,5 @@
-"""Runs torchrun's agent so that its ranks are forks of the agent, which has already imported torch and
-Megatron.
+"""Runs torchrun in an agent process that has already imported torch and Megatron, and whose forks are the
+ranks.
 
 Start it as `python -m canzona_cli.training.agent` with torchrun's arguments. On a laptop, imports take most
 of the start-up time. With the agent, each node imports once instead of once per rank. A forked rank has the

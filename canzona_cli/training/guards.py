@@ -31,7 +31,7 @@ class Spike:
     mean: float
     """The mean of the recent losses."""
     limit: float
-    """The loss above which a loss is a spike."""
+    """The limit above which a loss is a spike."""
 
     @property
     def words(self) -> str:
@@ -98,8 +98,8 @@ class SpikeGuard:
         return Spike(step=step, loss=loss, mean=mean, limit=limit) if len(self._high) == 1 else None
 
     def _statistics(self) -> tuple[float, float]:
-        """Returns the mean of the recent losses, and the loss above which a loss is a spike; NaN and infinity
-        if there are fewer than `ENOUGH` recent losses."""
+        """Returns the mean of the recent losses, and the limit above which a loss is a spike; NaN and
+        infinity if there are fewer than `ENOUGH` recent losses."""
         count = len(self._recent)
         if count < ENOUGH:
             return math.nan, math.inf

@@ -26,7 +26,7 @@ from canzona_cli.training.step import Sampler, StepResult, describe_bad_losses, 
 
 
 class NonFiniteLoss(Diverged):
-    """Raised when the loss is NaN or infinite. Training on would destroy the weights."""
+    """Raised when the loss is NaN or infinite. Continuing would destroy the weights."""
 
     def __init__(self, step: int, loss: float, ranks: Sequence[int] = (), *, since: int | None = None) -> None:
         where = describe_bad_losses(ranks)
@@ -46,7 +46,7 @@ _BEGINNING = Progress(step=0, samples=0, tokens=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The state from which this launch starts: that at the beginning of the run, or that of a checkpoint."""
+    """The state from which this launch starts: the beginning of the run, or a checkpoint."""
 
     progress: Progress = _BEGINNING
     validate: bool = True
@@ -308,8 +308,8 @@ cycles are rare, and those in canzona's objects contain no tensors."""
 
 @contextmanager
 def suspend_garbage_collection() -> Iterator[None]:
-    """Turns automatic garbage collection off inside the block. There, even `gc.collect` skips objects that
-    were alive before the block."""
+    """Turns automatic garbage collection off inside the block. Even `gc.collect` then skips objects that were
+    alive before the block."""
     gc.collect()
     gc.freeze()
     gc.disable()

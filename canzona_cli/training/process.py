@@ -141,8 +141,8 @@ class Pulse:
         Work.wait = report_wait  # type: ignore[method-assign, assignment]
 
     def follow(self, timer: "PhaseTimer") -> None:
-        """Makes the heartbeat report the timer's phases and waits from now on, and the timer count the time
-        of waits for collectives."""
+        """Connects the heartbeat with a timer: from now on, the heartbeat reports the timer's phases and
+        waits, and the timer counts the time that the host waits for collectives."""
         self._timer = timer
         timer.on_change = self._heart.phase
         timer.on_wait = self._heart.mark_waiting

@@ -1,9 +1,9 @@
 """Provides a torchrun rendezvous that can only be reached from this machine.
 
 With torchrun's backends (`static`, `c10d`) the TCPStore listens on all interfaces, whatever address it is
-given, and `c10d` unpickles values that it reads from the store. With them, anyone on the network could
-interfere with a training run on a laptop. This backend gives the store a socket that is already bound to
-127.0.0.1. The kernel chooses a free port, so two launches never race for the same port.
+given, and `c10d` unpickles the values that it reads from the store. So with these backends, anyone on the
+network could interfere with a training run on a laptop. This backend gives the store a socket that is already
+bound to 127.0.0.1. The kernel chooses a free port, so two launches never race for the same port.
 
 The backend is registered as `canzona-loopback` in the entry point group `torchrun.handlers`.
 """
