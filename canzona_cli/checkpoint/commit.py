@@ -152,8 +152,9 @@ def finish(
                 files[path.name] = stored
                 if (size := path.stat().st_size) != stored.bytes:
                     raise _rank_error(partial, rank, f"its file has {size} of the {stored.bytes} bytes it wrote")
-            for name in (*(tensors.keys() & part["tensors"]), *(scalars.keys() & part["scalars"])):
-                raise _rank_error(partial, rank, f"{name} is also written by another rank")
+            duplicates = [*(tensors.keys() & part["tensors"]), *(scalars.keys() & part["scalars"])]
+            if duplicates:
+                raise _rank_error(partial, rank, f"{duplicates[0]} is also written by another rank")
             tensors |= {name: parse(StoredTensor, entry) for name, entry in part["tensors"].items()}
             scalars |= part["scalars"]
         for name, text in texts.items():

@@ -105,7 +105,7 @@ def stage_folder(out: Path, *, key: str) -> Iterator[Path]:
     except OSError as error:
         raise write_error(key, out, error, fix=_MAKE_ROOM) from None
     except SaveFailed as error:  # name `out`, because the error names a path in the hidden folder
-        raise EnvironmentProblem(*(replace(each, key=key, value=out) for each in error.problems)) from None
+        raise EnvironmentProblem(*(replace(problem, key=key, value=out) for problem in error.problems)) from None
 
 
 def check_empty(place: Path, *, key: str) -> None:

@@ -35,12 +35,12 @@ def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
         PlanRefused: on all ranks together, with the first problem of each rank that has a problem, or with
             the first difference between two ranks' plans.
     """
-    everyone = gather(
+    checks = gather(
         _RankCheck(digest=None if plan is None else plan.hash, problem=_plan_problem(plan, chunks, world, fix))
     )
-    problems = [answer.problem for answer in everyone if answer.problem is not None]
-    if not problems and len({answer.digest for answer in everyone}) > 1:
-        problems = _disagreement(plan, everyone)
+    problems = [check.problem for check in checks if check.problem is not None]
+    if not problems and len({check.digest for check in checks}) > 1:
+        problems = _disagreement(plan, checks)
     if problems:
         # A problem that several ranks have is reported once.
         raise PlanRefused(*dict.fromkeys(problems))
@@ -112,12 +112,12 @@ def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
         return Problem(key="plan", reason="there is no plan; strategies canzona, paper and asc need one", fix=fix)
     planned, actual = plan.subject.layout, world.layout.mesh
     for name in ("tp", "pp", "vpp", "cp", "dp", "ep"):
-        here, there = getattr(actual, name), getattr(planned, name)
-        if here != there:
+        actual_size, planned_size = getattr(actual, name), getattr(planned, name)
+        if actual_size != planned_size:
             return Problem(
                 key="plan",
                 value=plan.name,
-                reason=f"it was made for {name} = {there}, but these ranks have {name} = {here}",
+                reason=f"it was made for {name} = {planned_size}, but these ranks have {name} = {actual_size}",
                 fix=fix,
             )
     try:
@@ -127,10 +127,10 @@ def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
     return None
 
 
-def _disagreement(plan: Plan | None, everyone: "list[_RankCheck]") -> list[Problem]:
+def _disagreement(plan: Plan | None, checks: "list[_RankCheck]") -> list[Problem]:
     """Describes the first difference between rank 0's plan and the first plan that differs from it.
     Collective."""
-    other = next(rank for rank, answer in enumerate(everyone) if answer.digest != everyone[0].digest)
+    other = next(rank for rank, check in enumerate(checks) if check.digest != checks[0].digest)
     assert plan is not None
     plans = gather(_Content(plan=plan.content()))
     first, second = Plan.from_content(plans[0].plan), Plan.from_content(plans[other].plan)

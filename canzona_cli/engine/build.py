@@ -200,9 +200,9 @@ def _masters(
         shape: returns the shape of the weights that this rank keeps for a matrix.
     """
     masters: dict[int, torch.nn.Parameter] = {}
-    for alike in group_by_key(matrices, shape):
-        block = torch.empty(len(alike), *shape(alike[0]), dtype=torch.float32, device=device)
-        masters |= {matrix.index: torch.nn.Parameter(view) for matrix, view in zip(alike, block, strict=True)}
+    for same_shape in group_by_key(matrices, shape):
+        block = torch.empty(len(same_shape), *shape(same_shape[0]), dtype=torch.float32, device=device)
+        masters |= {matrix.index: torch.nn.Parameter(view) for matrix, view in zip(same_shape, block, strict=True)}
     return masters
 
 

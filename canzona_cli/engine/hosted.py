@@ -105,8 +105,8 @@ class HostedGroup:
             else:
                 copied.append(matrix)
         offset = 0
-        for alike in group_by_key(copied, lambda matrix: matrix.shape):
-            for matrix in alike:
+        for same_shape in group_by_key(copied, lambda matrix: matrix.shape):
+            for matrix in same_shape:
                 grads[matrix.index] = scratch[offset : offset + matrix.elements].view(matrix.rows, matrix.cols)
                 offset += matrix.elements
         arriving = [
@@ -121,17 +121,17 @@ class HostedGroup:
         self._grads = [grads[matrix.index] for matrix in self.hosted]
         self._grad_unpack = join_copies(unpack)
         self._in_place = [
-            view_run(alike[run])
-            for alike in group_by_key(in_place, lambda gradient: gradient.shape)
-            for run in runs(alike)
+            view_run(same_shape[run])
+            for same_shape in group_by_key(in_place, lambda gradient: gradient.shape)
+            for run in runs(same_shape)
         ]
 
     def _checks(self, finite: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields a view of the masters of equal matrices (count, rows, columns), with a view of their flags
         (count,), for each set of equal matrices."""
         pairs = [(master.detach(), flag) for master, flag in zip(self._masters, finite.unbind(), strict=True)]
-        for alike in group_by_key(pairs, lambda pair: pair[0].shape):
-            masters, flags = [master for master, _ in alike], [flag for _, flag in alike]
+        for same_shape in group_by_key(pairs, lambda pair: pair[0].shape):
+            masters, flags = [master for master, _ in same_shape], [flag for _, flag in same_shape]
             for run in runs(masters, flags):
                 yield view_run(masters[run]), view_run(flags[run])
 
@@ -249,7 +249,7 @@ class Hosting:
 
     wiring: Wiring
     matrices: tuple[Matrix, ...]
-    """The matrices of all groups, in the groups' order, on whichever TP ranks they are hosted."""
+    """The matrices of all groups, in the groups' order, including those that other TP ranks host."""
     hosts: Mapping[int, int]
     """The TP rank that hosts each matrix, by matrix index."""
     groups: Sequence[HostedGroup]

@@ -100,10 +100,10 @@ def choose_kernels(
         begin(f"{shape[0]} x {shape[1]} in {_NAMES[shape[2]]}")
         choices_here.append(_try_kernels(shape, calls, device, loaded, refused, seconds))
     refusal = graphs.try_out(device) if algorithm(config).graph else ""
-    everyone = gather(Kernels(choices=tuple(choices_here), no_graphs=refusal))
-    choices = tuple(_merge(by_rank) for by_rank in zip(*(rank.choices for rank in everyone), strict=True))
+    all_kernels = gather(Kernels(choices=tuple(choices_here), no_graphs=refusal))
+    choices = tuple(_merge(by_rank) for by_rank in zip(*(rank.choices for rank in all_kernels), strict=True))
     symmetric.use({shape: loaded[c.kernel] for shape, c in zip(shapes, choices, strict=True) if c.kernel != PLAIN})
-    return Kernels(choices=choices, no_graphs=next((rank.no_graphs for rank in everyone if rank.no_graphs), ""))
+    return Kernels(choices=choices, no_graphs=next((rank.no_graphs for rank in all_kernels if rank.no_graphs), ""))
 
 
 def _cpu_choice(shape: Shape) -> KernelChoice:
@@ -226,7 +226,7 @@ def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterabl
 
 
 def _trial(name: str, kernel: Kernel, cases: Sequence[_Case], seconds: Seconds) -> KernelTrial:
-    """Compares a kernel with cuBLAS in all cases, and times it in the last one."""
+    """Compares a kernel with cuBLAS in all cases, and times it in the last case."""
     try:
         if any(case.is_wrong(kernel) for case in cases):
             return KernelTrial(kernel=name, refused="its results differ from cuBLAS's")

@@ -139,10 +139,8 @@ class RedundantOptimizer(MasterOptimizer):
     ) -> None:
         super().__init__(config, chunks, wiring.masters, wiring.device)
         self._matrices, self._world, self._fallbacks = matrices, world, fallbacks
-        dense, experts = (
-            [matrix for matrix in matrices if (matrix.expert_rank is not None) == of_experts]
-            for of_experts in (False, True)
-        )
+        dense = [matrix for matrix in matrices if matrix.expert_rank is None]
+        experts = [matrix for matrix in matrices if matrix.expert_rank is not None]
         self._dense, self._experts = FragmentGather(wiring, dense), FragmentGather(wiring.as_single_rank(), experts)
         copied = [matrix.elements for matrix in matrices if not self._gathering(matrix).needs_no_copy(matrix)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)

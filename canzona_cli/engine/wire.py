@@ -246,8 +246,8 @@ def join_copies(copies: Sequence[Copy]) -> list[Copy]:
     """Joins copies whose sources and whose targets are evenly spaced into copies of tensors (count,
     *shape)."""
     merged: list[Copy] = []
-    for alike in group_by_key(copies, lambda copy: (copy.target.shape, copy.target.dtype, copy.source.dtype)):
-        targets, sources = [copy.target for copy in alike], [copy.source for copy in alike]
+    for same_kind in group_by_key(copies, lambda copy: (copy.target.shape, copy.target.dtype, copy.source.dtype)):
+        targets, sources = [copy.target for copy in same_kind], [copy.source for copy in same_kind]
         merged += [Copy(view_run(targets[run]), view_run(sources[run])) for run in runs(targets, sources)]
     return merged
 
@@ -259,11 +259,11 @@ def join_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
         writes: pairs of the index of a flag and a write.
     """
     merged: list[Writes] = []
-    for alike in group_by_key(
+    for same_kind in group_by_key(
         writes, lambda write: (write[1].target.shape, write[1].target.dtype, write[1].source.dtype)
     ):
-        places = [place for place, _ in alike]
-        targets, sources, rounded = ([getattr(write, name) for _, write in alike] for name in Write.__slots__)
+        places = [place for place, _ in same_kind]
+        targets, sources, rounded = ([getattr(write, name) for _, write in same_kind] for name in Write.__slots__)
         for run in runs(places, targets, sources, rounded):
             first, *others = places[run]
             step = others[0] - first if others else 1
@@ -280,10 +280,10 @@ def join_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
 
 def group_by_key[T](items: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
     """Returns lists of the items with equal keys, in the order of each key's first item."""
-    alike: dict[Hashable, list[T]] = {}
+    groups: dict[Hashable, list[T]] = {}
     for item in items:
-        alike.setdefault(key(item), []).append(item)
-    return alike.values()
+        groups.setdefault(key(item), []).append(item)
+    return groups.values()
 
 
 def write_finite(writes: Sequence[Writes], flags: torch.Tensor, *, on_host: bool) -> None:

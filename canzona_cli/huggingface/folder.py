@@ -299,7 +299,7 @@ def collect_extra_files(run: RunFiles, tokenizer: Path | None) -> ExtraFiles:
 
 
 def _existing_extra_files(folder: Path) -> dict[str, Path]:
-    """Returns the paths of those of `EXTRA_FILES` that a folder has, by name."""
+    """Returns the paths of the files named in `EXTRA_FILES` that a folder has, by name."""
     return {path.name: path for path in (folder / name for name in EXTRA_FILES) if path.is_file()}
 
 

@@ -136,14 +136,15 @@ def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
     if not config.model.tied_embeddings or output not in folder.tensors:
         return
     [embedding, *_] = tensor_names(config.model).values()
-    pair = [(folder.tensors[name], name) for name in (embedding, output)]
-    shape, output_shape = (stored.shape for stored, _ in pair)
-    if shape != output_shape or not all(
-        torch.equal(*(_read_rows(stored, name, rows).float() for stored, name in pair)) for rows in row_ranges(shape)
-    ):
+    first, second = folder.tensors[embedding], folder.tensors[output]
+    is_equal = first.shape == second.shape and all(
+        torch.equal(_read_rows(first, embedding, rows).float(), _read_rows(second, output, rows).float())
+        for rows in row_ranges(first.shape)
+    )
+    if not is_equal:
         reason = f"differs from {embedding}, although the embeddings are tied"
         fix = "tie_word_embeddings in its config.json should probably be false"
-        raise ConfigError(Problem(key=output, value=folder.tensors[output].file, reason=reason, fix=fix))
+        raise ConfigError(Problem(key=output, value=second.file, reason=reason, fix=fix))
 
 
 SHARD_BYTES: Final = 5_000_000_000

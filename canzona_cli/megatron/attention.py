@@ -20,7 +20,8 @@ class CausalAttention(torch.nn.Module):
     cp.
 
     Keys and values of the whole sequence are gathered in one collective, and their gradients are
-    reduce-scattered in one. A chunk of queries is multiplied only with the keys up to the end of the chunk.
+    reduce-scattered in another. A chunk of queries is multiplied only with the keys up to the end of the
+    chunk.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def rms_norm(*, config: TransformerConfig, hidden_size: int, eps: float) -> torc
 
 
 def transformer_settings(config: RunConfig, layout: Layout) -> dict[str, object]:
-    """Returns the settings of `TransformerConfig` that determine what a layer computes."""
+    """Returns the settings of `TransformerConfig` that determine the computation of a layer."""
     del layout
     model = config.model
     return {

@@ -38,7 +38,7 @@ def layer_spec(model: ModelConfig, *, transformer_engine: bool) -> ModuleSpec:
 
 
 def transformer_settings(config: RunConfig, layout: Layout) -> dict[str, object]:
-    """Returns the settings of `TransformerConfig` that determine what a layer computes.
+    """Returns the settings of `TransformerConfig` that determine the computation of a layer.
 
     Megatron averages gradients over the data-parallel ranks, but has already divided the balancing loss over
     the global batch by the number of these ranks. So the weight of this loss is multiplied by that number;

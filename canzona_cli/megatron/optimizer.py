@@ -300,14 +300,16 @@ def _overridden_matrices(
 ) -> Iterator[Problem]:
     """Yields a problem for each parameter group of matrices whose settings differ from the optimizer's. The
     groups are the same on all ranks."""
-    usual = {**_group_settings(megatron_config), "optimizer": _MATRICES}
+    expected = {**_group_settings(megatron_config), "optimizer": _MATRICES}
     for group in groups:
-        others = {key: value for key, value in group.items() if key not in ("params", "is_expert_parallel")}
-        if others.get("optimizer") != _MATRICES or others == usual:
+        settings = {key: value for key, value in group.items() if key not in ("params", "is_expert_parallel")}
+        if settings.get("optimizer") != _MATRICES or settings == expected:
             continue
         yield Problem(
             key="config_overrides",
-            value={key: value for key, value in others.items() if usual.get(key) != value and key != "default_config"},
+            value={
+                key: value for key, value in settings.items() if expected.get(key) != value and key != "default_config"
+            },
             reason="it applies to matrices, which all have the same settings",
             fix="let it select parameters that are not matrices, such as the embedding, the output layer and norms",
         )

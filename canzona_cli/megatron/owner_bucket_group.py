@@ -176,9 +176,8 @@ def install(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World)
     """
     planned = stage_buckets(plan, world.pp_rank, world.expert_rank)
     names = {param: name for name, param in global_parameters(chunks)}
-    dense, experts = (
-        [bucket for bucket in planned if (bucket.expert_rank is not None) == of_experts] for of_experts in (False, True)
-    )
+    dense = [bucket for bucket in planned if bucket.expert_rank is None]
+    experts = [bucket for bucket in planned if bucket.expert_rank is not None]
     _replace([(ddp, ddp.bucket_groups) for ddp in chunks], dense, world.owners, names)
     _replace([(ddp, ddp.expert_parallel_bucket_groups) for ddp in chunks], experts, world.expert_owners, names)
     for group in matrix_groups(chunks):

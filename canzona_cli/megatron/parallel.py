@@ -311,9 +311,9 @@ def _gather(content: bytes, group: dist.ProcessGroup | None) -> Iterator[bytes]:
     dist.all_gather_into_tensor(sizes, torch.tensor([len(content)], device=device), group=group)
     longest = int(sizes.max())
     padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
-    everyone = torch.empty(ranks * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(everyone, padded, group=group)
-    for row, size in zip(everyone.cpu().view(ranks, longest), sizes.tolist(), strict=True):
+    gathered = torch.empty(ranks * longest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    for row, size in zip(gathered.cpu().view(ranks, longest), sizes.tolist(), strict=True):
         yield row[:size].numpy().tobytes()
 
 

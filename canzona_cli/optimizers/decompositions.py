@@ -132,7 +132,7 @@ def _qr(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def compute_with_fallback(
     compute: Callable[[torch.Tensor], torch.Tensor],
     matrix: torch.Tensor,
-    what: str,
+    name: str,
     report: Callable[[str], None],
 ) -> torch.Tensor | None:
     """Returns `compute(matrix)`, computed in fp64 if that fails in fp32; None if it fails in both.
@@ -140,7 +140,7 @@ def compute_with_fallback(
     Args:
         compute: A function that raises LinAlgError if it fails.
         matrix: fp32.
-        what: The name of the decomposition in reports.
+        name: The name of the decomposition in reports.
         report: Called with a message if `compute` failed in fp32, or in both precisions.
     """
     try:
@@ -150,9 +150,9 @@ def compute_with_fallback(
     try:
         result = compute(matrix.double()).to(matrix.dtype)
     except LinAlgError as error:
-        report(f"{what} failed in fp32 ({fp32_error}) and in fp64 ({_line(error)}); the previous one is kept")
+        report(f"{name} failed in fp32 ({fp32_error}) and in fp64 ({_line(error)}); the previous one is kept")
         return None
-    report(f"{what} failed in fp32 ({fp32_error}); it was computed in fp64")
+    report(f"{name} failed in fp32 ({fp32_error}); it was computed in fp64")
     return result
 
 

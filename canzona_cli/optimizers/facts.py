@@ -165,7 +165,8 @@ class Rule:
     decay, the change of the weight and, with Newton-Schulz, momentum and scaling. Writing the model's weight
     is not included."""
     moments: int
-    """The number of fp32 state tensors of the weight's shape; Shampoo's Adam grafting adds one."""
+    """The number of fp32 state tensors of the weight's shape. Shampoo's Adam grafting, which is not counted,
+    adds one tensor."""
     row_vectors: int = 0
     """The number of state vectors with one element per row."""
     orthogonal: bool = False
@@ -215,5 +216,5 @@ def known_optimizers() -> Mapping[str, Facts]:
     alphabetical order."""
     folders = import_module(__package__).__path__
     modules = sorted(path.stem for folder in folders for path in Path(folder).glob("*_facts.py"))
-    facts = [facts for module in modules for facts in import_module(f"{__package__}.{module}").FACTS]
-    return {each.name: each for each in facts}
+    facts = [entry for module in modules for entry in import_module(f"{__package__}.{module}").FACTS]
+    return {entry.name: entry for entry in facts}

@@ -36,9 +36,9 @@ to the root mean square of the m singular values, they contribute:
   step, where Q is the product of the first k - 1 polynomials, and |Q E Q|_F is about |E|_F |Q|_F^2 / m. The
   last polynomial a + b A + c A A multiplies it by |b|: |b| u / 3^0.5 |R|_F |Q|_F^2 / m^1.5. Small singular
   values suffer most, because the segment stretches them most.
-- The rounding of Q. The error E X has |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj. This is at most what it would
-  be if the rows of Q and X were unrelated, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, because Q is small where
-  X is large.
+- The rounding of Q. The error E X has |E X|_F^2 = u^2 / 3 sum_ij Q_ij^2 A_jj. This is at most the value that
+  it would have if the rows of Q and X were unrelated, |E X|_F^2 = u^2 / 3 |Q|_F^2 |X|_F^2 / m, because Q is
+  small where X is large.
 
 Outside the polynomials' range these estimates do not hold. `cans` reaches the very edge of the range, and a
 single rounding can cross it: for a Gaussian 16 x 48 matrix in bf16 the largest singular value became 3.6,

@@ -32,9 +32,9 @@ class Replayed:
     call with the same key, and replayed in further calls with that key.
 
     A graph contains its kernels with their memory addresses and the numbers that the host passed. So a step
-    must read from device memory whatever changes between replays, and its key must change with everything
-    else: addresses, host numbers, sizes of scratch. While the key changes, steps run kernel by kernel.
-    Neither capture nor replay waits for the GPU or releases cached memory.
+    must read from device memory the values that change between replays. Its key must contain everything else
+    that may change: addresses, host numbers, sizes of scratch. While the key changes, steps run kernel by
+    kernel. Neither capture nor replay waits for the GPU or releases cached memory.
 
     If a step cannot be captured, for example because it reads back from the GPU, it runs kernel by kernel,
     and nothing else is captured in this process; `refusal` says why.
@@ -56,9 +56,10 @@ class Replayed:
         """Runs, captures or replays the step.
 
         Args:
-            step: Enqueues kernels on the current stream, the same ones in every call with the same key.
-            key: Returns everything that must be unchanged for a graph to be valid, including state that the
-                first step creates.
+            step: A function that enqueues kernels on the current stream, the same kernels in every call with
+                the same key.
+            key: A function that returns everything that must be unchanged for a graph to be valid, including
+                state that the first step creates.
         """
         now = key()
         if now != self._key:

@@ -99,7 +99,7 @@ class KroneckerOptimizer(MatrixOptimizer):
             on_fallback: Called when a decomposition failed, or when an update was bounded (`LONGEST`).
             precision: The precision of a step's matmuls ("tf32": on TF32 units where a GPU has them).
                 Refreshes are always fp32.
-            workspace: Scratch shared with other optimizers; None: a separate one.
+            workspace: Scratch shared with other optimizers; None: a separate workspace.
 
         Raises:
             ValueError: A setting is out of range, or a parameter is not a contiguous 2-D fp32 tensor.
@@ -240,13 +240,13 @@ class KroneckerOptimizer(MatrixOptimizer):
         matrix's L comes before its R: SOAP rotates its moments in this order, and the result must not depend
         on which other matrices are due."""
         for side in SIDES:
-            alike: dict[tuple[int, int, bool], list[tuple[torch.Tensor, Side]]] = {}
+            groups: dict[tuple[int, int, bool], list[tuple[torch.Tensor, Side]]] = {}
             for p in due:
                 sides = self._sides(p)
                 if side in sides:
                     key = p.size(SIDES.index(side)), len(sides), self.state[p]["step"] == 1
-                    alike.setdefault(key, []).append((p, side))
-            for (length, *_), members in alike.items():
+                    groups.setdefault(key, []).append((p, side))
+            for (length, *_), members in groups.items():
                 count = max(1, STACK_LIMITS.get(members[0][0].device.type, 0) // length**2)
                 yield from (members[first : first + count] for first in range(0, len(members), count))
 
@@ -322,14 +322,14 @@ class KroneckerOptimizer(MatrixOptimizer):
             other parts.
         """
         state, period, report = self.state[p], self.precondition_frequency, partial(self._report, p)
-        basis, following, what = state[f"Q_{side}"], state[f"next_Q_{side}"], f"the QR of {side}"
+        basis, following, name = state[f"Q_{side}"], state[f"next_Q_{side}"], f"the QR of {side}"
         if part == 0:
             longest = torch.linalg.vector_norm(following, dim=0).amax()
             following.div_(longest.where(longest > 0, 1.0))
         low, high = panel(len(basis), part, period)
         if low < high:
             compute = partial(orthonormalise_panel, before=following[:, :low])
-            columns = compute_with_fallback(compute, following[:, low:high], what, report)
+            columns = compute_with_fallback(compute, following[:, low:high], name, report)
             if columns is None:
                 following.copy_(basis)  # already orthonormal, so later parts do not change it
             else:
@@ -339,7 +339,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         try:
             return complete_basis(following, basis)
         except LinAlgError as error:
-            report(f"{what} failed: {error}; the previous one is kept")
+            report(f"{name} failed: {error}; the previous one is kept")
             return None
 
     def _store_bases(self, stack: Sequence[tuple[torch.Tensor, Side]], bases: Sequence[torch.Tensor | None]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 OnFallback = Callable[[torch.Tensor, str], None]
-"""A callback that receives the parameter and a text saying what failed and what was used instead."""
+"""A callback that receives the parameter and a text that names the failure and the fallback."""
 MatmulPrecision = Literal["fp32", "tf32"]
 """The precision of fp32 matmuls: full fp32, or TF32 where a GPU has it (10 bits of mantissa, much faster)."""
 

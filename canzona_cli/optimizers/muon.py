@@ -124,7 +124,7 @@ class Muon(MatrixOptimizer):
             on_fallback: Called, on CPUs, when an update was repeated in standard form.
             graph: On CUDA, capture the update of all matrices of a parameter group as a CUDA graph and replay
                 it (`graphs`), except while one of them is in standard form after an untrusted update.
-            workspace: Scratch shared with other optimizers; None: a separate one.
+            workspace: Scratch shared with other optimizers; None: a separate workspace.
 
         Raises:
             ValueError: `ns_steps` is below 1, or `coefficients` cannot be used in Gram form.
@@ -170,10 +170,10 @@ class Muon(MatrixOptimizer):
         """Updates matrices of the same shape and form in batches of at most `_batch_size`."""
         ordered = sorted(matrices, key=self._batch_key) if self.stack else matrices
         for _, members in groupby(ordered, key=self._batch_key):
-            alike = list(members)
-            size = self._batch_size(alike)
-            for first in range(0, len(alike), size):
-                batch = alike[first : first + size]
+            same_kind = list(members)
+            size = self._batch_size(same_kind)
+            for first in range(0, len(same_kind), size):
+                batch = same_kind[first : first + size]
                 if len(batch) > 1:
                     self._update_stack(batch, group)
                 else:
@@ -198,11 +198,11 @@ class Muon(MatrixOptimizer):
         decay = group["weight_decay"] if in_gram_form else None
         return group["momentum"], decay, self.workspace.nbytes, places
 
-    def _batch_size(self, alike: Sequence[torch.Tensor]) -> int:
+    def _batch_size(self, same_kind: Sequence[torch.Tensor]) -> int:
         """Returns the maximum number of matrices to update in one batch, given matrices of one shape."""
         if isinstance(self.stack, bool):
-            return len(alike) if self.stack else 1
-        rows, cols = alike[0].shape
+            return len(same_kind) if self.stack else 1
+        rows, cols = same_kind[0].shape
         return self.stack.get((rows, cols), 1)
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:

@@ -23,8 +23,8 @@ def direction(
     # fp64 represents the square and the inverse of every fp32 number, so there is no need for a pass that
     # finds the largest element. `vector_norm` would first copy the tensor to fp64, which takes memory and 16
     # more bytes of traffic per element.
-    each = target.unbind() if target.ndim > 2 else [target]
-    norms = torch._foreach_norm(each, 2, dtype=torch.float64)
+    matrices = target.unbind() if target.ndim > 2 else [target]
+    norms = torch._foreach_norm(matrices, 2, dtype=torch.float64)
     before: torch.Tensor = torch.stack(norms) if target.ndim > 2 else norms[0]
     factor = before.clamp_min(1e-300).reciprocal_().view(*before.shape, 1, 1)
     torch.mul(target, factor if blend.norm == 1 else factor.mul_(blend.norm), out=out)

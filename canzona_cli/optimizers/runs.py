@@ -42,14 +42,14 @@ def _gap(item: torch.Tensor | int, following: torch.Tensor | int) -> int | None:
     if isinstance(item, int) or isinstance(following, int):
         return int(following - item) if following > item else None
     gap = int(following.storage_offset() - item.storage_offset())
-    alike = (
+    is_run = (
         gap > 0
         and item.shape == following.shape
         and item.stride() == following.stride()
         and item.dtype is following.dtype
         and item.untyped_storage()._cdata == following.untyped_storage()._cdata
     )
-    return gap if alike else None
+    return gap if is_run else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Run:
 
     @classmethod
     def from_matrix(cls, p: torch.Tensor) -> Self:
-        """Returns the run of a single matrix, or of a fragment of one."""
+        """Returns a run that consists of a single matrix or fragment, which has a gradient."""
         assert p.grad is not None
         return cls([p], p, p.grad)
 

@@ -73,8 +73,7 @@ class SpikeGuard:
         """The losses of the current spike; empty if there is none."""
 
     def with_recent(self, memory: LossMemory) -> LossMemory:
-        """Returns a copy of `memory` in which the recent losses and those of the current spike are this
-        guard's."""
+        """Returns a copy of `memory` with this guard's recent losses and the losses of the current spike."""
         return replace(memory, usual=tuple(self._recent), high=tuple(self._high))
 
     def notice(self, step: int, loss: float) -> Spike | None:

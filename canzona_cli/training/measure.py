@@ -232,9 +232,9 @@ class StragglerWatch:
         """Starts to gather the window's times, and this rank's stage, from all ranks. Returns a function that
         waits for the result."""
         message = torch.tensor([*self._own, self._world.pp_rank], dtype=torch.float64)
-        mine = message.to(self._world.device, non_blocking=True)
-        gathered = mine.new_empty(self._world.world_size * len(mine))
-        torch.distributed.all_gather_into_tensor(gathered, mine)
+        message = message.to(self._world.device, non_blocking=True)
+        gathered = message.new_empty(self._world.world_size * len(message))
+        torch.distributed.all_gather_into_tensor(gathered, message)
         return self._timer.fetch(gathered)
 
     def _judge(self, step: int, step_s: float, received: list[float]) -> None:
@@ -250,25 +250,25 @@ class StragglerWatch:
 
 
 def find_stragglers(
-    own: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float, limit: float
+    own_times: Sequence[Sequence[float]], stages: Sequence[int], *, step_s: float, limit: float
 ) -> dict[int, float]:
     """Returns the stragglers of one window, each with the median, over steps, of the ratio of its own time to
     its peers' median.
 
     Args:
-        own: Each rank's own time in each step, in seconds, as `own[rank][step]`.
+        own_times: Each rank's own time in each step, in seconds, as `own_times[rank][step]`.
         stages: Each rank's pipeline stage. A rank without peers in its stage is never a straggler.
         step_s: The mean step time of the window, in seconds.
         limit: The ratio above which a rank is a straggler.
     """
     slow: dict[int, float] = {}
-    for rank, times in enumerate(own):
-        peers = [own[other] for other, stage in enumerate(stages) if stage == stages[rank] and other != rank]
+    for rank, times in enumerate(own_times):
+        peers = [own_times[other] for other, stage in enumerate(stages) if stage == stages[rank] and other != rank]
         if not peers:
             continue
-        usual = [statistics.median(step) for step in zip(*peers, strict=True)]
-        slower = statistics.median(mine / theirs for mine, theirs in zip(times, usual, strict=True))
-        own_s, peers_s = statistics.mean(times), statistics.mean(usual)
-        if slower > limit and own_s - peers_s > COST * step_s:
-            slow[rank] = slower
+        peer_medians = [statistics.median(step) for step in zip(*peers, strict=True)]
+        ratio = statistics.median(time / median for time, median in zip(times, peer_medians, strict=True))
+        own_s, peers_s = statistics.mean(times), statistics.mean(peer_medians)
+        if ratio > limit and own_s - peers_s > COST * step_s:
+            slow[rank] = ratio
     return slow
