@@ -299,9 +299,9 @@ def _write_atomic(path: Path, data: bytes) -> None:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Writes a new file and syncs it to the disk; removes it if that fails.
+    """Writes a new file and syncs it to the disk. If that fails, removes the file.
 
-    It uses plain system calls, because a test kills the process at each of them.
+    Uses only system calls, because a test kills the process at each of them.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:

@@ -85,7 +85,7 @@ class LossMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a run."""
+    """The progress of a run: its counters, and the losses that its guards remember."""
 
     step: CountOrZero
     samples: CountOrZero

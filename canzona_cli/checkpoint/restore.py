@@ -56,8 +56,8 @@ def verify_together(world: World, folder: Path) -> Manifest:
 def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only: bool = False) -> None:
     """Restores weights, masters, optimizer state, schedule and random states from a checkpoint.
 
-    All ranks have to call this. Random states belong to ranks, so they are restored only if the number of
-    ranks is the same.
+    All ranks have to call this. Random states belong to ranks, so they are restored only if the run has as
+    many ranks as the run that saved the checkpoint.
 
     Args:
         weights_only: True to restore only weights and masters, from a checkpoint of any optimizer and

@@ -103,7 +103,8 @@ class CheckpointStore:
         return tuple(later)
 
     def clear_partials(self) -> tuple[str, ...]:
-        """Removes the hidden folders that killed saves and removals left behind. No save may be in progress.
+        """Removes the hidden folders that saves and removals left when they were killed. Must not be called
+        while a save is in progress.
 
         If a save was killed between the two renames by which it replaces a checkpoint, the old checkpoint
         gets its name back.

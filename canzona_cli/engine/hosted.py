@@ -127,8 +127,8 @@ class HostedGroup:
         ]
 
     def _checks(self, finite: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields a view of the masters of equal matrices (count, rows, columns), with a view of their flags
-        (count,), for each set of equal matrices."""
+        """Yields two views for each run of equal matrices: their masters (count, rows, columns) and their
+        flags (count,)."""
         pairs = [(master.detach(), flag) for master, flag in zip(self._masters, finite.unbind(), strict=True)]
         for same_shape in group_by_key(pairs, lambda pair: pair[0].shape):
             masters, flags = [master for master, _ in same_shape], [flag for _, flag in same_shape]

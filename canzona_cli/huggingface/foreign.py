@@ -75,7 +75,7 @@ def _family(model_type: object) -> Family:
     """Returns the model family with this `model_type`.
 
     Raises:
-        ConfigError: canzona does not support the family.
+        ConfigError: canzona has no such family.
     """
     for family in FAMILIES:
         if family.foreign.model_type == model_type:

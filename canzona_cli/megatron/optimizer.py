@@ -196,7 +196,7 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
 
 
 def adamw_part(config: MegatronOptimizerConfig) -> MegatronOptimizerConfig:
-    """Returns settings for AdamW, sharded by `DistributedOptimizer`, given a caller's settings for Megatron's
+    """Returns settings for AdamW with `DistributedOptimizer`, derived from a caller's settings for Megatron's
     Muon."""
     part = copy(config)
     part.optimizer, part.use_distributed_optimizer, part.use_layer_wise_distributed_optimizer = "adam", True, False

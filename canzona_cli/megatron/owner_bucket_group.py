@@ -73,8 +73,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         """The plan's index of the bucket's first matrix: the one that the forward pass needs first and whose
         gradient is ready last."""
         self.all_groups: Sequence[_ParamAndGradBucketGroup] = (self,)
-        """All bucket groups of the rank, to distinguish a bucket without gradients from a step without a
-        backward pass."""
+        """All bucket groups of the rank. With them, a bucket without gradients can be distinguished from a
+        step without a backward pass."""
         self._check_plan()
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:

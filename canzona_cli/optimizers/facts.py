@@ -112,9 +112,9 @@ class Work:
     """The matmuls with a symmetric result, as (count, m, k): `count` matmuls of (m, k) by (k, m). A kernel
     that exploits the symmetry needs half the operations."""
     qr: tuple[tuple[int, int], ...] = ()
-    """The shapes (m, n), m >= n, of the matrices that a QR decomposition with explicit Q is computed for."""
+    """The shapes (m, n), m >= n, of the matrices whose QR decomposition with explicit Q is computed."""
     eigh: tuple[int, ...] = ()
-    """The sides of the square matrices that an eigendecomposition is computed for."""
+    """The sides of the square matrices whose eigendecomposition is computed."""
     elementwise: float = 0.0
     """The FLOPs of elementwise kernels. They are counted for AdamW only; beside matmuls they are
     negligible."""
@@ -193,7 +193,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts about one optimizer."""
+    """The facts about one optimizer: its settings, its update rule and its class."""
 
     settings: type[OptimizerBase]
     """The class of the optimizer's settings, whose `name` is a literal. Settings that are not in

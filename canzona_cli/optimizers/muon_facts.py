@@ -150,7 +150,7 @@ def matmul_bytes(a: Algorithm) -> int:
 
 def iteration_work(a: Algorithm, rows: int, cols: int) -> Work:
     """Counts the work of Newton-Schulz alone. Its traffic includes the copies that `addmm` makes of the
-    matrices it adds to."""
+    matrices to which it adds."""
     assert a.form != "auto"
     m, n = sorted((rows, cols))
     steps, width = a.ns_steps, matmul_bytes(a)

@@ -238,7 +238,8 @@ def describe_bad_losses(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A writer of sample texts: it continues one prompt greedily with the model in training, on any layout.
+    """A writer of sample texts, in which the model in training continues a fixed prompt. Works with any
+    layout.
 
     Every token takes a forward pass over the complete sequence, without a cache, in the schedule that
     validations use. Sampling is deterministic and does not change the state of training. All ranks make the
