@@ -22,7 +22,7 @@ from canzona_cli.data.sidecar import Tally
 from canzona_cli.data.sources import find_sources
 from canzona_cli.data.tokenizers import load_json_tokenizer
 from canzona_cli.errors import CanzonaError, ConfigError
-from canzona_cli.huggingface.folder import open_folder, recipe_of
+from canzona_cli.huggingface.folder import compose_from_folder, open_folder
 from canzona_cli.huggingface.foreign import config_json, tensor_names
 from canzona_cli.huggingface.weights import copy_file
 from canzona_cli.model.geometry import unit_shape
@@ -145,7 +145,7 @@ def test_settings_that_no_known_model_has_are_refused(changed: dict[str, object]
     settings(tmp_path, **changed)
     shard(tmp_path / "model.safetensors", {"a": ENTRY})
     with pytest.raises(ConfigError) as found:
-        recipe_of(open_folder(tmp_path, key="DIR"), [])
+        compose_from_folder(open_folder(tmp_path, key="DIR"), [])
     wanted = {"num_hidden_layers": "num_layers", "rope_theta": "rope_base", "rms_norm_eps": "norm_eps"}
     assert any(key in str(found.value) or wanted.get(key, key) in str(found.value) for key in changed)
 

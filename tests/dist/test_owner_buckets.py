@@ -210,7 +210,9 @@ def test_reduction_runs_under_the_backward_pass() -> None:
 
             def spied(*args: object, start: Callable[..., None] = group.start_grad_sync, **kwargs: object) -> None:
                 start(*args, **kwargs)
-                seen.append((len(groups[-1].per_param_grad_ready_counts), sum(bool(g.reducing.buffers) for g in groups)))
+                seen.append(
+                    (len(groups[-1].per_param_grad_ready_counts), sum(bool(g.reducing.buffers) for g in groups))
+                )
 
             group.start_grad_sync = spied  # type: ignore[method-assign]
         iterate(ddp, config, world, seed=0)
