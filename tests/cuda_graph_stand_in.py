@@ -6,7 +6,9 @@ in that memory then. Reading a value back while something is captured is refused
 Lifetimes are those of the torch it stands for. Private pools count their users. Until 2.14 cuBLAS has a workspace for
 each stream, made by the first product on it, in the pool of whatever is captured there at the time; a graph knows it by
 its address. Dropping a graph leaves it (2.11) or frees it for all graphs of that stream (2.12 to 2.14); from 2.15 on
-a workspace lives as long as its product. Streams are handed out in turns, 32 of them.
+a workspace lives as long as its product. What uses a workspace on another stream than the last user must have waited
+for it. A capture that fails leaves 2.11's host allocator with a pointer to the graph, which every later pinned tensor
+follows. Streams are handed out in turns, 32 of them.
 """
 
 import threading
@@ -15,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest.mock import patch
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +35,8 @@ class Workspace:
     pool: int | None
     """None: that of everybody."""
     freed: bool = False
+    used: tuple[int, int] | None = None
+    """The stream that used it last, and the number of the launch there."""
 
 
 @dataclass
@@ -74,6 +78,12 @@ class Device:
     """Pools that the allocator believes are being captured into."""
     workspaces: dict[tuple[int, int], Workspace] = field(default_factory=dict)
     """By cuBLAS handle, which is the thread's, and stream."""
+    launches: dict[int, int] = field(default_factory=dict)
+    """By stream: how many products and replays there were."""
+    awaited: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By stream, and another one that it waited for: how many launches the other one had then."""
+    asked: dict[int, "ref[StandInGraph]"] = field(default_factory=dict)
+    """By pool: the graph that the host allocator asks whether pinned memory is allocated during its capture."""
     capturing: Captured | None = None
     emptied: int = 0
     """How often the allocator gave back what it had cached."""
@@ -92,6 +102,21 @@ class Device:
                 self.pools[capture.pool].workspaces.append(self.workspaces[key])
         if capture is not None:
             capture.workspaces.append(self.workspaces[key])
+        else:
+            self.launch([self.workspaces[key]])
+
+    def launch(self, workspaces: list[Workspace]) -> None:
+        """Runs on the current stream what uses these workspaces."""
+        number = self.launches[self.current] = self.launches.get(self.current, 0) + 1
+        for workspace in workspaces:
+            stream, before = workspace.used or (self.current, 0)
+            waited = stream == self.current or self.awaited.get((self.current, stream), 0) >= before
+            assert waited, "two streams use one workspace at the same time"
+            workspace.used = self.current, number
+
+    def pin(self) -> None:
+        """Does what allocating pinned memory does with the captures that are under way."""
+        assert all(graph() is not None for graph in self.asked.values()), "a graph that is gone is asked"
 
     def empty(self) -> None:
         self.emptied += 1
@@ -133,7 +158,9 @@ class StandInStream:
         return self.number
 
     def wait_stream(self, stream: "StandInStream") -> None:
-        assert _device().capturing is None
+        device = _device()
+        assert device.capturing is None
+        device.awaited[self.number, stream.number] = device.launches.get(stream.number, 0)
 
 
 class StandInGraph:
@@ -151,6 +178,7 @@ class StandInGraph:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         device.pools.setdefault(pool, Pool()).users += 1
         device.allocating.add(pool)
+        device.asked[pool] = ref(self)
         device.capturing = self._captured = Captured(stream=device.current, pool=pool)
         device.made.append(self._captured)
 
@@ -164,6 +192,7 @@ class StandInGraph:
         if captured.spoilt and device.version == "2.11":
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         device.end_allocating(captured.pool)
+        del device.asked[captured.pool]
         if captured.spoilt:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         finalize(self, device.dropped, captured)
@@ -171,6 +200,7 @@ class StandInGraph:
     def replay(self) -> None:
         assert self._captured is not None
         assert not any(workspace.freed for workspace in self._captured.workspaces), "CUDA error: illegal address"
+        _device().launch(self._captured.workspaces)
         self._captured.replays += 1
         for kernel in self._captured.kernels:
             kernel()

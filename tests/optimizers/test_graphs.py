@@ -1,5 +1,6 @@
 """Replayed updates are those that run kernel by kernel, bit by bit; and those again where nothing can be captured."""
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -189,7 +190,7 @@ def test_a_graph_more_than_there_are_streams_is_not_captured(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("version", ["2.11", "2.12"], indirect=True)
-@pytest.mark.parametrize("fault", ["shared pool", "shared stream", "no product before"])
+@pytest.mark.parametrize("fault", ["shared pool", "shared stream", "no product before", "no wait"])
 def test_the_stand_in_sees_what_older_torch_does_to_graphs(fault: str, version: Version, on_cuda: Device) -> None:
     """Two graphs, of which the first is dropped when the second is there, or, if they share a pool, before."""
     x = torch.eye(3)
@@ -198,16 +199,22 @@ def test_the_stand_in_sees_what_older_torch_does_to_graphs(fault: str, version: 
     def captured(stream: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            if fault == "shared stream":
+            if fault in ("shared stream", "no wait"):
                 x @ x
             graph.capture_begin(
                 pool if fault == "shared pool" else torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"
             )
             x.copy_(x @ x)
             graph.capture_end()
+        if fault != "no wait":
+            torch.cuda.current_stream().wait_stream(stream)
         return graph
 
     first = captured(streams[0])
+    if fault == "no wait":
+        with pytest.raises(AssertionError, match="two streams use one workspace"):
+            first.replay()
+        return
     if fault == "shared pool":
         del first
         with pytest.raises(RuntimeError, match="use_count > 0"):
@@ -252,8 +259,8 @@ def test_scratch_that_has_grown_is_not_written_where_it_was(on_cuda: Device) -> 
 
 @EVERY_VERSION
 def test_what_reads_back_from_the_device_goes_on_in_kernels(on_cuda: Device, caplog: pytest.LogCaptureFixture) -> None:
-    """And is not done twice: what was captured until then has no effect. The allocator captures no more (the fixture
-    looks), and nothing else is tried: it is said once."""
+    """And is not done twice: what was captured until then has no effect. The allocators capture no more (the fixture
+    looks) and follow no pointer to a graph that is gone, and nothing else is tried: it is said once."""
 
     class Waiting(Muon):
         def _apply(self, run: Run, *given: Any) -> None:
@@ -268,6 +275,8 @@ def test_what_reads_back_from_the_device_goes_on_in_kernels(on_cuda: Device, cap
     assert "not permitted when stream is capturing" in record.getMessage()
     assert torch.__version__ in record.getMessage()
     assert [graph.replays for graph in on_cuda.made] == [0]
+    gc.collect()
+    on_cuda.pin()
     on_cuda.empty()
     on_cuda.emptied = 0
 
