@@ -6,6 +6,8 @@ from pathlib import Path
 
 from gpu_check import PARTS
 
+from canzona_cli.cluster.machine import install_fused_layers
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "canzona_cli"
 MANUAL = (PACKAGE / "megatron" / "README.md").read_text(encoding="utf-8")
@@ -73,6 +75,11 @@ def test_layers_of_transformer_engine_are_named_as_never_executed() -> None:
     }
     assert asking
     assert asking <= set(_named_as_never_executed())
+
+
+def test_transformer_engine_is_installed_as_canzona_itself_says() -> None:
+    command, _, _ = install_fused_layers().partition(" (")
+    assert f"`{command}`" in " ".join(MANUAL.split())
 
 
 def test_parts_have_the_limits_that_the_manual_names() -> None:

@@ -18,12 +18,16 @@ from gpu_parts.losses import apart
 from gpu_parts.outcome import Outcome, Setup
 from gpu_parts.runs import on_device
 from gpu_parts.traces import Event, read_steps
+from gpu_parts.updates import Update
 from published import NOTHING_COMPARED, measured_here
 
+from canzona_cli.calibrate.compute import Variant
+from canzona_cli.calibrate.timing import Team
 from canzona_cli.costs.update import flops
 from canzona_cli.errors import WorkerCrashed
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.optimizers.facts import Algorithm
+from canzona_cli.run.statistics import Quartiles
 from tests.sizes import model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -163,6 +167,31 @@ def test_a_part_that_crashes_hangs_or_falls_short_costs_the_others_nothing(
     shown = capfd.readouterr().out
     assert any(line.split()[:2] == ["checkpoint", "pass"] for line in shown.splitlines())
     assert any(line.startswith("tp2") and "2 GPUs" in line for line in shown.splitlines())
+
+
+def test_updates_measured_before_their_part_is_stopped_are_kept(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(Exception):
+        """The part's process is killed."""
+
+    def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], budget_s: float) -> Update:
+        path = setup.result("updates")
+        before = Outcome.read(path).numbers["updates"] if path.is_file() else []
+        assert isinstance(before, list)
+        kept.append(len(before))
+        if len(kept) == 3:
+            raise Stopped
+        return Update(
+            algorithm=variant.label, rows=shape[0], cols=shape[1], size=size, seconds=Quartiles.of([1.0]), tflops=1.0,
+            precision="bf16", side=64, product_tflops=1.0, share=1.0, launches=1.0,
+        )  # fmt: skip
+
+    kept: list[int] = []
+    monkeypatch.setattr("gpu_parts.updates.measure", measure)
+    with pytest.raises(Stopped):
+        part_called("updates", 600.0)(setup)
+    assert kept == [0, 1, 2]
+    outcome = Outcome.read(setup.result("updates"))
+    assert outcome.summary.startswith("2 updates; no time was left for ")
 
 
 def test_what_there_is_no_time_for_is_not_begun(setup: Setup) -> None:
