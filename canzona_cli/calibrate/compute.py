@@ -18,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from canzona_cli.calibrate.profile import Effort, Measurement, Quantity, Record, Recorder, measured_runs
 from canzona_cli.calibrate.timing import LEAST, Team, Work, clock, repeat, time_calls, wait
 from canzona_cli.config.schema import MomentumConfig, MuonConfig, RunConfig, Splitting
-from canzona_cli.costs.update import COPY_EFFICIENCY, algorithm, label, period_seconds, seconds
+from canzona_cli.costs.update import COPY_EFFICIENCY, algorithm_of, label, period_seconds, seconds
 from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.engine.wire import Write, join_writes, write_finite
 from canzona_cli.megatron import model
@@ -200,7 +200,7 @@ class Variant:
 def variants(config: RunConfig) -> Iterator[Variant]:
     """Yields canzona's implementation of every measured optimizer, and Megatron's Muon."""
     for run in measured_runs(config):
-        name = label(algorithm(run))
+        name = label(algorithm_of(run))
         yield Variant(config=run, label=name)
         if isinstance(run.optimizer, MuonConfig) and run.optimizer.form == "standard" and not run.optimizer.stack:
             yield Variant(config=run, label=f"megatron/{name}")
@@ -257,7 +257,7 @@ def expected_seconds(variant: Variant, rows: int, cols: int) -> float:
     For SOAP and Shampoo, this is the time of three refresh periods if refreshes are spread over all steps,
     otherwise of three refresh steps, which take far longer than other steps.
     """
-    update, cluster = algorithm(variant.config), replace(variant.config.cluster, measured_updates=())
+    update, cluster = algorithm_of(variant.config), replace(variant.config.cluster, measured_updates=())
     if isinstance(variant.config.optimizer, MomentumConfig):
         return 8 * seconds(update, rows, cols, cluster)
     steps = period_seconds(update, rows, cols, cluster)

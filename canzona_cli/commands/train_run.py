@@ -38,7 +38,7 @@ from canzona_cli.launch.torchrun import LaunchCommand
 from canzona_cli.launch.view import TrainView
 from canzona_cli.model.matrices import routing
 from canzona_cli.planner.memory import memory_of
-from canzona_cli.planner.plan_file import Obtained, obtain_plan
+from canzona_cli.planner.plan_file import ObtainedPlan, obtain_plan
 from canzona_cli.report.errors import show_failure
 from canzona_cli.report.train import make_view
 from canzona_cli.report.train_dry_run import RUN_DIR_TIME, DryRun
@@ -120,7 +120,7 @@ class _Job:
 
     config: RunConfig
     layout: Layout
-    plan: Obtained | None
+    plan: ObtainedPlan | None
     """The plan that the run executes; None for a strategy without a plan."""
     short: str = ""
     """The name of a quiet run in the line that is printed at its end; empty to print everything."""

@@ -199,7 +199,7 @@ def _layers_in_flight(layers: int, pp: int, vpp: int, count: int, stage: int) ->
     return peak
 
 
-def transient(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> Transient:
+def transient(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> Transient:
     """Counts the bytes that a rank of `stage` needs in addition to its state while it computes."""
     model, width, t = config.model, config.train.weight_bytes, layout.tp
     weights, hidden, family = stage_weights(config, layout, stage), model.hidden_size, family_of(model)
@@ -214,7 +214,7 @@ def transient(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> 
     largest = family.activations(model, True).largest * tokens // t
     working = width * (largest + 2 * tokens * hidden + weights.largest)
     working += layer_activations(config, family, layout, "none") - layer
-    update, adamw = _step_bytes(config, how, layout, weights)
+    update, adamw = _step_bytes(config, algorithm, layout, weights)
     return Transient(activations=activations, logits=logits, working=working, update=update, adamw=adamw)
 
 
@@ -242,7 +242,7 @@ def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> 
     return max(loss, width * (logits + stream + weights))
 
 
-def _step_bytes(config: RunConfig, how: Algorithm, layout: Layout, weights: StageWeights) -> tuple[int, int]:
+def _step_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, weights: StageWeights) -> tuple[int, int]:
     """Counts the bytes of `Transient.update` and `Transient.adamw`.
 
     Buffers that canzona's engine and optimizers keep from step to step are in `step_buffers`.
@@ -260,7 +260,7 @@ def _step_bytes(config: RunConfig, how: Algorithm, layout: Layout, weights: Stag
     adamw = copies if config.cluster.fused_layers else copies + share
     if execution is Execution.ADAMW:
         return adamw, 0
-    return copies + momentary_bytes(config, how), adamw if execution.ours else 0
+    return copies + momentary_bytes(config, algorithm), adamw if execution.ours else 0
 
 
 def stream_elements(config: RunConfig, layout: Layout) -> int:

@@ -26,7 +26,7 @@ from canzona_cli.config.stages import chunk_layers, stage_layers
 from canzona_cli.costs.buffers import StageWeights, bucket_elements, stage_weights, stored_shapes, transient
 from canzona_cli.costs.padding import lay_out
 from canzona_cli.costs.scratch import BATCH_BYTES, FP32, least_workspace_bytes
-from canzona_cli.costs.update import RULES, algorithm
+from canzona_cli.costs.update import RULES, algorithm_of
 from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.model.matrices import Shape, layer_on_rank, matrix_shapes
 from canzona_cli.optimizers.facts import Algorithm
@@ -115,8 +115,8 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
     Only three stages can need the most: the first has the embedding and the most micro-batches in flight, the
     last has the output layer and the logits, and the second may have one layer more than either.
     """
-    stages, how = sorted({0, min(1, layout.pp - 1), layout.pp - 1}), algorithm(config)
-    candidates = {stage: _stage_parts(config, how, layout, stage) for stage in stages}
+    stages, algorithm = sorted({0, min(1, layout.pp - 1), layout.pp - 1}), algorithm_of(config)
+    candidates = {stage: _stage_parts(config, algorithm, layout, stage) for stage in stages}
     stage = max(candidates, key=lambda s: sum(candidates[s].values()))
     return MemoryEstimate(
         parts=MappingProxyType(candidates[stage]),
@@ -126,14 +126,14 @@ def estimate(config: RunConfig, layout: Layout) -> MemoryEstimate:
     )
 
 
-def _stage_parts(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> dict[str, int]:
-    weights, gradients, optimizer, exchange = _lasting(config, how, layout.bare, stage)
+def _stage_parts(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> dict[str, int]:
+    weights, gradients, optimizer, exchange = _lasting(config, algorithm, layout.bare, stage)
     lasting = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-    return {**lasting, **transient(config, how, layout, stage).parts(), "exchange": exchange}
+    return {**lasting, **transient(config, algorithm, layout, stage).parts(), "exchange": exchange}
 
 
 @lru_cache(maxsize=4096)
-def _lasting(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> tuple[int, int, int, int]:
+def _lasting(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> tuple[int, int, int, int]:
     """Counts the bytes of weights, gradients, optimizer and exchange."""
     weights, fullest = stage_weights(config, layout, stage), placement(config, layout, stage)
     # Megatron pads its layer-wise buffers so that undivided parameters fit equal shards. Every rank stores
@@ -141,8 +141,8 @@ def _lasting(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> t
     stored = weights.others + (weights.matrices if fullest is None else max(weights.matrices, fullest.padded))
     width, grad = config.train.weight_bytes, config.train.gradient_bytes
     layers = stage_layers(config.model.num_layers, layout, stage)
-    state = sum(_bounded_state(config, how, layout, weights, fullest, layers).values())
-    step = least_workspace_bytes(config, how)
+    state = sum(_bounded_state(config, algorithm, layout, weights, fullest, layers).values())
+    step = least_workspace_bytes(config, algorithm)
     if config.execution is Execution.PLANNED:
         step += least_buffer_bytes(config, layout, stage)
     elif config.execution is Execution.REDUNDANT:
@@ -151,7 +151,12 @@ def _lasting(config: RunConfig, how: Algorithm, layout: Layout, stage: int) -> t
 
 
 def _bounded_state(
-    config: RunConfig, how: Algorithm, layout: Layout, weights: StageWeights, fullest: Placement | None, layers: int
+    config: RunConfig,
+    algorithm: Algorithm,
+    layout: Layout,
+    weights: StageWeights,
+    fullest: Placement | None,
+    layers: int,
 ) -> dict[str, int]:
     """Counts the bytes of optimizer state on the fullest rank of a stage with `layers` layers.
 
@@ -163,16 +168,16 @@ def _bounded_state(
     """
     execution = config.execution
     if execution is Execution.ADAMW:
-        return optimizer_state(config, how, weights.share(layout, matrices=True), 0, 0)
+        return optimizer_state(config, algorithm, weights.share(layout, matrices=True), 0, 0)
     if fullest is None:
         counts: Mapping[Shape, int] = {shape: layers * n for shape, n in stored_shapes(config, layout).items()}
         copies = layout.tp if execution is Execution.REDUNDANT else 1
         whole = (weights.matrices - weights.experts) * copies + weights.experts
     else:
         counts, whole = fullest.worst_shapes, fullest.worst
-    factors = sum(count * factor_bytes(how, rows, cols) for (rows, cols), count in counts.items())
+    factors = sum(count * factor_bytes(algorithm, rows, cols) for (rows, cols), count in counts.items())
     others = weights.others if execution.everywhere else weights.share(layout, matrices=False)
-    return optimizer_state(config, how, others, whole, factors)
+    return optimizer_state(config, algorithm, others, whole, factors)
 
 
 def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
@@ -259,7 +264,7 @@ def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in
     return Placement(worst=loads[worst], worst_shapes=MappingProxyType(contents[worst]), padded=0)
 
 
-def optimizer_state(config: RunConfig, how: Algorithm, others: int, whole: int, factors: int) -> dict[str, int]:
+def optimizer_state(config: RunConfig, algorithm: Algorithm, others: int, whole: int, factors: int) -> dict[str, int]:
     """Counts the bytes of masters, matrix_state and adamw_state on a rank.
 
     AdamW keeps an fp32 master and two moments: 12 bytes per parameter, or 8 with fp32 weights, which need no
@@ -282,7 +287,7 @@ def optimizer_state(config: RunConfig, how: Algorithm, others: int, whole: int, 
     master = FP32 if config.train.precision == "bf16" else 0
     return {
         "masters": (FP32 if execution.ours else master) * whole + master * others,
-        "matrix_state": moment_bytes(how) * whole + factors,
+        "matrix_state": moment_bytes(algorithm) * whole + factors,
         "adamw_state": 2 * FP32 * others,
     }
 
@@ -310,30 +315,32 @@ def factor_bytes(algorithm: Algorithm, rows: int, cols: int) -> int:
 def checkpoint_bytes(config: RunConfig) -> int:
     """Counts the bytes of a checkpoint's tensors in any layout: one copy of all fp32 masters and state.
     Weights are not stored."""
-    how, count = algorithm(config), parameter_count(config.model)
+    algorithm, count = algorithm_of(config), parameter_count(config.model)
     adamw = 3 * FP32
     if config.execution is Execution.ADAMW:
         return adamw * count.total
-    factors = config.model.num_layers * sum(factor_bytes(how, *shape) for shape in matrix_shapes(config))
+    factors = config.model.num_layers * sum(factor_bytes(algorithm, *shape) for shape in matrix_shapes(config))
     others = count.total - count.layer_matrices
-    return (FP32 + moment_bytes(how)) * count.layer_matrices + factors + adamw * others
+    return (FP32 + moment_bytes(algorithm)) * count.layer_matrices + factors + adamw * others
 
 
-def spare_bytes(config: RunConfig, how: Algorithm, layout: Layout, limit: int) -> int:
+def spare_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, limit: int) -> int:
     """Returns the bytes that `limit` leaves for the optimizer state of matrices on a rank of the fullest
     stage, after everything else that the rank needs under every plan."""
     spare = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
-        needed = sum(transient(config, how, layout, stage).parts().values()) + least_workspace_bytes(config, how)
+        needed = sum(transient(config, algorithm, layout, stage).parts().values()) + least_workspace_bytes(
+            config, algorithm
+        )
         needed += least_buffer_bytes(config, layout, stage)
-        adamw = sum(optimizer_state(config, how, weights.share(layout, matrices=False), 0, 0).values())
+        adamw = sum(optimizer_state(config, algorithm, weights.share(layout, matrices=False), 0, 0).values())
         stored = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
         spare.append(limit - stored - adamw - needed)
     return min(spare)
 
 
-def element_bytes(config: RunConfig, how: Algorithm, counts: Mapping[Shape, int], *, careful: bool) -> float:
+def element_bytes(config: RunConfig, algorithm: Algorithm, counts: Mapping[Shape, int], *, careful: bool) -> float:
     """Returns the bytes of optimizer state per element of the matrices.
 
     Args:
@@ -341,12 +348,12 @@ def element_bytes(config: RunConfig, how: Algorithm, counts: Mapping[Shape, int]
         careful: True for the largest value of any shape, False for the mean over all matrices. They differ
             because preconditioners need more bytes per element for some shapes than for others.
     """
-    sizes = [(factor_bytes(how, *shape), math.prod(shape), count) for shape, count in counts.items()]
+    sizes = [(factor_bytes(algorithm, *shape), math.prod(shape), count) for shape, count in counts.items()]
     if careful:
         factors = max(size / elements for size, elements, _ in sizes)
     else:
         factors = sum(size * count for size, _, count in sizes) / sum(size * count for _, size, count in sizes)
-    return sum(optimizer_state(config, how, 0, 1, 0).values()) + factors
+    return sum(optimizer_state(config, algorithm, 0, 1, 0).values()) + factors
 
 
 def least_buffer_bytes(config: RunConfig, layout: Layout, stage: int) -> int:

@@ -39,7 +39,7 @@ def in_batches(elements: Sequence[int]) -> list[slice]:
 
 def workspace_bytes(
     config: RunConfig,
-    how: Algorithm,
+    algorithm: Algorithm,
     together: Iterable[Sequence[Shape]],
     shared: Iterable[tuple[int, int]] = (),
     beside: Iterable[tuple[int, int]] = (),
@@ -64,20 +64,20 @@ def workspace_bytes(
     if not keeps_workspace(config):
         return 0
     if isinstance(config.optimizer, MomentumConfig):
-        return _muon(config, config.optimizer, how, together, shared, beside)
-    if not RULES[how.name].preconditioned:
+        return _muon(config, config.optimizer, algorithm, together, shared, beside)
+    if not RULES[algorithm.name].preconditioned:
         return 0
     shapes = {shape for batch in together for shape in batch}
-    sides = [side for shape in shapes for side in factored_sides(how, *shape)]
+    sides = [side for shape in shapes for side in factored_sides(algorithm, *shape)]
     # Adam grafting uses the left side's buffer, even if this side has no factor.
-    left = [r * c for r, c in shapes if r <= how.max_preconditioner_dim or how.grafting == "adam"]
-    right = [r * c for r, c in shapes if c <= how.max_preconditioner_dim]
+    left = [r * c for r, c in shapes if r <= algorithm.max_preconditioner_dim or algorithm.grafting == "adam"]
+    right = [r * c for r, c in shapes if c <= algorithm.max_preconditioner_dim]
     largest = max(map(math.prod, shapes), default=0)
     square = max((side**2 for side in sides), default=0)
     if sides and config.cluster.device != "cpu":
         square = max(square, STACKED_SQUARES)
     scratch = FP32 * (square + largest + sum(max(sizes, default=0) for sizes in (left, right)))
-    if RULES[how.name].orthogonal:
+    if RULES[algorithm.name].orthogonal:
         scratch += 2 * config.train.weight_bytes * (largest + max((min(shape) ** 2 for shape in shapes), default=0))
     return scratch
 
@@ -85,7 +85,7 @@ def workspace_bytes(
 def _muon(
     config: RunConfig,
     muon: MomentumConfig,
-    how: Algorithm,
+    algorithm: Algorithm,
     together: Iterable[Sequence[Shape]],
     shared: Iterable[tuple[int, int]],
     beside: Iterable[tuple[int, int]],
@@ -96,10 +96,10 @@ def _muon(
     half = config.cluster.device == "cuda" and config.train.weight_bytes < FP32
     for batch in together:
         for (rows, cols), count in Counter(batch).items():
-            stacked = min(count, stack_of(how, rows, cols, config.cluster))
+            stacked = min(count, stack_of(algorithm, rows, cols, config.cluster))
             iterate = max(iterate, stacked * rows * cols)
             square = max(square, stacked * min(rows, cols) ** 2)
-            if form_of(how, rows, cols, config.cluster) == "gram":
+            if form_of(algorithm, rows, cols, config.cluster) == "gram":
                 gram_square = max(gram_square, stacked * min(rows, cols) ** 2)
                 # One matrix may be left over from stacks and is then updated alone.
                 gram_copy = max(gram_copy, rows * cols if half and (stacked == 1 or count % stacked == 1) else 0)
@@ -122,13 +122,13 @@ def _muon(
 
 
 @lru_cache(maxsize=64)
-def least_workspace_bytes(config: RunConfig, how: Algorithm) -> int:
+def least_workspace_bytes(config: RunConfig, algorithm: Algorithm) -> int:
     """Counts the `workspace_bytes` of a rank that updates one matrix at a time."""
-    return workspace_bytes(config, how, [(shape,) for shape in matrix_shapes(config)])
+    return workspace_bytes(config, algorithm, [(shape,) for shape in matrix_shapes(config)])
 
 
 @lru_cache(maxsize=64)
-def momentary_bytes(config: RunConfig, how: Algorithm) -> int:
+def momentary_bytes(config: RunConfig, algorithm: Algorithm) -> int:
     """Counts the bytes that the update of the model's largest matrix needs in addition to state and
     `workspace_bytes`, and frees at its end.
 
@@ -140,15 +140,15 @@ def momentary_bytes(config: RunConfig, how: Algorithm) -> int:
     - AdamW: three matrices in fp32.
     """
     shapes, width, keeps = set(matrix_shapes(config)), config.train.weight_bytes, keeps_workspace(config)
-    orthogonal = not RULES[how.name].preconditioned and how.name != "adamw"
+    orthogonal = not RULES[algorithm.name].preconditioned and algorithm.name != "adamw"
     if orthogonal and keeps:
         return 0
     rows, cols = max(shapes, key=math.prod)
     if orthogonal:
         return (2 * FP32 + 3 * width) * rows * cols + 2 * width * min(rows, cols) ** 2
-    if how.name == "adamw":
+    if algorithm.name == "adamw":
         return 3 * FP32 * rows * cols
-    sides = [side for shape in shapes for side in factored_sides(how, *shape)]
+    sides = [side for shape in shapes for side in factored_sides(algorithm, *shape)]
     squares, matrices = (5, 1) if keeps else (4, 3)
     return FP32 * (matrices * rows * cols + squares * max(sides, default=0) ** 2)
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from canzona_cli.config.execution import IN_ORDER
 from canzona_cli.config.schema import ClusterConfig, Execution, Layout, RunConfig
 from canzona_cli.costs.links import Group, Links, Transfer
-from canzona_cli.costs.update import GRAM_MIN_SIDE, RULES, algorithm, duration, gram_holds, gram_scale, rounded
+from canzona_cli.costs.update import GRAM_MIN_SIDE, RULES, algorithm_of, duration, gram_holds, gram_scale, rounded
 from canzona_cli.fields import Seconds
 from canzona_cli.model.matrices import Matrix, matrices
 from canzona_cli.optimizers.facts import Algorithm, Work
@@ -46,25 +46,25 @@ HOSTED: Mapping[int, Share] = MappingProxyType({})
 """The value of `Assignment.shares` if no matrix is shared."""
 
 
-def shares(config: RunConfig, how: Algorithm, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
+def shares(config: RunConfig, algorithm: Algorithm, layout: Layout, members: Sequence[Matrix]) -> Mapping[int, Share]:
     """Returns the costs of all matrices that can be shared, by index.
 
     No matrix can be shared if `engine.mode` is hosted or `why_hosted` gives a reason. Otherwise a matrix can
     be shared if TP cuts its long side and tp divides its short side. Unless `optimizer.form` is gram, the
     short side also has to be at least `GRAM_MIN_SIDE`.
     """
-    if config.engine.mode == "hosted" or why_hosted(config, how, layout) is not None:
+    if config.engine.mode == "hosted" or why_hosted(config, algorithm, layout) is not None:
         return HOSTED
     return {
-        matrix.index: share_of(how, matrix.rows, matrix.cols, layout.tp, config.cluster)
+        matrix.index: share_of(algorithm, matrix.rows, matrix.cols, layout.tp, config.cluster)
         for matrix in members
         if matrix.cut_long
-        and (how.form == "gram" or min(matrix.shape) >= GRAM_MIN_SIDE)
+        and (algorithm.form == "gram" or min(matrix.shape) >= GRAM_MIN_SIDE)
         and min(matrix.shape) % layout.tp == 0
     }
 
 
-def why_hosted(config: RunConfig, how: Algorithm, layout: Layout) -> str | None:
+def why_hosted(config: RunConfig, algorithm: Algorithm, layout: Layout) -> str | None:
     """Returns the reason why no matrix of a run can be shared; None if it depends on the matrix's shape."""
     engine = config.engine
     if engine.strategy in IN_ORDER:
@@ -73,11 +73,11 @@ def why_hosted(config: RunConfig, how: Algorithm, layout: Layout) -> str | None:
         return "parallel.tp is 1, but only several TP ranks can share a matrix"
     if layout.ep > 1:
         return f"parallel.ep is {layout.ep}, and experts fill the ranks that other matrices leave idle"
-    if how.custom or not RULES[how.name].shared:
+    if algorithm.custom or not RULES[algorithm.name].shared:
         return f"optimizer {config.optimizer.name} updates whole matrices"
-    if how.form == "standard":
+    if algorithm.form == "standard":
         return "optimizer.form is standard, but shared matrices need the Gram form"
-    if how.form == "auto" and not gram_holds(how, config.cluster):
+    if algorithm.form == "auto" and not gram_holds(algorithm, config.cluster):
         return "optimizer.form=auto avoids the Gram form, which shared matrices need, because matmuls are in bf16 here"
     return None
 
@@ -92,23 +92,23 @@ def mode_warnings(config: RunConfig, layout: Layout, members: Sequence[Matrix] |
         return
     if members is None:
         members = matrices(config.model, layout, config.engine.splitting)
-    how = algorithm(config)
-    reason = why_hosted(config, how, layout)
-    if reason is None and not shares(config, how, layout, members):
+    algorithm = algorithm_of(config)
+    reason = why_hosted(config, algorithm, layout)
+    if reason is None and not shares(config, algorithm, layout, members):
         reason = f"no matrix has a long side that TP cuts and a short side that is a multiple of {layout.tp}"
-        if how.form != "gram":
+        if algorithm.form != "gram":
             reason += f" and at least {GRAM_MIN_SIDE} long (optimizer.form=gram shares shorter ones)"
     if reason is not None:
         yield f"engine.mode=shared is ignored: {reason}"
 
 
 @lru_cache(maxsize=1024)
-def share_of(a: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> Share:
+def share_of(algorithm: Algorithm, rows: int, cols: int, tp: int, cluster: ClusterConfig) -> Share:
     """Returns the cost of the shared update of a (rows, cols) matrix."""
     m, n = sorted((rows, cols))
-    works = shared_works(a.ns_steps, m, n, tp, width=matmul_bytes(a))
-    scale = gram_scale(a, rows, cols, cluster)
-    return Share(fragment=tuple(rounded(scale * duration(work, a.precision, cluster)) for work in works))
+    works = shared_works(algorithm.ns_steps, m, n, tp, width=matmul_bytes(algorithm))
+    scale = gram_scale(algorithm, rows, cols, cluster)
+    return Share(fragment=tuple(rounded(scale * duration(work, algorithm.precision, cluster)) for work in works))
 
 
 def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:

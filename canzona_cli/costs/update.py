@@ -77,49 +77,51 @@ ROUNDING = 1e-9
 """The relative tolerance for sums of the same numbers in a different order."""
 
 
-def algorithm(config: RunConfig) -> Algorithm:
+def algorithm_of(config: RunConfig) -> Algorithm:
     """Returns the facts about a run's optimizer on which update costs depend."""
-    how = _algorithm(config.optimizer, config.train.precision)
+    algorithm = _algorithm(config.optimizer, config.train.precision)
     if isinstance(config.optimizer, MomentumConfig):
         replayed = config.cluster.device == "cuda" and implementation(config) == "canzona"
-        return replace(how, graph=replayed and bool(config.optimizer.graph))
+        return replace(algorithm, graph=replayed and bool(config.optimizer.graph))
     if implementation(config) == "megatron":
-        how = replace(how, spread=False)
+        algorithm = replace(algorithm, spread=False)
     if not isinstance(config.optimizer, ShampooConfig):
-        return how
-    return replace(how, roots=_roots(config.optimizer.roots, how, config.cluster))
+        return algorithm
+    return replace(algorithm, roots=_roots(config.optimizer.roots, algorithm, config.cluster))
 
 
-def _roots(chosen: Literal["auto"] | RootMethod, how: Algorithm, cluster: ClusterConfig) -> RootMethod:
+def _roots(chosen: Literal["auto"] | RootMethod, algorithm: Algorithm, cluster: ClusterConfig) -> RootMethod:
     """Returns the run's root method; for `auto`, the one that the cost model predicts to be fastest on the
     cluster's devices. One size is compared, sides of 1024 (or `max_preconditioner_dim`, if smaller), because
     the ranking hardly depends on it."""
     if chosen != "auto":
         return chosen
-    side = min(1024, how.max_preconditioner_dim)
+    side = min(1024, algorithm.max_preconditioner_dim)
     methods: tuple[RootMethod, ...] = get_args(RootMethod)
-    return min(methods, key=lambda roots: _modelled(replace(how, roots=roots), side, side, cluster)[0])
+    return min(methods, key=lambda roots: _modelled(replace(algorithm, roots=roots), side, side, cluster)[0])
 
 
 @lru_cache(maxsize=64)
 def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
-    """Returns the part of `algorithm` that depends only on the optimizer's settings and the precision."""
+    """Returns the part of `algorithm_of` that depends only on the optimizer's settings and the precision."""
     if isinstance(optimizer, CustomConfig):
         like = optimizer.cost_like
         return Algorithm(name=like, custom=True, grafting="adam" if like == "shampoo" else "none", precision=precision)
-    a = Algorithm(name=optimizer.name)
+    algorithm = Algorithm(name=optimizer.name)
     if isinstance(optimizer, NewtonSchulzConfig):
-        a = replace(a, ns_steps=optimizer.ns_steps, precision=precision)
+        algorithm = replace(algorithm, ns_steps=optimizer.ns_steps, precision=precision)
     if isinstance(optimizer, MomentumConfig):
         form = "standard" if optimizer.coefficients in STANDARD_ONLY else optimizer.form
-        a = replace(a, form=form, stack=optimizer.stack)
+        algorithm = replace(algorithm, form=form, stack=optimizer.stack)
     if isinstance(optimizer, KroneckerConfig):
         period, longest = optimizer.precondition_frequency, optimizer.max_preconditioner_dim
         spread = optimizer.stagger and period > 1
-        a = replace(a, refresh_period=period, spread=spread, max_preconditioner_dim=longest, tf32=optimizer.tf32)
+        algorithm = replace(
+            algorithm, refresh_period=period, spread=spread, max_preconditioner_dim=longest, tf32=optimizer.tf32
+        )
     if isinstance(optimizer, ShampooConfig):
-        a = replace(a, grafting=optimizer.grafting)
-    return a
+        algorithm = replace(algorithm, grafting=optimizer.grafting)
+    return algorithm
 
 
 def implementation(config: RunConfig) -> Implementation:
@@ -128,7 +130,7 @@ def implementation(config: RunConfig) -> Implementation:
 
 
 @lru_cache(maxsize=1024)
-def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
+def stack_of(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
     """Returns the maximum number of (rows, cols) matrices that a host updates together in batched matmuls; 1
     if it updates them one by one.
 
@@ -137,13 +139,13 @@ def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
     the model. CPUs without measurements never stack: batched matmuls are not always faster there, but strips
     of large matmuls (`optimizers.symmetric`) always are.
     """
-    if not RULES[a.name].orthogonal or a.custom or a.stack is False:
+    if not RULES[algorithm.name].orthogonal or algorithm.custom or algorithm.stack is False:
         return 1
-    fitting = _fitting(a, rows, cols, cluster)
-    if a.stack is True:
+    fitting = _fitting(algorithm, rows, cols, cluster)
+    if algorithm.stack is True:
         return max(2, fitting)
-    a = replace(a, form=form_of(a, rows, cols, cluster))
-    single, stacked = replace(a, stack=False), replace(a, stack=True)
+    algorithm = replace(algorithm, form=form_of(algorithm, rows, cols, cluster))
+    single, stacked = replace(algorithm, stack=False), replace(algorithm, stack=True)
     single_s, stacked_s = _measured(single, rows, cols, cluster), _measured(stacked, rows, cols, cluster)
     if single_s is None or stacked_s is None:
         if cluster.device == "cpu":
@@ -152,25 +154,25 @@ def stack_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
     return fitting if fitting > 1 and stacked_s <= STACK_GAIN * single_s else 1
 
 
-def _fitting(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
+def _fitting(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> int:
     """Returns the number of matrices whose iterates and squares fit in `STACK_BYTES`."""
     m, n = sorted((rows, cols))
-    return STACK_BYTES[cluster.device] // (2 * matmul_bytes(a) * (m * n + m * m))
+    return STACK_BYTES[cluster.device] // (2 * matmul_bytes(algorithm) * (m * n + m * m))
 
 
-def label(a: Algorithm) -> str:
+def label(algorithm: Algorithm) -> str:
     """Returns the name of an algorithm's measurements in a profile: muon/gram/5, muon/standard/5/stacked,
     soap, soap/spread, shampoo, shampoo/newton/spread, custom."""
-    if a.custom:
+    if algorithm.custom:
         return "custom"
-    if RULES[a.name].orthogonal:
-        return f"{a.name}/{a.form}/{a.ns_steps}{'/stacked' if a.stack else ''}"
-    roots, spread = "" if a.roots == "eigh" else f"/{a.roots}", "/spread" if a.spread else ""
-    return f"{a.name}{roots}{spread}"
+    if RULES[algorithm.name].orthogonal:
+        return f"{algorithm.name}/{algorithm.form}/{algorithm.ns_steps}{'/stacked' if algorithm.stack else ''}"
+    roots, spread = "" if algorithm.roots == "eigh" else f"/{algorithm.roots}", "/spread" if algorithm.spread else ""
+    return f"{algorithm.name}{roots}{spread}"
 
 
 def seconds(
-    a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
+    algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
 ) -> float:
     """Returns the mean seconds of one update on one device, in the form and stacking chosen for its shape.
 
@@ -179,19 +181,19 @@ def seconds(
             symmetric kernels, stacking or graphs, measured separately if the profile has such a measurement.
     """
     if implementation == "megatron":
-        a = replace(a, form="standard", stack=False, graph=False, spread=False)
+        algorithm = replace(algorithm, form="standard", stack=False, graph=False, spread=False)
         cluster = replace(cluster, symmetric_factor=1.0)
         for prefix in ("megatron/", ""):
-            measured = _measured(a, rows, cols, cluster, prefix)
+            measured = _measured(algorithm, rows, cols, cluster, prefix)
             if measured is not None:
                 return measured
-        host_s = MEGATRON_HOST_S if cluster.device == "cuda" and RULES[a.name].orthogonal else 0.0
-        return max(host_s, _modelled(a, rows, cols, cluster, implementation)[0])
-    return _seconds(_as_run(a, rows, cols, cluster), rows, cols, cluster)
+        host_s = MEGATRON_HOST_S if cluster.device == "cuda" and RULES[algorithm.name].orthogonal else 0.0
+        return max(host_s, _modelled(algorithm, rows, cols, cluster, implementation)[0])
+    return _seconds(_as_run(algorithm, rows, cols, cluster), rows, cols, cluster)
 
 
 @lru_cache(maxsize=1024)
-def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
+def form_of(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
     """Returns the form in which a (rows, cols) matrix is orthogonalised. `auto` chooses the Gram form if it
     is accurate enough (`gram_holds`), faster by `GRAM_GAIN`, and the matrix is large enough
     (`GRAM_MIN_SIDE`).
@@ -199,18 +201,18 @@ def form_of(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Form:
     The form depends only on the algorithm, the shape and the profile, so a matrix has the same form on every
     rank.
     """
-    if a.form != "auto":
-        return a.form
-    if not gram_holds(a, cluster):
+    if algorithm.form != "auto":
+        return algorithm.form
+    if not gram_holds(algorithm, cluster):
         return "standard"
     # The size of automatic stacks depends on the form, so forms are compared without automatic stacks.
-    unstacked = replace(a, stack=a.stack is True)
+    unstacked = replace(algorithm, stack=algorithm.stack is True)
     standard = _seconds(replace(unstacked, form="standard"), rows, cols, cluster)
     gram = _seconds(replace(unstacked, form="gram"), rows, cols, cluster)
     return "gram" if min(rows, cols) >= GRAM_MIN_SIDE and gram <= GRAM_GAIN * standard else "standard"
 
 
-def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
+def gram_holds(algorithm: Algorithm, cluster: ClusterConfig) -> bool:
     """Returns True if the Gram form is accurate enough for the momenta of real training, on this device and
     in this precision.
 
@@ -219,14 +221,14 @@ def gram_holds(a: Algorithm, cluster: ClusterConfig) -> bool:
     recomputed in standard form. GPUs, and CPUs without bf16 instructions, use fp16 matmuls in bf16 runs
     (`optimizers.gram_form.gram_dtype`); with these it rejected none.
     """
-    return a.precision != "bf16" or cluster.device == "cuda" or cluster.bf16_in_fp32
+    return algorithm.precision != "bf16" or cluster.device == "cuda" or cluster.bf16_in_fp32
 
 
-def gram_scale(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
+def gram_scale(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
     """Returns the seconds of a hosted Gram-form update (measured, if the profile has a measurement) relative
     to the modelled seconds."""
-    a = replace(a, form="gram", stack=False)
-    return _seconds(a, rows, cols, cluster) / _modelled(a, rows, cols, cluster)[0]
+    algorithm = replace(algorithm, form="gram", stack=False)
+    return _seconds(algorithm, rows, cols, cluster) / _modelled(algorithm, rows, cols, cluster)[0]
 
 
 def rounded(seconds: float) -> float:
@@ -238,20 +240,20 @@ def update_costs(
     config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
 ) -> tuple[float, ...]:
     """Returns the seconds of each matrix's update, `rounded`."""
-    how = algorithm(config)
+    algorithm = algorithm_of(config)
     by_shape = {
-        shape: rounded(seconds(how, *shape, config.cluster, implementation))
+        shape: rounded(seconds(algorithm, *shape, config.cluster, implementation))
         for shape in {(matrix.rows, matrix.cols): None for matrix in members}
     }
     return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
 
 
-def period_seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, ...]:
+def period_seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, ...]:
     """Returns the seconds of an update in each step of a refresh period: the mean seconds, measured or
     modelled, in the proportions of the model."""
-    a = _as_run(a, rows, cols, cluster)
-    mean, steps = _modelled(a, rows, cols, cluster)
-    scale = _seconds(a, rows, cols, cluster) / mean
+    algorithm = _as_run(algorithm, rows, cols, cluster)
+    mean, steps = _modelled(algorithm, rows, cols, cluster)
+    scale = _seconds(algorithm, rows, cols, cluster) / mean
     return tuple(scale * step for step in steps)
 
 
@@ -318,20 +320,20 @@ def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: U
     return 2.0 * volume / matmul_rate(cluster, volume ** (1 / 3), unit)
 
 
-def _as_run(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Algorithm:
+def _as_run(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Algorithm:
     """Returns the algorithm with the form and stacking chosen for (rows, cols) matrices."""
-    form, stack = form_of(a, rows, cols, cluster), stack_of(a, rows, cols, cluster) > 1
-    return replace(a, form=form, stack=stack)
+    form, stack = form_of(algorithm, rows, cols, cluster), stack_of(algorithm, rows, cols, cluster) > 1
+    return replace(algorithm, form=form, stack=stack)
 
 
-def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
+def _seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
     """Returns the mean seconds of one update in the algorithm's form and stacking: measured, else scaled by
     the model from the other form's measurement, else modelled."""
-    measured, modelled = _measured(a, rows, cols, cluster), _modelled(a, rows, cols, cluster)[0]
+    measured, modelled = _measured(algorithm, rows, cols, cluster), _modelled(algorithm, rows, cols, cluster)[0]
     if measured is not None:
         return measured
-    for form in get_args(Form) if RULES[a.name].orthogonal else ():
-        other = replace(a, form=form)
+    for form in get_args(Form) if RULES[algorithm.name].orthogonal else ():
+        other = replace(algorithm, form=form)
         measured_other = _measured(other, rows, cols, cluster)
         if measured_other is not None:
             return measured_other * modelled / _modelled(other, rows, cols, cluster)[0]
@@ -339,42 +341,42 @@ def _seconds(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> floa
 
 
 def _modelled(
-    a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
+    algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig, implementation: Implementation = "canzona"
 ) -> tuple[float, tuple[float, ...]]:
     """Returns the modelled seconds of one update, on average and in each step of a refresh period."""
-    if a.name == "adamw":
+    if algorithm.name == "adamw":
         seconds = adamw_seconds(rows * cols, cluster)
         return seconds, (seconds,)
-    every, parts = work(a, rows, cols)
+    every, parts = work(algorithm, rows, cols)
     if implementation == "megatron":
-        every = replace(every, traffic=every.traffic + MEGATRON_BYTES[a.precision] * rows * cols)
-    together = min(PRICED_STACK, max(2, _fitting(a, rows, cols, cluster))) if a.stack is True else 1
-    if a.graph:
+        every = replace(every, traffic=every.traffic + MEGATRON_BYTES[algorithm.precision] * rows * cols)
+    together = min(PRICED_STACK, max(2, _fitting(algorithm, rows, cols, cluster))) if algorithm.stack is True else 1
+    if algorithm.graph:
         cluster = replace(cluster, launch_us=min(cluster.launch_us, cluster.graph_launch_us))
-    step = duration(every, _unit(a), cluster, together)
+    step = duration(every, _unit(algorithm), cluster, together)
     if every.iteration:
-        step += duration(every.iteration, a.precision, cluster)
+        step += duration(every.iteration, algorithm.precision, cluster)
     added = [duration(part, "fp32", cluster, together) for part in parts]
     if not added:
         return step, (step,)
-    rest = [0.0] * (a.refresh_period - len(added))
-    return step + sum(added) / a.refresh_period, tuple(step + seconds for seconds in (*added, *rest))
+    rest = [0.0] * (algorithm.refresh_period - len(added))
+    return step + sum(added) / algorithm.refresh_period, tuple(step + seconds for seconds in (*added, *rest))
 
 
-def _measured(a: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
+def _measured(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
     """Returns the profile's measured seconds of one update; None without a measurement of exactly this
     update."""
     if not cluster.measured_updates:
         return None
-    key = (prefix + label(a), rows, cols)
+    key = (prefix + label(algorithm), rows, cols)
     return next((entry[3] for entry in cluster.measured_updates if entry[:3] == key), None)
 
 
-def _unit(a: Algorithm) -> Unit:
+def _unit(algorithm: Algorithm) -> Unit:
     """Returns the number format of an update's matmuls."""
-    if not RULES[a.name].preconditioned:
-        return a.precision
-    return "tf32" if a.tf32 else "fp32"
+    if not RULES[algorithm.name].preconditioned:
+        return algorithm.precision
+    return "tf32" if algorithm.tf32 else "fp32"
 
 
 def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) -> float:
@@ -407,13 +409,13 @@ RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known_optimizer
 
 
 @lru_cache(maxsize=4096)
-def work(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
+def work(algorithm: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
     """Returns the work of every update of a (rows, cols) matrix, and the additional work of each part of a
     refresh."""
-    return RULES[a.name].work(a, rows, cols)
+    return RULES[algorithm.name].work(algorithm, rows, cols)
 
 
-def flops(a: Algorithm, rows: int, cols: int) -> float:
+def flops(algorithm: Algorithm, rows: int, cols: int) -> float:
     """Returns the mean FLOPs of one update of a (rows, cols) matrix. A multiply-add counts as two, and the
     FLOPs of a refresh are divided by its period.
 
@@ -436,11 +438,12 @@ def flops(a: Algorithm, rows: int, cols: int) -> float:
     0.
     """
     return min(
-        step.flops + sum(part.flops for part in parts) / a.refresh_period for step, parts in _works(a, rows, cols)
+        step.flops + sum(part.flops for part in parts) / algorithm.refresh_period
+        for step, parts in _works(algorithm, rows, cols)
     )
 
 
-def _works(a: Algorithm, rows: int, cols: int) -> Iterator[tuple[Work, tuple[Work, ...]]]:
+def _works(algorithm: Algorithm, rows: int, cols: int) -> Iterator[tuple[Work, tuple[Work, ...]]]:
     """Yields the work of an update and of a refresh for each form that the algorithm may take."""
-    for form in get_args(Form) if a.form == "auto" else (a.form,):
-        yield work(replace(a, form=form), rows, cols)
+    for form in get_args(Form) if algorithm.form == "auto" else (algorithm.form,):
+        yield work(replace(algorithm, form=form), rows, cols)

@@ -19,7 +19,7 @@ from canzona_cli.config.schema import (
 )
 from canzona_cli.costs.scratch import in_batches
 from canzona_cli.costs.sharing import Share
-from canzona_cli.costs.update import algorithm, form_of, stack_of
+from canzona_cli.costs.update import algorithm_of, form_of, stack_of
 from canzona_cli.engine.agreement import agree_on_optimizer
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
 from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters, scratch_elements
@@ -349,7 +349,7 @@ def _orthogonal_factory(
     config: RunConfig, chosen: MomentumConfig, kind: OptimizerClass, on_fallback: OnFallback | None
 ) -> MakeOptimizer:
     """Implements `optimizer_factory` for Muon and NorMuon."""
-    workspace, update = Workspace(), algorithm(config)
+    workspace, update = Workspace(), algorithm_of(config)
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         shapes = {(matrix.rows, matrix.cols) for matrix in matrices}
@@ -375,7 +375,7 @@ def _preconditioned_factory(
     """Implements `optimizer_factory` for optimizers with Kronecker factors."""
     workspace, settings = Workspace(), _specific_settings(chosen)
     if "roots" in settings:
-        settings["roots"] = algorithm(config).roots
+        settings["roots"] = algorithm_of(config).roots
     if isinstance(chosen, NewtonSchulzConfig):
         settings["iterated_in"] = config.train.precision
 

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.update import RULES, algorithm, form_of, stack_of
+from canzona_cli.costs.update import RULES, algorithm_of, form_of, stack_of
 from canzona_cli.megatron.owner_bucket_group import device_seconds
 from canzona_cli.megatron.parallel import gather
 from canzona_cli.model.matrices import matrix_shapes
@@ -52,7 +52,7 @@ def matmul_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozen
     The result is empty if the optimizer does not orthogonalise, is not one of canzona's, or does not run in
     bf16.
     """
-    update = algorithm(config)
+    update = algorithm_of(config)
     orthogonal = RULES[update.name].orthogonal and not update.custom
     if not orthogonal or update.precision != "bf16" or not config.execution.ours:
         return {}
@@ -99,7 +99,7 @@ def choose_kernels(
     for shape, calls in shapes.items():
         begin(f"{shape[0]} x {shape[1]} in {_NAMES[shape[2]]}")
         choices_here.append(_try_kernels(shape, calls, device, loaded, refused, seconds))
-    refusal = graphs.try_out(device) if algorithm(config).graph else ""
+    refusal = graphs.try_out(device) if algorithm_of(config).graph else ""
     all_kernels = gather(Kernels(choices=tuple(choices_here), no_graphs=refusal))
     choices = tuple(_merge(by_rank) for by_rank in zip(*(rank.choices for rank in all_kernels), strict=True))
     symmetric.use({shape: loaded[c.kernel] for shape, c in zip(shapes, choices, strict=True) if c.kernel != PLAIN})

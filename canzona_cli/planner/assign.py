@@ -1,4 +1,4 @@
-"""Assigns matrices to cells of the DP x TP grid, where they are updated.
+"""Chooses the cell of the DP x TP grid that updates each matrix.
 
                      host 0         host 1           host: TP rank; a matrix is sent along its row
                   +--------------+--------------+
@@ -33,8 +33,8 @@ from canzona_cli.planner.joint import balanced_together
 from canzona_cli.planner.packing import CLOSE_ENOUGH, pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
-from canzona_cli.planner.problem import Owners, Placed, PoolProblem
-from canzona_cli.planner.seats import spread
+from canzona_cli.planner.problem import Owners, Placement, PoolProblem
+from canzona_cli.planner.seats import spread_bytes
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
 """The weights of compute relative to bytes that are tried if alpha < 1, in addition to compute alone."""
@@ -51,13 +51,13 @@ def assign(
     bytes_per_element: int = 4,
     shares: Mapping[int, Share] = HOSTED,
 ) -> Assignment:
-    """Returns the owner and host of every matrix, for the strategies that are planned.
+    """Returns the owner and host of every matrix, for the strategies that have a plan.
 
     - canzona, layout owner: `_balanced`; layout contiguous: the best of several cuts in natural order;
     - paper: one cut in natural order, by alpha, and greedy hosts (`planner.paper`);
-    - asc: the stage's buffer is divided evenly, and the owner of a unit is the rank in whose share the unit
-      starts (dividing bucket by bucket would give every remainder to the first ranks). Hosts are assigned
-      round-robin in registration order. Nothing is balanced.
+    - asc: the stage's buffer is divided evenly, and a unit belongs to the owner in whose share it starts. (If
+      each bucket were divided, the first ranks would get every remainder.) Hosts are assigned round-robin in
+      registration order. Nothing is balanced.
 
     If there are several candidates (layout contiguous, or canzona with alpha < 1), the one with the lowest
     score is returned: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest
@@ -70,8 +70,8 @@ def assign(
         memory_cap: the elements of matrices that one cell may hold; None for no limit.
         bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
         bytes_per_element: the bytes of an element in an exchange; only greedy hosts depend on it.
-        shares: the shares of the matrices that may be shared, by index. If `settings.mode` is shared, all
-            these matrices are shared; otherwise the number that makes the busiest cell least busy.
+        shares: the costs of the matrices that may be shared, by index. If `settings.mode` is shared, all
+            these matrices are shared; otherwise as many as make the busiest cell least busy.
 
     Raises:
         DoesNotFit: no assignment within `memory_cap` was found.
@@ -106,7 +106,7 @@ def _solve(
     settings: PlanSettings,
     memory_cap: int | None,
     bytes_per_element: int,
-) -> Placed:
+) -> Placement:
     """Returns the best assignment of a stage.
 
     Args:
@@ -117,40 +117,44 @@ def _solve(
         DoesNotFit: no assignment within `memory_cap` was found.
     """
 
-    def fits(candidate: Placed) -> bool:
+    def fits(candidate: Placement) -> bool:
         return memory_cap is None or candidate.fullest <= memory_cap
 
-    def placed(way: Callable[[PoolProblem], Owners]) -> Placed:
-        """Chooses owners by the heuristic `way`, then hosts for the matrices of these owners."""
-        cells, shared = _hosted(stage, settings, way(stage), bytes_per_element)
-        return Placed(problem=stage, cells={**cells, **_alike(experts, way)}, shared=shared)
+    def place(choose_owners: Callable[[PoolProblem], Owners]) -> Placement:
+        """Chooses owners with a heuristic, and then a host for each matrix of these owners."""
+        cells, shared = _choose_hosts(stage, settings, choose_owners(stage), bytes_per_element)
+        return Placement(problem=stage, cells={**cells, **_cells_of_experts(experts, choose_owners)}, shared=shared)
 
     if settings.strategy == "asc":
-        ways: list[Callable[[PoolProblem], Owners]] = [_evenly_cut]
+        heuristics: list[Callable[[PoolProblem], Owners]] = [_evenly_cut]
     elif settings.strategy == "paper":
-        ways = [partial(_cut_by_cost, alpha=settings.alpha)]
+        heuristics = [partial(_cut_by_cost, alpha=settings.alpha)]
     elif settings.layout == "contiguous":
-        ways = [partial(way, alpha=alpha) for way in (_cut_by_cost, _cut_by_elements) for alpha in (*BLENDS, 1.0)]
+        heuristics = [partial(cut, alpha=alpha) for cut in (_cut_by_cost, _cut_by_elements) for alpha in (*BLENDS, 1.0)]
     elif experts:
-        ways = []
+        heuristics = []
     else:
-        ways = [_balanced]
-    fitting = [candidate for candidate in map(placed, ways) if fits(candidate)]
-    if not fitting:
-        fitting = [_within(stage, experts, settings, memory_cap)]
+        heuristics = [_balanced]
+    candidates = [candidate for candidate in map(place, heuristics) if fits(candidate)]
+    if not candidates:
+        candidates = [_place_within(stage, experts, settings, memory_cap)]
     if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
         # The first candidate, balanced for compute alone, is the result with alpha = 1. No candidate may have
         # a less busy cell, because then alpha = 1 would not give the least busy cell.
-        blended = [placed(partial(_blended, blend=blend)) for blend in BLENDS]
-        fitting += [candidate for candidate in blended if fits(candidate) and candidate.busiest >= fitting[0].busiest]
-    return _pick([stage, *experts], settings.alpha, fitting) if len(fitting) > 1 else fitting[0]
+        blended = [place(partial(_blended, blend=blend)) for blend in BLENDS]
+        candidates += [
+            candidate for candidate in blended if fits(candidate) and candidate.busiest >= candidates[0].busiest
+        ]
+    return _pick([stage, *experts], settings.alpha, candidates) if len(candidates) > 1 else candidates[0]
 
 
-def _alike(experts: Sequence[PoolProblem], way: Callable[[PoolProblem], Owners]) -> dict[int, Cell]:
-    """Returns the cells of all experts if the heuristic `way` chooses their owners. Expert-parallel ranks
-    have equal experts, so the first rank's owners are used for all ranks."""
+def _cells_of_experts(
+    experts: Sequence[PoolProblem], choose_owners: Callable[[PoolProblem], Owners]
+) -> dict[int, Cell]:
+    """Returns the cells of all experts if the heuristic `choose_owners` chooses their owners. Expert-parallel
+    ranks have equal experts, so the first rank's owners are used for all ranks."""
     cells: dict[int, Cell] = {}
-    owners = way(experts[0]) if experts else {}
+    owners = choose_owners(experts[0]) if experts else {}
     for problem in experts:
         cell_of = {owner: problem.pool.cell(owner, problem.mesh) for owner in set(owners.values())}
         for members, unit in zip(problem.units.values(), experts[0].units, strict=True):
@@ -165,11 +169,11 @@ def _evenly_cut(stage: PoolProblem) -> Owners:
     return {part.unit: owner for part, owner in zip(parts, starts, strict=True)}
 
 
-def _within(
+def _place_within(
     stage: PoolProblem, experts: Sequence[PoolProblem], settings: PlanSettings, memory_cap: int | None
-) -> Placed:
-    """Assigns a stage's matrices in any order and without sharing. Used if the stage has experts, or if all
-    candidates exceed `memory_cap`.
+) -> Placement:
+    """Assigns a stage's matrices within `memory_cap`, without sharing any. This is the only way to assign a
+    stage that has experts, and the last resort if all candidates exceed `memory_cap`.
 
     Raises:
         DoesNotFit: no assignment was found; or `memory_cap` is exceeded with mode shared or strategy paper,
@@ -185,35 +189,36 @@ def _within(
         cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
         cells = None if settings.mode == "shared" else cells
     if cells is None or (settings.strategy == "paper" and memory_cap is not None):
-        raise DoesNotFit(_too_much(stage, experts, memory_cap or 0))
-    return Placed(problem=stage, cells=cells, shared=frozenset())
+        raise DoesNotFit(_does_not_fit(stage, experts, memory_cap or 0))
+    return Placement(problem=stage, cells=cells, shared=frozenset())
 
 
 def _balanced(stage: PoolProblem) -> Owners:
-    """Balances units over owners by the better of two heuristics, then spreads bytes over buckets.
+    """Balances units over owners with the better of two heuristics, then spreads each bucket's bytes over
+    owners.
 
     1. Pack units into owners; this suffices if owners hold many units.
     2. Pack units into the cells of the grid and deal the cells to owners.
 
-    A heuristic is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp
-    = 1 the two are the same. If matrices may be shared, each heuristic is tried with the cost to one host and
-    with the cost to all ranks (`PoolProblem.together`). The search stops at the first result that reaches the
-    bound.
+    A result is judged by its busiest cell after every owner's matrices are packed onto its hosts. With tp = 1
+    the two heuristics are the same. If matrices may be shared, each heuristic is tried twice: with the cost
+    of hosted updates, and with `PoolProblem.summed_costs`. The search stops at the first result that reaches
+    the bound.
     """
     best: Owners = {}
     lowest = float("inf")
-    ways: list[Callable[[PoolProblem], Owners]] = [_units_to_owners]
+    heuristics: list[Callable[[PoolProblem], Owners]] = [_units_to_owners]
     if stage.tp > 1:
-        ways.append(_units_to_cells)
-    problems = [stage, replace(stage, costs=stage.together)] if stage.shares else [stage]
-    for way, problem in product(ways, problems):
-        owner_of = way(problem)
+        heuristics.append(_units_to_cells)
+    problems = [stage, replace(stage, costs=stage.summed_costs)] if stage.shares else [stage]
+    for heuristic, problem in product(heuristics, problems):
+        owner_of = heuristic(problem)
         height = stage.height(owner_of)
         if height < lowest * (1 - 1e-9):
             best, lowest = owner_of, height
         if lowest <= stage.bound * (1 + CLOSE_ENOUGH):
             break
-    return spread(stage.buckets, best, stage.kinds)
+    return spread_bytes(stage.buckets, best, stage.kinds)
 
 
 def _units_to_owners(stage: PoolProblem) -> Owners:
@@ -251,12 +256,14 @@ def _blended(stage: PoolProblem, blend: float) -> Owners:
 
 
 def _cut_by_cost(stage: PoolProblem, alpha: float) -> Owners:
-    """Cuts buckets between owners in natural order, weighted by cost; `alpha` is the paper's."""
+    """Cuts buckets between owners in natural order, balanced by cost. `alpha` is the paper's, see
+    `balanced_cuts`."""
     return _cut(stage, [[stage.cost(part.unit) for part in parts] for parts in stage.parts], alpha)
 
 
 def _cut_by_elements(stage: PoolProblem, alpha: float) -> Owners:
-    """Cuts buckets between owners in natural order, weighted by elements; `alpha` is the paper's."""
+    """Cuts buckets between owners in natural order, balanced by elements. `alpha` is the paper's, see
+    `balanced_cuts`."""
     return _cut(stage, [[float(part.elements) for part in parts] for parts in stage.parts], alpha)
 
 
@@ -270,17 +277,17 @@ def _cut(stage: PoolProblem, weights: Sequence[Sequence[float]], alpha: float) -
     }
 
 
-def _pick(problems: Sequence[PoolProblem], alpha: float, candidates: Sequence[Placed]) -> Placed:
+def _pick(problems: Sequence[PoolProblem], alpha: float, candidates: Sequence[Placement]) -> Placement:
     """Returns the candidate with the lowest score, see `assign`.
 
     Args:
         problems: the problem of the stage, followed by the problems of its experts.
     """
-    least = sum(problem.least_reach() for problem in problems)
+    least = sum(problem.least_communication() for problem in problems)
 
-    def score(placed: Placed) -> tuple[float, float]:
-        compute = placed.busiest / problems[0].bound
-        communication = sum(problem.reach(placed) for problem in problems) / least
+    def score(candidate: Placement) -> tuple[float, float]:
+        compute = candidate.busiest / problems[0].bound
+        communication = sum(problem.communication(candidate) for problem in problems) / least
         # Ties are broken by the sum of both terms: otherwise, with alpha = 1, bytes could be needlessly
         # uneven.
         return alpha * compute + (1 - alpha) * communication, compute + communication
@@ -288,13 +295,14 @@ def _pick(problems: Sequence[PoolProblem], alpha: float, candidates: Sequence[Pl
     return min(candidates, key=score)
 
 
-def _hosted(
+def _choose_hosts(
     stage: PoolProblem, settings: PlanSettings, owner_of: Owners, bytes_per_element: int
 ) -> tuple[dict[int, Cell], set[int]]:
-    """Chooses the hosts of every owner's matrices; returns the cells and the matrices that are shared."""
+    """Chooses the hosts of every owner's matrices; returns the cell of each matrix, and the shared
+    matrices."""
     cells: dict[int, Cell] = {}
     shared: set[int] = set()
-    for owner, indices in enumerate(stage.held(owner_of)):
+    for owner, indices in enumerate(stage.matrices_of_owners(owner_of)):
         if not indices:
             continue
         if settings.strategy == "asc":
@@ -310,7 +318,8 @@ def _hosted(
     return cells, shared
 
 
-def _too_much(stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int) -> Problem:
+def _does_not_fit(stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int) -> Problem:
+    """Describes a stage whose matrices exceed `memory_cap` elements on some rank."""
     held = [
         stage.matrices[i].elements for problem in (stage, *experts) for unit in problem.units.values() for i in unit
     ]
@@ -342,8 +351,8 @@ def deal(loads: Sequence[float], owners: int) -> list[int]:
 def _capped(stage: PoolProblem, weights: Sequence[float], elements: Sequence[int], cap: int) -> dict[int, Cell] | None:
     """Assigns matrices to cells of at most `cap` elements; returns None if a unit finds no room.
 
-    The heaviest units are assigned first, each to the owner with the lowest weight so far whose hosts have
-    room.
+    The heaviest units are assigned first. Each goes to the owner with the lowest total weight among those
+    whose hosts have room for it.
     """
     loads = [[0.0] * stage.tp for _ in range(stage.owners)]
     room = [[cap] * stage.tp for _ in range(stage.owners)]

@@ -1,8 +1,8 @@
 """One attempt at a plan: the candidates for its assignment and buckets, and the choice between them.
 
 Candidates are compared by the seconds that updates, reductions and gatherings add to an iteration
-(`planner.exposure`). The times of the forward and backward pass decide how much communication they hide, so
-one attempt makes different plans for different sizes of micro-batches.
+(`planner.exposure`). The times of the forward and backward pass determine how much communication overlaps
+with them, so one attempt makes different plans for different sizes of micro-batches.
 """
 
 from collections import defaultdict
@@ -16,21 +16,22 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import Pool, buckets, pool_buckets, typical_pools
 from canzona_cli.planner.exposure import Exposure, Outline
-from canzona_cli.planner.groups import Grouped, best_of, micro_groups, slowest
+from canzona_cli.planner.groups import GroupSearch, choose_shared, micro_groups, slowest_owner_seconds
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, Subject
-from canzona_cli.planner.seats import few_owners, in_order_of_reductions
+from canzona_cli.planner.seats import concentrate_owners, renumber_owners
 
 SHARING_GAIN = 1.03
-"""The ratio of a stage's busiest rank to its lower bound above which a plan with shared matrices is tried."""
+"""The ratio of the busiest rank's update time to its lower bound above which a plan with shared matrices is
+tried."""
 
 ALIKE = 0.001
-"""The relative difference in time up to which candidates count as equally fast."""
+"""The relative difference in time below which candidates count as equally fast."""
 
 BUCKET_SIZES = (1.0, 0.5, 2.0, 0.25, 4.0, 8.0)
-"""The sizes at which buckets of matrices are closed, as multiples of Megatron's default. Small buckets leave
-less to reduce after the backward pass and to gather before the forward pass, large ones pay fewer
-latencies."""
+"""The bucket sizes that are tried, as multiples of Megatron's default. With small buckets, less is left to
+reduce after the backward pass and to gather before the forward pass. With large buckets, fewer latencies add
+up."""
 
 
 def bucket_limits(default: int) -> tuple[int, ...]:
@@ -66,19 +67,20 @@ class Candidate:
 
 
 class Attempt:
-    """One attempt at plans, with a given memory cap and C_max.
+    """One attempt at a plan, with a given memory cap and C_max. It can make the plan for several sizes of
+    micro-batches.
 
     Args:
-        about: everything that the plan depends on.
+        subject: everything that the plan depends on.
         members: the matrices of the plan, see `make.planned_matrices`.
         resizes: True if the planner chooses the size at which buckets are closed.
         memory_cap: the elements of matrices that a rank may keep; None for no limit.
-        c_max: a C_max in elements that saves memory; None for the C_max of the run's settings.
+        c_max: a smaller C_max, in elements, to save memory; None for the C_max of the run's settings.
     """
 
     def __init__(
         self,
-        about: Subject,
+        subject: Subject,
         members: tuple[Matrix, ...],
         prices: Prices,
         *,
@@ -86,13 +88,13 @@ class Attempt:
         memory_cap: int | None,
         c_max: int | None,
     ) -> None:
-        self._layout, self._about, self._members, self._memory_cap = about.layout, about, members, memory_cap
+        self._layout, self._subject, self._members, self._memory_cap = subject.layout, subject, members, memory_cap
         self._costs, self._bounds, self._possible = prices.costs, prices.bounds, prices.possible
         self._width = prices.pipeline.element_bytes
-        asked = about.settings
-        self._asked = asked if c_max is None else replace(asked, c_max_bytes=c_max * self._width)
-        self._grouped = Grouped(self._asked, prices.pipeline)
-        default = about.buffers["bucket_elements"]
+        settings = subject.settings
+        self._settings = settings if c_max is None else replace(settings, c_max_bytes=c_max * self._width)
+        self._search = GroupSearch(self._settings, prices.pipeline)
+        default = subject.buffers["bucket_elements"]
         assert default is None or isinstance(default, int)
         self._default_limit, self._resizes = default, resizes
         self._assignments: dict[tuple[PlanSettings, bool, int | None], Assignment] = {}
@@ -106,12 +108,12 @@ class Attempt:
         """
         best = self._best(exposure)
         return Plan(
-            subject=self._about,
+            subject=self._subject,
             matrices=self._members,
             costs=self._costs,
             assignment=best.assignment,
             buckets=self._buckets(best),
-            groups=micro_groups(self._members, self._costs, best.assignment, self._grouped),
+            groups=micro_groups(self._members, self._costs, best.assignment, self._search),
             lower_bounds=self._bounds,
         )
 
@@ -124,34 +126,33 @@ class Attempt:
     def _is_free(self) -> bool:
         """True if no setting restricts the choice of owners: buckets are laid out by owner, and alpha is
         1."""
-        return self._by_owner and self._asked.alpha == 1
+        return self._by_owner and self._settings.alpha == 1
 
     @property
     def _by_owner(self) -> bool:
         """True if buckets are laid out by owner, among several owners."""
-        asked, layout = self._asked, self._layout
+        settings, layout = self._settings, self._layout
         several = layout.owners > 1 or (layout.ep > 1 and layout.expert_owners > 1)
-        return asked.strategy == "canzona" and asked.layout == "owner" and several
+        return settings.strategy == "canzona" and settings.layout == "owner" and several
 
     def _best(self, exposure: Exposure) -> Candidate:
-        """Returns the first candidate that adds at most `ALIKE` more seconds to an iteration than the
-        fastest.
+        """Returns the first candidate that is as fast as the fastest, up to `ALIKE`.
 
         Candidates are, in this order: the balanced assignment with units exchanged between owners
-        (`few_owners`), the balanced assignment (both with renumbered owners), and owners in natural order in
-        buckets of Megatron's size.
+        (`concentrate_owners`), the balanced assignment (both with renumbered owners), and owners in natural
+        order in buckets of Megatron's size.
         """
         limit = self._limit(exposure)
         assignment = self._shared_where_faster(self._balanced(limit), limit, exposure)
         if not self._is_free:
             return self._candidate(assignment, limit, exposure)
         members, layout = self._members, self._layout
-        ways = [few_owners(members, self._costs, assignment, layout, limit), assignment]
-        ways = [in_order_of_reductions(members, way, layout, limit) for way in ways]
+        ways = [concentrate_owners(members, self._costs, assignment, layout, limit), assignment]
+        ways = [renumber_owners(members, way, layout, limit) for way in ways]
         candidates = [self._candidate(way, limit, exposure) for way in ways]
-        if self._memory_cap is None and self._asked.mode != "shared":
+        if self._memory_cap is None and self._settings.mode != "shared":
             # A balanced assignment may lose more time to communication than its balance gains.
-            natural = self._assigned(replace(self._asked, strategy="asc"), self._default_limit, shared=False)
+            natural = self._assign(replace(self._settings, strategy="asc"), self._default_limit, shared=False)
             candidates.append(self._candidate(natural, self._default_limit, exposure))
         least = min(candidate.seconds for candidate in candidates)
         return next(candidate for candidate in candidates if candidate.seconds <= (1 + ALIKE) * least)
@@ -159,21 +160,22 @@ class Attempt:
     def _limit(self, exposure: Exposure) -> int | None:
         """Returns the number of elements at which buckets of the first stage are closed.
 
-        Unless the user set a size, this is the best multiple of Megatron's default, by an estimate that needs
-        no owners. It does not depend on alpha, so that plans with different alpha have the same buckets.
+        If the planner may choose the size, it is the multiple of Megatron's default that is fastest by an
+        estimate that needs no owners. The size does not depend on alpha, so that plans with different alpha
+        have the same buckets.
         """
         default = self._default_limit
         if default is None or not (self._resizes and self._by_owner and exposure.reductions.rings):
             return default
         limits = bucket_limits(default)
         busy = dict(enumerate(self._bounds))
-        prices = {limit: exposure.roughly(self._outline(limit), self._members, busy) for limit in limits}
+        prices = {limit: exposure.estimate(self._outline(limit), self._members, busy) for limit in limits}
         least = min(prices.values())
         return next(limit for limit, price in prices.items() if price <= (1 + ALIKE) * least)
 
     def _outline(self, limit: int) -> list[list[Outline]]:
-        """Returns the buckets of every stage if they are closed at `limit` elements, with the experts of the
-        first expert-parallel rank."""
+        """Returns the buckets of every stage if they are closed at `limit` elements. Of the experts, only
+        those of the first expert-parallel rank are included."""
         outlines: list[list[Outline]] = [[] for _ in range(self._layout.pp)]
         for pool in typical_pools(self._members):
             for bucket in pool_buckets(self._members, pool, self._layout, limit):
@@ -187,34 +189,43 @@ class Attempt:
 
     def _balanced(self, limit: int | None) -> Assignment:
         """Returns the balanced assignment, which shares no matrix unless the mode is shared."""
-        return self._assigned(self._asked, limit, shared=self._asked.mode == "shared")
+        return self._assign(self._settings, limit, shared=self._settings.mode == "shared")
 
     def _shared_where_faster(self, hosted: Assignment, limit: int | None, exposure: Exposure) -> Assignment:
         """Shares matrices if the mode is auto, the assignment `hosted` leaves ranks idle, and sharing is
         faster."""
-        if self._asked.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
+        if self._settings.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
             return hosted
         members, costs, layout = self._members, self._costs, self._layout
-        balanced = self._assigned(self._asked, limit, shared=True)
-        best = best_of(members, costs, hosted, balanced, self._possible, layout.tp, self._grouped, self._memory_cap)
+        balanced = self._assign(self._settings, limit, shared=True)
+        best = choose_shared(
+            members, costs, hosted, balanced, self._possible, layout.tp, self._search, self._memory_cap
+        )
         if not best.shares:
             return best
         # The buckets of the two assignments hardly differ.
-        chunks = exposure.chunks(self._ways(hosted, limit, exposure)[0], members)
+        chunks = exposure.chunks(self._alternatives(hosted, limit, exposure)[0], members)
         shared_s, hosted_s = (
-            exposure.gathered(chunks, slowest(members, costs, way, self._grouped)) for way in (best, hosted)
+            exposure.gathered(chunks, slowest_owner_seconds(members, costs, way, self._search))
+            for way in (best, hosted)
         )
         return best if hosted_s > (1 + ALIKE) * shared_s else hosted
 
-    def _assigned(self, asked: PlanSettings, limit: int | None, *, shared: bool) -> Assignment:
-        key = asked, shared, limit
+    def _assign(self, settings: PlanSettings, limit: int | None, *, shared: bool) -> Assignment:
+        """Returns the assignment with these settings, from a cache or newly made.
+
+        Args:
+            limit: the number of elements at which buckets are closed; None for one bucket per model chunk.
+            shared: True if matrices may be shared.
+        """
+        key = settings, shared, limit
         if key not in self._assignments:
             self._assignments[key] = assign(
                 self._members,
-                [float(matrix.elements) for matrix in self._members] if asked.strategy == "paper" else self._costs,
+                [float(matrix.elements) for matrix in self._members] if settings.strategy == "paper" else self._costs,
                 self._layout,
-                asked,
-                self._memory_cap if asked.strategy != "asc" else None,
+                settings,
+                self._memory_cap if settings.strategy != "asc" else None,
                 bucket_elements=limit,
                 bytes_per_element=self._width,
                 shares=self._possible if shared else HOSTED,
@@ -232,10 +243,10 @@ class Attempt:
         return any(busy > SHARING_GAIN * bound for busy, bound in zip(busiest, self._bounds, strict=True))
 
     def _candidate(self, assignment: Assignment, limit: int | None, exposure: Exposure) -> Candidate:
-        """Returns the assignment with its buckets, which are reduced and gathered in the ways that add the
+        """Completes an assignment with buckets, which are reduced and gathered in the ways that add the
         fewest seconds to an iteration."""
-        ways, members = self._ways(assignment, limit, exposure), self._members
-        busy = slowest(members, self._costs, assignment, self._grouped)
+        ways, members = self._alternatives(assignment, limit, exposure), self._members
+        busy = slowest_owner_seconds(members, self._costs, assignment, self._search)
         chunks = [exposure.chunks(way, members) for way in ways]
         reducing, gathering = (
             [exposure.reduced(way) for way in chunks],
@@ -249,22 +260,23 @@ class Attempt:
         seconds = rounded(reducing[reduced] + gathering[gathered])
         return Candidate(assignment=assignment, limit=limit, buckets=chosen, seconds=seconds)
 
-    def _ways(self, assignment: Assignment, limit: int | None, exposure: Exposure) -> tuple[tuple[Bucket, ...], ...]:
-        """Returns the buckets of `typical_pools`, once for each choice of how they are reduced and
-        gathered."""
+    def _alternatives(
+        self, assignment: Assignment, limit: int | None, exposure: Exposure
+    ) -> tuple[tuple[Bucket, ...], ...]:
+        """Returns the buckets of `typical_pools` in each alternative of `ReductionModel.choices`."""
         key = assignment.cells, limit
         if key not in self._laid_out:
             typical = typical_pools(self._members)
-            made = buckets(self._members, assignment, self._layout, self._asked, limit, typical)
-            self._laid_out[key] = tuple(exposure.reductions.choices(made, self._asked))
+            made = buckets(self._members, assignment, self._layout, self._settings, limit, typical)
+            self._laid_out[key] = tuple(exposure.reductions.choices(made, self._settings))
         return self._laid_out[key]
 
     def _buckets(self, candidate: Candidate) -> tuple[Bucket, ...]:
-        """Returns the buckets of all pools. Buckets of other expert-parallel ranks are reduced and gathered
-        as the first rank's."""
+        """Returns the buckets of all pools. The buckets of all expert-parallel ranks are reduced and gathered
+        like those of the first rank."""
         if self._layout.ep == 1:
             return candidate.buckets
-        made = buckets(self._members, candidate.assignment, self._layout, self._asked, candidate.limit)
+        made = buckets(self._members, candidate.assignment, self._layout, self._settings, candidate.limit)
         typical: dict[Pool, list[Bucket]] = defaultdict(list)
         for bucket in candidate.buckets:
             typical[Pool(bucket.stage, bucket.expert_rank)].append(bucket)

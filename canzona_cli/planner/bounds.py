@@ -18,14 +18,15 @@ _FINEST = 24
 """The number of rounding functions u_k that are tried: k < 24."""
 _BISECTIONS = 30
 _KINDS = 24
-"""The largest number of distinct costs over which the functions are summed."""
+"""The largest number of distinct costs over which the functions are summed, see `_coarse`."""
 
 
 def stage_bound(
     matrices: Sequence[Matrix], costs: Sequence[float], stage: int, mesh: Mesh, shares: Mapping[int, Share] = HOSTED
 ) -> float:
-    """Returns the least possible seconds of a stage's slowest cell: the largest of `lower_bound`, the bound
-    for packing an expert-parallel rank's experts into the cells that store them, and `beside_bound`."""
+    """Returns a lower bound, in seconds, on the update time of a stage's slowest cell: the largest of
+    `lower_bound`, the bound for packing an expert-parallel rank's experts into the cells that store them, and
+    `bound_with_experts`."""
     experts: dict[int, list[float]] = {}
     others: list[float] = []
     for matrix, cost in zip(matrices, costs, strict=True):
@@ -40,20 +41,20 @@ def stage_bound(
     return max(
         lower_bound(matrices, costs, stage, mesh.owners, mesh.tp, shares),
         *(packing_bound(members, mesh.expert_owners) for members in alone),
-        *(beside_bound(others, members, mesh) for members in alone),
+        *(bound_with_experts(others, members, mesh) for members in alone),
         0.0,
     )
 
 
-def beside_bound(others: Sequence[float], experts: Sequence[float], mesh: Mesh) -> float:
-    """Returns a lower bound of the fullest cell's height, if cells hold experts and other matrices. It is
-    useful if few other matrices are in many cells; otherwise `lower_bound` is as high.
+def bound_with_experts(others: Sequence[float], experts: Sequence[float], mesh: Mesh) -> float:
+    """Returns a lower bound of the fullest cell's height in a stage whose cells hold experts and other
+    matrices. It exceeds `lower_bound` only if there are few other matrices and many cells.
 
-    Take the n other matrices that cost c or more. At least one expert-parallel rank has n / ep of them,
-    rounded up, or more. If all cells of this rank were at most T high, a cell with d of these matrices would
-    have room for at most floor((T - d c) / e) experts, where no expert costs less than e. If the rank's
-    experts do not fit into its cells, however these matrices are divided among the cells, every assignment is
-    higher than T. T is bisected for each cost c in turn.
+    Proof: let n other matrices cost c or more. Some expert-parallel rank has at least n / ep of them, rounded
+    up. Let every expert cost e or more. If all cells of this rank were at most T high, a cell with d of these
+    matrices would have room for at most floor((T - d c) / e) experts. If the rank's experts do not fit into
+    its cells for any division of these matrices among the cells, every assignment is higher than T. T is
+    bisected for each cost c.
 
     Args:
         others: the costs of the other matrices of the stage.
@@ -85,12 +86,12 @@ def _costliest_first(costs: Sequence[float]) -> Iterator[tuple[float, int]]:
 
 
 def _most_room(height: float, cells: int, others: int, cost: float, expert: float) -> int:
-    """Returns the number of items with cost `expert` that fit into `cells` cells of this height, next to
-    `others` items with cost `cost`; -1 if the `others` alone do not fit."""
+    """Returns how many items of cost `expert` fit into `cells` cells of the given height, in addition to
+    `others` items of cost `cost`; -1 if these alone do not fit."""
     rooms = [int((height - held * cost) / expert) for held in range(min(others, int(height / cost)) + 1)]
     most = [0] + [-1] * others
-    """The largest number of experts in the cells so far, by the number of others in them; -1 if the others do
-    not fit."""
+    """The largest number of experts that fit into the cells so far, by the number of others in them; -1 if
+    the others do not fit."""
     for _ in range(cells):
         most = [
             max(
@@ -192,7 +193,7 @@ def simple_bound(costs: Sequence[float], bins: int) -> float:
 
 
 def _coarse(counts: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Reduces ascending (cost, number of items) pairs to at most `_KINDS`. The least of several neighbouring
+    """Reduces ascending (cost, number of items) pairs to at most `_KINDS`. The lowest of several neighbouring
     costs replaces the others, which can only lower the optimum."""
     width = -(-len(counts) // _KINDS)
     chunks = [counts[start : start + width] for start in range(0, len(counts), width)]
@@ -208,8 +209,9 @@ def _mass(counts: Sequence[tuple[float, int]], height: float) -> Iterator[float]
       integer (k + 1) x add up to a / (k + 1). Over the others sum floor((k + 1) x) < k + 1 - a, so it is at
       most k - a, and all items together have at most a / (k + 1) + (k - a) / k <= 1.
 
-    Only values of l that equal an x matter. u_k after U_l is feasible too, and keeps zeros and ones. Every
-    comparison has a tolerance of `_TINY` towards less mass, so that a rounding error cannot raise the bound.
+    Only values of l that equal some x matter. Applying u_k after U_l is feasible too, and leaves the values 0
+    and 1 unchanged. Every comparison has a tolerance of `_TINY` towards less mass, so that a rounding error
+    cannot raise the bound.
 
     Args:
         counts: (cost, number of items) pairs, ascending by cost.

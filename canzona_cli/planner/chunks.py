@@ -1,6 +1,6 @@
 """The data-parallel traffic of a pipeline stage: the buckets of its gradient buffers, in Megatron's order.
 
-A `Chunk` has what the simulator and the planner's `Exposure` need of a bucket: the times of its reduction and
+A `Chunk` is a bucket as the simulator and the planner's `Exposure` need it: the times of its reduction and
 its gathering, and the module of the stage that completes its gradients in the backward pass. This module is
 the first in the forward pass with a parameter in the bucket, so it is also the first that needs the gathered
 parameters.
@@ -25,8 +25,8 @@ from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_
 
 Stream = Literal["data", "experts", "adamw"]
 """A communicator of data-parallel traffic. Its transfers run one after another; transfers of different
-communicators share the links. Experts that are divided among ranks have a communicator, and on GPUs AdamW's
-parameters have one under a plan (`planner.reduction.adamw_apart`)."""
+communicators share the links. Experts that are divided among ranks have a separate communicator. So do, under
+a plan on GPUs, the parameters of AdamW (`planner.reduction.adamw_apart`)."""
 STREAMS: Final[tuple[Stream, ...]] = get_args(Stream)
 
 
@@ -42,16 +42,16 @@ class Chunk:
     stream: Stream = "data"
 
 
-def in_order(streams: Iterable[Sequence[Chunk]]) -> list[Chunk]:
+def merge_streams(streams: Iterable[Sequence[Chunk]]) -> list[Chunk]:
     """Merges the chunks of several streams into the order in which buckets fill. The chunks of each stream
     are already in this order."""
     return list(heapq.merge(*streams, key=lambda chunk: -chunk.module))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """The order in which a stage's chunks are gathered under a plan: the order in which the forward pass
-    needs them."""
+class GatheringOrder:
+    """The order in which a stage's chunks are gathered under a plan, which is the order in which the forward
+    pass needs them."""
 
     overlapped: Sequence[int] = ()
     """The chunks gathered while matrices are updated: AdamW's parameters of the first model chunk."""
@@ -59,14 +59,14 @@ class Order:
     """The chunks gathered after the updates."""
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], others: int, places: Sequence[range]) -> "Order":
+    def of(cls, chunks: Sequence[Chunk], others: int, places: Sequence[range]) -> "GatheringOrder":
         """Returns the order in which the engine gathers a stage's chunks
         (`megatron.owner_bucket_group.gathering_order`).
 
         Args:
             chunks: the chunks of AdamW's parameters, followed by the chunks of matrices.
             others: the number of chunks of AdamW's parameters.
-            places: the places of the modules of each model chunk.
+            places: the places of the modules of each model chunk (`StageTime.places`).
         """
         first, *later = (
             [number for number in reversed(range(len(chunks))) if chunks[number].module in of_chunk]
@@ -82,11 +82,11 @@ class Order:
 
     @property
     def early(self) -> list[int]:
-        """The chunks whose gathering starts before the forward."""
+        """The chunks whose gathering starts before the forward pass."""
         return [*self.overlapped, *self.afterwards[:GATHERED_AHEAD]]
 
 
-def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
+def seconds_after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
     """Returns the seconds of the blocking all-reduces that follow a stage's gradient reduction.
 
     With sequence parallelism the gradients of norms and routers are summed over TP; a tied embedding's
@@ -106,8 +106,8 @@ def after_reduction(config: RunConfig, layout: Layout, stage: int) -> float:
     return total
 
 
-class Buffers:
-    """The builder of a stage's chunks."""
+class ChunkBuilder:
+    """The builder of the chunks of one stage."""
 
     def __init__(
         self, config: RunConfig, layout: Layout, stage: int, time: StageTime, reductions: ReductionModel
@@ -120,14 +120,14 @@ class Buffers:
         self._reductions = reductions
         layer = family_of(config.model).modules(config.model)
         self._part_of = {kind: work.part for work in layer for kind in work.weight.kinds}
-        # For matrices of kinds that only a user's shapes have, assume the part whose gradients are ready last
-        # and whose weights are needed first: this never makes a step too short.
+        # A user's shapes may have other kinds of matrices. They are assumed to be in the part whose gradients
+        # are ready last and whose weights are needed first, so that no step is predicted too short.
         self._first = layer[0].part
         self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
-        """Builds the chunks of a buffer with all parameters, followed by the chunks of experts that are
-        divided among ranks.
+        """Builds the chunks of a stage without a plan: those of the buffer with all parameters, followed by
+        those of experts that are divided among ranks.
 
         Args:
             sharded: True for AdamW's `DistributedOptimizer`; False for `sc`, which all-reduces gradients and
@@ -155,7 +155,7 @@ class Buffers:
 
     def matrices(self, buckets: Iterable[Bucket], matrices: Sequence[Matrix]) -> list[Chunk]:
         """Builds the chunks of the matrices' buckets, in the order in which buckets fill. The experts of the
-        first expert-parallel rank stand for the experts of all."""
+        first expert-parallel rank represent the experts of all ranks."""
         streams: dict[int | None, list[Bucket]] = {}
         for bucket in rank_buckets(buckets, self._stage):
             streams.setdefault(bucket.expert_rank, []).append(bucket)
@@ -167,11 +167,11 @@ class Buffers:
                     gather=gathered,
                     stream="data" if rank is None else "experts",
                 )
-                for bucket, (reduced, gathered) in zip(stream, self._reductions.in_turn(stream), strict=True)
+                for bucket, (reduced, gathered) in zip(stream, self._reductions.in_sequence(stream), strict=True)
             ]
             for rank, stream in streams.items()
         ]
-        return in_order(chunks)
+        return merge_streams(chunks)
 
     def _even(self, elements: int, module: int, group: Group, *, sharded: bool) -> Chunk:
         if not sharded:
@@ -197,7 +197,8 @@ class Buffers:
         parts = dict.fromkeys(self._part_of[weight.kind] for weight in family.weights(model))
         registered: list[Part] = ["embedding", *parts, "output"]
         order = sorted(
-            range(len(self._modules)), key=lambda n: (self._modules[n].layer, registered.index(self._modules[n].part))
+            range(len(self._modules)),
+            key=lambda place: (self._modules[place].layer, registered.index(self._modules[place].part)),
         )
         for number in order:
             module = self._modules[number]
@@ -207,8 +208,8 @@ class Buffers:
         return [(size, number) for size, number in parameters if size]
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Cuts parameters into buckets; returns (elements, first module) of each bucket. The parameters
-        registered last come first.
+        """Cuts parameters into buckets, starting with the parameter that was registered last; returns
+        (elements, first module) of each bucket.
 
         A bucket ends once it has `_limit` elements, and at the end of a model chunk.
         """

@@ -1,5 +1,5 @@
-"""The messages that each TP rank sends and receives for one micro-group, as the engine, the planner, the
-memory estimate and the simulation use them.
+"""The messages that each TP rank sends and receives for one micro-group. The engine, the planner, the memory
+estimate and the simulation use them.
 
 The ranks that store a matrix decide which parts of it are sent:
 
@@ -14,9 +14,9 @@ Together with the weights, every host sends a flag for each of its matrices to e
 which is not finite if the update was not finite. A rank sends nothing to itself. An all-to-all in which no
 fragment moves is skipped, and its flags are not sent.
 
-The engine uses a `Route`: the place of each fragment in one rank's messages. Planning, memory and simulation
-use `group_traffic`: the sizes of all ranks' messages, which equal the sizes of their routes. All sizes are in
-elements. This module does not import torch.
+The engine uses a `Route`, which has the place of each fragment in one rank's messages. Planning, memory and
+simulation use `group_traffic`, which has the sizes of all ranks' messages and agrees with their routes. All
+sizes are in elements. This module does not import torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -76,11 +76,11 @@ def group_traffic(matrices: Sequence[Matrix], hosts: Sequence[int], tp: int) -> 
 
 
 def _from_hosts(to_each: Sequence[int], homes: Iterable[tuple[int, int, int]]) -> Traffic:
-    """Returns the traffic if each host sends `to_each[host]` elements to every other rank, and for each
-    (host, home, elements) in `homes` further elements to one rank.
+    """Returns the traffic if each host sends `to_each[host]` elements to every other rank and, for each
+    (host, home, elements) in `homes`, further elements from `host` to `home`.
 
-    Sums instead of single messages are computed, because grouping `auto` compares hundreds of candidate
-    groups.
+    The function computes sums instead of single messages, because grouping `auto` compares hundreds of
+    candidate groups.
     """
     total, others = sum(to_each), len(to_each) - 1
     sent, received = [others * mine for mine in to_each], [total - mine for mine in to_each]
@@ -113,11 +113,12 @@ class Route:
     receive_splits: tuple[int, ...]
     """The elements received from each peer, flags included."""
     send_flags: tuple[tuple[int, ...], ...] = ()
-    """The offsets, by peer, of the flags of this rank's hosted matrices; they follow the fragments."""
+    """The offsets of the flags of this rank's hosted matrices in the message to each peer. Flags follow the
+    fragments."""
     receive_flags: tuple[tuple[Matrix, int], ...] = ()
-    """The matrices that other ranks host, each with the offset of its flag."""
+    """The matrices that other ranks host, each with the offset of its flag in the received buffer."""
     travels: bool
-    """True if a fragment moves between any two ranks; if False, no rank takes part in the all-to-all."""
+    """True if a fragment moves between any two ranks. If False, the all-to-all is skipped on all ranks."""
 
     @property
     def sent(self) -> int:
@@ -129,8 +130,8 @@ class Route:
 
 
 def senders(matrix: Matrix, host: int, tp: int) -> range:
-    """Returns the TP ranks whose gradients make up the whole matrix: only the host if every rank stores the
-    whole matrix."""
+    """Returns the TP ranks whose gradients make up the gradient of the whole matrix; only the host if every
+    rank stores the whole matrix."""
     return range(host, host + 1) if matrix.replicated else matrix.holders(tp)
 
 
@@ -170,6 +171,8 @@ def from_hosts(matrices: Sequence[Matrix], hosts: Sequence[int], *, rank: int, t
 
 @dataclass(frozen=True)
 class _Move:
+    """The transfer of a matrix, or of a rank's fragment of it, between two TP ranks."""
+
     matrix: Matrix
     source: int
     target: int
@@ -212,7 +215,8 @@ def _route(moves: Sequence[_Move], flagged: Sequence[Sequence[Matrix]], rank: in
 
 
 def _append(matrices: Sequence[Matrix], peer: int, tp: int, start: int, parcels: list[Parcel]) -> int:
-    """Appends the parcels of the message that begins at `start`, and returns the end of its fragments."""
+    """Appends the parcels of a message that begins at offset `start`; returns the offset at which its
+    fragments end."""
     for matrix in matrices:
         parcels.append(Parcel(matrix=matrix, peer=peer, offset=start, elements=matrix.held_elements(tp)))
         start += parcels[-1].elements

@@ -2,9 +2,9 @@
 compare a plan's candidates.
 
 `simulate.iteration` computes these waits for a whole pipeline, on the same `Timeline`. Here each stage has
-two separate timelines: one for the last backward pass, which starts reductions, and one for the first forward
-pass, which waits for gatherings. Stages after the first finish their backward passes earlier and start their
-forward passes later, by one pass for each stage before them.
+two separate timelines: one for the last backward pass, during which reductions start, and one for the first
+forward pass, which waits for gatherings. Stages after the first finish their backward passes earlier and
+start their forward passes later, by one pass for each stage before them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime, stage_time, units_taken
 from canzona_cli.costs.timeline import Ran, Timeline
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.chunks import STREAMS, Buffers, Chunk, Order, Stream, in_order
+from canzona_cli.planner.chunks import STREAMS, Chunk, ChunkBuilder, GatheringOrder, Stream, merge_streams
 from canzona_cli.planner.plan import Bucket
 from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel
 
@@ -37,10 +37,10 @@ class Outline:
 
 
 class Exposure:
-    """The waits of a run's iteration.
+    """The estimator of the seconds that an iteration of a run waits for communication and updates.
 
-    They depend only on the inputs of a plan. So sequence parallelism, the dispatcher of tokens and factors
-    that were measured in whole steps have no effect.
+    Waits depend only on the inputs of a plan. Settings that do not change a plan, such as sequence
+    parallelism and the dispatcher of tokens, therefore have no effect.
 
     Args:
         layout: the resolved layout; its number of micro-batches has no effect.
@@ -87,7 +87,7 @@ class Exposure:
             added_s = max(added_s, delay_s)
         return added_s
 
-    def roughly(
+    def estimate(
         self,
         outlines: Sequence[Sequence[Outline]],
         matrices: Sequence[Matrix],
@@ -104,7 +104,7 @@ class Exposure:
 
 
 class _StageClock:
-    """The waits of one stage's rank."""
+    """The estimator of the waits of one rank of a stage."""
 
     def __init__(self, config: RunConfig, layout: Layout, stage: int, reductions: ReductionModel) -> None:
         self._stage, self._stages, self._turns = stage, layout.pp, layout.pp - 1
@@ -113,7 +113,7 @@ class _StageClock:
         self.time: StageTime = stage_time(config, layout, stage)
         self._zero_s = zeroing_seconds(config, layout, stage)
         self._hop_s = self.time.hop.seconds
-        self._buffers = Buffers(config, layout, stage, self.time, reductions)
+        self._buffers = ChunkBuilder(config, layout, stage, self.time, reductions)
 
     @cached_property
     def _others(self) -> list[Chunk]:
@@ -125,17 +125,17 @@ class _StageClock:
 
     def outlined(self, outlines: Sequence[Outline], matrices: Sequence[Matrix]) -> list[Chunk]:
         """Returns the chunks of AdamW's parameters, followed by estimated chunks of matrices
-        (`Exposure.roughly`)."""
+        (`Exposure.estimate`)."""
         chunks: dict[Stream, list[Chunk]] = {stream: [] for stream in STREAMS}
         for bucket in outlines:
             reduced, gathered = (
-                self._reductions.roughly(bucket.elements, bucket.largest, kind, experts=bucket.experts)
+                self._reductions.estimate(bucket.elements, bucket.largest, kind, experts=bucket.experts)
                 for kind in ("reduce_scatter", "all_gather")
             )
             module = self._buffers.first_module(matrices[index] for index in bucket.matrices)
             stream: Stream = "experts" if bucket.experts else "data"
             chunks[stream].append(Chunk(module=module, reduce=reduced, gather=gathered, stream=stream))
-        return [*self._others, *in_order(chunks.values())]
+        return [*self._others, *merge_streams(chunks.values())]
 
     def reduced(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
         """Simulates the last backward pass and the reductions of its gradients.
@@ -179,7 +179,10 @@ class _StageClock:
             The seconds that updates and gatherings add to the pass through all model chunks, and to the pass
             through the first model chunk.
         """
-        order, work = Order.of(chunks, len(self._others), self.time.places), _Pass(chunk.gather for chunk in chunks)
+        order, work = (
+            GatheringOrder.of(chunks, len(self._others), self.time.places),
+            _Pass(chunk.gather for chunk in chunks),
+        )
         follows = dict(zip(order.afterwards, order.afterwards[GATHERED_AHEAD:], strict=False))
         tasks: dict[int, int] = {}
 
@@ -222,13 +225,13 @@ class _StageClock:
         late = [ran[number].end - computed_s - earlier_s for number, computed_s in ends]
         return late[-1], late[0]
 
-    def _pass_s(self, places: range, way: Literal[0, 1]) -> float:
+    def _pass_s(self, places: range, direction: Literal[0, 1]) -> float:
         """Returns the seconds of the forward (0) or backward (1) pass through the model chunk at `places`."""
-        return self.time.passes[self.time.places.index(places)][way]
+        return self.time.passes[self.time.places.index(places)][direction]
 
 
 class _Pass:
-    """The timeline of a pass through a stage, next to data-parallel transfers."""
+    """The timeline of a pass through a stage and of the data-parallel transfers at the same time."""
 
     def __init__(self, transfers: Iterable[Transfer]) -> None:
         self.timeline, self.computed_s = Timeline(), 0.0
@@ -247,12 +250,12 @@ class _Pass:
             self._seconds += moves.link_s
 
     def wait(self, tasks: Iterable[int]) -> None:
-        """Makes the computation that is added later wait for tasks."""
+        """Makes computation that is added later wait for tasks."""
         self.now()
         self._after.extend(tasks)
 
     def now(self) -> int:
-        """Returns the last task of the computation added so far."""
+        """Returns the task at whose end all computation added so far is done."""
         if self._seconds or self._after:
             self._flush(Transfer())
         return self._last

@@ -4,8 +4,8 @@
     4, 2, 6]}}
 
 stands for four entries. `each` has the fields in which the entries differ, with a list of values, or with the
-first value and a step. In text fields, such as `name`, the values replace the `*`. Every other field has one
-value for all entries. Names in a bucket are merged_families to
+first value and the step to the next. In text fields, such as `name`, the values replace the `*`. All other
+fields are equal in the four entries. Names in a bucket are shortened to
 `["decoder.layers.3.mlp.experts.linear_fc1.weight*", [0, 1, 2, 3]]`.
 """
 
@@ -26,24 +26,26 @@ def merge_families(content: Mapping[str, object]) -> dict[str, object]:
     """Returns a plan's content (`Plan.content`) in its short form."""
     return {
         **content,
-        "matrices": _merged(_entries(content["matrices"])),
-        "buckets": [{**bucket, "parameters": _names(bucket["parameters"])} for bucket in _entries(content["buckets"])],
+        "matrices": _merge_entries(_entries(content["matrices"])),
+        "buckets": [
+            {**bucket, "parameters": _shorten_names(bucket["parameters"])} for bucket in _entries(content["buckets"])
+        ],
     }
 
 
 def expand_families(content: Mapping[str, object]) -> dict[str, object]:
-    """Returns content read from a file with one entry for each matrix and each name.
+    """Returns the full form of content that was read from a file: one entry for each matrix and each name.
 
     Raises:
         ValueError: an entry's `each` does not have `count` values for every field.
     """
     matrices, buckets = content.get("matrices"), content.get("buckets")
-    plain = dict(content)
+    full = dict(content)
     if isinstance(matrices, list) and any(isinstance(entry, dict) and "each" in entry for entry in matrices):
-        plain["matrices"] = sorted((each for entry in matrices for each in _split(entry)), key=_index)
+        full["matrices"] = sorted((each for entry in matrices for each in _expand_entry(entry)), key=_index)
     if isinstance(buckets, list):
-        plain["buckets"] = [_with_names(bucket) for bucket in buckets]
-    return plain
+        full["buckets"] = [_expand_names(bucket) for bucket in buckets]
+    return full
 
 
 def _entries(part: object) -> Sequence[Entry]:
@@ -51,15 +53,15 @@ def _entries(part: object) -> Sequence[Entry]:
     return part
 
 
-def _merged(entries: Iterable[Entry]) -> list[dict[str, object]]:
-    """Merges the entries of a layer that differ only in their numbers, owner and host; the merged entry takes
-    the place of the first."""
+def _merge_entries(entries: Iterable[Entry]) -> list[dict[str, object]]:
+    """Merges the entries of each family, in the place of its first entry. Entries of a family differ only in
+    their numbers, owner and host."""
     families: dict[object, list[Entry]] = {}
     for entry in entries:
         families.setdefault(_family(entry), []).append(entry)
     merged: list[dict[str, object]] = []
     for members in families.values():
-        merged += [dict(entry) for entry in members] if len(members) < _FEWEST else [_merge(members)]
+        merged += [dict(entry) for entry in members] if len(members) < _FEWEST else [_merge_family(members)]
     return merged
 
 
@@ -74,22 +76,24 @@ def _family(entry: Entry) -> object:
     return patterns, tuple(entry.get(field) for field in alike), f"{entry.get('fragment')}"
 
 
-def _merge(members: Sequence[Entry]) -> dict[str, object]:
+def _merge_family(members: Sequence[Entry]) -> dict[str, object]:
+    """Merges the entries of one family into a single entry."""
     family, each = dict[str, object](), dict[str, object]()
     for field in members[0]:
         values = [entry[field] for entry in members]
         if field in _TEXTS:
             family[field], numbers = _pattern([f"{value}" for value in values])
-            each[field] = _in_steps(numbers) or numbers
+            each[field] = _as_steps(numbers) or numbers
         elif all(value == values[0] for value in values):
             family[field] = values[0]
         else:
-            each[field] = _in_steps(values) or values
+            each[field] = _as_steps(values) or values
     return {**family, "count": len(members), "each": each}
 
 
-def _in_steps(values: Sequence[object]) -> dict[str, int] | None:
-    """Returns the first value and the step if the values are integers in even steps; otherwise None."""
+def _as_steps(values: Sequence[object]) -> dict[str, int] | None:
+    """Returns the first value and the step between values, if all are integers at equal distances; otherwise
+    None."""
     numbers = [value for value in values if isinstance(value, int)]
     if len(numbers) < len(values) or len({after - before for before, after in pairwise(numbers)}) != 1:
         return None
@@ -97,12 +101,13 @@ def _in_steps(values: Sequence[object]) -> dict[str, int] | None:
 
 
 def _pattern(names: Sequence[str]) -> tuple[str, list[int]]:
-    """Returns the pattern of the names, and the number in each name."""
+    """Returns the pattern that names of a family share, and the number in each name."""
     parts = [part for part in map(_NUMBERED.fullmatch, names) if part]
     return f"{parts[0][1]}*{parts[0][3]}", [int(part[2]) for part in parts]
 
 
-def _split(entry: object) -> Iterator[dict[str, object]]:
+def _expand_entry(entry: object) -> Iterator[dict[str, object]]:
+    """Yields the entries that a merged entry stands for, or the entry itself."""
     if not isinstance(entry, dict) or "each" not in entry:
         yield entry  # type: ignore[misc]  # an entry of another type is refused when the plan is made from it
         return
@@ -112,7 +117,7 @@ def _split(entry: object) -> Iterator[dict[str, object]]:
     columns = {field: _column(field, values, count) for field, values in each.items()}
     common = {field: value for field, value in entry.items() if field not in ("each", "count", *columns)}
     for row in range(count):
-        yield {**common, **{field: _value(entry.get(field), values[row]) for field, values in columns.items()}}
+        yield {**common, **{field: _fill_in(entry.get(field), values[row]) for field, values in columns.items()}}
 
 
 def _column(field: str, values: object, count: int) -> Sequence[object]:
@@ -126,7 +131,8 @@ def _column(field: str, values: object, count: int) -> Sequence[object]:
     return values
 
 
-def _value(pattern: object, value: object) -> object:
+def _fill_in(pattern: object, value: object) -> object:
+    """Returns the pattern with the value in the place of `*`, or the value if the field is not a text."""
     return pattern.replace("*", f"{value}") if isinstance(pattern, str) else value
 
 
@@ -135,7 +141,7 @@ def _index(entry: object) -> int:
     return index if isinstance(index, int) else -1
 
 
-def _names(names: object) -> list[object]:
+def _shorten_names(names: object) -> list[object]:
     """Shortens consecutive names with one pattern to `[pattern, numbers]`."""
     assert isinstance(names, list | tuple)
     runs: list[tuple[object, list[str]]] = []
@@ -152,13 +158,14 @@ def _names(names: object) -> list[object]:
     return short
 
 
-def _with_names(bucket: object) -> object:
+def _expand_names(bucket: object) -> object:
+    """Returns a bucket's entry with all its names; the inverse of `_shorten_names`."""
     if not isinstance(bucket, dict) or not isinstance(bucket.get("parameters"), list):
         return bucket
     names: list[object] = []
     for item in bucket["parameters"]:
         if isinstance(item, list) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], list):
-            names += [_value(item[0], number) for number in item[1]]
+            names += [_fill_in(item[0], number) for number in item[1]]
         else:
             names.append(item)
     return {**bucket, "parameters": names}

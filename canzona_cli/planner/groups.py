@@ -23,38 +23,38 @@ from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 
 _MIB = 1 << 20
 CLOSE = 0.002
-"""The relative difference in time up to which a candidate with fewer groups is preferred, because the
-overhead of exchanges is the least predictable part."""
+"""The relative difference in time up to which a candidate with fewer groups is preferred to a faster
+candidate. The overhead of exchanges is the least predictable part of the time."""
 
 Group = tuple[int, ...]
-"""The matrices of one micro-group, by index in the plan's list."""
+"""The matrices of one micro-group, as indices in the plan's list."""
 
 
 def micro_groups(
     matrices: Sequence[Matrix],
     costs: Sequence[float],
     assignment: Assignment,
-    grouped: "Grouped",
+    search: "GroupSearch",
 ) -> tuple[MicroGroup, ...]:
     """Returns the micro-groups of every owner in order of execution.
 
-    - grouping greedy: the paper's groups, see `paper.rolled_back`, on hosts that `assign` chose in the same
+    - grouping greedy: the paper's groups, see `paper.rolled_back`. `assign` has chosen the hosts in the same
       way;
-    - grouping auto: of the candidates in `_searched` within `CLOSE` of the fastest, the one with the fewest
-      groups.
+    - grouping auto: the candidate with the fewest groups among the `_candidates` whose time is within `CLOSE`
+      of the fastest.
 
     With tp = 1 nothing is exchanged, and every owner has one group.
 
     Raises:
         ConfigError: C_max is smaller than the largest matrix.
     """
-    check_capacity(matrices, grouped.pipeline.tp, grouped.settings, grouped.pipeline.element_bytes)
-    first = expert_seconds(matrices, costs, assignment, grouped.pipeline)
+    check_capacity(matrices, search.pipeline.tp, search.settings, search.pipeline.element_bytes)
+    first = expert_seconds(matrices, costs, assignment, search.pipeline)
     groups: list[MicroGroup] = []
     for (stage, owner), jobs in sorted(held_jobs(matrices, costs, assignment).items()):
         groups += [
             MicroGroup(stage=stage, owner=owner, index=number, matrices=group)
-            for number, group in enumerate(grouped.of(jobs, first.get((stage, owner), ()))[1])
+            for number, group in enumerate(search.find(jobs, first.get((stage, owner), ()))[1])
         ]
     return tuple(groups)
 
@@ -75,8 +75,8 @@ def held_jobs(
 def expert_seconds(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, pipeline: HostedPipeline
 ) -> Mapping[tuple[int, int], tuple[float, ...]]:
-    """Returns, by (stage, owner), the seconds for which each host updates experts with an `expert_rank`,
-    before micro-groups. Owners without such experts are left out."""
+    """Returns, by (stage, owner), the seconds that each host takes to update experts with an `expert_rank`,
+    which precede micro-groups. Owners without these experts are left out."""
     counted = Counter(
         (matrix.stage, cell.owner, cell.host, cost, matrix.elements)
         for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True)
@@ -89,28 +89,28 @@ def expert_seconds(
     return {owner: tuple(of_hosts) for owner, of_hosts in seconds.items()}
 
 
-def slowest(
-    matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, grouped: "Grouped"
+def slowest_owner_seconds(
+    matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, search: "GroupSearch"
 ) -> dict[int, float]:
     """Returns the update seconds of each stage's slowest owner, as the planner's `Clock` adds them up."""
     jobs = held_jobs(matrices, costs, assignment)
-    first = expert_seconds(matrices, costs, assignment, grouped.pipeline)
+    first = expert_seconds(matrices, costs, assignment, search.pipeline)
     seconds: dict[int, float] = defaultdict(float)
     for stage, owner in jobs.keys() | first.keys():
-        done = grouped.of(jobs.get((stage, owner), []), first.get((stage, owner), ()))[0]
+        done = search.find(jobs.get((stage, owner), []), first.get((stage, owner), ()))[0]
         seconds[stage] = max(seconds[stage], done)
     return seconds
 
 
-class Grouped:
-    """The search for owners' micro-groups, with a cache for owners that have the same costs on the same
+class GroupSearch:
+    """The search for an owner's micro-groups. A cache serves owners that have the same costs on the same
     hosts."""
 
     def __init__(self, settings: PlanSettings, pipeline: HostedPipeline) -> None:
         self.settings, self.pipeline = settings, pipeline
         self._known: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
 
-    def of(self, jobs: Sequence[Job], first: Sequence[float] = ()) -> tuple[float, list[Group]]:
+    def find(self, jobs: Sequence[Job], first: Sequence[float] = ()) -> tuple[float, list[Group]]:
         """Returns an owner's update seconds, as the planner's `Clock` adds them up, and its groups.
 
         Args:
@@ -124,7 +124,7 @@ class Grouped:
             ),
         )
         if key not in self._known:
-            seconds, groups = _groups(jobs, self.settings, self.pipeline, first)
+            seconds, groups = _find_groups(jobs, self.settings, self.pipeline, first)
             positions = {job.matrix.index: position for position, job in enumerate(jobs)}
             self._known[key] = (
                 seconds,
@@ -157,13 +157,13 @@ def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, 
         )
 
 
-def _groups(
+def _find_groups(
     jobs: Sequence[Job], settings: PlanSettings, pipeline: HostedPipeline, first: Sequence[float]
 ) -> tuple[float, list[list[Job]]]:
-    """Returns the seconds that an owner's groups take, and the groups."""
+    """Finds an owner's groups; returns the seconds that they take, and the groups."""
     capacity, tp = settings.capacity(pipeline.element_bytes), pipeline.tp
     if settings.grouping == "auto" and tp > 1 and jobs:
-        return _fewest_of_the_fastest(_searched(jobs, tp, capacity), pipeline, first)
+        return _fewest_of_the_fastest(_candidates(jobs, tp, capacity), pipeline, first)
     chosen = [list(jobs)] if jobs else []
     if tp > 1:
         chosen = rolled_back(jobs, tp, capacity)
@@ -191,14 +191,13 @@ def _fewest_of_the_fastest(
     return seconds, groups
 
 
-def _searched(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
-    """Yields the candidates of grouping auto: every host's costliest matrix, then every host's second, and so
-    on, cut at capacities that double from the largest matrix to C_max. No other order gained 0.01% of an
-    iteration.
+def _candidates(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
+    """Yields the candidates of grouping auto. Jobs are in the order of `_rounds` and are cut into groups at
+    capacities that double from the largest matrix to C_max. No other order gained even 0.01% of an iteration.
 
-    Each is also yielded with a separate first and last group, because nothing overlaps with their exchanges.
-    The first group has every host's first matrix; the last group has the last matrix of every host, or only
-    of hosts that are busier than the mean.
+    Each candidate is also yielded with a separate first and last group, because nothing overlaps with their
+    exchanges. The first group has every host's first matrix; the last group has the last matrix of every
+    host, or only of hosts that are busier than the mean.
     """
     largest = max(job.received for job in jobs)
     hosted = [0] * tp
@@ -261,43 +260,51 @@ matrices. Sharing must gain something, because it changes owners, and buckets ma
 communicate."""
 
 
-def best_of(
+def choose_shared(
     matrices: Sequence[Matrix],
     costs: Sequence[float],
     hosted: Assignment,
     balanced: Assignment,
     possible: Mapping[int, Share],
     tp: int,
-    grouped: Grouped,
+    search: GroupSearch,
     memory_cap: int | None,
 ) -> Assignment:
-    """Chooses the matrices that each stage shares. Every owner of `balanced` shares the set of matrices with
-    which it is fastest. A stage whose slowest owner gains too little (`GAIN`) keeps its cells of `hosted`.
+    """Chooses the matrices that each stage shares. Each owner in `balanced` shares the matrices with which it
+    is fastest. A stage whose slowest owner gains too little (`GAIN`) keeps its cells in `hosted` and shares
+    nothing.
 
     Args:
         hosted: an assignment that shares nothing.
-        balanced: an assignment that was balanced with sharing; its owners are used.
+        balanced: an assignment that was balanced with sharing. Stages that share matrices have its owners.
         possible: the costs of the matrices that may be shared, by index.
         memory_cap: the elements of matrices that a cell may keep; None for no limit.
     """
     packer = HostPacker(costs, tp, possible)
     limits: dict[int, float] = {}
     for (stage, _), jobs in held_jobs(matrices, costs, hosted).items():
-        limits[stage] = max(limits.get(stage, 0.0), GAIN * grouped.of(jobs)[0])
-    rows: dict[int, list[tuple[int, list[Job]]]] = {}
-    late: set[int] = set()
+        limits[stage] = max(limits.get(stage, 0.0), GAIN * search.find(jobs)[0])
+    owners_of_stage: dict[int, list[tuple[int, list[Job]]]] = {}
+    unchanged: set[int] = set()
     for (stage, owner), jobs in held_jobs(matrices, costs, balanced).items():
-        if stage in late:
+        if stage in unchanged:
             continue
-        ways = [way for way in _ways(jobs, packer, possible) if memory_cap is None or _fullest(way, tp) <= memory_cap]
+        alternatives = [
+            alternative
+            for alternative in _alternatives(jobs, packer, possible)
+            if memory_cap is None or _fullest(alternative, tp) <= memory_cap
+        ]
         # The first of equally fast ways.
-        seconds, _, best = min((grouped.of(way)[0], place, way) for place, way in enumerate(ways or [jobs]))
-        rows.setdefault(stage, []).append((owner, best))
+        seconds, _, best = min(
+            (search.find(alternative)[0], place, alternative)
+            for place, alternative in enumerate(alternatives or [jobs])
+        )
+        owners_of_stage.setdefault(stage, []).append((owner, best))
         if seconds > limits[stage]:
-            late.add(stage)
+            unchanged.add(stage)
     cells, shares = list(hosted.cells), {}
-    for stage, of_stage in rows.items():
-        if stage in late:
+    for stage, of_stage in owners_of_stage.items():
+        if stage in unchanged:
             continue
         for owner, jobs in of_stage:
             for job in jobs:
@@ -307,7 +314,7 @@ def best_of(
     return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
 
 
-def _ways(jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share]) -> Iterator[list[Job]]:
+def _alternatives(jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share]) -> Iterator[list[Job]]:
     """Yields an owner's jobs on the hosts of each row of the packer, the row that shares nothing first."""
     for row in sorted(packer.rows([job.matrix.index for job in jobs]), key=lambda row: sum(row.shared) > 0):
         yield [

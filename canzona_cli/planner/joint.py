@@ -7,7 +7,7 @@ An expert can only be updated by the ranks that store it, so expert-parallel ran
 
 First the other matrices are divided evenly among the expert-parallel ranks, and each is assigned to the least
 busy cell of its rank. Then the experts of each expert-parallel rank, which are many and similar, fill up its
-cells: the costliest first, each into the least busy cell.
+cells: each goes into the least busy cell, the costliest first.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from canzona_cli.planner.plan import Cell
 from canzona_cli.planner.problem import PoolProblem
-from canzona_cli.planner.seats import spread
+from canzona_cli.planner.seats import spread_bytes
 
 
 def balanced_together(
@@ -26,7 +26,7 @@ def balanced_together(
     Args:
         stage: the problem of the matrices that all ranks of the stage store.
         experts: the problem of each expert-parallel rank's experts.
-        memory_cap: the elements of matrices that one cell may hold; None: no limit.
+        memory_cap: the elements of matrices that one cell may hold; None for no limit.
     """
     grid = _Grid(stage, experts, memory_cap)
     cells = {index: Cell.at(cell, stage.mesh) for index, cell in grid.place_others()}
@@ -46,14 +46,13 @@ class _Grid:
         everything = sum(matrix.elements for matrix in stage.matrices)
         self._room = [everything if memory_cap is None else memory_cap] * mesh.cells
         self._total = [sum(map(problem.cost, problem.units)) for problem in experts]
-        """The seconds of each expert-parallel rank's matrices."""
-        self._filled: dict[tuple[tuple[float, int], ...], list[int]] = {}
-        """A cache of the owners of an expert-parallel rank's units, by the seconds and the room of its
+        """The update seconds on all cells of each expert-parallel rank."""
+        self._cache: dict[tuple[tuple[float, int], ...], list[int]] = {}
+        """A cache of the owners of an expert-parallel rank's units, by the (seconds, room) of each of its
         cells."""
 
     def place_others(self) -> Iterator[tuple[int, int]]:
-        """Yields (matrix, cell) for the matrices that all ranks store; leaves out matrices that find no
-        room."""
+        """Places the matrices that all ranks store; yields (matrix, cell) for each matrix that finds room."""
         stage, mesh = self._stage, self._mesh
         tp, ep = mesh.tp, mesh.ep
         for unit in sorted(stage.units, key=lambda unit: (-stage.cost(unit), unit)):
@@ -86,26 +85,26 @@ class _Grid:
         return cell
 
     def place_experts(self, problem: PoolProblem) -> Mapping[int, Cell]:
-        """Returns the cells of an expert-parallel rank's experts; leaves out experts that find no room."""
+        """Places an expert-parallel rank's experts; returns the cell of each expert that finds room."""
         rank = problem.pool.expert_rank
         assert rank is not None
         cells = self._mesh.expert_cells(rank)
         key = tuple((self._busy[cell], self._room[cell]) for cell in cells)
-        if key not in self._filled:
+        if key not in self._cache:
             # Expert-parallel ranks have equal experts, so ranks with equal cells are filled in the same way.
-            owners = _filled(problem, *map(list, zip(*key, strict=True)))
+            owners = _fill(problem, *map(list, zip(*key, strict=True)))
             everyone = len(owners) == len(problem.units)
-            even = spread(problem.buckets, owners, problem.kinds) if everyone else {}
-            self._filled[key] = [even[unit] for unit in problem.units if unit in even]
+            even = spread_bytes(problem.buckets, owners, problem.kinds) if everyone else {}
+            self._cache[key] = [even[unit] for unit in problem.units if unit in even]
         cell_of = [problem.pool.cell(owner, self._mesh) for owner in range(len(cells))]
         return {
             index: cell_of[owner]
-            for members, owner in zip(problem.units.values(), self._filled[key], strict=False)
+            for members, owner in zip(problem.units.values(), self._cache[key], strict=False)
             for index in members
         }
 
 
-def _filled(problem: PoolProblem, busy: Sequence[float], room: list[int]) -> dict[int, int]:
+def _fill(problem: PoolProblem, busy: Sequence[float], room: list[int]) -> dict[int, int]:
     """Assigns an expert-parallel rank's units, the costliest first, each to the least busy owner with room;
     returns the owner of each unit that finds room.
 

@@ -1,9 +1,9 @@
 """A lower bound of the seconds of matrix updates with their exchanges: no assignment of a run's matrices is
 faster.
 
-`bounds.lower_bound` bounds only the computation. The slowest rank also has exchanges: the weight of a hosted
-matrix is sent back, and a shared matrix waits for the squares of other ranks. So the fastest plan may have a
-busier rank than necessary.
+`bounds.lower_bound` bounds only the computation. But ranks also spend time on exchanges: the weight of a
+hosted matrix is sent back, and a shared matrix waits for the squares of other ranks. In the fastest plan, the
+busiest rank may therefore compute longer than `bounds.lower_bound`.
 """
 
 import math
@@ -22,8 +22,8 @@ from canzona_cli.planner.pipeline import HostedPipeline, Job, planning
 from canzona_cli.planner.plan import Plan
 
 _MOST_UNITS = 8
-"""The largest mean number of units per owner for which the sets of units of an owner are listed. If owners
-have more, `bounds.lower_bound` is close enough."""
+"""The largest mean number of units per owner for which sets of units are listed. If owners have more units,
+`bounds.lower_bound` is close enough."""
 _MOST_SETS = 300
 _BISECTIONS = 8
 
@@ -34,7 +34,7 @@ class Updates:
 
     seconds: float
     least: float
-    """The least seconds of the slowest owner in any assignment."""
+    """A lower bound of `seconds` for every assignment."""
 
     @property
     def gap(self) -> float:
@@ -43,22 +43,23 @@ class Updates:
 
 
 def updates(config: RunConfig, layout: Layout, plan: Plan) -> Updates:
-    """Computes the updates of the stage whose slowest owner takes longest."""
+    """Computes the update time, and its bound, of the stage whose slowest owner takes longest."""
     pipeline = HostedPipeline.of(planning(config), layout)
-    taken = _taken(plan, pipeline)
+    taken = _slowest_owner_seconds(plan, pipeline)
     stage = max(taken, key=taken.__getitem__)
     possible = shares(config, plan.subject.optimizer, layout, plan.matrices)
     least = max(
         plan.lower_bounds[stage] * pipeline.updating,
         least_seconds(plan.matrices, plan.costs, stage, layout.owners, possible, pipeline),
-        _with_experts(plan, stage, pipeline) if layout.ep > 1 else 0.0,
+        _bound_with_experts(plan, stage, pipeline) if layout.ep > 1 else 0.0,
     )
     return Updates(seconds=taken[stage], least=least)
 
 
-def _with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> float:
-    """Returns a lower bound of the busiest rank's seconds in a stage whose experts are divided among ranks,
-    where all other matrices are hosted: `stage_bound` of the updates with their copies."""
+def _bound_with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> float:
+    """Returns a lower bound of the busiest rank's seconds in a stage whose experts are divided among ranks.
+    All other matrices of the stage are hosted. The bound is the `stage_bound` of the updates, including the
+    copies of exchanges."""
     known: dict[Hashable, float] = {}
     seconds = []
     for matrix, cost in zip(plan.matrices, plan.costs, strict=True):
@@ -66,13 +67,13 @@ def _with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> float:
         if key not in known:
             exchanged = matrix.expert_rank is None and pipeline.tp > 1
             alone = pipeline.each_alone(cost, matrix.elements)
-            known[key] = _ways(matrix, cost, None, pipeline).on_host if exchanged else alone
+            known[key] = _least_times(matrix, cost, None, pipeline).on_host if exchanged else alone
         seconds.append(known[key])
     return stage_bound(plan.matrices, seconds, stage, plan.subject.layout)
 
 
-def _taken(plan: Plan, pipeline: HostedPipeline) -> dict[int, float]:
-    """Returns, by stage, the seconds of the slowest owner."""
+def _slowest_owner_seconds(plan: Plan, pipeline: HostedPipeline) -> dict[int, float]:
+    """Returns the seconds of the slowest owner of each stage, by stage."""
     held = held_jobs(plan.matrices, plan.costs, plan.assignment)
     first = expert_seconds(plan.matrices, plan.costs, plan.assignment, pipeline)
     jobs = {job.matrix.index: job for of_owner in held.values() for job in of_owner}
@@ -92,13 +93,13 @@ def _taken(plan: Plan, pipeline: HostedPipeline) -> dict[int, float]:
 
 
 def _exchange_key(matrix: Matrix) -> Hashable:
-    """Returns a key of everything about a matrix that its exchanges depend on."""
+    """Returns a key of all properties of a matrix on which the time of its exchanges depends."""
     return matrix.shape, matrix.kind, matrix.home, matrix.replicated
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
-class _Ways:
-    """The least seconds of a matrix, by the way in which it is updated."""
+class _LeastTimes:
+    """The least seconds that the update of a matrix can take, if it is hosted and if it is shared."""
 
     on_host: float
     """The seconds of the host's work, excluding waits, if the matrix is hosted."""
@@ -120,8 +121,8 @@ class _Ways:
         return min(self.hosted, self.alone)
 
 
-_Unit = tuple[_Ways, ...]
-"""The matrices of a unit, which have one owner."""
+_Unit = tuple[_LeastTimes, ...]
+"""The matrices of a unit, all of which have the same owner."""
 
 
 def least_seconds(
@@ -135,19 +136,21 @@ def least_seconds(
     """Returns a lower bound of the slowest owner's seconds in a stage, as `HostedPipeline.seconds` counts
     them.
 
-    A first bound lets the ranks of an owner divide its work evenly. A better bound t is then bisected. For
-    each t, the sets of units that one owner may update within t are listed, and weights are chosen for kinds
-    of units so that no set weighs more than 1. If all units together weigh more than the number of owners,
-    every assignment takes longer than t (a dual solution of the linear program that covers all units with
-    sets). With tp = 1 nothing is exchanged, and units are packed into owners. Experts with an `expert_rank`
-    are left out, see `_with_experts`.
+    A first bound assumes that the ranks of an owner can divide its work evenly. A bisection then looks for a
+    better bound t. For each t, it lists the sets of units that one owner may be able to update within t, and
+    chooses weights for kinds of units so that no set weighs more than 1. If all units together weigh more
+    than the number of owners, every assignment takes longer than t. (The weights are a dual solution of the
+    linear program that covers all units with sets.)
+
+    With tp = 1 nothing is exchanged, and units are packed into owners. Experts with an `expert_rank` are left
+    out, see `_bound_with_experts`.
 
     Args:
         shares: the costs of the matrices that may be shared, by index.
     """
     if pipeline.tp == 1:
         return _least_without_tp(matrices, costs, stage, owners, pipeline)
-    units = _units(matrices, costs, stage, shares, pipeline)
+    units = _count_units(matrices, costs, stage, shares, pipeline)
     if not units:
         return 0.0
     kinds = _Kinds(units=tuple(units), numbers=tuple(units.values()), owners=owners, tp=pipeline.tp)
@@ -164,15 +167,15 @@ def _least_without_tp(
     matrices: Sequence[Matrix], costs: Sequence[float], stage: int, owners: int, pipeline: HostedPipeline
 ) -> float:
     """Computes `least_seconds` with tp = 1."""
-    units: dict[int, list[Job]] = {}
+    jobs_of_unit: dict[int, list[Job]] = {}
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage and matrix.expert_rank is None:
-            units.setdefault(matrix.unit, []).append(Job(matrix=matrix, host=0, seconds=cost))
+            jobs_of_unit.setdefault(matrix.unit, []).append(Job(matrix=matrix, host=0, seconds=cost))
     begin_s = pipeline.begin_s  # `alone` adds the launch for each unit, but an owner launches its updates only once
-    return begin_s + packing_bound([pipeline.alone(unit) - begin_s for unit in units.values()], owners)
+    return begin_s + packing_bound([pipeline.alone(unit) - begin_s for unit in jobs_of_unit.values()], owners)
 
 
-def _units(
+def _count_units(
     matrices: Sequence[Matrix],
     costs: Sequence[float],
     stage: int,
@@ -180,23 +183,23 @@ def _units(
     pipeline: HostedPipeline,
 ) -> Counter[_Unit]:
     """Counts the units of a stage by kind."""
-    known: dict[Hashable, _Ways] = {}
-    members: dict[int, list[_Ways]] = {}
+    known: dict[Hashable, _LeastTimes] = {}
+    members: dict[int, list[_LeastTimes]] = {}
     for matrix, cost in zip(matrices, costs, strict=True):
         if matrix.stage == stage and matrix.expert_rank is None:
             share = shares.get(matrix.index)
             key = (_exchange_key(matrix), cost, share)
             if key not in known:
-                known[key] = _ways(matrix, cost, share, pipeline)
+                known[key] = _least_times(matrix, cost, share, pipeline)
             members.setdefault(matrix.unit, []).append(known[key])
     return Counter(tuple(sorted(unit, reverse=True)) for unit in members.values())
 
 
-def _ways(matrix: Matrix, cost: float, share: Share | None, pipeline: HostedPipeline) -> _Ways:
+def _least_times(matrix: Matrix, cost: float, share: Share | None, pipeline: HostedPipeline) -> _LeastTimes:
     """Computes the least seconds of one matrix, hosted and shared."""
     hosts = [pipeline.least(Job(matrix=matrix, host=host, seconds=cost)) for host in range(pipeline.tp)]
     shared = [Job(matrix=matrix, host=0, seconds=cost, share=share)]
-    return _Ways(
+    return _LeastTimes(
         on_host=min(host.host for host in hosts),
         on_others=min(host.others for host in hosts),
         back=min(host.back for host in hosts),
@@ -218,7 +221,7 @@ class _Kinds:
 
     @cached_property
     def together(self) -> float:
-        """The least seconds of the slowest owner if its ranks could divide all work evenly."""
+        """The lower bound of the slowest owner's seconds if an owner's ranks could divide its work evenly."""
         whole = [
             sum(min(way.on_host, self.tp * way.on_each) for way in unit)
             for unit, number in zip(self.units, self.numbers, strict=True)
@@ -227,7 +230,8 @@ class _Kinds:
         return packing_bound(whole, self.owners) / self.tp
 
     def take_longer(self, seconds: float) -> bool:
-        """Returns True if it is certain that some owner takes longer than `seconds`."""
+        """Returns True if, in every assignment, some owner takes longer than `seconds`; False if this is not
+        proven."""
         sets = self._sets(seconds)
         if sets is None:
             return False
@@ -246,7 +250,7 @@ class _Kinds:
             longer = []
             for begun in sets:
                 for number in count():
-                    if not self._within((*begun, number), seconds):
+                    if not self._may_finish((*begun, number), seconds):
                         break
                     longer.append((*begun, number))
                     if len(longer) > _MOST_SETS or number == self.numbers[place]:
@@ -256,24 +260,27 @@ class _Kinds:
             sets = longer
         return sets
 
-    def _within(self, numbers: Sequence[int], seconds: float) -> bool:
+    def _may_finish(self, numbers: Sequence[int], seconds: float) -> bool:
         """Returns False if it is certain that an owner takes longer than `seconds` for a set of units."""
-        held = Counter[_Ways]()
+        held = Counter[_LeastTimes]()
         for unit, number in zip(self.units, numbers, strict=False):
             for way in unit:
                 held[way] += number
         ranges = [range(number + 1) if way.on_each <= seconds else range(1) for way, number in held.items()]
-        return any(_fit(list(_hosted(held, shared)), held, shared, seconds, self.tp) for shared in product(*ranges))
+        return any(_may_fit(list(_hosted(held, shared)), held, shared, seconds, self.tp) for shared in product(*ranges))
 
 
-def _hosted(held: Mapping[_Ways, int], shared: Sequence[int]) -> Iterator[_Ways]:
-    """Yields the matrices that are hosted if `shared[k]` matrices of the kind k are shared."""
+def _hosted(held: Mapping[_LeastTimes, int], shared: Sequence[int]) -> Iterator[_LeastTimes]:
+    """Yields the hosted matrices if `shared[k]` of the matrices in the k-th entry of `held` are shared."""
     for (way, number), of_kind in zip(held.items(), shared, strict=True):
         yield from (way for _ in range(number - of_kind))
 
 
-def _fit(hosted: Sequence[_Ways], held: Mapping[_Ways, int], shared: Sequence[int], seconds: float, tp: int) -> bool:
-    """Returns False if an owner certainly takes longer than `seconds` with these matrices on hosts."""
+def _may_fit(
+    hosted: Sequence[_LeastTimes], held: Mapping[_LeastTimes, int], shared: Sequence[int], seconds: float, tp: int
+) -> bool:
+    """Returns False only if an owner certainly takes longer than `seconds` to update these hosted and shared
+    matrices."""
     if any(way.hosted > seconds for way in hosted):
         return False
     together = [way for way, number in zip(held, shared, strict=True) for _ in range(number)]
@@ -286,9 +293,9 @@ def _fit(hosted: Sequence[_Ways], held: Mapping[_Ways, int], shared: Sequence[in
 
 
 def _weights(sets: Sequence[Sequence[int]], order: Sequence[int]) -> list[float] | None:
-    """Returns a weight for each kind, so that no set weighs more than 1. Kinds get, one after another in this
-    `order`, the largest weight that the weights so far allow. Returns None if a kind is in no set, so that no
-    owner can have it."""
+    """Returns a weight for each kind, so that no set weighs more than 1. In the given `order`, each kind gets
+    the largest weight that the earlier weights allow. Returns None if a kind is in no set, so that no owner
+    can update it in time."""
     weights = [0.0] * len(order)
     for kind in order:
         left = [

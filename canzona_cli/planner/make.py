@@ -1,8 +1,8 @@
-"""Makes the `Plan` of a run, in attempts that need less and less memory until every rank has enough.
+"""Makes the `Plan` of a run. If a plan needs too much memory, further attempts need less and less.
 
-An attempt balances matrices over the grid and shares some if sharing is faster. Of equally fast assignments,
-it keeps the one with less communication. Buckets and micro-groups follow from the assignment. A plan does not
-depend on torch, on elapsed time or on random numbers.
+An attempt balances matrices over the grid and shares some if sharing is faster. Of several equally fast
+assignments, it keeps the one with the least communication. Buckets and micro-groups follow from the
+assignment. Planning uses neither torch nor random numbers, and does not depend on elapsed time.
 """
 
 import json
@@ -20,7 +20,7 @@ from canzona_cli.config.settings import settings_affecting
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import GIB, capacity, element_bytes, headroom, spare_bytes
 from canzona_cli.costs.sharing import shares
-from canzona_cli.costs.update import algorithm, update_costs
+from canzona_cli.costs.update import algorithm_of, update_costs
 from canzona_cli.errors import ConfigError, DoesNotFit, Problem
 from canzona_cli.fields import PLAN
 from canzona_cli.model.matrices import Matrix
@@ -33,13 +33,13 @@ from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.paper import as_published
 from canzona_cli.planner.pipeline import HostedPipeline, planning
 from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
-from canzona_cli.planner.reduction import plain
+from canzona_cli.planner.reduction import uniform_buckets
 
 _LATER: Final = {"num_experts": 0, "gated": True}
 """The model settings that are newer than plan files. A setting with this value is left out of a plan's
 subject, so that older plans keep their hashes."""
 _CAPACITIES = (8, 4, 2, 1)
-"""The values of C_max that are tried if the user sets none, as multiples of the largest matrix."""
+"""The values of C_max that are tried to save memory, as multiples of the largest matrix."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
@@ -57,7 +57,7 @@ def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None
         model=MappingProxyType(model if shapes is None else {"shapes": shapes.digest}),
         layout=layout.mesh,
         settings=settings(config),
-        optimizer=algorithm(config),
+        optimizer=algorithm_of(config),
         buffers=MappingProxyType(
             {
                 "bucket_elements": bucket_elements(config, layout),
@@ -83,7 +83,7 @@ def settings(config: RunConfig) -> PlanSettings:
     """Collects a run's planner settings. Strategies without a plan, sc and layerwise, are planned as
     canzona."""
     engine = config.engine
-    asked = PlanSettings(
+    requested = PlanSettings(
         strategy=engine.strategy if engine.strategy in PLANNED else "canzona",
         layout=engine.layout,
         splitting=engine.splitting,
@@ -94,7 +94,7 @@ def settings(config: RunConfig) -> PlanSettings:
         exchange_dtype=engine.exchange_dtype,
         mode=engine.mode,
     )
-    return as_published(asked) if asked.strategy == "paper" else asked
+    return as_published(requested) if requested.strategy == "paper" else requested
 
 
 def planned_matrices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> tuple[Matrix, ...]:
@@ -112,14 +112,14 @@ def attempt(
     memory_cap: int | None,
     c_max: int | None = None,
 ) -> Plan:
-    """Makes the fastest plan, by the cost model, within `memory_cap`.
+    """Makes the plan that the cost model predicts to be fastest within `memory_cap`.
 
     For strategy paper with tp > 1, several values of C_max are tried if none is given.
 
     Args:
         members: the matrices of the plan, see `planned_matrices`.
         memory_cap: the elements of matrices that a rank may keep; None for no limit.
-        c_max: a C_max in elements that saves memory; None for the C_max of the run's settings.
+        c_max: a smaller C_max, in elements, to save memory; None for the C_max of the run's settings.
     """
     return _fastest(config, layout, _attempts_with(config, layout, shapes, members, memory_cap, c_max))
 
@@ -133,7 +133,7 @@ def _fastest(config: RunConfig, layout: Layout, attempts: Sequence[Attempt]) -> 
 
 @lru_cache(maxsize=2)
 def _exposure(config: RunConfig, layout: Layout) -> Exposure:
-    """Returns the waits of a run, which are the same for all attempts at its plan."""
+    """Returns the estimator of a run's waits; all attempts at its plan use the same."""
     return Exposure(config, layout)
 
 
@@ -145,25 +145,27 @@ def _attempts_with(
     memory_cap: int | None,
     c_max: int | None,
 ) -> list[Attempt]:
-    """Prepares the attempts of `attempt`, one for each C_max to try."""
+    """Prepares attempts with the same arguments as `attempt`, one for each C_max to try."""
     sizes: list[int | None] = [c_max]
     if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max is None and layout.tp > 1:
         sizes += _capacities(members, None)
-    prices, about = _prices(config, layout, members), subject(config, layout, shapes)
+    prices, plan_subject = _prices(config, layout, members), subject(config, layout, shapes)
     resizes = config.parallel.bucket_elements is None
-    return [Attempt(about, members, prices, resizes=resizes, memory_cap=memory_cap, c_max=size) for size in sizes]
+    return [
+        Attempt(plan_subject, members, prices, resizes=resizes, memory_cap=memory_cap, c_max=size) for size in sizes
+    ]
 
 
-def _capacities(members: Sequence[Matrix], asked: int | None) -> list[int]:
-    """Returns falling values of C_max in elements, below the value that the user set, down to the largest
-    matrix."""
+def _capacities(members: Sequence[Matrix], user_limit: int | None) -> list[int]:
+    """Returns the values of C_max to try, in elements and descending: those of `_CAPACITIES` that are below
+    `user_limit`, the user's C_max."""
     largest = max(matrix.elements for matrix in members if matrix.expert_rank is None)
-    return [times * largest for times in _CAPACITIES if asked is None or times * largest < asked]
+    return [times * largest for times in _CAPACITIES if user_limit is None or times * largest < user_limit]
 
 
 @lru_cache(maxsize=16)
 def _prices(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> Prices:
-    costs, possible = update_costs(config, members), shares(config, algorithm(config), layout, members)
+    costs, possible = update_costs(config, members), shares(config, algorithm_of(config), layout, members)
     bounds = tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
     pipeline = HostedPipeline.of(planning(config), layout)
     return Prices(costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
@@ -199,7 +201,7 @@ def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tupl
 
 
 def plan_of_run(config: RunConfig, layout: Layout) -> Plan | None:
-    """Makes the plan that a resolved run executes; None if the run's strategy has no plan.
+    """Makes the plan that a resolved run executes; returns None if the run's strategy has no plan.
 
     Raises:
         ConfigError, DoesNotFit: see `make_plan`.
@@ -214,7 +216,8 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
     layout.
 
     Args:
-        shapes: the user's own shapes, planned instead of `config.model` (which is then their `stand_in`).
+        shapes: the user's own shapes, which are planned instead of `config.model`; `config.model` is then
+            `ModelShapes.stand_in`.
 
     Raises:
         ConfigError: `engine.c_max_mib` is smaller than the largest matrix, tp does not divide a dimension
@@ -239,8 +242,8 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
                 continue
             if run is config:
                 return plan
-            about, prices = subject(config, layout, shapes), _prices(config, layout, members)
-            return replace(plan, subject=about, lower_bounds=prices.bounds)
+            plan_subject, prices = subject(config, layout, shapes), _prices(config, layout, members)
+            return replace(plan, subject=plan_subject, lower_bounds=prices.bounds)
     raise DoesNotFit(
         Problem(
             key="gpus",
@@ -257,31 +260,31 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
 def _attempts(
     config: RunConfig, layout: Layout, shapes: ModelShapes | None, members: tuple[Matrix, ...], limit: int
 ) -> Iterator[Plan]:
-    """Yields plans that need less and less memory, the fastest first.
+    """Yields plans from the fastest to the one that needs the least memory.
 
     Args:
         limit: the bytes of one GPU that the run may use.
     """
     free = plan_unbounded(config, layout, shapes)
-    how, asked = free.subject.optimizer, free.subject.settings.capacity(config.exchange_bytes)
-    spare, counts = spare_bytes(config, how, layout, limit), Counter(matrix.shape for matrix in members)
+    algorithm, user_limit = free.subject.optimizer, free.subject.settings.capacity(config.exchange_bytes)
+    spare, counts = spare_bytes(config, algorithm, layout, limit), Counter(matrix.shape for matrix in members)
     for careful in (False, True):
         # The elements of matrices that one rank may keep.
-        memory_cap = max(1, int(spare / element_bytes(config, how, counts, careful=careful)))
+        memory_cap = max(1, int(spare / element_bytes(config, algorithm, counts, careful=careful)))
         fits = _most_held(free) <= memory_cap
         plan = free if fits else attempt(config, layout, shapes, members, memory_cap)
-        yield from _with_less(plan)
-        for c_max in _capacities(members, asked):
+        yield from _with_and_without_rings(plan)
+        for c_max in _capacities(members, user_limit):
             if c_max < _most_received(plan):  # otherwise the plan would be the same
                 plan = attempt(config, layout, shapes, members, memory_cap, c_max)
-                yield from _with_less(plan)
+                yield from _with_and_without_rings(plan)
 
 
 def plan_unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Plan:
-    """Makes a plan without a memory limit, for comparisons and for runs with enough memory.
+    """Makes the fastest plan, without a memory limit.
 
-    The last 32 plans are cached. Layouts with the same `Layout.bare` share all candidates, but may choose
-    different ones, because the choice depends on the times of the forward and backward pass.
+    The last 32 plans are cached. Layouts with the same `Layout.bare` have the same candidates. Their plans
+    may still differ, because the choice depends on the times of the forward and backward pass.
     """
     open_parallel = replace(config.parallel, tp=None, pp=None, vpp=None, cp=None, sequence_parallel=None)
     open_train = replace(config.train, micro_batch_size=None, global_batch_size=None, recompute=None)
@@ -301,12 +304,12 @@ def _unbounded_attempts(config: RunConfig, layout: Layout, shapes: ModelShapes |
 
 
 def _most_held(plan: Plan) -> int:
-    """Counts the elements of matrices on the cell that keeps the most."""
+    """Counts the matrix elements on the fullest cell."""
     return max(max(plan.held_elements(stage)) for stage in range(plan.subject.layout.pp))
 
 
 def _most_received(plan: Plan) -> int:
-    """Counts the elements that the fullest host of a micro-group receives."""
+    """Counts the elements that a host receives in one micro-group, at most."""
     received = Counter[tuple[int, int]]()
     for number, group in enumerate(plan.groups):
         for matrix in group.matrices:
@@ -314,10 +317,10 @@ def _most_received(plan: Plan) -> int:
     return max(received.values(), default=0)
 
 
-def _with_less(plan: Plan) -> Iterator[Plan]:
-    """Yields the plan, then the plan without the rings that the planner chose, because their scratch takes
-    memory."""
+def _with_and_without_rings(plan: Plan) -> Iterator[Plan]:
+    """Yields the plan, and then, if it has rings that the planner chose, the plan without them, which needs
+    less scratch."""
     yield plan
-    without = plain(plan.buckets, plan.subject.settings)
-    if without != plan.buckets:
-        yield replace(plan, buckets=without)
+    without_rings = uniform_buckets(plan.buckets, plan.subject.settings)
+    if without_rings != plan.buckets:
+        yield replace(plan, buckets=without_rings)

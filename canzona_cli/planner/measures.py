@@ -23,12 +23,13 @@ class Balance:
     seconds. 1.0 is perfect."""
 
     dp: float
-    """The balance over owners, whose seconds are the sums over their hosts."""
+    """The balance over owners. An owner's seconds are the sum over its hosts."""
     tp: float
     """The balance over the hosts of the owner that has the slowest host. If this owner is also the busiest,
     `grid` is `dp` times `tp`."""
     grid: float
-    """The balance over all cells: the time of the update relative to its time with perfect balance."""
+    """The balance over all cells, which equals the time of the update relative to its time with perfect
+    balance."""
     lower_bound: float
     """The lower bound of `grid`: no assignment has a smaller value."""
     ranks: float
@@ -76,8 +77,8 @@ class Communication:
     """The number of collectives over the TP group: at most two all-to-alls for each micro-group, and the
     collectives of shared matrices."""
     dp_byte_balance: float
-    """The elements of each bucket's busiest owner, summed over buckets, relative to even shares. 1.0 if all
-    owners have equally many elements of each bucket. alpha trades this balance against load balance."""
+    """The balance of communication: the elements of each bucket's fullest owner, summed over buckets,
+    relative to the sum with equal shares. 1.0 is perfect. alpha trades this balance against load balance."""
     padding_fraction: float
     """The padding in the matrices' buffers, in elements per element of a matrix; 0.5 means 50% more
     memory."""
@@ -93,7 +94,7 @@ class UpdateKind:
     seconds: float
     """The seconds that one rank takes to update one matrix."""
     shared: int
-    """The number of shared matrices, which their owners' TP groups update together, in Gram form."""
+    """The number of these matrices that are shared. Shared matrices are updated in Gram form."""
     fragment_s: float
     """The seconds that every rank of the TP group takes for one shared matrix; 0 if none is shared."""
     form: Form | None
@@ -102,11 +103,12 @@ class UpdateKind:
     """`symmetric` if the cost assumes symmetric kernels for matmuls with a symmetric result
     (`cluster.symmetric_factor`)."""
     together: int
-    """The largest number of matrices that a host updates at once, in batched matmuls; 1 for one by one."""
+    """The largest number of matrices that a host updates at once, in batched matmuls; 1 if matrices are not
+    batched."""
     error: float | None
-    """The root mean square of |s - 1| over those singular values s of the update, in exact arithmetic, that
-    started at 0.007 to 1 times the largest singular value. Rounding adds less than 0.01 in either form, in
-    bf16 or fp16. None if unknown."""
+    """The distance of the update from an orthogonal matrix in exact arithmetic: the root mean square of |s -
+    1| over its singular values s, except those that began below 0.007 times the largest. Rounding adds less
+    than 0.01 in either form, in bf16 or fp16. None if it is unknown."""
 
 
 POLYNOMIAL_ERROR = {
@@ -122,19 +124,19 @@ POLYNOMIAL_ERROR = {
 
 def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
     """Describes how each shape of the plan is updated; the shape that takes longest in total comes first."""
-    how, optimizer = plan.subject.optimizer, config.optimizer
+    algorithm, optimizer = plan.subject.optimizer, config.optimizer
     orthogonal = isinstance(optimizer, NewtonSchulzConfig)
     counted = Counter((m.rows, m.cols, cost) for m, cost in zip(plan.matrices, plan.costs, strict=True))
     shares: dict[tuple[int, int], list[Share]] = {}
     for index, share in plan.assignment.shares.items():
         shares.setdefault(plan.matrices[index].shape, []).append(share)
     error = None
-    if isinstance(optimizer, NewtonSchulzConfig) and how.ns_steps == 5:
+    if isinstance(optimizer, NewtonSchulzConfig) and algorithm.ns_steps == 5:
         error = POLYNOMIAL_ERROR[optimizer.coefficients]
-    halved = orthogonal and how.precision == "bf16" and config.cluster.symmetric_factor < 1
+    symmetric = orthogonal and algorithm.precision == "bf16" and config.cluster.symmetric_factor < 1
     described = []
     for (rows, cols, cost), number in sorted(counted.items(), key=lambda item: -item[1] * item[0][2]):
-        shared, stack = shares.get((rows, cols), ()), stack_of(how, rows, cols, config.cluster)
+        shared, stack = shares.get((rows, cols), ()), stack_of(algorithm, rows, cols, config.cluster)
         described.append(
             UpdateKind(
                 rows=rows,
@@ -143,8 +145,8 @@ def kinds(config: RunConfig, plan: Plan) -> tuple[UpdateKind, ...]:
                 seconds=cost,
                 shared=len(shared),
                 fragment_s=shared[0].each if shared else 0.0,
-                form=form_of(how, rows, cols, config.cluster) if orthogonal else None,
-                products="symmetric" if halved and stack == 1 else "plain",
+                form=form_of(algorithm, rows, cols, config.cluster) if orthogonal else None,
+                products="symmetric" if symmetric and stack == 1 else "plain",
                 together=stack,
                 error=error,
             )
@@ -162,15 +164,15 @@ def balance(plan: Plan) -> Balance:
     total, slowest = math.fsum(owners), max(range(len(loads)), key=loads.__getitem__)
     mean, owner_mean = total / mesh.cells, total / mesh.owners
     grid = max(1.0, loads[slowest] / mean)
-    of_all = math.fsum(map(math.fsum, stages)) / (mesh.pp * mesh.cells)
-    ranks = max(1.0, loads[slowest] / of_all)
+    mean_of_all = math.fsum(map(math.fsum, stages)) / (mesh.pp * mesh.cells)
+    ranks = max(1.0, loads[slowest] / mean_of_all)
     return Balance(
         dp=max(owners) / owner_mean,
         tp=loads[slowest] / (owners[slowest // mesh.tp] / mesh.tp),
         grid=grid,
         lower_bound=min(max(bound / mean, 1.0), grid),  # the bound exceeds `grid` only by rounding
         ranks=ranks,
-        ranks_bound=min(max(max(plan.lower_bounds) / of_all, 1.0), ranks),
+        ranks_bound=min(max(max(plan.lower_bounds) / mean_of_all, 1.0), ranks),
         slowest_s=loads[slowest],
         mean_s=mean,
         slowest=Place.of(mesh, stage, slowest),
@@ -203,7 +205,7 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
 
 
 class _RankTraffic(NamedTuple):
-    """The elements that a rank of a stage sends to reduce and to gather, and the collectives of its
+    """The elements that a rank sends in reductions and gatherings, and the number of collectives for its
     matrices."""
 
     reduced: float
@@ -255,7 +257,8 @@ def exchanges(plan: Plan) -> Counter[tuple[int, int]]:
 
 
 def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
-    """Counts the bytes that each rank sends within its TP group in a step, by stage and then cell."""
+    """Counts the bytes that each rank sends within its TP group in a step, at index `Mesh.rank(stage,
+    cell)`."""
     mesh = plan.subject.layout
     width, grad = config.train.weight_bytes, config.engine.gradient_bytes
     sent = [0] * (mesh.pp * mesh.cells)
@@ -272,7 +275,7 @@ def exchange_sent(config: RunConfig, plan: Plan) -> list[int]:
 
 
 def padding_fraction(buckets: Iterable[Bucket]) -> float:
-    """Returns the padding of all stages' buckets, in elements per element of a matrix."""
+    """Returns the padding of buckets relative to the matrices in them; 0.5 means 50% more memory."""
     padding = elements = 0
     for bucket in buckets:
         padding, elements = padding + bucket.padding, elements + bucket.elements

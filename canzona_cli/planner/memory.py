@@ -4,15 +4,16 @@ which includes state, weights and activations.
 The engine allocates its buffers once and keeps them. With tp > 1 it has message buffers for the gradients and
 weights of micro-groups. There are two sets of each, because two groups are in flight (one set if the owner
 has only one group), and each set is as large as the rank's largest group. A host also assembles the whole
-fp32 gradients of one group. Shared matrices need a buffer for the fp32 gradient of one fragment if the
-gradient is not already contiguous and in fp32, and scratch for the squares of two interleaved matrices.
+fp32 gradients of one group. Shared matrices need scratch for the squares of two interleaved matrices. If
+their gradients are not already contiguous and in fp32, they also need a buffer for the fp32 gradient of one
+fragment.
 
 With tp = 1 there are no messages, and gradients are used in place if they are contiguous and in fp32.
 Gradients of q, k and v are not contiguous, because they are interleaved in their parameter; and if gradients
 are reduced in bf16, none is in fp32. Gradients that cannot be used in place are copied in batches of at most
-`BATCH_BYTES`, or of one matrix. The matrices' optimizers keep scratch of their own (`workspace`). Some ways
-of reducing gradients and gathering weights need further memory during the backward and the forward pass
-(`reduction`, `gathering`).
+`BATCH_BYTES`, or of one matrix. The matrices' optimizers also keep scratch (`StepBuffers.workspace`). Rings
+need further memory during the backward and the forward pass (`StepBuffers.reduction`,
+`StepBuffers.gathering`).
 
 All sizes are in bytes on one rank.
 """
@@ -33,7 +34,7 @@ from canzona_cli.model.matrices import Matrix, Shape
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.exchange import group_traffic
 from canzona_cli.planner.order import LANES
-from canzona_cli.planner.plan import Plan, per_cell, rank_buckets
+from canzona_cli.planner.plan import Plan, rank_buckets, sum_by_cell
 from canzona_cli.planner.reduction import ring_scratch
 
 
@@ -77,7 +78,7 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     for owner in range(mesh.owners):
         groups = [
             [
-                _Placed(plan.matrices[index], plan.assignment.cells[index].host, plan.assignment.shares.get(index))
+                _GroupMember(plan.matrices[index], plan.assignment.cells[index].host, plan.assignment.shares.get(index))
                 for index in group
             ]
             for group in by_owner.get(owner, ())
@@ -85,8 +86,10 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
         row = slice(owner * mesh.tp, (owner + 1) * mesh.tp)
         # Most of the thousands of owners have the same matrices as another owner.
         key = (
-            tuple(tuple((_alike(placed.matrix), placed.host, placed.share) for placed in group) for group in groups),
-            tuple(tuple(map(_alike, of_host)) for of_host in experts[row]),
+            tuple(
+                tuple((_buffer_key(member.matrix), member.host, member.share) for member in group) for group in groups
+            ),
+            tuple(tuple(map(_buffer_key, of_host)) for of_host in experts[row]),
         )
         if key not in known:
             known[key] = list(_owners_buffers(config, plan.subject.optimizer, copies, groups, experts[row]))
@@ -97,12 +100,12 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     ]
 
 
-def _alike(matrix: Matrix) -> Hashable:
-    """Returns a key of everything about a matrix that its buffers depend on."""
+def _buffer_key(matrix: Matrix) -> Hashable:
+    """Returns a key of all properties of a matrix on which its buffers depend."""
     return matrix.shape, matrix.kind, matrix.shard_dim, matrix.home, _is_head(matrix)
 
 
-class _Placed(NamedTuple):
+class _GroupMember(NamedTuple):
     """A matrix of a micro-group."""
 
     matrix: Matrix
@@ -112,7 +115,8 @@ class _Placed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Copies:
-    """The copies of gradients that are not contiguous and in fp32 in the buffer in which they are reduced."""
+    """The copies of gradients. A gradient is copied unless it is contiguous and in fp32 in the buffer in
+    which it is reduced."""
 
     interleaved: frozenset[Kind]
     """The kinds of matrices whose gradients are not contiguous."""
@@ -120,15 +124,15 @@ class _Copies:
     """True if gradients are reduced in fp32."""
 
     def of_host(self, matrix: Matrix, tp: int, host: int) -> int:
-        """Counts the elements of a matrix's gradient that its host has to copy: all elements, or none if the
-        host already has the whole gradient contiguous and in fp32."""
+        """Counts the elements of a matrix's gradient that its host has to copy: none if the host has the
+        whole gradient contiguous and in fp32, otherwise all."""
         interleaved = matrix.kind in self.interleaved and not _is_head(matrix)
         stored_whole = matrix.home == host or (matrix.home is None and (tp == 1 or matrix.replicated))
         return 0 if stored_whole and not interleaved and self.fp32 else matrix.elements
 
     def of_fragment(self, matrix: Matrix, tp: int) -> int:
-        """Counts the elements of a shared matrix's fragment that a rank has to copy: all elements, or none if
-        the fragment's gradient is contiguous and in fp32."""
+        """Counts the elements of a shared matrix's fragment that a rank has to copy: none if the fragment's
+        gradient is contiguous and in fp32, otherwise all."""
         return 0 if matrix.kind not in self.interleaved and self.fp32 else matrix.elements // tp
 
     def batched(self, matrices: Sequence[Matrix]) -> tuple[int, list[list[Shape]]]:
@@ -144,24 +148,24 @@ class _Copies:
 
 def _owners_buffers(
     config: RunConfig,
-    how: Algorithm,
+    algorithm: Algorithm,
     copies: _Copies,
-    groups: Sequence[Sequence[_Placed]],
+    groups: Sequence[Sequence[_GroupMember]],
     experts: Sequence[Sequence[Matrix]],
 ) -> Iterator[StepBuffers]:
-    """Yields the buffers of each host of an owner, without the fields `reduction` and `gathering`.
+    """Yields the buffers of each host of an owner; the fields `reduction` and `gathering` are left at 0.
 
     Args:
         groups: the owner's micro-groups.
         experts: by host, the experts with an `expert_rank`.
     """
     tp = len(experts)
-    shared = [placed.matrix for group in groups for placed in group if placed.share is not None]
-    groups = [[placed for placed in group if placed.share is None] for group in groups]
+    shared = [member.matrix for group in groups for member in group if member.share is not None]
+    groups = [[member for member in group if member.share is None] for group in groups]
     moved = [
-        group_traffic([placed.matrix for placed in group], [placed.host for placed in group], tp) for group in groups
+        group_traffic([member.matrix for member in group], [member.host for member in group], tp) for group in groups
     ]
-    fragment_copy = _most(FP32 * copies.of_fragment(matrix, tp) for matrix in shared)
+    fragment_copy = _largest(FP32 * copies.of_fragment(matrix, tp) for matrix in shared)
     cut = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in shared]
     messages = (
         (config.train.weight_bytes, [of_group.weights for of_group in moved]),
@@ -171,19 +175,19 @@ def _owners_buffers(
         exchange = 0
         for width, all_to_alls in messages:
             sets = min(2, len(groups))
-            exchange += sets * width * _most(traffic.sent[rank] for traffic in all_to_alls)
-            exchange += sets * width * _most(traffic.received[rank] for traffic in all_to_alls)
-        hosted = [[placed.matrix for placed in group if placed.host == rank] for group in groups]
+            exchange += sets * width * _largest(traffic.sent[rank] for traffic in all_to_alls)
+            exchange += sets * width * _largest(traffic.received[rank] for traffic in all_to_alls)
+        hosted = [[member.matrix for member in group if member.host == rank] for group in groups]
         if tp == 1:
             gradients, together = copies.batched([matrix for group in hosted for matrix in group])
         else:
-            copied_most = _most(sum(copies.of_host(matrix, tp, rank) for matrix in group) for group in hosted)
+            copied_most = _largest(sum(copies.of_host(matrix, tp, rank) for matrix in group) for group in hosted)
             gradients, together = FP32 * copied_most, [[matrix.shape for matrix in group] for group in hosted]
         of_experts, expert_shapes = copies.batched(experts[rank])
         yield StepBuffers(
             exchange=exchange,
             gradients=gradients + fragment_copy + of_experts,
-            workspace=workspace_bytes(config, how, [*together, *expert_shapes], cut[::LANES], cut[1::LANES]),
+            workspace=workspace_bytes(config, algorithm, [*together, *expert_shapes], cut[::LANES], cut[1::LANES]),
         )
 
 
@@ -193,7 +197,7 @@ def batch_bytes(elements: Sequence[int]) -> int:
     Args:
         elements: the elements of each matrix whose gradient is copied; 0 for all other matrices.
     """
-    return FP32 * _most(sum(elements[batch]) for batch in in_batches(elements))
+    return FP32 * _largest(sum(elements[batch]) for batch in in_batches(elements))
 
 
 def _is_head(matrix: Matrix) -> bool:
@@ -201,7 +205,7 @@ def _is_head(matrix: Matrix) -> bool:
     return matrix.name.rpartition(".")[2].isdigit()
 
 
-def _most(sizes: Iterable[int]) -> int:
+def _largest(sizes: Iterable[int]) -> int:
     return max(sizes, default=0)
 
 
@@ -220,7 +224,8 @@ class Place:
         return cls(rank=mesh.rank(stage, cell), stage=stage, owner=owner, host=host)
 
     def describe(self, mesh: Mesh) -> str:
-        """Returns the rank as `rank 37: owner 4, host 5`, with its stage if there are several."""
+        """Describes the rank, for example as `rank 37: owner 4, host 5`; names its stage if there are
+        several."""
         stage = f"stage {self.stage}, " if mesh.pp > 1 else ""
         return f"rank {self.rank}: {stage}owner {self.owner}, host {self.host}"
 
@@ -231,7 +236,7 @@ class PlanMemory(Memory):
 
     parts: Mapping[str, int]
     """The bytes of weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits,
-    workspace and exchange. Of memory that is never needed at the same time, only the largest part counts
+    workspace and exchange. Memory that is never needed at the same time counts only once
     (`costs.buffers.Transient.parts`). `exchange` is `buffers.lasting`."""
     worst: Place
     """The place of `worst_rank`."""
@@ -240,7 +245,8 @@ class PlanMemory(Memory):
 
 
 def memory_of(config: RunConfig, layout: Layout, plan: Plan | None) -> Memory:
-    """Returns the memory of the fullest rank of a run: under its plan, or estimated for a run without one."""
+    """Returns the memory of the fullest rank of a run: under its plan, or estimated if the run has no
+    plan."""
     return estimate(config, layout) if plan is None else plan_memory(config, layout, plan)
 
 
@@ -252,26 +258,26 @@ def plan_memory(config: RunConfig, layout: Layout, plan: Plan) -> PlanMemory:
 
 def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> PlanMemory:
     """Returns the memory of a stage's fullest cell."""
-    mesh, how = plan.subject.layout, plan.subject.optimizer
+    mesh, algorithm = plan.subject.layout, plan.subject.optimizer
     width, grad = config.train.weight_bytes, config.train.gradient_bytes
     # Fragments are counted from the plan, because a user's shapes differ from the shapes of `stage_weights`.
     fragments = sum(m.fragment_elements(mesh.tp) for m, _ in plan.placed[stage] if m.expert_rank in (None, 0))
     padding = sum(bucket.padding for bucket in rank_buckets(plan.buckets, stage))
-    bytes_of = {shape: factor_bytes(how, *shape) for shape in {matrix.shape for matrix, _ in plan.placed[stage]}}
+    bytes_of = {shape: factor_bytes(algorithm, *shape) for shape in {matrix.shape for matrix, _ in plan.placed[stage]}}
     hosted = (
         (cell, bytes_of[matrix.shape], False)
         for matrix, cell in (plan.placed[stage] if any(bytes_of.values()) else ())
         if matrix.index not in plan.assignment.shares
     )
-    elements, factors = plan.held_elements(stage), per_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
-    buffers, needed = step_buffers(config, plan, stage), transient(config, how, layout, stage)
+    elements, factors = plan.held_elements(stage), sum_by_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
+    buffers, needed = step_buffers(config, plan, stage), transient(config, algorithm, layout, stage)
     weights = stage_weights(config, layout, stage)
     stored = weights.others + fragments
 
     def varying(cell: int) -> dict[str, int]:
         """Returns the parts that differ between the cells of a stage."""
         return {
-            **optimizer_state(config, how, weights.share(mesh, matrices=False), elements[cell], factors[cell]),
+            **optimizer_state(config, algorithm, weights.share(mesh, matrices=False), elements[cell], factors[cell]),
             **needed.parts(reduction=buffers[cell].reduction, gathering=buffers[cell].gathering),
             "exchange": buffers[cell].lasting,
         }

@@ -17,14 +17,14 @@ groups (`ahead`) start before the gradient norm is known, so that they overlap w
 Shared matrices follow all groups and are in no exchange. Two matrices at a time are interleaved (`turns`):
 while the squares of one are communicated, the other is computed.
 
-With Shampoo, SOAP and their variants the steps of a refresh period differ in length (`refreshes`).
+With Shampoo, SOAP and their variants, the steps of a refresh period take different times (`refreshes`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.update import algorithm, period_seconds
+from canzona_cli.costs.update import algorithm_of, period_seconds
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.plan import Cell
@@ -64,12 +64,12 @@ def ahead(groups: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Refreshes:
-    """The matrix updates of a refresh period on the slowest rank."""
+    """The time of the matrix updates in the steps of a refresh period."""
 
     steps_s: tuple[float, ...]
     """The seconds of matrix updates on the slowest rank, for each step of the period."""
     most_s: float
-    """The mean seconds of matrix updates per step, on the rank that has the most to do in a period."""
+    """The mean seconds of matrix updates per step on the rank with the most work in a period."""
 
     @property
     def mean_s(self) -> float:
@@ -78,20 +78,24 @@ class Refreshes:
 
     @property
     def excess_s(self) -> float:
-        """The seconds that the longest step takes more than the mean step. Iterations differ by as much,
-        because nothing overlaps with the updates of the slowest rank."""
+        """The seconds by which the longest step exceeds the mean step. The longest iteration exceeds the mean
+        iteration by the same time, because nothing overlaps with the updates of the slowest rank."""
         return max(self.steps_s) - self.mean_s
 
 
 def refreshes(config: RunConfig, ranks: Iterable[Sequence[Matrix]]) -> Refreshes:
-    """Adds up the updates of each step of a refresh period, which all matrices begin in the same step.
+    """Adds up the time of updates in each step of a refresh period. All matrices begin the period in the same
+    step.
 
     Args:
         ranks: the matrices that each rank updates.
     """
-    how = algorithm(config)
+    algorithm = algorithm_of(config)
     works = [
-        [sum(step) for step in zip(*(_in_period(how, matrix, config) for matrix in matrices), strict=True)]
+        [
+            sum(step)
+            for step in zip(*(_seconds_in_period(algorithm, matrix, config) for matrix in matrices), strict=True)
+        ]
         for matrices in ranks
     ]
     return Refreshes(
@@ -100,14 +104,14 @@ def refreshes(config: RunConfig, ranks: Iterable[Sequence[Matrix]]) -> Refreshes
     )
 
 
-def _in_period(how: Algorithm, matrix: Matrix, config: RunConfig) -> Sequence[float]:
+def _seconds_in_period(algorithm: Algorithm, matrix: Matrix, config: RunConfig) -> Sequence[float]:
     """Returns the seconds of a matrix's update in each step of a refresh period."""
-    steps = period_seconds(how, *matrix.shape, config.cluster)
+    steps = period_seconds(algorithm, *matrix.shape, config.cluster)
     # A matrix whose sides are all longer than max_preconditioner_dim is never refreshed: its steps are equal.
-    return steps * how.refresh_period if len(steps) == 1 else steps
+    return steps * algorithm.refresh_period if len(steps) == 1 else steps
 
 
-def by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[list[Matrix]]:
+def matrices_by_rank(matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> list[list[Matrix]]:
     """Lists the matrices that each rank updates. If `cells` is None, a rank updates all matrices of its
     stage."""
     by_cell: dict[tuple[int, Cell | None], list[Matrix]] = {}

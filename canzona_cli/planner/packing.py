@@ -1,8 +1,8 @@
 """Packs items into bins so that the fullest bin is as low as possible: scheduling on identical machines (P ||
 Cmax). `planner.bounds` has lower bounds.
 
-Items of the same cost are interchangeable and a model has few distinct costs, so the functions here work on
-the number of items of each cost. A packing therefore takes hardly longer with more items or bins. Results are
+Items of the same cost are interchangeable, and a model has few distinct costs. The functions here therefore
+work on the number of items of each cost, so that more items or bins hardly take more time. Results are
 deterministic: ties are broken by the lower index, and searches stop after a number of nodes, never after a
 time.
 """
@@ -15,16 +15,17 @@ from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.planner.bounds import packing_bound, simple_bound
 
 CLOSE_ENOUGH = 1e-3
-"""The relative distance from its bound at which a packing is not improved further."""
+"""The relative distance from the lower bound below which a packing is not improved further."""
 _EXCHANGES_PER_BIN = 4
-"""The most times, for each bin on average, that the fullest bin is pooled with another."""
+"""The largest number of exchanges (`_exchange`), per bin."""
 HALVINGS = 9
-"""The number of bisections between the bound and the height that largest-first reached."""
+"""The number of bisections of the height, between the lower bound and the height that largest-first
+reached."""
 NODES = 1500
 """The largest number of combinations that are tried to fill one bin."""
 SEARCHED = 100
-"""The largest number of distinct costs for which a packing is searched. With more distinct costs,
-largest-first finds an item for every gap."""
+"""The largest number of distinct costs for which better packings than largest-first are searched. With more
+distinct costs, largest-first has an item for every gap."""
 Pattern = tuple[int, ...]
 """The number of items of each distinct cost in one bin."""
 
@@ -40,8 +41,8 @@ class Packing:
 
 
 def pack(costs: Sequence[float], bins: int) -> Packing:
-    """Packs items of `costs` into `bins` bins. If bins hold many items, the height is within one or two per
-    cent of the best.
+    """Packs items of `costs` into `bins` bins. If bins hold many items, the height exceeds the best possible
+    height by at most one or two per cent.
 
     1. Put the largest items first into the least loaded bin (Graham 1969).
     2. While the result is above its lower bound, bisect the height as MULTIFIT does (Coffman, Garey, Johnson
@@ -50,8 +51,8 @@ def pack(costs: Sequence[float], bins: int) -> Packing:
     3. Exchange items with the fullest bin.
 
     With more than `SEARCHED` distinct costs, steps 2 and 3 are skipped. Without step 2, 17 of 72 plans of
-    Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) are worse: 14B with Shampoo on 64 GPUs has a balance
-    of 1.061 instead of 1.032, 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
+    Qwen3 (six sizes, 8 to 1024 GPUs, three optimizers) would be worse: the balance of 14B with Shampoo on 64
+    GPUs would be 1.061 instead of 1.032, that of 1.7B with Muon on 64 GPUs 1.042 instead of 1.026.
     """
     classes = _Classes.of(costs)
     best = _largest_first(classes, bins)
@@ -94,6 +95,7 @@ class _Classes:
 
     @staticmethod
     def of(costs: Sequence[float]) -> "_Classes":
+        """Groups the items with these costs."""
         members: dict[float, list[int]] = {}
         for index, cost in enumerate(costs):
             members.setdefault(cost, []).append(index)
@@ -108,17 +110,17 @@ class _Classes:
         return sum(count * cost for count, cost in zip(pattern, self.costs, strict=True))
 
     def hand_out(self, patterns: Sequence[Pattern]) -> Iterator[tuple[int, ...]]:
-        """Chooses the items of each pattern. Items of one cost are dealt round-robin, so that neighbouring
-        items are in different bins."""
-        shares: list[list[int]] = [[] for _ in patterns]
+        """Returns the items of each bin, given the bins' patterns. Items of one cost are dealt round-robin,
+        so that neighbouring items are in different bins."""
+        contents: list[list[int]] = [[] for _ in patterns]
         for kind, items in enumerate(self.items):
             queue, left = iter(items), [pattern[kind] for pattern in patterns]
             while any(left):
                 for index, count in enumerate(left):
                     if count:
-                        shares[index].append(next(queue))
+                        contents[index].append(next(queue))
                         left[index] -= 1
-        return (tuple(sorted(share)) for share in shares)
+        return (tuple(sorted(items_of_bin)) for items_of_bin in contents)
 
 
 def _height(classes: _Classes, patterns: Sequence[Pattern]) -> float:
@@ -138,12 +140,12 @@ def _largest_first(classes: _Classes, bins: int) -> list[Pattern]:
 
 
 def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> list[Pattern] | None:
-    """Packs bin by bin up to the height `limit`; every bin starts with the largest item left. Returns None if
-    items remain.
+    """Fills one bin after another up to the height `limit`, each beginning with the largest remaining item.
+    Returns None if the bins do not hold all items.
 
     Args:
-        accept_slack: True takes the first combination that wastes no more than the remaining bins may waste
-            on average, which uses large items first. False takes the fullest combination, which also uses the
+        accept_slack: True to take the first combination that wastes no more than the remaining bins may waste
+            on average, which uses large items first. False to take the fullest combination, which also uses
             small items that would fit anywhere.
     """
     counts, left = classes.counts, bins
@@ -167,7 +169,7 @@ def _fill(classes: _Classes, bins: int, limit: float, *, accept_slack: bool) -> 
 
 @dataclass(kw_only=True)
 class _Filler:
-    """The search for the combination of items that fills one bin best, large items first."""
+    """The search for the combination of items that fills one bin best. Large items are tried first."""
 
     costs: Sequence[float]
     counts: Sequence[int]
@@ -179,6 +181,7 @@ class _Filler:
     pattern_load: float = -1.0
 
     def best(self) -> Pattern | None:
+        """Returns the best combination that has the largest item; None if that item exceeds the limit."""
         first = next(kind for kind, count in enumerate(self.counts) if count)
         if self.costs[first] > self.limit * (1 + 1e-12):
             return None
@@ -186,12 +189,13 @@ class _Filler:
         return self.pattern
 
     def _descend(self, start: int, taken: list[int], load: float, *, least: int = 0) -> bool:
-        """Adds items of the costs from index `start` on to `taken`; returns True if the search may stop.
+        """Tries all ways to add items to `taken`, of the costs at index `start` and later; returns True if
+        the search may stop.
 
         The recursion is as deep as the number of different costs in the combination.
 
         Args:
-            least: 1 if at least one item of the cost at `start` has to be taken, else 0.
+            least: 1 if at least one item of the cost at `start` must be taken, otherwise 0.
         """
         self.nodes -= 1
         if load > self.pattern_load and least == 0:
@@ -213,9 +217,9 @@ class _Filler:
 
 
 def _exchange(classes: _Classes, patterns: Sequence[Pattern], bound: float) -> list[Pattern]:
-    """Repeatedly pools the items of the fullest bin with those of one other bin and divides them anew. Stops
-    when the fullest bin is close to `bound`, when no other bin helps, or after `_EXCHANGES_PER_BIN` exchanges
-    per bin."""
+    """Repeatedly pools the items of the fullest bin with those of another bin, and divides them between the
+    two bins anew. Stops when the fullest bin is close to `bound`, when no other bin helps, or after
+    `_EXCHANGES_PER_BIN` exchanges per bin."""
     packed = list(patterns)
     loads = [classes.load(pattern) for pattern in packed]
     for _ in range(_EXCHANGES_PER_BIN * len(packed)):
@@ -256,13 +260,13 @@ class Row:
 
 
 class HostPacker:
-    """The choice of hosts for an owner's matrices, and of the matrices that are shared. Owners with the same
-    costs are packed only once.
+    """The packer that chooses the hosts of an owner's matrices, and which of them are shared. Owners with the
+    same costs are packed only once.
 
     Args:
         costs: the cost of each matrix if one host updates it.
         shares: the shares of the matrices that may be shared, by index.
-        all_shared: True shares all matrices in `shares`; False shares the number that gives the best balance.
+        all_shared: True to share all matrices in `shares`; False to share as many as give the best balance.
     """
 
     def __init__(
@@ -272,8 +276,8 @@ class HostPacker:
         self._known: dict[tuple[tuple[float, Share | None], ...], tuple[Row, ...]] = {}
 
     def rows(self, matrices: Sequence[int]) -> list[Row]:
-        """Returns alternative rows for an owner, the lowest height first. Unless `all_shared` is set, one
-        alternative shares nothing and one shares all matrices that may be shared.
+        """Returns alternative rows for an owner, from the lowest height to the highest. Unless `all_shared`
+        is set, they include a row that shares nothing and a row that shares all matrices that may be shared.
 
         Args:
             matrices: the indices of the owner's matrices; each row's entries are in this order.
@@ -299,12 +303,12 @@ class HostPacker:
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
         key = tuple((self._costs[matrices[p]], self._shares.get(matrices[p])) for p in order)
         if key not in self._known:
-            self._known[key] = tuple(sorted(self._packed(key), key=lambda row: (row.height, sum(row.shared))))
+            self._known[key] = tuple(sorted(self._pack_rows(key), key=lambda row: (row.height, sum(row.shared))))
         return order, self._known[key]
 
-    def _packed(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:
-        """Packs an owner's matrices. The costliest matrices are shared first; a quick estimate (largest
-        first) chooses their number.
+    def _pack_rows(self, items: Sequence[tuple[float, Share | None]]) -> Iterator[Row]:
+        """Packs an owner's matrices; yields alternative rows. The costliest matrices are shared first, and a
+        quick estimate (largest first) chooses their number.
 
         Args:
             items: the cost of each matrix, falling, and its share if it may be shared.
@@ -312,24 +316,24 @@ class HostPacker:
         possible = [place for place, (_, share) in enumerate(items) if share is not None]
         counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
 
-        def divided(count: int) -> tuple[list[int], float]:
-            """Returns the places of the hosted matrices, and each rank's seconds for the `count` shared
-            matrices."""
+        def divide(count: int) -> tuple[list[int], float]:
+            """Returns the places of the hosted matrices, and the seconds of each rank for the shared
+            matrices, if `count` matrices are shared."""
             together = set(possible[:count])
             hosted = [place for place in range(len(items)) if place not in together]
             return hosted, sum(share.each for place, (_, share) in enumerate(items) if share and place in together)
 
-        def roughly(count: int) -> float:
+        def estimate(count: int) -> float:
             """Estimates the height of the row that shares `count` matrices."""
-            hosted, each = divided(count)
+            hosted, each = divide(count)
             if not hosted:
                 return each
             classes = _Classes.of([items[place][0] for place in hosted])
             return each + _height(classes, _largest_first(classes, self._tp))
 
-        lowest = min(counts, key=roughly) if len(counts) > 1 else counts[0]
+        lowest = min(counts, key=estimate) if len(counts) > 1 else counts[0]
         for count in dict.fromkeys((lowest, counts[0], counts[-1])):
-            hosted, each = divided(count)
+            hosted, each = divide(count)
             packing = pack([items[place][0] for place in hosted], self._tp) if hosted else None
             hosts = [0] * len(items)
             for host, members in enumerate(packing.bins if packing else ()):

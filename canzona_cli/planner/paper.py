@@ -1,11 +1,11 @@
 """Strategy `paper`: the engine of the paper (arXiv 2602.06079), as far as its abstract and summaries describe
 it.
 
-Every bucket is cut, between matrices and in Megatron's order, into one share for each owner, weighted by
-elements: alpha = 0 balances each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in
-this order, each on the host with the fewest elements. A group is closed before the matrix that would take a
-host above C_max. canzona's additions are not used: no updates shared by a TP group, no rings, no other order
-of owners. The cost model is used only to choose C_max if the user sets none.
+Every bucket is cut between matrices, in Megatron's order, into one share for each owner. alpha = 0 balances
+the elements of each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in this order,
+each on the host with the fewest elements. A group is closed before the matrix that would take a host above
+C_max. canzona's additions are not used: matrices are not shared, buckets are not reduced in rings, and owners
+are not reordered. The cost model is used only to choose C_max if the user sets none.
 """
 
 import heapq
@@ -19,23 +19,24 @@ from canzona_cli.planner.pipeline import Job
 from canzona_cli.planner.plan import PlanSettings
 
 
-def as_published(asked: PlanSettings) -> PlanSettings:
-    """Replaces the settings that the paper's engine does not have with their fixed values."""
-    return replace(asked, strategy="paper", layout="contiguous", grouping="greedy", mode="hosted")
+def as_published(requested: PlanSettings) -> PlanSettings:
+    """Returns the settings with fixed values for those that the paper's engine does not have."""
+    return replace(requested, strategy="paper", layout="contiguous", grouping="greedy", mode="hosted")
 
 
 def even_start(weights: Sequence[float], owners: int) -> list[int]:
-    """Divides all pieces evenly by weight; returns the owner of each piece, the rank in whose share the piece
+    """Divides pieces evenly by weight; returns the owner of each piece, which is the owner in whose share it
     starts."""
     total, starts = sum(weights), accumulate(weights[:-1], initial=0)
     return [min(owners - 1, int(start * owners // total)) for start in starts]
 
 
 def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float) -> list[list[int]]:
-    """Cuts each bucket into consecutive shares; returns the owner of each piece of each bucket.
+    """Cuts each bucket into consecutive shares, one for each owner; returns the owner of each piece of each
+    bucket.
 
-    alpha = 0 balances every bucket, alpha = 1 the total over buckets. If the fullest rank then has more
-    weight than with `even_start` for every bucket, the owners of `even_start` are returned.
+    alpha = 0 balances every bucket, alpha = 1 the total over buckets. If `even_start` for every bucket leaves
+    less weight on the fullest owner, its result is returned instead.
 
     Args:
         buckets: the weights of each bucket's pieces, in natural order.
@@ -57,12 +58,12 @@ def balanced_cuts(buckets: Sequence[Sequence[float]], owners: int, alpha: float)
         owners_of[index] = [bisect_right(cuts, piece) for piece in range(len(weights))]
         for weight, owner in zip(weights, owners_of[index], strict=True):
             loads[owner] += weight
-    plain = [even_start(weights, owners) for weights in buckets]
-    return owners_of if max(loads) <= _most(buckets, plain, owners) else plain
+    even = [even_start(weights, owners) for weights in buckets]
+    return owners_of if max(loads) <= _fullest(buckets, even, owners) else even
 
 
-def _most(buckets: Sequence[Sequence[float]], owned: Sequence[Sequence[int]], owners: int) -> float:
-    """Returns the weight of the fullest rank over all buckets."""
+def _fullest(buckets: Sequence[Sequence[float]], owned: Sequence[Sequence[int]], owners: int) -> float:
+    """Returns the weight of the fullest owner, summed over buckets."""
     loads = [0.0] * owners
     for weights, owners_of in zip(buckets, owned, strict=True):
         for weight, owner in zip(weights, owners_of, strict=True):
@@ -85,12 +86,12 @@ def greedy_hosts(matrices: Sequence[Matrix], indices: Sequence[int], tp: int, ca
 
 
 def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
-    """Makes the paper's micro-groups: jobs join the open group in order, as long as it can be balanced within
-    C_max.
+    """Makes the paper's micro-groups: jobs join the open group in order, as long as no host exceeds C_max.
+    Returns the jobs of each group, with their new hosts.
 
-    For every job, the whole open group is placed again, largest first onto the host with the fewest elements.
-    If a host would then hold more than C_max (`capacity`, in elements), the job is taken back and opens the
-    next group. Returns the jobs with their new hosts.
+    For every job, the whole open group is placed again, largest first, each job on the host with the fewest
+    elements. If a host would then hold more than C_max (`capacity`, in elements), the last job is taken back
+    and opens the next group.
     """
     groups: list[dict[int, int]] = []
     opened: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""The time that a TP group takes for an owner's micro-groups and shared matrices, in the order of
+"""The time that a TP group takes to update an owner's micro-groups and shared matrices in the order of
 `planner.order`.
 
 `HostedPipeline.run` passes the work to a `Pipeline`: the planner's `Clock` adds up the time of the work to
@@ -15,7 +15,7 @@ from canzona_cli.costs.gradients import least_before_updates
 from canzona_cli.costs.links import Group, Groups, Links, Transfer
 from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.sharing import Share, shared_exchanges, shared_transfers
-from canzona_cli.costs.update import algorithm, implementation, memory_rate, step_factor
+from canzona_cli.costs.update import algorithm_of, implementation, memory_rate, step_factor
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import Traffic, group_traffic, senders
 from canzona_cli.planner.order import ahead, order, turns
@@ -41,13 +41,13 @@ class Job:
 
     @property
     def received(self) -> int:
-        """The elements that the host collects and updates; 0 if the matrix is shared."""
+        """The elements of the whole matrix that the host assembles; 0 if the matrix is shared."""
         return self.matrix.elements if self.share is None else 0
 
 
 class Pipeline[Moment](Protocol):
-    """A receiver of the work of a TP group's ranks in the update phase, in order. A `Moment` is the end of an
-    exchange."""
+    """The interface of objects that receive the work of a TP group's ranks in the update phase, in order. A
+    `Moment` is the end of an exchange."""
 
     def work(self, host: int, phase: Activity, seconds: float) -> None: ...
 
@@ -108,8 +108,8 @@ class HostedPipeline:
     taken: int = 0
     """The bytes of memory traffic to unpack a weight element after its exchange."""
     own: int = 0
-    """The bytes of memory traffic to store a weight element that its host stores itself, excluding the
-    rounded copy, which is part of the update."""
+    """The bytes of memory traffic to store a weight element on its host, excluding the rounded copy, which is
+    part of the update."""
     byte_s: float = 0.0
     """The seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
@@ -120,11 +120,13 @@ class HostedPipeline:
     steps: int = 0
     """The number of Newton-Schulz steps."""
     updating: float = 1.0
-    """The measured time of updates in whole training steps over the summed time of their parts."""
+    """The measured factor by which updates take longer in whole training steps than in isolation; 1 without a
+    measurement."""
     exchanging: float = 1.0
-    """The measured time of exchanges in whole training steps over the summed time of their parts."""
+    """The measured factor by which exchanges take longer in whole training steps than in isolation; 1 without
+    a measurement."""
     norm_s: float = 0.0
-    """The least seconds of norm, clip and AdamW, which the first exchanges overlap with."""
+    """The least seconds of norm, clip and AdamW, with which the first exchanges overlap."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "HostedPipeline":
@@ -145,8 +147,8 @@ class HostedPipeline:
             own=0 if cluster.measured_updates else select,  # measured updates include it
             byte_s=exchanging / memory_rate(cluster),
             launch_s=exchanging * cluster.launch_us * 1e-6,
-            replay_s=cluster.launch_us * 1e-6 if algorithm(config).graph else 0.0,
-            steps=algorithm(config).ns_steps,
+            replay_s=cluster.launch_us * 1e-6 if algorithm_of(config).graph else 0.0,
+            steps=algorithm_of(config).ns_steps,
             updating=step_factor(cluster, "matrix_update", implemented),
             exchanging=exchanging,
             norm_s=least_before_updates(config, layout),
@@ -177,7 +179,7 @@ class HostedPipeline:
     def seconds(
         self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None, first: Sequence[float] = ()
     ) -> float:
-        """Returns the seconds of an owner's groups, in this order, excluding norm, clip and AdamW.
+        """Returns the seconds that an owner's groups take in the given order, excluding norm, clip and AdamW.
 
         Args:
             known: a cache of the loads of groups of the same jobs; new loads are added.
@@ -209,8 +211,8 @@ class HostedPipeline:
         return self.updating * seconds + self.own * elements * self.byte_s
 
     def least(self, job: Job) -> "Least":
-        """Returns lower bounds on the seconds that a hosted matrix takes, whatever other matrices its owner
-        updates."""
+        """Returns lower bounds on the seconds of a hosted matrix that hold for any other matrices that its
+        owner updates."""
         load = self._new_load([job])
         packing, hosts, storing = ([sum(s for _, s in parts) for parts in stage] for stage in load.work)
         others = [packing[rank] + storing[rank] for rank in range(self.tp) if rank != job.host]
@@ -304,6 +306,7 @@ class HostedPipeline:
                 sent[rank] += held if rank != host else 0
 
         def stages(host: int) -> Iterator[tuple[tuple[Activity, float], ...]]:
+            """Yields the (activity, seconds) of a rank in each of the three stages."""
             others, replay_s = fragments[host] - matrices[host], self.replay_s if matrices[host] else 0.0
             yield (("exchange", self._copies(sent[host] * self._sent, others)),)
             yield (
@@ -334,7 +337,8 @@ class HostedPipeline:
 
 
 def _begin[Moment](ranks: Pipeline[Moment], first: Sequence[float]) -> None:
-    """Passes the norm and the updates of experts, which precede all other updates, to `ranks`."""
+    """Passes the gradient norm, and then the updates of experts, which precede all other updates, to
+    `ranks`."""
     ranks.norm()
     for host, seconds in enumerate(first):
         ranks.work(host, "matrix_update", seconds)
@@ -342,7 +346,7 @@ def _begin[Moment](ranks: Pipeline[Moment], first: Sequence[float]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Least:
-    """The least seconds of a hosted matrix."""
+    """Lower bounds on the seconds of a hosted matrix."""
 
     host: float
     """The seconds of the host's work, excluding waits."""
@@ -365,10 +369,11 @@ class Load:
 
 
 Loads = dict[tuple[int, ...], Load]
-"""A cache of loads, by the matrices of the group; valid while jobs keep their hosts and shares."""
+"""A cache of loads, by the indices of the group's matrices. It is valid as long as jobs keep their hosts and
+shares."""
 
 
 def planning(config: RunConfig) -> RunConfig:
-    """Returns the run without the profile values that change predicted times but must not change plans: the
-    cores that ranks share, and the factors measured in whole steps."""
+    """Returns the run without two profile values that change predicted times but must not change plans: the
+    number of cores that ranks share, and the factors measured in whole steps."""
     return replace(config, cluster=replace(config.cluster, cores=None, step_factors={}))

@@ -44,12 +44,12 @@ class Cell:
 
     @classmethod
     def at(cls, number: int, mesh: Mesh) -> "Cell":
-        """Returns the cell with this number in its stage."""
+        """Returns the cell at index `number` in its stage; the inverse of `Cell.number`."""
         owner, host = divmod(number, mesh.tp)
         return cls(owner=owner, host=host)
 
     def number(self, tp: int) -> int:
-        """Returns the cell's index within its stage."""
+        """Returns the cell's index in its stage, `owner * tp + host`."""
         return self.owner * tp + self.host
 
     def reducing_rank(self, matrix: Matrix, mesh: Mesh) -> int:
@@ -58,26 +58,28 @@ class Cell:
         return self.owner if matrix.expert_rank is None else mesh.expert_owner(self.number(mesh.tp))
 
 
-def per_cell[Amount: (int, float)](
+def sum_by_cell[Amount: (int, float)](
     placed: Iterable[tuple[Cell, Amount, bool]], zero: Amount, *, cells: int, tp: int
 ) -> list[Amount]:
     """Adds up amounts for each cell of a stage, at index `Cell.number`.
 
     Args:
-        placed: (cell, amount, True if the amount counts for every cell of the cell's owner) triples.
+        placed: (cell, amount, on_all_hosts) triples. If `on_all_hosts` is True, the amount is added to every
+            cell of the cell's owner.
+        zero: the start of each sum, 0 or 0.0.
     """
     sums = [zero] * cells
-    for cell, amount, by_all in placed:
+    for cell, amount, on_all_hosts in placed:
         first = cell.owner * tp
-        for number in range(first, first + tp) if by_all else (first + cell.host,):
+        for number in range(first, first + tp) if on_all_hosts else (first + cell.host,):
             sums[number] += amount
     return sums
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The cell of each matrix, `cells[matrix.index]`, and the matrices that an owner's TP group updates
-    together."""
+    """The cell that updates each matrix, `cells[matrix.index]`, and the matrices that are shared by an
+    owner's TP group."""
 
     cells: tuple[Cell, ...]
     shares: Mapping[int, Share] = HOSTED
@@ -91,12 +93,12 @@ class Assignment:
             for matrix, cell, cost in zip(matrices, self.cells, costs, strict=True)
             if matrix.stage == stage
         )
-        return per_cell(placed, 0.0, cells=dp * tp, tp=tp)
+        return sum_by_cell(placed, 0.0, cells=dp * tp, tp=tp)
 
 
 class Range(NamedTuple):
-    """Consecutive elements of a bucket that have one owner, as offsets into one TP rank's buffer. It is
-    stored in a plan file as a plain list."""
+    """Consecutive elements of a bucket that have one owner, as offsets into one TP rank's buffer. A plan file
+    stores a range as a list of its fields."""
 
     start: CountOrZero
     end: CountOrZero
@@ -157,9 +159,9 @@ class PlanSettings:
     chooses it."""
     grouping: Grouping = "auto"
     reduction: Reduction | None = None
-    """The way in which every bucket is reduced; None if `planner.reduction` chooses it for each bucket."""
+    """The way in which all buckets are reduced; None if the planner chooses a way for each bucket."""
     exchange_dtype: Precision = "fp32"
-    """The type in which gradients are sent between TP ranks."""
+    """The number type in which gradients are sent between TP ranks."""
     mode: Literal["auto"] | Mode = "auto"
 
     def capacity(self, bytes_per_element: int) -> int | None:
@@ -182,7 +184,7 @@ class Subject:
     """The values of the hardware profile that costs depend on."""
 
     def content(self) -> dict[str, dict[str, Scalar]]:
-        """Returns each part as plain values, in the order of the fields; `ep` is left out if it is 1."""
+        """Returns each field as a dictionary of plain values; `layout.ep` is left out if it is 1."""
         parts = {name: {**part} if isinstance(part, Mapping) else asdict(part) for name, part in vars(self).items()}
         if self.layout.ep == 1:
             del parts["layout"]["ep"]  # plans from before expert parallelism keep their hashes
@@ -202,7 +204,7 @@ _MATRIX = tuple(field.name for field in fields(Matrix))
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A plan of a run. Plans with equal content have equal hashes, whichever process made them."""
+    """The plan of a run. Plans with equal content have equal hashes, no matter which process made them."""
 
     subject: Subject
     matrices: tuple[Matrix, ...]
@@ -213,7 +215,7 @@ class Plan:
     """The matrices' buckets; AdamW's parameters stay in Megatron's own buffers."""
     groups: tuple[MicroGroup, ...]
     lower_bounds: tuple[float, ...]
-    """The lower bound of each stage's update seconds: no assignment is faster."""
+    """The lower bound on each stage's update seconds, which no assignment can beat."""
     version: int = VERSION
 
     @cached_property
@@ -251,7 +253,7 @@ class Plan:
             (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)
             for matrix, cell in self.placed[stage]
         )
-        return per_cell(placed, 0, cells=mesh.cells, tp=mesh.tp)
+        return sum_by_cell(placed, 0, cells=mesh.cells, tp=mesh.tp)
 
     def content(self) -> dict[str, object]:
         """Returns everything that the hash covers, ready for JSON; `from_content` is the inverse."""
@@ -261,14 +263,14 @@ class Plan:
             "lower_bounds": self.lower_bounds,
             "matrices": [
                 {
-                    **_written(matrix),
+                    **_fields_for_file(matrix),
                     "seconds": cost,
                     **vars(cell),
-                    **_executed(self.assignment.shares.get(matrix.index)),
+                    **_execution_fields(self.assignment.shares.get(matrix.index)),
                 }
                 for matrix, cost, cell in zip(self.matrices, self.costs, self.assignment.cells, strict=True)
             ],
-            "buckets": [_written(bucket) for bucket in self.buckets],
+            "buckets": [_fields_for_file(bucket) for bucket in self.buckets],
             "micro_groups": [{**vars(group)} for group in self.groups],
         }
 
@@ -283,8 +285,8 @@ class Plan:
 
     @classmethod
     def from_content(cls, content: Mapping[str, object]) -> "Plan":
-        """Makes the plan with this content, read from a file or received from another rank, in short form or
-        not.
+        """Makes a plan from its content, which was read from a file or received from another rank, in short
+        or full form.
 
         Raises:
             ValueError: an entry is missing, unknown or of a wrong type, or the plan is inconsistent (see
@@ -318,8 +320,8 @@ class Plan:
 
 
 def content_hash(content: Mapping[str, object]) -> str:
-    """Computes the hash of the content of a plan file after `expand_families`; entries that the hash does not
-    cover are ignored."""
+    """Computes the hash of a plan file's content in full form (see `expand_families`); ignores entries that
+    the hash does not cover."""
     return _digest({name: content[name] for name in _CONTENT if name in content})
 
 
@@ -328,19 +330,20 @@ def _digest(content: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _written(entry: Matrix | Bucket) -> dict[str, object]:
-    """Returns an entry of a plan file; omits the expert-parallel rank if that is None."""
+def _fields_for_file(entry: Matrix | Bucket) -> dict[str, object]:
+    """Returns the fields of a matrix or bucket for a plan file, without `expert_rank` if that is None."""
     return {name: value for name, value in vars(entry).items() if name != "expert_rank" or value is not None}
 
 
-def _executed(share: Share | None) -> dict[str, object]:
-    """Returns the fields of a matrix's entry in a plan file that say whether it is hosted or shared."""
+def _execution_fields(share: Share | None) -> dict[str, object]:
+    """Returns the fields of a plan file that say whether a matrix is hosted or shared."""
     if share is None:
         return {"execution": "hosted"}
     return {"execution": "shared", "fragment": share.fragment}
 
 
 def _lines(content: Mapping[str, object]) -> Iterator[str]:
+    """Yields the lines of a plan file: one for each value, and one for each entry of a list of entries."""
     for name, value in content.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             yield f'"{name}": [\n ' + ",\n ".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
@@ -373,10 +376,10 @@ class _Content:
 
 
 def _check(plan: Plan) -> None:
-    """Checks the properties on which the engine relies. Every matrix is in the list once, on a cell of the
-    grid that stores it, in exactly one range of a bucket and in exactly one micro-group of its owner; and it
-    may be shared if the plan shares it. An expert with an `expert_rank` is in a bucket of this rank and in no
-    micro-group.
+    """Checks the properties on which the engine relies. Every matrix is listed once, is on a cell of the grid
+    that stores it, and is in exactly one range of a bucket and in exactly one micro-group of its owner. A
+    shared matrix is one that can be shared. An expert with an `expert_rank` is in a bucket of this rank and
+    in no micro-group.
 
     Raises:
         ValueError: the plan is inconsistent.

@@ -15,7 +15,7 @@ from canzona_cli.planner.make import make_plan, planned_matrices, subject
 from canzona_cli.planner.plan import VERSION, Plan, Subject, content_hash
 
 Difference = tuple[str, object, object]
-"""A key, its value in the first plan or subject, and its value in the second."""
+"""A key with its value in the first and its value in the second of two plans or subjects."""
 _IDENTITY: Mapping[str, tuple[str, ...]] = {
     "matrices": ("name",),
     "buckets": ("stage", "index"),
@@ -24,14 +24,11 @@ _IDENTITY: Mapping[str, tuple[str, ...]] = {
 """The fields that identify an entry in each part of a plan."""
 
 
-def differences(had: Subject, want: Subject) -> list[Difference]:
-    """Lists the values in which two subjects differ, as (key, value in `had`, value in `want`)."""
-    first, second = had.flat(), want.flat()
-    return [
-        (key, first.get(key), second.get(key))
-        for key in dict.fromkeys([*first, *second])
-        if first.get(key) != second.get(key)
-    ]
+def differences(first: Subject, second: Subject) -> list[Difference]:
+    """Lists the values in which two subjects differ."""
+    mine, theirs = first.flat(), second.flat()
+    keys = dict.fromkeys([*mine, *theirs])
+    return [(key, mine.get(key), theirs.get(key)) for key in keys if mine.get(key) != theirs.get(key)]
 
 
 def first_difference(plan: Plan, other: Plan) -> Difference | None:
@@ -52,14 +49,15 @@ def first_difference(plan: Plan, other: Plan) -> Difference | None:
         return subjects[0]
     mine, theirs = plan.content(), other.content()
     for part, names in _IDENTITY.items():
-        difference = _compared(part, _named(mine[part], names), _named(theirs[part], names))
+        difference = _find_difference(part, _by_label(mine[part], names), _by_label(theirs[part], names))
         if difference is not None:
             return difference
-    return _compared("lower_bounds", mine["lower_bounds"], theirs["lower_bounds"])
+    return _find_difference("lower_bounds", mine["lower_bounds"], theirs["lower_bounds"])
 
 
-def _named(rows: object, names: Sequence[str]) -> dict[str, object]:
-    """Returns a part's entries by label, such as `[stage 0, index 2]`, made from the fields `names`."""
+def _by_label(rows: object, names: Sequence[str]) -> dict[str, object]:
+    """Returns the entries of a part of a plan by label. A label such as `[stage 0, index 2]` is made from the
+    fields `names`."""
     assert isinstance(rows, list)
     label = "{0}" if len(names) == 1 else ", ".join(f"{name} {{{place}}}" for place, name in enumerate(names))
     return {
@@ -68,7 +66,7 @@ def _named(rows: object, names: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _compared(key: str, mine: object, theirs: object) -> Difference | None:
+def _find_difference(key: str, mine: object, theirs: object) -> Difference | None:
     """Returns the first difference between two values with this key; mappings and lists are compared entry by
     entry."""
     if mine == theirs:
@@ -78,7 +76,7 @@ def _compared(key: str, mine: object, theirs: object) -> Difference | None:
         pairs = [(name, mine.get(name), theirs.get(name)) for name in dict.fromkeys([*mine, *theirs])]
     elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
         pairs = [(f"[{place}]", a, b) for place, (a, b) in enumerate(zip_longest(mine, theirs))]
-    differences = (_compared(key + name, a, b) for name, a, b in pairs)
+    differences = (_find_difference(key + name, a, b) for name, a, b in pairs)
     return next((difference for difference in differences if difference is not None), (key, mine, theirs))
 
 
@@ -93,13 +91,13 @@ def default_path(config: RunConfig, plan: Plan) -> Path:
     return FOLDER / f"{config.name}-{config.gpus}gpus-{plan.name}.json"
 
 
-def find_plan(config: RunConfig, layout: Layout, folder: Path) -> "Obtained | None":
-    """Returns the plan of a run from the newest file in `folder` that `load_plan` accepts; None if it accepts
-    none."""
+def find_plan(config: RunConfig, layout: Layout, folder: Path) -> "ObtainedPlan | None":
+    """Returns the plan of a run from the newest file in `folder` that `load_plan` accepts; None if there is
+    no such file."""
     candidates = folder.glob(f"{config.name}-{config.gpus}gpus-*.json")
-    for path in sorted(candidates, key=_written, reverse=True):
+    for path in sorted(candidates, key=_age, reverse=True):
         try:
-            return Obtained(plan=load_plan(path, config, layout), path=path)
+            return ObtainedPlan(plan=load_plan(path, config, layout), path=path)
         except ConfigError:
             continue
     return None
@@ -119,7 +117,8 @@ def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
     if differing:
         parts = ", ".join(dict.fromkeys(key.partition(".")[0] for key, _, _ in differing))
         shown = "; ".join(
-            f"{key} is {_shown(had)} in the plan, {_shown(want)} in this run" for key, had, want in differing[:_SHOWN]
+            f"{key} is {_describe(had)} in the plan, {_describe(want)} in this run"
+            for key, had, want in differing[:_SHOWN]
         )
         more = len(differing) - _SHOWN
         raise _refused(
@@ -164,15 +163,16 @@ def read_plan(path: Path) -> Plan:
         raise _refused(path, f"is damaged: {error}", _MAKE_ANEW) from None
 
 
-def _written(path: Path) -> tuple[float, str]:
-    """Returns a file's modification time, 0 for a dangling link, and its name."""
+def _age(path: Path) -> tuple[float, str]:
+    """Returns a key that sorts files from the oldest to the newest: a file's modification time, or 0 if it
+    cannot be read, and its name."""
     try:
         return path.stat().st_mtime, path.name
     except OSError:
         return 0.0, path.name
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     return "not set" if value is None else f"{value}"
 
 
@@ -181,16 +181,16 @@ def _refused(path: Path, reason: str, fix: str) -> ConfigError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Obtained:
-    """A plan and the file it was read from; `path` is None for a newly made plan."""
+class ObtainedPlan:
+    """A plan, and the file from which it was read; `path` is None for a new plan."""
 
     plan: Plan
     path: Path | None
 
 
-def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obtained | None:
-    """Returns the plan that a resolved run executes: from the file that `engine.plan` names, else from the
-    newest matching file in `folder`, else a new plan. None if the run's strategy has no plan.
+def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> ObtainedPlan | None:
+    """Returns the plan that a resolved run executes: the plan in the file `engine.plan`, or else in the
+    newest matching file in `folder`, or else a new plan. Returns None if the run's strategy has no plan.
 
     Raises:
         ConfigError: `engine.plan` cannot be read or is for another run; or see `make_plan`.
@@ -201,11 +201,12 @@ def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obt
     if config.engine.plan is not None:
         path = Path(config.engine.plan).expanduser()
         try:
-            return Obtained(plan=load_plan(path, config, layout), path=path)
+            return ObtainedPlan(plan=load_plan(path, config, layout), path=path)
         except ConfigError as error:
-            raise ConfigError(*(_of_setting(problem) for problem in error.problems)) from None
-    return find_plan(config, layout, folder) or Obtained(plan=make_plan(config, layout), path=None)
+            raise ConfigError(*(_blame_setting(problem) for problem in error.problems)) from None
+    return find_plan(config, layout, folder) or ObtainedPlan(plan=make_plan(config, layout), path=None)
 
 
-def _of_setting(problem: Problem) -> Problem:
+def _blame_setting(problem: Problem) -> Problem:
+    """Returns a problem with a plan file as a problem of the setting that names the file."""
     return replace(problem, key="engine.plan", fix=f"{problem.fix}, or leave engine.plan out")

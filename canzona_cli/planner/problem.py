@@ -12,23 +12,25 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.buckets import Parameter, Part, Pool
 from canzona_cli.planner.packing import HostPacker
-from canzona_cli.planner.plan import Cell, per_cell
+from canzona_cli.planner.plan import Cell, sum_by_cell
 
 Owners = dict[int, int]
-"""The owner of each unit."""
+"""The owner of each unit, by the unit's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolProblem:
-    """The assignment problem of one pool: the matrices that all ranks of a pipeline stage store, or the
-    experts of one expert-parallel rank in the stage."""
+    """The assignment problem of one pool, which is either the matrices that all ranks of a pipeline stage
+    store, or the experts of one expert-parallel rank in the stage."""
 
     pool: Pool
     matrices: Sequence[Matrix]
     costs: Sequence[float]
     """The seconds that a host takes to update each matrix alone."""
     shares: Mapping[int, Share]
+    """The costs of the matrices that may be shared, by index."""
     all_shared: bool
+    """True if all matrices in `shares` must be shared."""
     buckets: Sequence[Sequence[Parameter]]
     mesh: Mesh
 
@@ -54,14 +56,15 @@ class PoolProblem:
         return {part.unit: part.matrices for parameter in parameters for part in parameter.parts}
 
     @cached_property
-    def together(self) -> list[float]:
-        """The seconds of each matrix, summed over all ranks, if every matrix is shared that may be shared."""
+    def summed_costs(self) -> list[float]:
+        """The update seconds of each matrix, summed over the ranks of a TP group, if all matrices in `shares`
+        are shared."""
         each = {index: self.tp * share.each for index, share in self.shares.items()}
         return [each.get(index, cost) for index, cost in enumerate(self.costs)]
 
     @cached_property
     def bound(self) -> float:
-        """The lower bound of the seconds of the stage's busiest cell."""
+        """The lower bound on the update seconds of the stage's busiest cell."""
         return stage_bound(self.matrices, self.costs, self.pool.stage, self.mesh, self.shares)
 
     @cached_property
@@ -70,7 +73,8 @@ class PoolProblem:
 
     @cached_property
     def kinds(self) -> dict[int, Hashable]:
-        """The kind of each unit. Owners may exchange units of the same kind."""
+        """The kind of each unit. Units of one kind have the same costs and sizes, so owners may exchange
+        them."""
         return {
             unit: tuple(
                 sorted((self.costs[index], self.matrices[index].elements, index in self.shares) for index in members)
@@ -81,20 +85,20 @@ class PoolProblem:
     def cost(self, unit: int) -> float:
         return sum(self.costs[index] for index in self.units[unit])
 
-    def held(self, owners: Owners) -> list[list[int]]:
-        """Lists the matrices of each owner, ascending."""
-        held: list[list[int]] = [[] for _ in range(self.owners)]
+    def matrices_of_owners(self, owners: Owners) -> list[list[int]]:
+        """Lists the matrices of each owner in ascending order."""
+        by_owner: list[list[int]] = [[] for _ in range(self.owners)]
         for unit, owner in owners.items():
-            held[owner] += self.units[unit]
-        return [sorted(matrices) for matrices in held]
+            by_owner[owner] += self.units[unit]
+        return [sorted(matrices) for matrices in by_owner]
 
     def height(self, owners: Owners) -> float:
         """Packs every owner's matrices onto its hosts and returns the seconds of the busiest cell."""
-        return max(self.packer.height(matrices) for matrices in self.held(owners))
+        return max(self.packer.height(matrices) for matrices in self.matrices_of_owners(owners))
 
-    def reach(self, placed: "Placed") -> float:
-        """Adds up the elements of every bucket's busiest owner, which determine the time to communicate a
-        bucket."""
+    def communication(self, placed: "Placement") -> float:
+        """Measures the time to communicate the pool's buckets, in elements: adds up the elements of each
+        bucket's fullest owner."""
         total = 0
         for parts in self.parts:
             held: Counter[int] = Counter()
@@ -104,34 +108,35 @@ class PoolProblem:
             total += max(held.values())
         return float(total)
 
-    def least_reach(self) -> float:
-        """Returns a lower bound of `reach`."""
+    def least_communication(self) -> float:
+        """Returns a lower bound of `communication` for every assignment."""
         sizes = [[part.elements for part in parts] for parts in self.parts]
         return sum(max(sum(held) / self.owners, max(held)) for held in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
-    """An assignment: the cell of every matrix, with the load it results in."""
+class Placement:
+    """An assignment of a stage's matrices to cells, and the load of the cells."""
 
     problem: PoolProblem
     """The problem of the stage."""
     cells: Mapping[int, Cell]
     shared: Set[int]
+    """The indices of the shared matrices."""
 
     @cached_property
     def busiest(self) -> float:
-        """The seconds of the busiest cell."""
+        """The update seconds of the busiest cell."""
         costs, shares = self.problem.costs, self.problem.shares
         placed = (
             (cell, shares[index].each, True) if index in self.shared else (cell, costs[index], False)
             for index, cell in self.cells.items()
         )
-        return rounded(max(per_cell(placed, 0.0, cells=self.problem.mesh.cells, tp=self.problem.mesh.tp)))
+        return rounded(max(sum_by_cell(placed, 0.0, cells=self.problem.mesh.cells, tp=self.problem.mesh.tp)))
 
     @cached_property
     def fullest(self) -> int:
-        """The elements of matrices that the fullest cell holds."""
+        """The number of matrix elements on the fullest cell."""
         matrices, tp = self.problem.matrices, self.problem.mesh.tp
         placed = (
             (cell, matrices[index].elements // tp, True)
@@ -139,4 +144,4 @@ class Placed:
             else (cell, matrices[index].elements, False)
             for index, cell in self.cells.items()
         )
-        return max(per_cell(placed, 0, cells=self.problem.mesh.cells, tp=tp))
+        return max(sum_by_cell(placed, 0, cells=self.problem.mesh.cells, tp=tp))

@@ -7,11 +7,11 @@ part:
     equal parts        | aaa | aaa | bcc |     the same buffer: rank 1 has to hand its part to owner 0, and rank 2
                                                b to owner 1
 
-An all-to-all after the reduce-scatter (before the all-gather) hands over the elements that a rank has but
+After the reduce-scatter (or before the all-gather), an all-to-all hands over the elements that a rank has but
 does not own. The messages of an all-to-all are in the order of ranks, so each part is cut into runs of
-ascending owners. One all-to-all sends the first run of all parts, another the second run, and so on; usually
-there is only one. Each owner needs a copy of its share. If every part belongs to its rank, nothing is handed
-over, and the ring is Megatron's collective.
+ascending owners. The first all-to-all sends the first run of every part, the second all-to-all the second
+run, and so on; usually there is only one. Each owner needs a copy of its share. If every rank owns its part,
+nothing is handed over, and the ring is Megatron's collective.
 """
 
 import math
@@ -32,7 +32,7 @@ from canzona_cli.planner.plan import Bucket, Plan, PlanSettings, Range
 
 class Segment(NamedTuple):
     """Consecutive elements of one rank's part of a bucket that have one owner. Padding after a range belongs
-    to the range's owner; a segment of padding alone belongs to the rank."""
+    to the range's owner. A segment that is only padding belongs to the rank."""
 
     owner: int
     start: int
@@ -52,11 +52,11 @@ def shares(bucket: Bucket) -> dict[int, int]:
 
 
 def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
-    """Lists the all-to-alls of a ring in order, with the run of each rank's part that an all-to-all hands
-    over: to owners after a reduce-scatter, from owners before an all-gather.
+    """Lists the all-to-alls of a ring in order. Each is given as the run that it hands over from each rank's
+    part: to owners after a reduce-scatter, or from owners before an all-gather.
 
     A rank's part has `bucket.elements / ranks` elements, and together the runs cover the bucket. The list is
-    empty if every part belongs to its rank.
+    empty if every rank owns its part.
     """
     return _handovers(_owned(bucket), bucket.elements, ranks)
 
@@ -79,14 +79,14 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
     )
 
 
-def handed(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Returns (sent, received) for each all-to-all of `handovers` after a reduce-scatter: the elements that
-    every rank sends from its part, and the elements of its share that it receives."""
-    return _handed(_owned(bucket), bucket.elements, ranks)
+def handover_sizes(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Returns (sent, received) for each all-to-all of `handovers` after a reduce-scatter: by rank, the number
+    of elements that it sends from its part, and the number that it receives as their owner."""
+    return _handover_sizes(_owned(bucket), bucket.elements, ranks)
 
 
 @lru_cache(maxsize=1024)
-def _handed(
+def _handover_sizes(
     ranges: tuple[Range, ...], elements: int, ranks: int
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     counts = []
@@ -142,21 +142,22 @@ def adamw_apart(device: Device) -> bool:
 Native = Literal["reduce_scatter", "all_gather"]
 
 GATHERED: Mapping[Reduction, Gathering] = MappingProxyType({"reduce": "broadcast", "ring": "ring"})
-"""The way in which weights are gathered if `engine.reduction` is set, by this setting. Otherwise reduction
-and gathering are chosen separately."""
+"""The way in which weights are gathered, by the value of `engine.reduction`. If it is not set, reduction and
+gathering are chosen separately."""
 GATHERED_AHEAD = 4
-"""The number of buckets that are gathered at the same time. The gathering of the first buckets that the
-forward pass needs starts when the updates end; once the forward has waited for a bucket, the bucket this many
-places later starts. With 1, as in Megatron, the second bucket, usually the first layer's largest matrices,
-would start only with the forward pass, after the link was idle."""
+"""The number n of buckets that are gathered at the same time. When the updates end, the gathering of the
+first n buckets that the forward pass needs starts. Whenever the forward pass has waited for a bucket, the
+gathering of the n-th bucket after it starts. With n = 1, as in Megatron, the gathering of the second bucket,
+which usually has the first layer's largest matrices, would start only with the forward pass, after the link
+was idle."""
 WORTH = 0.95
-"""The largest ratio of a ring's time to the time of a collective for each owner at which the ring is chosen.
-A ring must gain something, because only rings need additional memory."""
+"""The threshold for choosing a ring: the largest ratio of its time to the time of a collective for each
+owner's range. A ring must be clearly faster, because only rings need additional memory."""
 
 
 def scratch_bytes(bucket: Bucket, way: Reduction | Gathering, owners: int, width: int) -> dict[int, int]:
-    """Counts the bytes that each rank needs in addition to the buffer while a bucket is communicated: a copy
-    of the rank's share in a ring that hands elements over, otherwise none.
+    """Counts, by owner, the bytes that are needed in addition to the buffer while a bucket is communicated: a
+    copy of the owner's share if a ring hands elements over, otherwise none.
 
     Args:
         width: the bytes of an element.
@@ -167,10 +168,11 @@ def scratch_bytes(bucket: Bucket, way: Reduction | Gathering, owners: int, width
 
 
 def ring_scratch(plan: Plan, stage: int, grad: int, width: int) -> tuple[Mapping[int, int], Mapping[int, int]]:
-    """Counts the bytes of scratch for the reduction of gradients and for the gathering of weights, by cell.
+    """Counts, by cell, the bytes of scratch for the reduction of gradients and for the gathering of weights.
 
-    The scratch of all buckets' gradients may be needed at the same time. Weights need scratch for the largest
-    `GATHERED_AHEAD` + 1 buckets: those that are being gathered, and one that is copied into place.
+    All buckets may need their scratch for gradients at the same time. Of the scratch for weights, only the
+    largest `GATHERED_AHEAD` + 1 buckets count: those that are being gathered, and one whose weights are being
+    copied to their buffer.
 
     Args:
         grad: the bytes of an element of a gradient.
@@ -214,9 +216,9 @@ def sent_elements(bucket: Bucket, way: Reduction | Gathering, owners: int) -> fl
     return bucket.elements * (1 if way == "ring" and owners > 1 else (owners - 1) / owners)
 
 
-def plain(buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
-    """Returns the buckets, all reduced as `engine.reduction` says; without this setting, with a collective
-    for each owner's range."""
+def uniform_buckets(buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
+    """Returns the buckets, all reduced and gathered in the same way: the way that `engine.reduction` sets, or
+    else a collective for each owner's range."""
     way = settings.reduction or "reduce"
     return tuple(replace(bucket, reduction=way, gathering=GATHERED[way]) for bucket in buckets)
 
@@ -248,10 +250,10 @@ class ReductionModel:
             return self._ring(bucket, "all_gather")
         return self._per_range(bucket, "broadcast")
 
-    def in_turn(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
-        """Returns the reduction and the gathering of each bucket, if reductions run one after another on a
-        stream, and gatherings in the opposite order. The `fill_s` of each transfer is the part that overlaps
-        with the next chain.
+    def in_sequence(self, buckets: Sequence[Bucket]) -> list[tuple[Transfer, Transfer]]:
+        """Returns the reduction and the gathering of each bucket. Reductions run on a stream in the order of
+        buckets, gatherings in the opposite order. The `fill_s` of a transfer is only the time that it
+        overlaps with the next chain.
 
         Args:
             buckets: a stage's buckets with the same `Bucket.expert_rank`.
@@ -268,30 +270,31 @@ class ReductionModel:
         return self._group if bucket.expert_rank is None else self._experts
 
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
-        """Chooses how each bucket is reduced and gathered: as `plain` says, or, in canzona's plans on GPUs
-        without `engine.reduction`, in a ring if the ring is faster by enough (`WORTH`)."""
-        reduced = plain(buckets, settings)
+        """Chooses how each bucket is reduced and gathered. In canzona's plans on GPUs, if `engine.reduction`
+        is not set, a bucket goes in a ring if that is faster by enough (`WORTH`). All other buckets are as in
+        `uniform_buckets`."""
+        reduced = uniform_buckets(buckets, settings)
         if settings.reduction or settings.strategy != "canzona" or not self.rings:
             return reduced
         streams = groupby(reduced, key=lambda bucket: (bucket.stage, bucket.expert_rank))
-        return tuple(bucket for _, held in streams for bucket in self._quickest(list(held)))
+        return tuple(bucket for _, held in streams for bucket in self._choose_ways(list(held)))
 
     def choices(self, buckets: Sequence[Bucket], settings: PlanSettings) -> Iterator[tuple[Bucket, ...]]:
-        """Yields choices of how the buckets are reduced and gathered: first the choice of `choose`, which has
-        the least total time; then, if the planner may choose, rings for all buckets, and a collective for
-        each range for all buckets.
+        """Yields alternative ways to reduce and gather the buckets. The first is that of `choose`, which has
+        the least total time. If the planner may choose, rings for all buckets, and collectives for each range
+        of all buckets follow.
 
-        The least total time is not always the least exposed time: a ring occupies the stream all its time,
-        but a chain of ranks overlaps with the next chain.
+        The alternative with the least total time does not always have the least exposed time: a ring occupies
+        its stream until it ends, but a chain of ranks overlaps with the next chain.
         """
         chosen = self.choose(buckets, settings)
         yield chosen
         if settings.reduction or settings.strategy != "canzona" or not self.rings:
             return
         rings = tuple(replace(bucket, reduction="ring", gathering="ring") for bucket in chosen)
-        yield from (way for way in (rings, plain(buckets, settings)) if way != chosen)
+        yield from (way for way in (rings, uniform_buckets(buckets, settings)) if way != chosen)
 
-    def roughly(self, elements: int, largest: int, kind: Native, *, experts: bool) -> Transfer:
+    def estimate(self, elements: int, largest: int, kind: Native, *, experts: bool) -> Transfer:
         """Estimates the reduction or gathering of a bucket whose owners are not known yet.
 
         Args:
@@ -305,14 +308,14 @@ class ReductionModel:
         ring = self._native(elements, kind, group)
         if not experts:
             # Experts have equal sizes, so owners can have equal shares, and nothing is handed over.
-            handed = self._links.all_to_all([share], [share], group).delayed(2 * share / self._rate)
-            ring = ring.then(handed)
+            handover = self._links.all_to_all([share], [share], group).delayed(2 * share / self._rate)
+            ring = ring.then(handover)
         return ring if ring.seconds <= WORTH * chain.seconds else replace(chain, fill_s=0.0)
 
-    def _quickest(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
-        """Yields a stage's buckets with the ways with which the last reduction, and the last gathering, ends
-        earliest."""
-        reduced, gathered = zip(*self.in_turn(buckets), strict=True)
+    def _choose_ways(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+        """Yields a stage's buckets with the ways of reducing and gathering that let the last reduction, and
+        the last gathering, end earliest."""
+        reduced, gathered = zip(*self.in_sequence(buckets), strict=True)
         reducing = _by_chain(reduced, self._ring_seconds(buckets, reduced, "reduce_scatter"))
         gathering = _by_chain(gathered[::-1], self._ring_seconds(buckets, gathered, "all_gather")[::-1])[::-1]
         for bucket, reduced_by_chain, gathered_by_chain in zip(buckets, reducing, gathering, strict=True):
@@ -323,8 +326,8 @@ class ReductionModel:
             )
 
     def _ring_seconds(self, buckets: Sequence[Bucket], chains: Sequence[Transfer], kind: Native) -> list[float]:
-        """Returns the seconds of each bucket in a ring; infinity if the ring would not be faster by enough
-        even if it handed nothing over. This avoids the slow computation of handovers."""
+        """Returns the seconds of each bucket in a ring. If a ring could not be faster by enough even if it
+        handed nothing over, this is infinity, without the slow computation of handovers."""
         return [
             self._ring(bucket, kind).seconds
             if self._native(bucket.elements, kind, self._group_of(bucket)).seconds <= WORTH * chain.seconds
@@ -333,8 +336,8 @@ class ReductionModel:
         ]
 
     def _per_range(self, bucket: Bucket, kind: Literal["reduce", "broadcast"]) -> Transfer:
-        """Returns the transfer of a reduction or a broadcast for each range; each range after the first adds
-        a launch."""
+        """Returns the transfer of a bucket with a reduction or a broadcast for each range. Each range after
+        the first adds a launch."""
         width, group = self._grad if kind == "reduce" else self._width, self._group_of(bucket)
         transfer = self._links.rooted(
             kind, [share * width for share in shares(bucket).values()], group, collectives=len(bucket.ranges)
@@ -343,16 +346,16 @@ class ReductionModel:
         return transfer.delayed(issue)
 
     def _ring(self, bucket: Bucket, kind: Native) -> Transfer:
-        """Returns the transfer of a bucket in a ring: a reduce-scatter or all-gather with equal parts. If the
-        owners' shares differ from these parts, this adds the all-to-alls that move elements between parts and
-        shares, and the copy of the largest share."""
+        """Returns the transfer of a bucket in a ring: a reduce-scatter or an all-gather of equal parts. If
+        ranks do not own their parts, all-to-alls between parts and owners' shares and the copy of the largest
+        share are added."""
         group = self._group_of(bucket)
         ranks = group.size
         if ranks == 1:
             return Transfer()
         width = self._bytes(kind)
         transfer = self._native(bucket.elements, kind, group)
-        messages = handed(bucket, ranks)
+        messages = handover_sizes(bucket, ranks)
         if not messages:
             return transfer
         for runs in messages:
@@ -371,17 +374,19 @@ class ReductionModel:
 
 
 def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
-    """Returns the transfers as they run one after another: `fill_s` is reduced to the part that overlaps with
-    the next chain. It is 0 for the last transfer and wherever a chain does not follow a chain.
+    """Returns the transfers of a stream with `fill_s` reduced to the time that overlaps with the next
+    transfer. This time is 0 for the last transfer, and unless the transfer and the next one are both chains.
 
     The chain of a reduction ends at the owner, so it starts on the next rank; the chain of a broadcast starts
     at the owner. Ranks finish a chain in ring order, and each can then start the next chain. The next chain
-    therefore starts after as many hops as the next owner is ahead of this one in the ring. If a launch has
-    several owners, their chains run on several channels, and the channel with the most hops determines the
-    time.
+    therefore starts after as many hops as there are from this owner to the next owner in the ring. If a
+    launch has several owners, their chains run on several channels, and the channel with the most hops
+    determines the time.
     """
     overlaps = [
-        replace(transfer, fill_s=max(0.0, 1 - _hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s)
+        replace(
+            transfer, fill_s=max(0.0, 1 - _count_hops(bucket, next_bucket, owners) / (owners - 1)) * transfer.fill_s
+        )
         if transfer.fill_s and following.fill_s
         else replace(transfer, fill_s=0.0)
         for (bucket, transfer), (next_bucket, following) in pairwise(zip(buckets, transfers, strict=True))
@@ -389,7 +394,7 @@ def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners
     return [*overlaps, *(replace(last, fill_s=0.0) for last in transfers[-1:])]
 
 
-def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:
+def _count_hops(bucket: Bucket, following: Bucket, owners: int) -> int:
     """Counts the steps around the ring of owners from the owner of a bucket's first range, through the owners
     of all ranges in order, to the owner of the following bucket's last range."""
     roots = [part.owner for part in (*bucket.ranges, *following.ranges)]
@@ -397,8 +402,8 @@ def _hops(bucket: Bucket, following: Bucket, owners: int) -> int:
 
 
 def _by_chain(chains: Sequence[Transfer], rings_s: Sequence[float]) -> list[bool]:
-    """Chooses between a chain (True) and a ring for each bucket of a stream, so that the stream ends as early
-    as possible.
+    """Chooses for each bucket of a stream between a chain (True) and a ring (False), so that the stream ends
+    as early as possible.
 
     A chain overlaps only with a following chain. The last bucket is judged alone, because the stream may be
     idle before it. A ring's time is divided by `WORTH`, to make up for its memory.

@@ -1,7 +1,8 @@
-"""Exchanges units between owners, which changes the time to communicate buckets, but not the time of updates.
+"""Exchanges units between owners to shorten the communication of buckets; the time of updates stays the same.
 
 Units of the same kind have the same cost and the same number of elements, so owners may exchange them freely.
-Collectives for each owner's range are fastest with few owners in each bucket, rings with equal shares.
+Collectives for each owner's range are fastest if few owners have a range in the bucket; rings are fastest if
+owners have equal shares.
 """
 
 from collections import Counter, defaultdict
@@ -19,7 +20,7 @@ Seat = tuple[tuple[Cell, Share | None], ...]
 """The place of a unit: the cell of each of its matrices, and the matrix's share if it is shared."""
 
 
-def few_owners(
+def concentrate_owners(
     matrices: Sequence[Matrix],
     costs: Sequence[float],
     assignment: Assignment,
@@ -27,7 +28,7 @@ def few_owners(
     bucket_elements: int | None,
 ) -> Assignment:
     """Exchanges units of the same kind between cells so that buckets have few owners. The last bucket of a
-    pool chooses first.
+    pool is the first to choose its owners.
 
     Every cell keeps its number of units of each kind, so its updates take as long as before.
     """
@@ -51,7 +52,7 @@ def few_owners(
             seat = tuple((assignment.cells[index], assignment.shares.get(index)) for index in part.matrices)
             free[kind(part)].setdefault(owner_of(part, matrices, assignment, layout), []).append(seat)
         for bucket in reversed(buckets):
-            for part, seat in _seated(bucket, kind, free):
+            for part, seat in _seat_parts(bucket, kind, free):
                 for index, (cell, share) in zip(part.matrices, seat, strict=True):
                     cells[index] = cell
                     if share is not None:
@@ -59,13 +60,13 @@ def few_owners(
     return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
 
 
-def _seated(
+def _seat_parts(
     bucket: Sequence[Part], kind_of: Callable[[Part], Hashable], free: Mapping[Hashable, dict[int, list[Seat]]]
 ) -> Iterator[tuple[Part, Seat]]:
-    """Yields each part of a bucket with a seat, so that few owners get parts.
+    """Assigns a seat to each part of a bucket so that few owners get parts; yields (part, seat).
 
     Args:
-        free: the free seats, by kind and owner; the seats of the parts are removed.
+        free: the free seats, by kind and owner. Assigned seats are removed.
     """
     parts_by_kind: dict[Hashable, list[Part]] = defaultdict(list)
     for part in bucket:
@@ -82,15 +83,15 @@ def _seated(
                 del parts_by_kind[kind]
 
 
-def in_order_of_reductions(
+def renumber_owners(
     matrices: Sequence[Matrix], assignment: Assignment, layout: Mesh, bucket_elements: int | None
 ) -> Assignment:
     """Renumbers the owners of every stage in the order in which buckets are reduced to them.
 
-    The chain of ranks of one reduction then overlaps with the next chain. Of the owners that first occur in
-    the same bucket, the owner that occurs in the latest bucket gets the highest number, because it comes
-    first in a following bucket. Gatherings run in the opposite order and overlap less. Reductions matter
-    more, because the last reductions wait for the end of the backward pass and overlap with nothing else.
+    The chain of ranks of one reduction then overlaps with the next chain. If several owners occur in a bucket
+    for the first time, the owner with the latest last bucket gets the highest number, because it comes first
+    in a following bucket. Gatherings run in the opposite order and overlap less. Reductions matter more,
+    because the last reductions wait for the end of the backward pass and overlap with nothing else.
 
     If experts are divided among ranks, owners keep their numbers: the number of a rank decides which experts
     it stores, and these experts were balanced together with the matrices of this owner.
@@ -116,11 +117,11 @@ def in_order_of_reductions(
 def _most_useful(
     parts_by_kind: Mapping[Hashable, Sequence[Part]], free: Mapping[Hashable, Mapping[int, Sequence[Seat]]]
 ) -> int:
-    """Returns the owner that can take the most elements of a bucket's unassigned parts; the first owner of a
-    tie.
+    """Returns the owner that can take the most elements of a bucket's unassigned parts; if several can, the
+    owner with the lowest number.
 
     Args:
-        parts_by_kind: the parts that have no seat yet.
+        parts_by_kind: the unassigned parts.
         free: the free seats, by kind and owner.
     """
     takes: dict[int, int] = defaultdict(int)
@@ -130,34 +131,34 @@ def _most_useful(
     return min(takes, key=lambda owner: (-takes[owner], owner))
 
 
-def spread(
-    buckets: Sequence[Sequence[Parameter]], owners: Mapping[int, int], alike: Mapping[int, Hashable]
+def spread_bytes(
+    buckets: Sequence[Sequence[Parameter]], owners: Mapping[int, int], kinds: Mapping[int, Hashable]
 ) -> dict[int, int]:
     """Exchanges units of the same kind between owners so that each bucket's bytes are spread evenly over
     owners.
 
     Every owner keeps its number of units of each kind. Bucket by bucket, the units of a kind are given to the
-    owners with the fewest bytes of the bucket so far; ties are broken by the number of units of this kind
-    that an owner has left. Inside a bucket, gate and up of a layer get the same or neighbouring owners, so
+    owners with the fewest bytes of the bucket so far. In a tie, the owner with the most unassigned units of
+    this kind comes first. Inside a bucket, gate and up of a layer get the same or neighbouring owners, so
     that few parameters have two owners.
 
     Args:
         owners: the owner of each unit before the exchange.
-        alike: the kind of each unit.
+        kinds: the kind of each unit.
     """
-    left: dict[Hashable, Counter[int]] = defaultdict(Counter)
+    unassigned: dict[Hashable, Counter[int]] = defaultdict(Counter)
     for unit, owner in sorted(owners.items()):
-        left[alike[unit]][owner] += 1
+        unassigned[kinds[unit]][owner] += 1
     new_owner: dict[int, int] = {}
     for bucket in buckets:
         held: Counter[int] = Counter()
-        kinds: dict[Hashable, list[Part]] = defaultdict(list)
+        parts_of_kind: dict[Hashable, list[Part]] = defaultdict(list)
         # Parameters of several parts first: their parts are then next to each other in the list.
         for parameter in sorted(bucket, key=lambda parameter: -len(parameter.parts)):
             for part in parameter.parts:
-                kinds[alike[part.unit]].append(part)
-        for kind, parts in sorted(kinds.items(), key=lambda item: -item[1][0].elements):
-            free = left[kind]
+                parts_of_kind[kinds[part.unit]].append(part)
+        for kind, parts in sorted(parts_of_kind.items(), key=lambda item: -item[1][0].elements):
+            free = unassigned[kind]
             chosen: list[int] = []
             while len(chosen) < len(parts):
                 ranked = sorted(free, key=lambda owner: (held[owner], -free[owner], owner))

@@ -14,7 +14,7 @@ from canzona_cli.calibrate.profile import Measurement, Quantity, measured_runs
 from canzona_cli.config.recipes import display_path
 from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.costs.links import Group, Links
-from canzona_cli.costs.update import Implementation, adamw_seconds, algorithm, label, matmul_rate, seconds
+from canzona_cli.costs.update import Implementation, adamw_seconds, algorithm_of, label, matmul_rate, seconds
 from canzona_cli.launch.view import TrainView
 from canzona_cli.report.page import Page, Screen, paragraph
 from canzona_cli.report.tables import Table
@@ -98,7 +98,7 @@ class CalibrationView(Page):
 
     def _updates(self) -> Table:
         table = self._empty_table("update of a matrix, ms")
-        algorithms = {label(update): update for update in map(algorithm, measured_runs(self.config))}
+        algorithms = {label(update): update for update in map(algorithm_of, measured_runs(self.config))}
         for measurement in self._measurements_of("updates"):
             name, rows, columns = str(measurement.key[0]), int(measurement.key[1]), int(measurement.key[2])
             update = algorithms.get(name.removeprefix("megatron/"))

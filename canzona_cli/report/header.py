@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from canzona_cli.config.schema import CustomConfig, Device, Layout, RunConfig
 from canzona_cli.model.matrices import Routed, routing
 from canzona_cli.planner.measures import balance
-from canzona_cli.planner.plan_file import Obtained
+from canzona_cli.planner.plan_file import ObtainedPlan
 from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.words import clean, count, duration, layout_code, layout_words, plural, size, step_time
@@ -117,7 +117,7 @@ def _describes_machine(config: RunConfig) -> bool:
     return describes_machine(config.cluster.device, calibrated=config.cluster.calibrated)
 
 
-def describe_plan(obtained: Obtained, config: RunConfig) -> str:
+def describe_plan(obtained: ObtainedPlan, config: RunConfig) -> str:
     """Returns a plan's name, load balance, update time on the busiest rank, and file.
 
     The update time is omitted if the run's profile does not describe its machine.
@@ -156,7 +156,7 @@ def header_rows(
     *,
     run_dir: Path | None = None,
     corpus: PreparedCorpus | None = None,
-    plan: Obtained | None = None,
+    plan: ObtainedPlan | None = None,
     earlier: "EarlierSteps | None" = None,
     routed: bool = True,
 ) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import EarlierSteps, TrainView
-from canzona_cli.planner.plan_file import Obtained
+from canzona_cli.planner.plan_file import ObtainedPlan
 from canzona_cli.report.curves import bar, line_chart, sparkline
 from canzona_cli.report.header import header_rows
 from canzona_cli.report.page import labelled_rows, paragraph
@@ -215,7 +215,7 @@ class ConsoleView(TrainView, ABC):
         *,
         run_dir: Path,
         corpus: PreparedCorpus | None = None,
-        plan: Obtained | None = None,
+        plan: ObtainedPlan | None = None,
         earlier: EarlierSteps | None = None,
     ) -> None:
         """Prints the description of the run; for a resumed run, also loads the earlier steps into the state.

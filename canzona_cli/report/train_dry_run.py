@@ -22,7 +22,7 @@ from canzona_cli.launch.torchrun import (
 )
 from canzona_cli.model.matrices import routing
 from canzona_cli.planner.measures import balance
-from canzona_cli.planner.plan_file import Obtained
+from canzona_cli.planner.plan_file import ObtainedPlan
 from canzona_cli.report.charts import MEMORY
 from canzona_cli.report.header import (
     describe_batch,
@@ -41,7 +41,7 @@ from canzona_cli.simulate.predict import Outlook
 VERSION = 2
 
 
-def resolved_json(config: RunConfig, layout: Layout, plan: Obtained | None) -> dict[str, object]:
+def resolved_json(config: RunConfig, layout: Layout, plan: ObtainedPlan | None) -> dict[str, object]:
     """Returns a resolved run as JSON values. New keys do not change `version`.
 
     Args:
@@ -72,7 +72,7 @@ def refused_json(error: CanzonaError) -> dict[str, object]:
     return {"version": VERSION, "ok": False, "exit_code": int(error.exit_code), "problems": problems}
 
 
-def _plan(obtained: Obtained) -> dict[str, object]:
+def _plan(obtained: ObtainedPlan) -> dict[str, object]:
     reached = balance(obtained.plan)
     return {
         "hash": obtained.plan.hash,
@@ -99,7 +99,7 @@ class DryRun(Page):
     corpus: PreparedCorpus | None
     """The corpus of the run; None if it has not been prepared, like the built-in corpus before the first
     run."""
-    plan: Obtained | None
+    plan: ObtainedPlan | None
     outlook: Outlook
     memory: Memory
     command: LaunchCommand

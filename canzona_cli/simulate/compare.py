@@ -28,8 +28,8 @@ from canzona_cli.planner.least import Updates, updates
 from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
 from canzona_cli.planner.memory import PlanMemory, plan_memory
-from canzona_cli.planner.order import Refreshes, by_rank, refreshes
-from canzona_cli.planner.plan import Plan, per_cell
+from canzona_cli.planner.order import Refreshes, matrices_by_rank, refreshes
+from canzona_cli.planner.plan import Plan, sum_by_cell
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run import phases
 from canzona_cli.simulate.predict import Outlook, layerwise, outlook, simulate_plan, simulate_strategy, with_cores
@@ -138,7 +138,7 @@ class Study:
         """The refreshes under the plan; None for optimizers that do not refresh."""
         if not isinstance(self.config.optimizer, KroneckerConfig):
             return None
-        return refreshes(self.config, by_rank(self.plan.matrices, self.plan.assignment.cells))
+        return refreshes(self.config, matrices_by_rank(self.plan.matrices, self.plan.assignment.cells))
 
     def figures(self, strategy: str) -> dict[str, object]:
         """Returns a strategy's entry in the output of `--json`."""
@@ -302,7 +302,7 @@ def _layerwise_loads(config: RunConfig, layout: Layout, plan: Plan, stage: int) 
         for matrix, cell, cost in zip(plan.matrices, assignment.cells, plan.costs, strict=True)
         if matrix.stage == stage
     )
-    return per_cell(placed, 0.0, cells=layout.cells, tp=layout.tp)
+    return sum_by_cell(placed, 0.0, cells=layout.cells, tp=layout.tp)
 
 
 def _variants(

@@ -16,11 +16,11 @@ from canzona_cli.costs.gradients import NormClip
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.model import hop, passes, units_taken
 from canzona_cli.costs.sharing import shares
-from canzona_cli.costs.update import adamw_seconds, algorithm, implementation, step_factor, update_costs
+from canzona_cli.costs.update import adamw_seconds, algorithm_of, implementation, step_factor, update_costs
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.attempt import bucket_limits
 from canzona_cli.planner.bounds import simple_bound
-from canzona_cli.planner.chunks import after_reduction
+from canzona_cli.planner.chunks import seconds_after_reduction
 from canzona_cli.simulate.update import UpdateModel
 
 
@@ -41,7 +41,7 @@ def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
     factor = step_factor(config.cluster, "adamw_update", implementation(config))
     adamw = everything if execution is Execution.ADAMW else others
     updates_s = factor * adamw_seconds(adamw, config.cluster) + _updates(config, layout)
-    return passes_s + exposed_s + after_reduction(config, layout, 0) + clip_s + updates_s
+    return passes_s + exposed_s + seconds_after_reduction(config, layout, 0) + clip_s + updates_s
 
 
 def _exposed(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:
@@ -211,7 +211,7 @@ def _layer(config: RunConfig, layout: Layout) -> _Layer:
         return _Layer(model.duplicated(dense).seconds, model.duplicated(experts).seconds, 0.0, ())
     factor = step_factor(config.cluster, "matrix_update", implementation(config))
     packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
-    possible = shares(config, algorithm(config), layout, members)
+    possible = shares(config, algorithm_of(config), layout, members)
     everything, pieces = 0.0, []
     for matrix, cost in zip(members, costs, strict=True):
         parts = [factor * possible[matrix.index].each] if matrix.index in possible else []

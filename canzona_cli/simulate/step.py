@@ -24,8 +24,8 @@ from canzona_cli.costs.timeline import Timeline, crowded
 from canzona_cli.costs.update import ROUNDING, implementation, step_factor
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
-from canzona_cli.planner.chunks import Buffers, Chunk, Order, after_reduction
-from canzona_cli.planner.order import by_rank, refreshes
+from canzona_cli.planner.chunks import Chunk, ChunkBuilder, GatheringOrder, seconds_after_reduction
+from canzona_cli.planner.order import matrices_by_rank, refreshes
 from canzona_cli.planner.plan import rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel
 from canzona_cli.run.breakdown import SimulatedEvent
@@ -211,7 +211,7 @@ class _Simulation:
         overlap_gather = overlaps_param_gather(config)
         chunks = [self._chunks(stage) for stage in range(layout.pp)]
         early_s = [0.0] * layout.pp
-        orders = [Order() for _ in chunks]
+        orders = [GatheringOrder() for _ in chunks]
         if planned and overlap_gather:
             orders = [self._order(stage, of_chunk) for stage, of_chunk in enumerate(chunks)]
             overlapped = [
@@ -233,7 +233,7 @@ class _Simulation:
                     early=orders[stage].early,
                     chain=orders[stage].afterwards if planned else None,
                     aligned=aligns_param_gather(config, layout),
-                    tail_s=after_reduction(config, layout, stage),
+                    tail_s=seconds_after_reduction(config, layout, stage),
                     shares_embedding=config.model.tied_embeddings and stage in (0, layout.pp - 1),
                 )
                 for stage, of_chunk in enumerate(chunks)
@@ -265,7 +265,7 @@ class _Simulation:
         """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes
         first, because the model's first parameter, the embedding, is in it."""
         time, reductions = stage_time(self._config, self._layout, stage), ReductionModel(self._config, self._layout)
-        buffers = Buffers(self._config, self._layout, stage, time, reductions)
+        buffers = ChunkBuilder(self._config, self._layout, stage, time, reductions)
         if not self._execution.has_owners:
             buckets = buffers.everything(sharded=not self._execution.everywhere)
         else:
@@ -279,10 +279,10 @@ class _Simulation:
             for chunk in buckets
         ]
 
-    def _order(self, stage: int, chunks: Sequence[Chunk]) -> Order:
+    def _order(self, stage: int, chunks: Sequence[Chunk]) -> GatheringOrder:
         """Returns the order in which a stage's chunks are gathered."""
         others = len(chunks) - len(rank_buckets(self._workload.buckets, stage))
-        return Order.of(chunks, others, stage_time(self._config, self._layout, stage).places)
+        return GatheringOrder.of(chunks, others, stage_time(self._config, self._layout, stage).places)
 
     def _factor(self, phase: Phase) -> float:
         return step_factor(self._config.cluster, phase, implementation(self._config))
@@ -337,7 +337,7 @@ def _averaged_over_steps(config: RunConfig, workload: Workload) -> Workload:
     assignment, optimizer = workload.assignment, config.optimizer
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
         return workload
-    ranks = by_rank(workload.matrices, None if assignment is None else assignment.cells)
+    ranks = matrices_by_rank(workload.matrices, None if assignment is None else assignment.cells)
     refreshed = refreshes(config, ranks)
     return replace(workload, costs=[refreshed.mean_s / refreshed.most_s * cost for cost in workload.costs])
 

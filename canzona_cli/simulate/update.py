@@ -22,7 +22,7 @@ from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.timeline import Ran, Timeline
-from canzona_cli.costs.update import RULES, algorithm, memory_rate
+from canzona_cli.costs.update import RULES, algorithm_of, memory_rate
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
@@ -77,7 +77,7 @@ class UpdateModel:
         self.pipeline = HostedPipeline.of(config, layout)
         self._rate = memory_rate(config.cluster)
         self._whole = config.execution is Execution.REDUNDANT
-        self._fragment_bytes = RULES[algorithm(config).name].fragment_bytes + config.train.weight_bytes
+        self._fragment_bytes = RULES[algorithm_of(config).name].fragment_bytes + config.train.weight_bytes
 
     def hosted(
         self,

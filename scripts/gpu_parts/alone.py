@@ -13,7 +13,7 @@ from canzona_cli.calibrate.compute import Group, Variant
 from canzona_cli.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.update import algorithm, flops, seconds
+from canzona_cli.costs.update import algorithm_of, flops, seconds
 from canzona_cli.engine.kernels import choose_kernels
 from canzona_cli.run.records import KernelChoice
 from canzona_cli.run.statistics import Quartiles
@@ -127,7 +127,7 @@ def hot(setup: Setup) -> Outcome:
                 for _ in range(3):
                     group.update()
                 times = Quartiles.of([sample / group.count for sample in team.samples(group.update, budget)])
-                how = algorithm(config)
+                how = algorithm_of(config)
                 what = f"Muon of {rows} x {cols}, {form}, {'replayed' if graph else 'eager'}"
                 simulated = 1e3 * seconds(how, rows, cols, config.cluster)
                 comparisons.append(Comparison(what=what, unit="ms", simulated=simulated, measured=1e3 * times.median))

@@ -20,7 +20,7 @@ import torch
 from canzona_cli.calibrate.compute import Group, Variant, expected_seconds, shapes, update_samples, variants
 from canzona_cli.calibrate.timing import Team
 from canzona_cli.config.compose import compose_run
-from canzona_cli.costs.update import algorithm, flops, work
+from canzona_cli.costs.update import algorithm_of, flops, work
 from canzona_cli.optimizers.matrix_optimizer import matmul_precision
 from canzona_cli.run.statistics import Quartiles
 from gpu_parts.alone import lone_team
@@ -106,7 +106,7 @@ def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], bud
     side, precision = alike(variant, rows, cols, team.device)
     against = product_tflops(team, side, precision, budget_s)
     times = Quartiles.of(update_samples(team, variant, rows, cols, budget_s))
-    tflops = flops(algorithm(variant.config), rows, cols) / times.median / 1e12
+    tflops = flops(algorithm_of(variant.config), rows, cols) / times.median / 1e12
     group = Group(variant, rows, cols, team.device)
     return Update(
         algorithm=variant.label, rows=rows, cols=cols, size=size, seconds=times, tflops=tflops,
@@ -133,7 +133,7 @@ def launches(work: Callable[[], None], device: torch.device) -> int:
 
 def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple[int, str]:
     """Returns the side and the precision of the square product with the mean volume of an update's products."""
-    how = algorithm(variant.config)
+    how = algorithm_of(variant.config)
     parts = work(how, rows, cols)[0].matmuls
     volume = sum(n * m * k * p for n, m, k, p in parts) / sum(n for n, *_ in parts)
     precision = how.precision if how.name == "muon" else "tf32" if how.tf32 and device.type == "cuda" else "fp32"

@@ -12,7 +12,7 @@ from canzona_cli.calibrate.profile import FULL, QUICK, Orders
 from canzona_cli.calibrate.timing import LEAST, MOST, repeat
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import MuonConfig
-from canzona_cli.costs.update import algorithm, label
+from canzona_cli.costs.update import algorithm_of, label
 from canzona_cli.megatron.optimizer import megatron_adam, megatron_muon
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.optimizers.muon import Muon
@@ -32,7 +32,7 @@ def test_every_way_has_the_label_that_plans_look_up(optimizer: str) -> None:
         *("soap/spread", "shampoo/spread"),
     }
     for name, variant in found.items():
-        assert name.removeprefix("megatron/") == label(algorithm(variant.config))
+        assert name.removeprefix("megatron/") == label(algorithm_of(variant.config))
 
 
 def test_a_recipes_own_settings_are_measured() -> None:

@@ -22,7 +22,7 @@ from canzona_cli.costs.memory import (
     placement,
 )
 from canzona_cli.costs.scratch import workspace_bytes
-from canzona_cli.costs.update import STACK_BYTES, algorithm
+from canzona_cli.costs.update import STACK_BYTES, algorithm_of
 from canzona_cli.model.families import parameter_count
 from canzona_cli.model.matrices import layer_shapes, matrix_shapes
 from canzona_cli.optimizers.facts import Algorithm
@@ -62,7 +62,7 @@ def test_sc_by_the_engine_keeps_all_matrices_whole_on_every_rank(optimizer: str)
         compose_run(["recipe=0.6b", f"optimizer={optimizer}", "engine.strategy=sc", f"parallel.tp={tp}"]).config
         for tp in (1, 2)
     ]
-    how = algorithm(configs[0])
+    how = algorithm_of(configs[0])
     factors = 28 * sum(factor_bytes(how, *shape) for shape in layer_shapes(configs[0].model, "split"))
     kept = (4 + moment_bytes(how)) * MATRICES + factors
     for config, here in zip(configs, (layout(dp=4), layout(tp=2, dp=2)), strict=True):
@@ -205,7 +205,7 @@ def test_a_users_own_optimizer_holds_what_the_one_it_is_like_holds(like: str) ->
     parts = estimate(config, layout(tp=2, dp=4)).parts
     held = placement(config, layout(tp=2, dp=4), 0)
     assert held is not None
-    how = algorithm(config)
+    how = algorithm_of(config)
     assert how.name == like
     factors = sum(count * factor_bytes(how, *shape) for shape, count in held.worst_shapes.items())
     others = stage_weights(config, layout(tp=2, dp=4), 0).others // 4
@@ -253,7 +253,7 @@ def test_scratch_of_stacks_is_planned() -> None:
         assert isinstance(config.optimizer, MuonConfig)
         optimizer = replace(config.optimizer, stack=stack, form="standard")
         stacking = replace(config, optimizer=optimizer)
-        return workspace_bytes(stacking, algorithm(stacking), [shapes])
+        return workspace_bytes(stacking, algorithm_of(stacking), [shapes])
 
     k, count = (1024, 5120), 3
     elements, square = 1024 * 5120, 1024**2

@@ -22,7 +22,7 @@ from canzona_cli.cluster.machine import profile_mismatches
 from canzona_cli.cluster.profiles import profile_warnings
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import SoapConfig
-from canzona_cli.costs.update import algorithm, seconds
+from canzona_cli.costs.update import algorithm_of, seconds
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.optimizers import cpu_matmuls
 from canzona_cli.report.calibrate import Progress
@@ -63,7 +63,7 @@ def test_a_calibrations_profile_predicts_what_it_measured(tmp_path: Path, monkey
     for variant in (variant for variant in variants(config) if variant.ours):
         for rows, cols in shapes(config):
             [row] = [row for row in found.profile.measured_updates if row[:3] == (variant.label, rows, cols)]
-            assert seconds(algorithm(variant.config), rows, cols, found.profile) == row[3]
+            assert seconds(algorithm_of(variant.config), rows, cols, found.profile) == row[3]
     assert {row[0] for row in found.profile.measured_updates if row[0].startswith("megatron/")} == {
         "megatron/muon/standard/5"
     }

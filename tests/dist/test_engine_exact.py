@@ -23,7 +23,7 @@ from canzona_cli.config.schema import (
     SoapConfig,
     SoapMuonConfig,
 )
-from canzona_cli.costs.update import algorithm, form_of
+from canzona_cli.costs.update import algorithm_of, form_of
 from canzona_cli.optimizers.kl_shampoo import KLShampoo
 from canzona_cli.optimizers.muon import Muon
 from canzona_cli.optimizers.normuon import NorMuon
@@ -185,7 +185,7 @@ def _ordinary(config: RunConfig) -> Make:
     return lambda params: Shampoo(
         params, o.lr, weight_decay=o.weight_decay, betas=(o.beta1, o.beta2), eps=o.eps, shampoo_beta=o.shampoo_beta,
         shampoo_eps=o.shampoo_eps, precondition_frequency=o.precondition_frequency,
-        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, roots=algorithm(config).roots,
+        max_preconditioner_dim=o.max_preconditioner_dim, grafting=o.grafting, roots=algorithm_of(config).roots,
         spread=o.stagger,
     )  # fmt: skip
 
@@ -365,7 +365,7 @@ def test_a_profile_that_multiplies_bf16_in_fp32_has_the_gram_form_executed() -> 
     settings = ("train.precision=bf16", "cluster.bf16_in_fp32=true", "gpus=2")
     wide = ("model.num_layers=1", "model.hidden_size=256", "model.ffn_hidden_size=768")
     config, layout = _resolve("optimizer=muon", *settings, *wide)
-    how = algorithm(config)
+    how = algorithm_of(config)
     assert how.form == "auto"
     found = run_engine(config, layout, 2)
 

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch._C._distributed_c10d import Work
 
 from canzona_cli.costs.buffers import micro_batch_tokens, transient
-from canzona_cli.costs.update import algorithm
+from canzona_cli.costs.update import algorithm_of
 from canzona_cli.megatron import parallel
 from canzona_cli.optimizers import cpu_matmuls
 from canzona_cli.planner.memory import plan_memory
@@ -102,7 +102,7 @@ def test_the_loss_takes_as_many_bytes_for_a_logit_as_the_plan_counts(cluster: st
         step()  # compiles
         return most_at_once(step) / (256 * 8192)
 
-    needed = transient(config, algorithm(config), layout, 0)
+    needed = transient(config, algorithm_of(config), layout, 0)
     assert run_ranks(1, rank) == [pytest.approx(needed.logits / logits, rel=0.01)]
 
 

@@ -9,7 +9,7 @@ import torch
 import canzona_cli.optimizers
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import CustomConfig, Execution
-from canzona_cli.costs.update import algorithm
+from canzona_cli.costs.update import algorithm_of
 from canzona_cli.engine.build import optimizer_factory
 from canzona_cli.model.matrices import matrices
 from tests.refusals import refused
@@ -97,4 +97,4 @@ def test_a_run_decides_whether_refreshes_are_spread(stagger: bool) -> None:
     config = compose_run(["recipe=qwen3-tiny", *settings]).config
     members = matrices(config.model, layout(), "split")[:1]
     optimizer = optimizer_factory(config)(members, [torch.nn.Parameter(torch.zeros(members[0].shape))])
-    assert optimizer.spread == stagger == algorithm(config).spread  # type: ignore[attr-defined]
+    assert optimizer.spread == stagger == algorithm_of(config).spread  # type: ignore[attr-defined]

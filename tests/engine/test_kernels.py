@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig
-from canzona_cli.costs.update import algorithm, form_of
+from canzona_cli.costs.update import algorithm_of, form_of
 from canzona_cli.engine import kernels
 from canzona_cli.engine.kernels import Call, choose_kernels, matmul_shapes
 from canzona_cli.model.matrices import matrix_shapes
@@ -174,11 +174,11 @@ def test_what_has_no_symmetric_products_has_no_choices(optimizer: str) -> None:
 def test_a_kernel_is_tried_in_the_type_that_the_shape_has_in_its_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Squares that both forms multiply are tried in both types."""
     config = _config("model=qwen3-8b", "cluster=h100-80g", "optimizer.stack=false")
-    forms = {form_of(algorithm(config), *shape, config.cluster) for shape in matrix_shapes(config)}
+    forms = {form_of(algorithm_of(config), *shape, config.cluster) for shape in matrix_shapes(config)}
     assert forms == {"standard", "gram"}, "the test is of nothing"
     found = matmul_shapes(config, DEVICE)
     for rows, cols in matrix_shapes(config):
-        gram = form_of(algorithm(config), rows, cols, config.cluster) == "gram"
+        gram = form_of(algorithm_of(config), rows, cols, config.cluster) == "gram"
         side, dtype = min(rows, cols), torch.float16 if gram else torch.bfloat16
         assert {(side, max(rows, cols), dtype), (side, side, dtype)} <= set(found)
     monkeypatch.setattr(kernels, "LEAST_SIDE", 1)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from canzona_cli.config import schema
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Form
-from canzona_cli.costs.update import algorithm, flops, work
+from canzona_cli.costs.update import algorithm_of, flops, work
 from canzona_cli.errors import ConfigError
 from canzona_cli.optimizers import Muon, NorMuon, Workspace, gram_form, muon, muon_facts
 from canzona_cli.optimizers.facts import Algorithm
@@ -294,7 +294,7 @@ def test_bad_results_of_adversarial_matrices_are_found(
 def test_a_set_at_the_edge_of_its_range_is_for_the_standard_form_alone() -> None:
     assert STANDARD_ONLY == schema.STANDARD_ONLY
     config = compose_run(["recipe=tiny", "optimizer.coefficients=cans"]).config
-    assert algorithm(config).form == "standard"
+    assert algorithm_of(config).form == "standard"
     with pytest.raises(ConfigError, match=r"optimizer\.form"):
         compose_run(["recipe=tiny", "optimizer.coefficients=cans", "optimizer.form=gram"])
     p = torch.nn.Parameter(torch.zeros(12, 40))

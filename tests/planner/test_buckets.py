@@ -19,7 +19,7 @@ from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets, cut, stage_parameters
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
-from canzona_cli.planner.seats import few_owners, in_order_of_reductions
+from canzona_cli.planner.seats import concentrate_owners, renumber_owners
 from tests.planner.planning import grid, grids, models, newton_schulz, transformer
 from tests.sizes import H100, layout, model, run
 
@@ -134,7 +134,7 @@ def test_cells_keep_as_many_of_each_kind(layers: int, kv: int, stages: int, mesh
     matrices = transformer(layers * stages, 64, 192, kv, stages=stages)
     costs = newton_schulz(matrices)
     before = assign(matrices, costs, mesh, PLAN, bucket_elements=limit)
-    after = few_owners(matrices, costs, before, mesh, limit)
+    after = concentrate_owners(matrices, costs, before, mesh, limit)
 
     def held(found: Assignment) -> Counter[Hashable]:
         return Counter((m.stage, cell, m.shape, m.shard_dim) for m, cell in zip(matrices, found.cells, strict=True))
@@ -159,7 +159,7 @@ def test_owners_are_numbered_in_the_order_in_which_buckets_are_reduced_to_them(
 ) -> None:
     matrices = transformer(layers * stages, 64, 192, 16, stages=stages)
     before = assign(matrices, newton_schulz(matrices), mesh, PLAN, bucket_elements=limit)
-    after = in_order_of_reductions(matrices, before, mesh, limit)
+    after = renumber_owners(matrices, before, mesh, limit)
     for stage in range(stages):
         places = [matrix.index for matrix in matrices if matrix.stage == stage]
         renamed = {(before.cells[index].owner, after.cells[index].owner) for index in places}
@@ -170,7 +170,7 @@ def test_owners_are_numbered_in_the_order_in_which_buckets_are_reduced_to_them(
             held = {after.cells[index].owner for parameter in bucket for index in parameter.matrices}
             assert {owner for owner in held if owner > highest} == set(range(highest + 1, max(held) + 1))
             highest = max(highest, *held)
-    assert in_order_of_reductions(matrices, after, mesh, limit) == after
+    assert renumber_owners(matrices, after, mesh, limit) == after
 
 
 def test_a_plan_numbers_its_owners_in_that_order() -> None:
@@ -179,7 +179,7 @@ def test_a_plan_numbers_its_owners_in_that_order() -> None:
     config = run("1.7b", mesh.world_size, strategy="canzona", cluster=H100)
     plan = plan_unbounded(config, mesh)
     limit = bucket_elements(config, mesh)
-    assert in_order_of_reductions(plan.matrices, plan.assignment, mesh, limit) == plan.assignment
+    assert renumber_owners(plan.matrices, plan.assignment, mesh, limit) == plan.assignment
 
 
 def test_layers_whose_parts_lie_crosswise_are_uncrossed() -> None:
@@ -189,5 +189,5 @@ def test_layers_whose_parts_lie_crosswise_are_uncrossed() -> None:
     apart = {"gate": 1, "up": 2, "down": 3}
     crossed = Assignment(cells=tuple(Cell(owner=(m.layer + apart.get(m.kind, 0)) % 4, host=0) for m in matrices))
     assert _owners(matrices, crossed, mesh, limit) == [4] * 4
-    found = few_owners(matrices, newton_schulz(matrices), crossed, mesh, limit)
+    found = concentrate_owners(matrices, newton_schulz(matrices), crossed, mesh, limit)
     assert _owners(matrices, found, mesh, limit) == [1] * 4

@@ -16,7 +16,7 @@ from canzona_cli.costs.sharing import Share, shares
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner import groups as groups_module
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.groups import CLOSE, Grouped, check_capacity, held_jobs, micro_groups
+from canzona_cli.planner.groups import CLOSE, GroupSearch, check_capacity, held_jobs, micro_groups
 from canzona_cli.planner.make import attempt, planned_matrices
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.packing import HostPacker
@@ -45,7 +45,7 @@ def _plan(
     plan = PlanSettings(strategy="canzona", grouping=grouping, c_max_bytes=capacity)
     costs = newton_schulz(matrices)
     found = assign(matrices, costs, mesh, plan)
-    return found, micro_groups(matrices, costs, found, Grouped(plan, link(mesh.tp, width=width)))
+    return found, micro_groups(matrices, costs, found, GroupSearch(plan, link(mesh.tp, width=width)))
 
 
 @given(
@@ -117,10 +117,10 @@ def test_what_nothing_hides_is_made_small() -> None:
     members = [replace(base, index=i, rows=rows, cols=50) for i, (rows, _, _) in enumerate(shapes)]
     found = Assignment(cells=tuple(Cell(owner=0, host=host) for _, host, _ in shapes))
     costs, plan, quick = [cost for *_, cost in shapes], PlanSettings(strategy="canzona"), link(2, 5000.0, 0.01)
-    groups = micro_groups(members, costs, found, Grouped(plan, quick))
+    groups = micro_groups(members, costs, found, GroupSearch(plan, quick))
     assert [group.matrices for group in groups] == [(1, 3), (4,), (0, 2)]
     # Where a message costs more than it hides, there is one.
-    assert len(micro_groups(members, costs, found, Grouped(plan, link(2, 5000.0, 30.0)))) == 1
+    assert len(micro_groups(members, costs, found, GroupSearch(plan, link(2, 5000.0, 30.0)))) == 1
 
 
 def test_too_small_a_capacity_names_the_least_that_works() -> None:
@@ -219,7 +219,7 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[Hashable] = []
     timed: list[list[Hashable]] = []
     priced: list[int] = []
-    search, seconds, load = groups_module._groups, HostedPipeline.seconds, HostedPipeline._new_load
+    search, seconds, load = groups_module._find_groups, HostedPipeline.seconds, HostedPipeline._new_load
 
     def groups_of(
         jobs: Sequence[Job], asked: PlanSettings, pipeline: HostedPipeline, first: Sequence[float]
@@ -238,7 +238,7 @@ def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         priced.append(1)
         return load(self, group)
 
-    monkeypatch.setattr(groups_module, "_groups", groups_of)
+    monkeypatch.setattr(groups_module, "_find_groups", groups_of)
     monkeypatch.setattr(HostedPipeline, "seconds", noted)
     monkeypatch.setattr(HostedPipeline, "_new_load", load_of)
     plan = attempt(config, mesh, None, planned_matrices(config, mesh, None), None)

@@ -9,7 +9,7 @@ import pytest
 
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.groups import Grouped
+from canzona_cli.planner.groups import GroupSearch
 from canzona_cli.planner.least import least_seconds, updates
 from canzona_cli.planner.pipeline import HostedPipeline, Job
 from canzona_cli.planner.plan import PlanSettings
@@ -20,12 +20,12 @@ TP = 2
 
 
 def _owners_ways(
-    matrices: Sequence[Matrix], costs: Sequence[float], shares: dict[int, Share], grouped: Grouped
+    matrices: Sequence[Matrix], costs: Sequence[float], shares: dict[int, Share], grouped: GroupSearch
 ) -> Iterator[float]:
     """The seconds of one owner in every mode and on every host of its matrices, in the planner's best groups."""
     for modes in product((0, 1, None), repeat=len(matrices)):  # a host, or shared
         if all(host is not None or matrix.index in shares for matrix, host in zip(matrices, modes, strict=True)):
-            yield grouped.of([
+            yield grouped.find([
                 Job(
                     matrix=matrix,
                     host=host or 0,
@@ -44,7 +44,7 @@ def _fastest(
     pipeline: HostedPipeline,
 ) -> float:
     """The slowest owner's seconds in the best of all assignments."""
-    grouped = Grouped(PlanSettings(strategy="canzona"), pipeline)
+    grouped = GroupSearch(PlanSettings(strategy="canzona"), pipeline)
     units = sorted({matrix.unit for matrix in matrices})
 
     @cache

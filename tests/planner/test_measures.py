@@ -9,7 +9,7 @@ import torch
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.schema import Layout, MuonConfig, Recompute, RunConfig, SoapConfig
 from canzona_cli.costs.memory import GIB, estimate
-from canzona_cli.costs.update import algorithm, form_of, seconds, stack_of
+from canzona_cli.costs.update import algorithm_of, form_of, seconds, stack_of
 from canzona_cli.errors import DoesNotFit
 from canzona_cli.optimizers.muon_facts import CoefficientSet
 from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients
@@ -146,7 +146,7 @@ def test_a_plan_says_how_each_shape_is_updated() -> None:
     assert sum(kind.matrices for kind in found) == len(plan.matrices)
     assert sum(kind.matrices * kind.seconds for kind in found) == pytest.approx(sum(plan.costs))
     for kind in found:
-        how = algorithm(config)
+        how = algorithm_of(config)
         assert kind.form == form_of(how, kind.rows, kind.cols, config.cluster)
         assert kind.seconds == pytest.approx(seconds(how, kind.rows, kind.cols, config.cluster))
         assert kind.together == stack_of(how, kind.rows, kind.cols, config.cluster)

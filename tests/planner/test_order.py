@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.order import LANES, by_rank, order, refreshes, turns
+from canzona_cli.planner.order import LANES, matrices_by_rank, order, refreshes, turns
 from canzona_cli.simulate.predict import simulate_plan, with_cores
 
 
@@ -20,7 +20,7 @@ def test_no_step_of_a_refresh_period_is_long(name: str, gpus: int) -> None:
     run = compose_run(["recipe=qwen3-32b", f"gpus={gpus}", "cluster=h100-80g", f"optimizer={name}"])
     config, layout = fit.resolve(run.config)
     plan = make_plan(config, layout)
-    ranks = by_rank(plan.matrices, plan.assignment.cells)
+    ranks = matrices_by_rank(plan.matrices, plan.assignment.cells)
     assert sorted(matrix.index for own in ranks for matrix in own) == [matrix.index for matrix in plan.matrices]
     found = refreshes(config, ranks)
     assert len(found.steps_s) == 10

@@ -13,7 +13,7 @@ from canzona_cli.config.schema import EngineConfig, Execution, Layout, RunConfig
 from canzona_cli.errors import ConfigError, DoesNotFit
 from canzona_cli.planner.make import make_plan, subject
 from canzona_cli.planner.plan import Assignment, Cell, Plan
-from canzona_cli.planner.plan_file import Obtained, default_path, first_difference, obtain_plan
+from canzona_cli.planner.plan_file import ObtainedPlan, default_path, first_difference, obtain_plan
 from canzona_cli.report.header import describe_plan, header_rows
 from tests import sizes
 from tests.refusals import refused
@@ -24,7 +24,7 @@ def resolved(**engine: object) -> tuple[RunConfig, Layout]:
     return resolve(replace(config, engine=replace(config.engine, **engine)))  # type: ignore[arg-type]
 
 
-def obtained(config: RunConfig, layout: Layout, folder: Path) -> Obtained:
+def obtained(config: RunConfig, layout: Layout, folder: Path) -> ObtainedPlan:
     found = obtain_plan(config, layout, folder)
     assert found is not None
     return found
@@ -114,7 +114,7 @@ def test_the_header_names_the_plan_its_balance_and_its_file(written: Path, tmp_p
     told = describe_plan(found, config)
     assert told.startswith(f"{found.plan.name}: load balance 1.")
     assert told.endswith(f"from {written}")
-    assert "from" not in describe_plan(Obtained(plan=found.plan, path=None), config)
+    assert "from" not in describe_plan(ObtainedPlan(plan=found.plan, path=None), config)
     labels = [label for label, _ in header_rows(config, layout, run_dir=tmp_path, plan=found)]
     assert "plan" in labels
     assert "plan" not in [label for label, _ in header_rows(config, layout, run_dir=tmp_path)]

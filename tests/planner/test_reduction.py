@@ -19,9 +19,9 @@ from canzona_cli.planner.reduction import (
     Segment,
     collectives,
     handovers,
-    plain,
     scratch_bytes,
     sent_elements,
+    uniform_buckets,
 )
 from tests.sizes import H100, layout, run
 
@@ -75,7 +75,7 @@ def test_a_chain_overlaps_the_next_one_as_far_as_its_owner_lies_before_that_ones
         held = [bucket([64 * MIB] * len(owners), owners) for owners in roots]
         held = [held[0], *(replace(one, reduction=way) for one in held[1:])]
         held = [replace(one, elements=bucket_end(one.elements, ranks)) for one in held]
-        return [reduced.fill_s / fill_s for reduced, _ in prices.in_turn(held)]
+        return [reduced.fill_s / fill_s for reduced, _ in prices.in_sequence(held)]
 
     assert overlap([3], [3]) == pytest.approx([1, 0]), "nothing overlaps the last one"
     assert overlap([3], [4]) == pytest.approx([6 / 7, 0])
@@ -97,8 +97,8 @@ def test_chains_are_chosen_together_where_they_overlap_and_rings_where_they_do_n
     assert ways(5) == ["ring"]
     assert ways(5, 5, 6, 7) == ["reduce", "reduce", "reduce", "ring"]
     assert ways(7, 6, 5, 4) == ["ring"] * 4
-    chosen = prices.in_turn(prices.choose([bucket([8 * MIB], [owner]) for owner in (5, 5, 6)], CANZONA))
-    rings = prices.in_turn([replace(bucket([8 * MIB], [owner]), reduction="ring") for owner in (5, 5, 6)])
+    chosen = prices.in_sequence(prices.choose([bucket([8 * MIB], [owner]) for owner in (5, 5, 6)], CANZONA))
+    rings = prices.in_sequence([replace(bucket([8 * MIB], [owner]), reduction="ring") for owner in (5, 5, 6)])
     taken, most = (sum(way.seconds - way.fill_s for way, _ in moves) for moves in (chosen, rings))
     assert taken < most
 
@@ -107,7 +107,7 @@ def test_weights_go_the_other_way() -> None:
     prices = model(8, cluster=replace(H100, gpus_per_node=1))
     ascending = [bucket([64 * MIB], [owner]) for owner in (2, 3)]
     overlaps = [
-        [[moved.fill_s > 0 for moved in moves] for moves in prices.in_turn(buckets)]
+        [[moved.fill_s > 0 for moved in moves] for moves in prices.in_sequence(buckets)]
         for buckets in (ascending, ascending[::-1])
     ]
     assert overlaps == [[[True, False], [False, False]], [[False, False], [False, True]]]
@@ -127,7 +127,7 @@ def test_a_ring_is_chosen_only_where_it_is_faster_and_there_is_memory(
     one = bucket(sizes, [place % dp for place in range(len(sizes))])
     one = replace(one, elements=bucket_end(one.elements, dp))
     wanted = PlanSettings(strategy=strategy)  # type: ignore[arg-type]
-    (chosen,) = prices.choose([one], wanted) if scratch else plain([one], wanted)
+    (chosen,) = prices.choose([one], wanted) if scratch else uniform_buckets([one], wanted)
     assert replace(chosen, reduction="reduce", gathering="broadcast") == one
     if not scratch or strategy != "canzona":
         assert chosen == one
@@ -169,9 +169,9 @@ def test_a_ring_hands_over_every_element_once_by_ascending_owners(ranks: int, he
             found[rank] += message
     owner_of = [owned.owner for owned in ranges for _ in range(owned.start, owned.end)]
     position_of = [place for owned in ranges for place in range(owned.start, owned.end)]
-    handed = {place: segment.owner for of_rank in found for segment in of_rank for place in range(*segment[1:])}
-    assert [handed[place] for place in position_of] == owner_of
-    assert len(handed) == one.elements == sum(end - start for of_rank in found for _, start, end in of_rank)
+    handover_sizes = {place: segment.owner for of_rank in found for segment in of_rank for place in range(*segment[1:])}
+    assert [handover_sizes[place] for place in position_of] == owner_of
+    assert len(handover_sizes) == one.elements == sum(end - start for of_rank in found for _, start, end in of_rank)
     for rank, segments in enumerate(found):
         assert all(rank * part <= start < end <= (rank + 1) * part for _, start, end in segments)
 

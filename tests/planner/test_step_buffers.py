@@ -9,7 +9,7 @@ from canzona_cli.config.schema import Layout, Precision, RunConfig
 from canzona_cli.costs.buffers import transient
 from canzona_cli.costs.memory import least_buffer_bytes
 from canzona_cli.costs.scratch import BATCH_BYTES, least_workspace_bytes
-from canzona_cli.costs.update import algorithm
+from canzona_cli.costs.update import algorithm_of
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.make import plan_unbounded
 from canzona_cli.planner.memory import batch_bytes, plan_memory, step_buffers
@@ -131,7 +131,7 @@ def test_the_estimate_before_a_plan_counts_the_least_buffers_one_can_have(tp: in
     config = sizes.run("8b", 64, strategy="canzona", tp=tp)
     config = replace(config, engine=replace(config.engine, splitting=splitting, mode="hosted"))  # type: ignore[arg-type]
     config, layout = resolve(config)
-    least = least_workspace_bytes(config, algorithm(config)) + least_buffer_bytes(config, layout, 0)
+    least = least_workspace_bytes(config, algorithm_of(config)) + least_buffer_bytes(config, layout, 0)
     largest = max(rows * cols for rows, cols in layer_shapes(config.model, splitting))
     small = replace(config, engine=replace(config.engine, c_max_mib=4 * largest / (1 << 20)))
     plan = plan_unbounded(small, layout)

@@ -7,7 +7,7 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.plan_file import Obtained
+from canzona_cli.planner.plan_file import ObtainedPlan
 from canzona_cli.report.header import describe_plan, outlook_rows
 from canzona_cli.simulate.predict import outlook
 
@@ -28,5 +28,5 @@ def test_an_unmeasured_cpu_profile_predicts_no_times(measured_on: dict[str, str 
     config = replace(config, cluster=replace(config.cluster, measured_on=measured_on))
     rows = dict(outlook_rows(config, outlook(config, layout, iteration_s=1.0)))
     assert ("speed" in rows, "canzona calibrate" in rows["training"]) == (known, not known)
-    found = Obtained(plan=make_plan(config, layout), path=None)
+    found = ObtainedPlan(plan=make_plan(config, layout), path=None)
     assert ("predicted" in describe_plan(found, config)) == known

@@ -7,7 +7,7 @@ import pytest
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Splitting
-from canzona_cli.costs.update import algorithm, seconds
+from canzona_cli.costs.update import algorithm_of, seconds
 from canzona_cli.model.matrices import matrix_shapes
 from canzona_cli.planner.make import make_plan
 from canzona_cli.run.breakdown import Prediction
@@ -20,7 +20,7 @@ def _predicted(optimizer: str, splitting: Splitting) -> tuple[Prediction, float]
     run = compose_run([*overrides, f"optimizer={optimizer}"]).config
     run = replace(run, engine=replace(run.engine, splitting=splitting))
     config, layout = resolve(run)
-    how = algorithm(config)
+    how = algorithm_of(config)
     every = sum(seconds(how, rows, cols, config.cluster) for rows, cols in matrix_shapes(config))
     return predict(config, layout, None), config.model.num_layers * every
 

@@ -9,7 +9,7 @@ from canzona_cli.costs.attention import QK_NORM_PASSES
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime, slowest, stage_time, units_taken
 from canzona_cli.costs.timeline import Timeline
-from canzona_cli.costs.update import MEGATRON_HOST_S, algorithm, matmul_rate, seconds
+from canzona_cli.costs.update import MEGATRON_HOST_S, algorithm_of, matmul_rate, seconds
 from canzona_cli.planner.chunks import Chunk
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from tests.sizes import CPU, H100, layout, run
@@ -85,7 +85,7 @@ def test_norms_of_queries_and_keys_cost_only_models_that_have_them() -> None:
 
 
 def test_an_eager_update_of_megatrons_takes_the_host_its_time() -> None:
-    how = algorithm(run("0.6b", 8))
+    how = algorithm_of(run("0.6b", 8))
     assert seconds(how, 128, 1024, H100, "megatron") == MEGATRON_HOST_S
     assert seconds(how, 5120, 25600, H100, "megatron") > MEGATRON_HOST_S
     quick_cpu = replace(CPU, bf16_tflops=1e3, memory_gb_per_s=1e6, launch_us=0.0)

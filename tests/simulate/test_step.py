@@ -15,15 +15,15 @@ from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime, passes, stage_time
 from canzona_cli.costs.timeline import Timeline
-from canzona_cli.costs.update import algorithm, flops, memory_rate, seconds
+from canzona_cli.costs.update import algorithm_of, flops, memory_rate, seconds
 from canzona_cli.model.matrices import Matrix, matrices
 from canzona_cli.planner import attempt, make
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets
 from canzona_cli.planner.chunks import Chunk
-from canzona_cli.planner.groups import Grouped, micro_groups
+from canzona_cli.planner.groups import GroupSearch, micro_groups
 from canzona_cli.planner.make import plan_unbounded
-from canzona_cli.planner.order import by_rank, refreshes
+from canzona_cli.planner.order import matrices_by_rank, refreshes
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import PlanSettings
 from canzona_cli.run.phases import IN_STEP
@@ -49,7 +49,7 @@ def inputs(
     config: RunConfig, mesh: Layout, strategy: AnyStrategy, *, by_flops: bool = False, splitting: Splitting = "split"
 ) -> tuple[RunConfig, Layout, Workload]:
     """The whole way from shapes, with costs from the profile, or of fused weights from FLOPs at `STANDARD_RATE`."""
-    how = algorithm(config)
+    how = algorithm_of(config)
     members = matrices(config.model, mesh, "fused" if by_flops else splitting)
     plain = replace(how, form="standard")
     costs = [
@@ -76,7 +76,7 @@ def planned_workload(
         costs=costs,
         assignment=assignment,
         buckets=buckets(members, assignment, mesh, wanted, limit),
-        groups=micro_groups(members, costs, assignment, Grouped(wanted, HostedPipeline.of(config, mesh))),
+        groups=micro_groups(members, costs, assignment, GroupSearch(wanted, HostedPipeline.of(config, mesh))),
     )
 
 
@@ -137,7 +137,7 @@ def test_one_rank_takes_its_products_and_nothing_else() -> None:
         assert result.phases["forward"] == pytest.approx(3 * stage.forward_s)
         assert result.phases["backward"] == pytest.approx(3 * stage.backward_s)
         members = matrices(config.model, mesh, "split")
-        updates = sum(seconds(algorithm(config), m.rows, m.cols, ONLY_PRODUCTS) for m in members)
+        updates = sum(seconds(algorithm_of(config), m.rows, m.cols, ONLY_PRODUCTS) for m in members)
         assert result.phases["matrix_update"] == pytest.approx(updates)
         assert result.iteration_s == pytest.approx(3 * (stage.forward_s + stage.backward_s) + updates)
 
@@ -349,7 +349,7 @@ def test_a_step_with_refreshes_lasts_as_long_as_the_slowest_ranks_of_a_period_do
     optimizer = SoapConfig(name="soap", lr=base.optimizer.lr)
     config = replace(base, optimizer=optimizer)
     plan = plan_unbounded(config, mesh)
-    found = refreshes(config, by_rank(plan.matrices, plan.assignment.cells))
+    found = refreshes(config, matrices_by_rank(plan.matrices, plan.assignment.cells))
     assert found.mean_s >= found.most_s
     assert simulate_plan(config, mesh, plan).phases["matrix_update"] == pytest.approx(found.mean_s, rel=0.01)
 
