@@ -348,18 +348,18 @@ def _eligible(config: RunConfig) -> list[list[Layout]]:
     """Returns the layouts to choose from: those that leave the profile's headroom free, or, if there are
     none, those that fit. Layouts that differ only in recomputation are in one list, in order of increasing
     recomputation."""
-    roomy, fitting = list[list[Layout]](), list[list[Layout]]()
+    leaves_headroom, fitting = list[list[Layout]](), list[list[Layout]]()
     for _, alike in groupby(possible_layouts(config), attrgetter("tp", "pp", "vpp", "cp", "ep", "micro_batch_size")):
         several, fits = list(alike), list[Layout]()
         for index, layout in enumerate(several):
             memory = estimate(config, layout)
-            if memory.roomy:  # the later layouts are too: more recomputation never needs more memory
-                roomy.append(several[index:])
+            if memory.leaves_headroom:  # the later layouts are too: more recomputation never needs more memory
+                leaves_headroom.append(several[index:])
                 break
             if memory.fits:
                 fits.append(layout)
         fitting += [fits] if fits else []
-    return roomy or fitting
+    return leaves_headroom or fitting
 
 
 def _quickest_first(config: RunConfig, layouts: Iterable[Sequence[Layout]]) -> Iterator[tuple[float, Layout]]:

@@ -8,8 +8,9 @@ from canzona_cli.costs.update import matmul_rate
 from canzona_cli.model.family import Attention
 
 ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.55, 0.45
-"""The shares of the bf16 peak that a causal flash kernel reaches with heads of 128 at 4k tokens on Hopper:
-Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608, figures 5 and 6)."""
+"""The shares of the bf16 peak that a causal flash kernel reaches in the forward and the backward pass with
+heads of 128 at 4k tokens on Hopper: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608, figures 5 and
+6)."""
 TORCH_ATTENTION = 1.6
 """The time of torch's kernel, FlashAttention-2, relative to Transformer Engine's on Hopper: 1.5 to 2 forward,
 1.5 to 1.75 backward (the same paper)."""
@@ -18,21 +19,21 @@ CPU_ATTENTION = 0.4
 and backward: measured 0.25 to 0.8 with 256 to 2,048 tokens and heads of 32 to 128, lowest with the fewest
 tokens."""
 CUT_STARTS = 0.58
-"""The operations that context parallelism adds to a layer without Transformer Engine, as a multiple of an
-average module's operations: keys and values are put back in order. Counted on CPU ranks with 256 tokens,
-where queries are two blocks with and without it: 157 operations instead of 138 forward, 241 instead of 209
-backward, in four modules."""
+"""The operations that context parallelism adds to a layer without Transformer Engine, in units of an average
+module's operations. They put keys and values back in order. Counted on CPU ranks with 256 tokens: the four
+modules of a layer have 157 operations instead of 138 in the forward pass, and 241 instead of 209 in the
+backward pass."""
 QK_NORM_PASSES = 5.8
-"""The time of a norm over rows of 128 elements (QK-norm), relative to a norm over full rows with as many
-elements in total: 345 us to 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396,
+"""The time of a norm over rows of 128 elements (QK-norm) relative to a norm over full rows with the same
+number of elements in total: 345 us to 60 us (B200, https://github.com/flashinfer-ai/flashinfer/issues/2396,
 2026-01)."""
 
 
 def core_attention(
     config: RunConfig, layout: Layout, attention: Attention
 ) -> tuple[float, float, tuple[Transfer, Transfer]]:
-    """Returns the forward and backward seconds of one layer's core attention, and the context-parallel
-    transfers of both passes."""
+    """Returns the forward and backward seconds of one layer's core attention for a micro-batch on one rank,
+    and the context-parallel transfers of both passes."""
     cluster, t = config.cluster, layout.tp
     tokens, unit = micro_batch_tokens(config, layout), config.train.precision
     operations = 2.0 * tokens * config.train.seq_length * attention.queries / t
@@ -58,7 +59,7 @@ def core_attention(
     size = layout.cp * slice_bytes
     gather, scatter = links.all_gather(size, group), links.reduce_scatter(size, group)
     share = t / layout.cp  # an owner's t ranks are in t groups, each of which c owners share
-    return forward, backward, (gather.on_cores(share * gather.cores), scatter.on_cores(share * scatter.cores))
+    return forward, backward, (gather.with_cores(share * gather.cores), scatter.with_cores(share * scatter.cores))
 
 
 def head_passes(config: RunConfig, attention: Attention) -> float:

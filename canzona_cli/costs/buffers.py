@@ -1,4 +1,4 @@
-"""Counts a rank's memory, in bytes and elements, without a plan: Megatron's buffers, activations and logits.
+"""Counts the memory of a rank that does not depend on a plan: parameters, activations and logits.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
 attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp, pp, cp and dp.
@@ -40,19 +40,19 @@ class StageWeights:
     matrices: int
     """The elements of 2-D layer weights, experts included."""
     experts: int
-    """The elements of the rank's experts if ep exceeds 1, so that their gradients are reduced over fewer
-    ranks (`Mesh.expert_owners`); otherwise 0."""
+    """The elements of the rank's experts if ep > 1, when their gradients are reduced over fewer ranks
+    (`Mesh.expert_owners`); 0 if ep = 1."""
     others: int
     """The elements that AdamW updates: embedding, output layer, norms, routers."""
     largest: int
     """The elements of the largest single parameter."""
 
     def reduced(self, layout: Mesh) -> float:
-        """Returns the elements of matrices whose gradients are reduced to one rank, on average."""
+        """Returns the mean number of matrix elements whose gradients are reduced to one rank."""
         return (self.matrices - self.experts) / layout.owners + self.experts / layout.expert_owners
 
     def share(self, layout: Mesh, *, matrices: bool) -> int:
-        """Returns the elements of a rank's equal share of the parameters that AdamW updates.
+        """Returns the number of elements that AdamW updates on a rank, if ranks have equal shares.
 
         Args:
             matrices: True if AdamW updates the matrices too.
@@ -89,9 +89,9 @@ def _layer_weights(model: ModelConfig, tp: int, ep: int) -> tuple[int, int, int,
 
 
 def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
-    """Counts, by (rows, columns), the matrices of one layer that the ranks of a TP group store together, as
-    the run's strategy splits them. If experts are divided among ranks, only one rank's experts are
-    included."""
+    """Counts, by (rows, columns), the matrices of one layer that the ranks of a TP group store together. The
+    run's strategy determines how weights are split into matrices. If experts are divided among ranks, only
+    one rank's experts are included."""
     cut, whole = layer_on_rank(config.model, splitting_of(config), layout.ep)
     return Counter((matrix.rows, matrix.cols) for matrix in (*cut, *whole))
 
@@ -103,8 +103,8 @@ def layer_activations(config: RunConfig, family: Family, layout: Layout, recompu
     - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of
       everything else;
     - torch's core attention (without Transformer Engine) with c > 1 and no recomputation: k and v of the full
-      sequence, 2 T c g d / t, instead of the rotated k; and on GPUs a second copy of the context, T a d / t,
-      because its two chunks are joined.
+      sequence, 2 T c g d / t, instead of the rotated k; and on GPUs a second copy of the attention's output,
+      T a d / t, because its two chunks are joined.
 
     SwiGLU is not fused on CPUs. Recomputation `selective` recomputes core attention; `full` keeps only the
     layer's input.
@@ -126,8 +126,8 @@ def layer_activations(config: RunConfig, family: Family, layout: Layout, recompu
 
 @dataclass(frozen=True, kw_only=True)
 class Transient:
-    """The bytes that a rank needs in addition to its state, during micro-batches and during the optimizer
-    step."""
+    """The bytes that a rank needs temporarily, in addition to its state, during micro-batches and the
+    optimizer step."""
 
     activations: int
     logits: int
@@ -141,7 +141,7 @@ class Transient:
 
     def parts(self, *, reduction: int = 0, gathering: int = 0) -> dict[str, int]:
         """Returns the bytes by part. Memory that is never needed at the same time counts once: `workspace` is
-        only what exceeds the memory freed earlier.
+        only the excess over memory that was freed earlier.
 
         Args:
             reduction: the bytes of scratch for reductions during the backward pass.
@@ -159,8 +159,8 @@ class Transient:
 
 
 def warmup_forwards(layout: Layout, stage: int) -> int:
-    """Counts a stage's warm-up forward passes over its model chunks, as Megatron's `get_pp_rank_microbatches`
-    does. Unless these are all forward passes, one more follows before the first backward pass."""
+    """Counts the warm-up forward passes of a stage's model chunks, as Megatron's `get_pp_rank_microbatches`
+    does. Before the first backward pass, one more forward pass follows, if any is left."""
     warmup = layout.pp - stage - 1
     if layout.vpp > 1:
         warmup = 2 * warmup + (layout.vpp - 1) * layout.pp
@@ -168,7 +168,8 @@ def warmup_forwards(layout: Layout, stage: int) -> int:
 
 
 def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
-    """Counts the layers whose activations a stage holds at its peak; a layer counts once per micro-batch.
+    """Counts the layers whose activations a stage holds at the peak. A layer counts once for each
+    micro-batch.
 
     Megatron runs `warmup_forwards` forward passes, then alternates forward and backward passes. After every
     pp micro-batches it moves to the next chunk, and in backward passes to the previous chunk.
@@ -219,8 +220,8 @@ def transient(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: in
 
 
 def _output_layer(config: RunConfig, logits: int, stream: int, weights: int) -> int:
-    """Counts the bytes that the loss and the output layer need in addition to activations. The peak is either
-    in the loss or in the backward pass of the output layer.
+    """Counts the bytes that the loss and the output layer need in addition to activations, at the peak. The
+    peak is either in the loss or in the backward pass of the output layer.
 
     The loss of bf16 logits needs an fp32 softmax at the same time as the logits or, later, their gradient.
     Megatron's fused loss, which runs on GPUs, first makes an fp32 gradient at the same time as both

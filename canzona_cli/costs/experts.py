@@ -1,9 +1,10 @@
-"""The parts of an expert layer's time that dense layers do not have: matmuls of many experts, the travel of
+"""The parts of an expert layer's time that dense layers do not have: matmuls of many experts, the transfer of
 tokens to their experts' ranks and back, and the launches of the router's small kernels.
 
-Tokens are assumed to be spread evenly over the experts, as the balancing loss intends. With k of E experts
-chosen for a token, T tokens of a micro-batch on a TP group, t = tp, and experts divided among e ranks
-(`Layout.ep`), a rank sends k T / t copies and receives as many: k T e / (t E) for each of its E / e experts.
+Tokens are assumed to be spread evenly over the experts, as the balancing loss intends. Let k of E experts be
+chosen for each token, T be the tokens of a micro-batch on a TP group, t = tp, and the experts be divided
+among e ranks (`Layout.ep`). Then a rank sends k T / t copies of tokens and receives as many: k T e / (t E)
+for each of its E / e experts.
 """
 
 from canzona_cli.config.execution import dispatcher_of
@@ -14,25 +15,25 @@ from canzona_cli.costs.update import matmul_rate, rates
 from canzona_cli.model.family import Weight, Work
 
 STREAMS = 4
-"""The number of expert GEMMs that run concurrently, on the streams of Transformer Engine's grouped
-linear layers. Concurrent GEMMs are faster if one alone would leave parts of the GPU idle."""
+"""The number of expert GEMMs that run concurrently on the streams of Transformer Engine's grouped linear
+layers. They are faster than one after another if a single GEMM leaves parts of the GPU idle."""
 EXPERT_LAUNCHES = 60
-"""The number of kernel launches that the GPU waits for in one pass of an expert layer: router, sort and
-permutation are about 40 small kernels, and the host loses its lead when it waits for the token counts. Fitted
-to published step times of Qwen3-30B-A3B (bench/published.yaml)."""
+"""The number of kernel launches for which the GPU waits in one pass of an expert layer: router, sort and
+permutation are about 40 small kernels, and the host loses its lead over the GPU when it waits for the token
+counts. Fitted to published step times of Qwen3-30B-A3B (bench/published.yaml)."""
 HOST_LAUNCHES = 400
 """The time that the host needs for one pass of an expert layer, as a number of kernel launches. Transformer
 Engine's modules cost the host more than the launches of their kernels. Fitted to steps of Qwen3-30B-A3B with
 few tokens, with and without CUDA graphs."""
 
 
-def divided(layout: Layout, work: Work) -> bool:
+def is_divided(layout: Layout, work: Work) -> bool:
     """Returns True if the module's experts are divided among ranks."""
     return work.experts > 1 and layout.ep > 1
 
 
 def held_weight(layout: Layout, work: Work) -> Weight:
-    """Returns a module's weight, or one expert's weight, as a rank stores it."""
+    """Returns the part of a module's weight, or of one expert's weight, that a rank stores."""
     return work.weight.stored(layout.expert_tp if work.experts > 1 else layout.tp)
 
 
@@ -56,19 +57,20 @@ def products_seconds(config: RunConfig, layout: Layout, work: Work) -> float:
     return experts * 2.0 * volume / matmul_rate(cluster, side, config.train.precision)
 
 
-def launched(cluster: ClusterConfig, seconds: float) -> float:
-    """Returns the seconds that kernel launches add to a pass of an expert layer whose work takes the GPU
-    `seconds`; 0 on CPUs, where a calibration's measurements include them."""
+def launch_seconds(cluster: ClusterConfig, seconds: float) -> float:
+    """Returns the seconds that kernel launches add to a pass of an expert layer that keeps the GPU busy for
+    `seconds`; 0 on CPUs, where a calibration's measurements include launches."""
     if cluster.device == "cpu":
         return 0.0
     waited_s, host_s = (launches * cluster.launch_us * 1e-6 for launches in (EXPERT_LAUNCHES, HOST_LAUNCHES))
     return max(waited_s, host_s - seconds)
 
 
-def copying(config: RunConfig, layout: Layout) -> float:
-    """Returns how many times the elements `Work.copied` pass through a rank's memory.
+def copy_passes(config: RunConfig, layout: Layout) -> float:
+    """Returns how many times the elements in `Work.copied` pass through a rank's memory.
 
-    Copies that arrive by `alltoall` are in the order of their senders and have to be sorted by expert again.
+    Copies of tokens are sorted by expert. After `alltoall` they are in the order of their senders and must be
+    sorted again.
     """
     sorts = 2 if layout.ep > 1 and dispatcher_of(config) == "alltoall" else 1
     return sorts * layout.expert_tp / layout.tp
@@ -78,9 +80,9 @@ def dispatch(config: RunConfig, layout: Layout) -> Transfer:
     """Returns the transfer of a micro-batch's tokens to their experts. The transfer back takes as long.
 
     - allgather: every rank receives all ranks' tokens;
-    - alltoall: every copy travels separately;
-    - flex (DeepEP): one copy of a token goes over the network to each node, and from there to each rank of
-      the node with an expert of the token; both links work at the same time.
+    - alltoall: every copy of a token is sent separately;
+    - flex (DeepEP): one copy of a token is sent over the network to each node that has an expert of the
+      token, and from there to each rank with such an expert; both links work at the same time.
     """
     links, group = Links(cluster=config.cluster), Groups.of(layout, config.cluster).dispatch
     tokens = micro_batch_tokens(config, layout) // layout.tp
@@ -89,20 +91,19 @@ def dispatch(config: RunConfig, layout: Layout) -> Transfer:
     if kind == "allgather":
         moved = links.all_gather(group.size * size, group)
     elif kind == "flex":
-        moved = _once_per_node(links, group, size, config.model.experts_per_token)
+        moved = _flex_dispatch(links, group, size, config.model.experts_per_token)
     else:
         sent = [size * config.model.experts_per_token * (group.size - 1) / group.size] * group.size
         moved = links.all_to_all(sent, sent, group)
     # Count the cores of all groups that one owner's ranks are in, as for tensor-parallel collectives.
-    return moved.on_cores(moved.cores * layout.tp / layout.ep)
+    return moved.with_cores(moved.cores * layout.tp / layout.ep)
 
 
-def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Transfer:
+def _flex_dispatch(links: Links, group: Group, size: float, chosen: int) -> Transfer:
     """Returns the transfer of tokens by `flex`, see `dispatch`.
 
-
-    Experts are assumed to be chosen evenly and independently, so the probability that a given one of n nodes
-    or ranks has none of a token's experts is (1 - 1/n)^chosen.
+    Experts are assumed to be chosen evenly and independently, so each of n nodes or ranks has none of a
+    token's experts with probability (1 - 1/n)^chosen.
 
     Args:
         size: the bytes of tokens on each rank.
@@ -110,8 +111,8 @@ def _once_per_node(links: Links, group: Group, size: float, chosen: int) -> Tran
     """
 
     def reached(parts: int) -> float:
-        """Returns the expected number of `parts` nodes or ranks that have at least one of a token's
-        experts."""
+        """Returns the expected number of nodes (or ranks), out of `parts`, that have at least one of a
+        token's experts."""
         return parts * (1.0 - (1.0 - 1.0 / parts) ** chosen)
 
     outside = (group.machines - 1) / group.machines

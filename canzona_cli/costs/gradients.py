@@ -1,4 +1,5 @@
-"""The time of passes over a stage's gradients outside of forward and backward: zeroing, norm and clipping."""
+"""The time of passes over a stage's gradients outside the forward and backward pass: zeroing, norm and
+clipping."""
 
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from canzona_cli.costs.update import adamw_seconds, implementation, memory_rate,
 
 
 def zeroing_seconds(config: RunConfig, layout: Layout, stage: int, padding: int = 0) -> float:
-    """Returns the seconds of setting a stage's gradient buffers to zero, before the first forward.
+    """Returns the seconds to set a stage's gradient buffers to zero, before the first forward pass.
 
     Args:
         padding: the elements of padding in the buffers.
@@ -25,10 +26,10 @@ NORM_BYTES, CLIP_BYTES = 4, 8
 
 @dataclass(frozen=True, kw_only=True)
 class NormClip:
-    """The time of gradient norm and clip, if every rank has its own device."""
+    """The time of gradient norm and clip, if ranks do not share a device."""
 
     norm_element_s: float
-    """The seconds that the norm takes for each gradient element reduced to a rank."""
+    """The seconds that the norm takes for each gradient element that was reduced to a rank."""
     all_reduce_s: float
     """The seconds of the all-reduce of a few numbers over all ranks."""
     clip_element_s: float
@@ -55,8 +56,8 @@ class NormClip:
 
 
 def least_before_updates(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds of norm, clip and AdamW for an average owner of the middle stage, the stage with
-    the least of this work."""
+    """Returns a lower bound on the seconds of norm, clip and AdamW: those of an average owner of the middle
+    stage, which has the fewest parameters that AdamW updates."""
     weights, implemented = stage_weights(config, layout, layout.pp // 2), implementation(config)
     others = weights.others / layout.owners
     reduced = weights.reduced(layout)

@@ -1,8 +1,8 @@
 """The time of a transfer on a cluster profile: latency plus bytes over the bandwidth of the busiest link.
 
-Every GPU has two links: one to its peers in the same node and one to other nodes. The geometry of its group
-(`Group`) turns a collective into a `Transfer`: a latency, which nothing else delays, and a time on one link
-at full rate, which grows if transfers share the link (`costs.timeline`).
+Every GPU has two links: one to its peers in the same node and one to other nodes. A collective over a `Group`
+of ranks becomes a `Transfer`, which has two parts: a latency, which nothing else delays, and a time on one
+link, which grows if several transfers share the link (`costs.timeline`).
 
 Rings (Patarasuk and Yuan 2009): all-gather and reduce-scatter move (n-1)/n of the buffer through every rank.
 Over several nodes NCCL runs as many rings as the group has members on a node, each leaving the node through
@@ -14,7 +14,7 @@ only after it has received the whole chunk, so a chain of n ranks first has to f
 latency and the time of a chunk.
 
 If the profile has measurements of a collective within a node (`ClusterConfig.collectives`), they are used
-instead.
+instead of this model.
 """
 
 import math
@@ -29,11 +29,11 @@ from canzona_cli.model.family import Copies
 Link = Literal["machine", "network"]
 
 EFFICIENCY: dict[Link, float] = {"machine": 0.8, "network": 0.9}
-"""The share of a link's nominal bandwidth that large NCCL collectives without in-network reduction reach: 360
-of NVLink 4's 450 GB/s, 45 of the 50 GB/s of a 400 Gb/s port."""
+"""The share of a link's nominal bandwidth that large NCCL collectives reach without in-network reduction: 360
+of NVLink 4's 450 GB/s, and 45 of the 50 GB/s of a 400 Gb/s port."""
 CHUNK = 512 << 10
-"""The bytes that a rank of a chain forwards at a time through each channel: one of the eight steps into which
-NCCL divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; see NCCL_STEPS, REDUCE_CHUNKSTEPS and
+"""The number of bytes that each channel of a rank in a chain forwards at a time: one of the eight steps into
+which NCCL divides a channel's buffer of 4 MiB (NCCL_BUFFSIZE; see NCCL_STEPS, REDUCE_CHUNKSTEPS and
 BROADCAST_CHUNKSTEPS in its sources)."""
 
 
@@ -46,8 +46,8 @@ class Transfer:
     link_s: float = 0.0
     """The seconds on `link` if nothing else uses it."""
     fill_s: float = 0.0
-    """The part of `latency_s` in which a chain of ranks fills. The first ranks of the chain finish this long
-    before the last, and can already start the next chain."""
+    """The part of `latency_s` during which a chain of ranks fills. The first ranks of the chain finish this
+    much earlier than the last, and can then start the next chain."""
     cores: float = 0.0
     """The processor cores that the transfer keeps busy, summed over the group's ranks; 0 if devices move the
     data."""
@@ -57,35 +57,36 @@ class Transfer:
         """The seconds that the transfer takes if nothing else uses its link."""
         return self.latency_s + self.link_s
 
-    def times(self, factor: float) -> "Transfer":
+    def scaled(self, factor: float) -> "Transfer":
         """Returns a transfer that takes `factor` times as long."""
         if factor == 1.0:
             return self
         latency_s, link_s, fill_s = (factor * seconds for seconds in (self.latency_s, self.link_s, self.fill_s))
         return replace(self, latency_s=latency_s, link_s=link_s, fill_s=fill_s)
 
-    def beside(self, computing_s: float, units: float) -> "Transfer":
-        """Returns the time that the transfer adds to a computation of `computing_s` seconds at the same time:
-        the part that does not overlap, and the delay that the overlapping part causes.
+    def exposed(self, computing_s: float, units: float) -> "Transfer":
+        """Returns the transfer reduced to the time that it adds to a computation of `computing_s` seconds
+        that runs at the same time: the part that does not overlap, and the delay that the overlapping part
+        causes.
 
         Args:
             units: the share of a GPU's compute units that the transfer occupies.
         """
         if not self.seconds:
             return self
-        return self.times(1.0 - (1.0 - units) * min(1.0, computing_s / self.seconds))
+        return self.scaled(1.0 - (1.0 - units) * min(1.0, computing_s / self.seconds))
 
     def delayed(self, seconds: float) -> "Transfer":
-        """Returns the transfer with `seconds` added for work on its ranks that uses no link."""
+        """Returns the transfer, lengthened by `seconds` of work on its ranks that uses no link."""
         return replace(self, latency_s=self.latency_s + seconds) if seconds else self
 
-    def on_cores(self, cores: float) -> "Transfer":
-        """Returns the transfer with `cores` cores kept busy."""
+    def with_cores(self, cores: float) -> "Transfer":
+        """Returns the transfer as one that keeps `cores` processor cores busy."""
         return replace(self, cores=cores)
 
-    def then(self, other: "Transfer") -> "Transfer":
-        """Returns this transfer followed by `other`. If they use different links, the time on the less busy
-        link counts as latency."""
+    def followed_by(self, other: "Transfer") -> "Transfer":
+        """Returns one transfer that takes as long as this transfer and then `other`. If they use different
+        links, the time on the less busy link counts as latency."""
         longer = max(self, other, key=lambda transfer: transfer.link_s)
         shared = self.link == other.link or not self.link_s * other.link_s
         link_s = self.link_s + other.link_s if shared else longer.link_s
@@ -108,14 +109,15 @@ class Group:
 
     @property
     def link(self) -> Link:
-        """The network if the group spans several nodes, else the link within a node."""
+        """The link that the group's collectives use: the network if the group spans several nodes, otherwise
+        the link within a node."""
         return "machine" if self.machines == 1 else "network"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The communicators of a layout in Megatron's rank order: tp innermost, then cp, dp, pp. For experts, the
-    ranks of a stage are divided a second time, with ep innermost."""
+    """The communicators of a layout. Megatron numbers ranks with tp innermost, then cp, dp and pp. For
+    experts, it divides the ranks of a stage a second time, with ep innermost."""
 
     tp: Group
     cp: Group
@@ -134,8 +136,8 @@ class Groups:
     def of(cls, layout: Layout, cluster: ClusterConfig) -> "Groups":
         return _groups(layout.tp, layout.cp, layout.dp, layout.pp, layout.ep, cluster.gpus_per_node)
 
-    def holding(self, copies: Copies) -> Group:
-        """Returns the group of ranks that hold copies of a tensor and sum its gradients."""
+    def of_copies(self, copies: Copies) -> Group:
+        """Returns the group whose ranks have copies of a tensor and sum its gradients."""
         return self.data if copies == "data" else self.tp
 
 
@@ -156,8 +158,8 @@ def _groups(tp: int, cp: int, dp: int, pp: int, ep: int, per_machine: int) -> Gr
 
 
 def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
-    """Returns a group of `size` ranks at distance `stride` among the job's `ranks`. A group that does not
-    divide evenly over nodes is treated as if each member were on a node of its own."""
+    """Returns a group of `size` ranks, every `stride`-th of the job's `ranks` ranks. If nodes do not have
+    equal numbers of its members, every member is assumed to be on a separate node."""
     if ranks <= per_machine or per_machine % (stride * size) == 0:
         together = size
     elif per_machine % stride == 0 and stride * size % per_machine == 0:
@@ -174,8 +176,8 @@ ProcessGroupGloo)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The links of a cluster profile and the time of collectives on them. Sizes are bytes per rank, before
-    sharding."""
+    """The links of a cluster profile, and the time of collectives on them. Sizes are the bytes of a rank's
+    buffer before sharding."""
 
     cluster: ClusterConfig
 
@@ -200,32 +202,33 @@ class Links:
 
     def all_gather(self, size: float, group: Group) -> Transfer:
         """Returns an all-gather of `size` bytes in equal shards."""
-        return self._measured("all_gather", size, group) or self.through(size * (group.size - 1) / group.size, group)
+        return self._measured("all_gather", size, group) or self.ring_pass(size * (group.size - 1) / group.size, group)
 
     def reduce_scatter(self, size: float, group: Group) -> Transfer:
         """Returns a reduce-scatter of `size` bytes in equal shards, which moves as much as an all-gather."""
         measured = self._measured("reduce_scatter", size, group)
-        return measured or self.through(size * (group.size - 1) / group.size, group)
+        return measured or self.ring_pass(size * (group.size - 1) / group.size, group)
 
     def all_reduce(self, size: float, group: Group) -> Transfer:
-        """Returns an all-reduce of `size` bytes: a reduce-scatter and an all-gather in a ring, with the
-        latency of a tree if the tree's is lower."""
+        """Returns an all-reduce of `size` bytes: a reduce-scatter and an all-gather in a ring, but with the
+        latency of a tree if that is lower."""
         measured = self._measured("all_reduce", size, group)
         if measured is not None:
             return measured
-        ring = self.through(2 * size * (group.size - 1) / group.size, group)
+        ring = self.ring_pass(2 * size * (group.size - 1) / group.size, group)
         tree = 2 * math.ceil(math.log2(group.size)) * self.latency(group.link)
         return Transfer(latency_s=min(2 * ring.latency_s, tree), link=ring.link, link_s=ring.link_s)
 
     def rooted(
         self, kind: Literal["reduce", "broadcast"], sizes: Sequence[float], group: Group, *, collectives: int
     ) -> Transfer:
-        """Returns the transfer of reductions to several owners, or broadcasts from them, that start together.
+        """Returns the transfer of reductions to several owners, or broadcasts from several owners, that start
+        together.
 
-        Each owner's share passes through a chain that ends (for a broadcast: starts) at the owner. A rank
-        therefore sends every share except its own, and the rank with the smallest share sends most. On GPUs
-        all shares use the same link one after another, and latencies overlap only if the collectives are
-        issued as one NCCL group. Otherwise each collective adds its latency.
+        Each owner's share passes through a chain of ranks that ends at the owner (or, in a broadcast, starts
+        at the owner). A rank therefore sends every share except its own, and the rank with the smallest share
+        sends the most. On GPUs, all shares use the same link one after another. Their latencies overlap if
+        the collectives are issued as one NCCL group, and add up otherwise.
 
         Args:
             sizes: the bytes of each owner's share.
@@ -248,12 +251,12 @@ class Links:
         return Transfer(link_s=seconds, cores=at_once * max(transfer.cores for transfer in measured))
 
     def chains(self, size: float, group: Group, launches: int = 1) -> Transfer:
-        """Returns the transfer of reductions or broadcasts that move `size` bytes through every rank, in
-        `launches` equal launches one after another.
+        """Returns the transfer of reductions or broadcasts that move `size` bytes through every rank. They
+        run in `launches` equal launches, one after another.
 
         NCCL distributes the chains of one launch over its channels, so they fill at the same time.
         """
-        ring = self.through(size, group)
+        ring = self.ring_pass(size, group)
         if self.cluster.device == "cpu":
             return replace(ring, latency_s=launches * ring.latency_s)
         fill_s = ring.latency_s + (group.size - 1) * self._chunk(size / launches, group)
@@ -268,8 +271,8 @@ class Links:
             channels = cluster.inter_node_channels * group.per_machine
         return min(CHUNK * channels, size) / self.ring(group)[1]
 
-    def through(self, size: float, group: Group) -> Transfer:
-        """Returns a pipelined pass around the ring that moves `size` bytes through every rank."""
+    def ring_pass(self, size: float, group: Group) -> Transfer:
+        """Returns the transfer of `size` bytes through every rank of a ring, in a pipelined pass."""
         if group.size == 1 or size == 0:
             return Transfer()
         link, rate = self.ring(group)
@@ -313,9 +316,9 @@ class Links:
         """Interpolates the profile's measured all-to-alls, in which every rank sends the same number of
         bytes; None without measurements.
 
-        If the group has more ranks than there are cores, the cores move all bytes one after another, so the
-        time follows from the mean bytes per rank. Otherwise the busiest rank determines the time, and the
-        other ranks use their cores for only part of it.
+        If the group has more ranks than there are cores, the cores always have bytes to move, so the time
+        follows from the mean bytes per rank. Otherwise the busiest rank determines the time, and the cores of
+        the other ranks are idle for part of it.
         """
         mean = sum(sent) / group.size
         cores = self.cluster.cores
@@ -355,8 +358,8 @@ class Links:
 def _rows(
     table: tuple[tuple[str, int, float, float, float], ...], kind: Collective, ranks: int
 ) -> tuple[tuple[float, float, float], ...]:
-    """Lists the measured (bytes, seconds, cores) of a collective, ascending, for the smallest measured group
-    of at least `ranks`, or else for the largest measured group."""
+    """Lists the measured (bytes, seconds, cores) of a collective, ascending. They are those of the smallest
+    measured group with at least `ranks` ranks, or, if there is none, of the largest measured group."""
     sizes = sorted({row[1] for row in table if row[0] == kind})
     if not sizes:
         return ()

@@ -1,4 +1,5 @@
-"""The memory of a run's fullest GPU: lasting state, memory needed during computation, and the GPU's capacity.
+"""The memory of a run's fullest GPU: state that is kept, memory needed during computation, and the GPU's
+capacity.
 
 `estimate` needs no plan: it works from shapes alone. The search of layouts uses it, and so do strategies
 without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Every
@@ -37,7 +38,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The bytes on the rank that needs the most, by part, and the capacity of its GPU."""
+    """The bytes on the rank that needs the most memory, by part, and the capacity of its GPU."""
 
     parts: Mapping[str, int]
     capacity: int
@@ -58,20 +59,20 @@ class Memory:
         return self.total <= self.capacity
 
     @property
-    def roomy(self) -> bool:
+    def leaves_headroom(self) -> bool:
         """True if the run fits and leaves the headroom free."""
         return self.total <= self.capacity - self.headroom
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate(Memory):
-    """The memory of the rank that needs the most, estimated without a plan."""
+    """An estimate, without a plan, of the memory of the rank that needs the most."""
 
     parts: Mapping[str, int]
     """The bytes of weights, gradients, optimizer, activations, logits, workspace and exchange. Memory that is
-    never needed at the same time counts once: `workspace` is only what exceeds the logits and activations
-    freed earlier. `exchange` is the minimum for the engine's buffers and its optimizers' scratch under any
-    plan."""
+    never needed at the same time counts once: `workspace` is only the excess over the logits and activations
+    that were freed earlier. `exchange` is a lower bound, for every plan, on the engine's buffers and its
+    optimizers' scratch."""
 
     @property
     def forward(self) -> int:
@@ -87,7 +88,7 @@ class MemoryEstimate(Memory):
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The matrices whose state the fullest rank of a stage keeps."""
+    """The matrices whose optimizer state the fullest rank of a stage keeps."""
 
     worst: int
     """The elements of the matrices on the fullest rank."""
@@ -141,7 +142,7 @@ def _lasting(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int
     stored = weights.others + (weights.matrices if fullest is None else max(weights.matrices, fullest.padded))
     width, grad = config.train.weight_bytes, config.train.gradient_bytes
     layers = stage_layers(config.model.num_layers, layout, stage)
-    state = sum(_bounded_state(config, algorithm, layout, weights, fullest, layers).values())
+    state = sum(_state_on_fullest(config, algorithm, layout, weights, fullest, layers).values())
     step = least_workspace_bytes(config, algorithm)
     if config.execution is Execution.PLANNED:
         step += least_buffer_bytes(config, layout, stage)
@@ -150,7 +151,7 @@ def _lasting(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int
     return width * stored, grad * stored, state, step
 
 
-def _bounded_state(
+def _state_on_fullest(
     config: RunConfig,
     algorithm: Algorithm,
     layout: Layout,
@@ -161,10 +162,9 @@ def _bounded_state(
     """Counts the bytes of optimizer state on the fullest rank of a stage with `layers` layers.
 
     Args:
-        fullest: the matrices whose state the fullest rank keeps; None if matrices have no owners. A rank
-            without owned matrices keeps the state of its share of all parameters (AdamW), of every matrix
-            that its TP group stores (if every rank updates everything), or else of every matrix that the rank
-            stores.
+        fullest: the matrices whose state the fullest rank keeps; None if matrices have no owners. Then a rank
+            keeps the state of its share of all parameters (AdamW), of every matrix that its TP group stores
+            (canzona's sc), or of every fragment that the rank stores (other strategies).
     """
     execution = config.execution
     if execution is Execution.ADAMW:
@@ -181,7 +181,7 @@ def _bounded_state(
 
 
 def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
-    """Estimates without a plan which matrices' state the fullest rank of a stage keeps.
+    """Estimates, without a plan, for which matrices the fullest rank of a stage keeps the state.
 
     - layerwise: Megatron's packing of TP fragments over D * c ranks, padding included;
     - canzona: matrices over the D * c * t cells of the grid, balanced by elements;
@@ -207,8 +207,8 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
 
 def _planned_placement(config: RunConfig, layout: Layout, stage: int) -> Placement:
     """Returns the `placement` of a run with a plan."""
-    layers, in_order = stage_layers(config.model.num_layers, layout, stage), config.engine.strategy in IN_ORDER
-    return balanced_placement(matrix_shapes(config), layers, layout.cells, in_order=in_order)
+    layers, natural_order = stage_layers(config.model.num_layers, layout, stage), config.engine.strategy in IN_ORDER
+    return balanced_placement(matrix_shapes(config), layers, layout.cells, natural_order=natural_order)
 
 
 def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
@@ -221,8 +221,7 @@ def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[i
 
 @lru_cache(maxsize=4096)
 def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> Placement:
-    """Returns the placement by `lay_out` of `layers` layers; the parameters of a layer have `sizes`
-    elements."""
+    """Returns the placement that `lay_out` gives `layers` layers whose parameters have `sizes` elements."""
     loads = [0] * shards
     padded = 0
     parameters = sizes * layers
@@ -234,17 +233,18 @@ def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket
 
 
 @lru_cache(maxsize=4096)
-def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, in_order: bool) -> Placement:
-    """Returns the placement of the matrices of `layers` layers over `cells`: each matrix on the least loaded
-    cell, largest first, or, with `in_order`, in natural order.
+def balanced_placement(shapes: tuple[Shape, ...], layers: int, cells: int, *, natural_order: bool) -> Placement:
+    """Returns the placement of the matrices of `layers` layers on `cells` cells.
 
-    In natural order the elements are cut into equal slices, one for each cell. A matrix goes to the cell
-    whose slice has its first element, so the fullest cell may exceed the mean by up to one matrix.
+    Without `natural_order`, the largest matrices are placed first, each on the least loaded cell. With it,
+    the elements of all matrices, in natural order, are cut into equal slices, one for each cell. A matrix
+    goes to the cell whose slice has its first element, so the fullest cell may exceed the mean by up to one
+    matrix.
     """
     matrices = [shape for _ in range(layers) for shape in shapes]
     contents: list[Counter[Shape]] = [Counter() for _ in range(cells)]
     loads = [0] * cells
-    if in_order:
+    if natural_order:
         mean = sum(math.prod(shape) for shape in matrices) / cells
         done = 0
         for shape in matrices:
@@ -326,7 +326,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 def spare_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, limit: int) -> int:
     """Returns the bytes that `limit` leaves for the optimizer state of matrices on a rank of the fullest
-    stage, after everything else that the rank needs under every plan."""
+    stage, after subtracting all other memory that the rank needs under every plan."""
     spare = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
@@ -340,16 +340,16 @@ def spare_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, limit: 
     return min(spare)
 
 
-def element_bytes(config: RunConfig, algorithm: Algorithm, counts: Mapping[Shape, int], *, careful: bool) -> float:
+def element_bytes(config: RunConfig, algorithm: Algorithm, counts: Mapping[Shape, int], *, worst_case: bool) -> float:
     """Returns the bytes of optimizer state per element of the matrices.
 
     Args:
         counts: the number of matrices of each (rows, columns).
-        careful: True for the largest value of any shape, False for the mean over all matrices. They differ
-            because preconditioners need more bytes per element for some shapes than for others.
+        worst_case: True to return the largest value of any shape, False for the mean over all matrices. They
+            differ because preconditioners need more bytes per element for some shapes than for others.
     """
     sizes = [(factor_bytes(algorithm, *shape), math.prod(shape), count) for shape, count in counts.items()]
-    if careful:
+    if worst_case:
         factors = max(size / elements for size, elements, _ in sizes)
     else:
         factors = sum(size * count for size, _, count in sizes) / sum(size * count for _, size, count in sizes)
@@ -357,7 +357,8 @@ def element_bytes(config: RunConfig, algorithm: Algorithm, counts: Mapping[Shape
 
 
 def least_buffer_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Estimates the bytes of the engine's message and gradient buffers that every plan of a stage needs.
+    """Estimates the least bytes that the engine's message and gradient buffers take in a stage, under any
+    plan.
 
     With tp > 1: the messages of two micro-groups with one matrix on each host, and the matrix's assembled
     fp32 gradient. With tp = 1 nothing is sent, but gradients are copied (`_copied_elements`), in batches of
@@ -375,9 +376,9 @@ def least_buffer_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:
-    """Counts the elements of the engine's buffers under strategy sc, which gathers one matrix at a time: the
-    rank's fragment, all ranks' fragments, and the assembled matrix. With tp = 1 only copies are needed
-    (`_copied_elements`)."""
+    """Counts the elements of the engine's buffers under strategy sc. It gathers one matrix at a time, with
+    buffers for the rank's fragment, all ranks' fragments, and the assembled matrix. With tp = 1 only copies
+    are needed (`_copied_elements`)."""
     if layout.tp == 1:
         return max(_copied_elements(config), default=0)
     largest = max(math.prod(shape) for shape in matrix_shapes(config))
@@ -385,9 +386,10 @@ def _gathered_elements(config: RunConfig, layout: Layout) -> int:
 
 
 def _copied_elements(config: RunConfig) -> list[int]:
-    """Lists the elements of the gradients of one layer that are copied with tp = 1, because they are not
-    contiguous and in fp32 in the gradient buffer: all gradients if they are reduced in bf16; otherwise only
-    the gradients of separate q, k and v, whose rows are interleaved in their parameter."""
+    """Lists the sizes, in elements, of one layer's gradients that are copied with tp = 1. Gradients are
+    copied if they are not contiguous and in fp32 in the gradient buffer. These are all gradients if they are
+    reduced in bf16; otherwise only those of separate q, k and v, whose rows are interleaved in their
+    parameter."""
     if config.train.gradient_bytes != FP32:
         return [math.prod(shape) for shape in matrix_shapes(config)]
     if config.engine.splitting not in ("qkv", "split"):

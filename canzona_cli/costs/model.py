@@ -1,11 +1,11 @@
 """The time of a pipeline stage's forward and backward passes, module by module, from shapes and the profile's
 rates.
 
-A module is the work around one Megatron weight. Times are per module, because between any two modules a
-bucket of gradients may become complete or a bucket of weights may be needed. Matmuls run at the
-profile's achieved rate for their size, core attention at a share of the peak, and elementwise work at memory
-bandwidth. Tensor- and context-parallel collectives are separate, because they occupy a link, and because on
-CPU ranks that share a node's cores they keep a different number of cores busy than computation does.
+A module is one Megatron weight with the operations around it. Times are per module, because a bucket of
+gradients may become complete, or a bucket of weights may be needed, between any two modules. Matmuls run at
+the profile's achieved rate for their size, core attention at a share of the peak, and elementwise work at
+memory bandwidth. Tensor- and context-parallel collectives are counted separately, because they occupy a link.
+On CPU ranks that share a node's cores, they also keep a different number of cores busy than computation does.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from canzona_cli.config.stages import chunk_layers
 from canzona_cli.costs.attention import CUT_STARTS, core_attention, head_passes, query_key_elements
 from canzona_cli.costs.buffers import micro_batch_tokens, stream_elements
 from canzona_cli.costs.experts import (
-    copying,
+    copy_passes,
     dispatch,
-    divided,
     held_experts,
     held_weight,
-    launched,
+    is_divided,
+    launch_seconds,
     products_seconds,
 )
 from canzona_cli.costs.links import Groups, Links, Transfer
@@ -33,9 +33,10 @@ from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Part, Work
 
 ELEMENTWISE_PASSES = {True: 1.2, False: 3.0}
-"""The memory traffic of elementwise work relative to fully fused kernels. With Transformer Engine (True), the
-excess comes from splitting and joining queries, keys and values and from summing gradients (fitted to
-published step times, bench/published.yaml). Without it (False), most operations are separate kernels.
+"""The memory traffic of elementwise work relative to fully fused kernels, with (True) and without (False)
+Transformer Engine. With it, the excess comes from splitting and joining queries, keys and values and from
+summing gradients (fitted to published step times, bench/published.yaml). Without it, most operations are
+separate kernels.
 """
 LOSS_FORWARD_BYTES, LOSS_BACKWARD_BYTES = 18, 8
 """The memory traffic of the vocabulary-parallel cross-entropy in bytes per logit: the cast to fp32, maximum,
@@ -54,15 +55,15 @@ class Module:
     backward_s: float
     """The seconds of the backward pass without recomputation."""
     again_s: float
-    """The seconds of forward work that the backward pass repeats (activation recomputation)."""
+    """The seconds of activation recomputation, which repeats forward work in the backward pass."""
     weights: int
     """The elements of the module's weight on this rank; 0 for a tied output layer on the embedding's
     stage."""
     moves: tuple[Transfer, Transfer]
-    """The collectives of the forward pass, and of the backward pass with recomputation. `cores` counts the
-    cores of all groups that one owner's ranks are in."""
+    """The collectives of the forward pass, and those of the backward pass, which include recomputation. Their
+    `cores` add up the cores of all groups that have ranks of one owner."""
     dispatched: bool = False
-    """True if `moves` take tokens to experts on other ranks, or back."""
+    """True if `moves` transfer tokens to experts on other ranks, or back from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class StageTime:
 
         def of_chunk(chunk: tuple[Module, ...]) -> tuple[Transfer, Transfer]:
             forward, backward = zip(*(module.moves for module in chunk), strict=True) if chunk else ((), ())
-            return reduce(Transfer.then, forward, Transfer()), reduce(Transfer.then, backward, Transfer())
+            return reduce(Transfer.followed_by, forward, Transfer()), reduce(Transfer.followed_by, backward, Transfer())
 
         return tuple(map(of_chunk, self.chunks))
 
@@ -129,7 +130,7 @@ class StageTime:
 
 @lru_cache(maxsize=64)
 def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
-    """Returns the times of the modules of `stage`.
+    """Returns the times of the modules of `stage`, for one micro-batch on one rank.
 
     Let T = micro-batch * s / c tokens, h the hidden size, a query heads and g key-value heads of d elements,
     f the width of the MLP, t = tp, and x = t with sequence parallelism, else 1. Per micro-batch and rank:
@@ -162,8 +163,8 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
 
 
 def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]:
-    """Returns the forward and backward seconds of one micro-batch, by stage and model chunk. The result
-    equals `StageTime.passes` of all stages but needs no lists of modules."""
+    """Returns the forward and backward seconds of one micro-batch, by stage and model chunk: the
+    `StageTime.passes` of all stages, computed faster, without lists of modules."""
     shared = replace(layout, pp=1, vpp=1, dp=layout.dp * layout.pp, num_microbatches=1, global_batch_size=1)
     layer, first, last = _pieces(config, shared)
     layers, pass_s = config.model.num_layers, 1e-6 * config.cluster.pass_us
@@ -182,8 +183,8 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
 def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
     """Returns the forward and backward seconds of a layer, of the embedding and of the output layer.
 
-    None of these depends on pp, dp, or on whether the output layer is tied. Callers normalise pp and dp so
-    that the cache serves all layouts.
+    The seconds do not depend on pp or dp, so callers set these to fixed values, and all layouts share cached
+    results. Nor do they depend on whether the output layer is tied.
     """
     batch = _MicroBatch.of(config, layout)
     ends = _embedding(config, layout, batch), _output(config, layout, batch, tied=False)
@@ -194,22 +195,21 @@ def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...
 
 @dataclass(frozen=True, kw_only=True)
 class _MicroBatch:
-    """The facts about a micro-batch on one rank that all modules have in common."""
+    """The sizes and times of a micro-batch on one rank that all modules have in common."""
 
     tokens: int
     stream: int
     """The elements of the residual stream."""
     memory_s: float
-    """The seconds of elementwise work for each element of each fused pass, multiplied by
-    `ELEMENTWISE_PASSES`."""
+    """The seconds of elementwise work per element and fused pass, with the factor `ELEMENTWISE_PASSES`."""
     accumulate_s: float
     """The seconds to add one element's gradient to its buffer."""
     exchange: Transfer
     """Half an all-reduce of the residual stream; with sequence parallelism, an all-gather."""
-    copying: float
-    """The number of times that the elements `Work.copied` pass through memory."""
+    copy_passes: float
+    """The number of times that the elements in `Work.copied` pass through memory."""
     dispatch: Transfer
-    """The travel of tokens to experts on other ranks."""
+    """The transfer of tokens to experts on other ranks."""
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "_MicroBatch":
@@ -219,14 +219,14 @@ class _MicroBatch:
             links, group = Links(cluster=cluster), Groups.of(layout, cluster).tp
             size = float(tokens * config.model.hidden_size * width)
             whole = links.all_gather(size, group) if layout.sequence_parallel else links.all_reduce(size, group)
-            exchange = whole if layout.sequence_parallel else whole.times(0.5)
+            exchange = whole if layout.sequence_parallel else whole.scaled(0.5)
         return cls(
             tokens=tokens,
             stream=stream_elements(config, layout),
             memory_s=ELEMENTWISE_PASSES[cluster.fused_layers] * width / memory_rate(cluster),
             accumulate_s=2 * config.train.gradient_bytes / memory_rate(cluster),
             exchange=exchange,
-            copying=copying(config, layout),
+            copy_passes=copy_passes(config, layout),
             dispatch=dispatch(config, layout) if layout.ep > 1 else Transfer(),
         )
 
@@ -243,23 +243,23 @@ def _layer(config: RunConfig, layout: Layout, batch: _MicroBatch) -> tuple[Modul
 
 def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
     """Overlaps the transfers of a layer's tokens with another micro-batch's pass in the opposite direction:
-    one half of this pass with the transfer to the experts, the other with the transfer back."""
+    the transfer to the experts with one half of this pass, and the transfer back with the other half."""
     half_backward_s = sum(module.backward_s for module in modules) / 2
     half_forward_s = sum(module.forward_s for module in modules) / 2
 
     def with_hidden(module: Module) -> Module:
         forward, backward = module.moves
         units = cluster.collective_units
-        exposed = forward.beside(half_backward_s, units), backward.beside(half_forward_s, units)
+        exposed = forward.exposed(half_backward_s, units), backward.exposed(half_forward_s, units)
         return replace(module, moves=exposed)
 
     return [with_hidden(module) if module.dispatched else module for module in modules]
 
 
 def _with_launches(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
-    """Adds the time of an expert layer's kernel launches to the module with the router."""
-    added_s = launched(cluster, sum(module.forward_s + module.moves[0].seconds for module in modules))
-    added_backward_s = launched(cluster, sum(module.backward_s + module.moves[1].seconds for module in modules))
+    """Adds the time of an expert layer's kernel launches to the module that has the router, fc1."""
+    added_s = launch_seconds(cluster, sum(module.forward_s + module.moves[0].seconds for module in modules))
+    added_backward_s = launch_seconds(cluster, sum(module.backward_s + module.moves[1].seconds for module in modules))
 
     def with_launches(module: Module) -> Module:
         again_s = module.again_s and module.again_s + added_s
@@ -275,7 +275,7 @@ def _module(config: RunConfig, layout: Layout, batch: _MicroBatch, work: Work) -
     weight, experts = held_weight(layout, work), held_experts(layout, work)
     products_s = products_seconds(config, layout, work)
     moved: float = work.stream * batch.stream + tokens * (work.elements // layout.tp)
-    moved += tokens * work.copied * batch.copying
+    moved += tokens * work.copied * batch.copy_passes
     core_s, core_backward_s, (gather, scatter) = 0.0, 0.0, (Transfer(), Transfer())
     starts, weights = 1.0, experts * weight.elements
     if work.attention is not None:
@@ -284,23 +284,23 @@ def _module(config: RunConfig, layout: Layout, batch: _MicroBatch, work: Work) -
         starts += 0.0 if layout.cp == 1 or cluster.fused_layers else CUT_STARTS
     forward = products_s + core_s + batch.memory_s * moved
     backward = 2 * products_s + core_backward_s + 2 * batch.memory_s * moved
-    forward_s = _forward(cluster, layout, forward, starts)
-    core_again_s = _forward(cluster, layout, core_s, starts=0.0)
-    if divided(layout, work):
+    forward_s = _forward_seconds(cluster, layout, forward, starts)
+    core_again_s = _forward_seconds(cluster, layout, core_s, starts=0.0)
+    if is_divided(layout, work):
         transfer = transfer_back = batch.dispatch
     else:
-        transfer = _exposed(cluster, layout, batch.exchange, products_s).then(gather)
-        transfer_back = _exposed(cluster, layout, batch.exchange, 2 * products_s).then(scatter)
+        transfer = _exposed(cluster, layout, batch.exchange, products_s).followed_by(gather)
+        transfer_back = _exposed(cluster, layout, batch.exchange, 2 * products_s).followed_by(scatter)
     moved_again = {"none": Transfer(), "selective": gather, "full": transfer}[layout.recompute]
     return Module(
         part=work.part,
         layer=0,
         forward_s=forward_s,
-        backward_s=_backward(cluster, layout, backward + batch.accumulate_s * weights, starts),
+        backward_s=_backward_seconds(cluster, layout, backward + batch.accumulate_s * weights, starts),
         again_s={"none": 0.0, "selective": core_again_s, "full": forward_s}[layout.recompute],
         weights=weights,
-        moves=(transfer, transfer_back.then(moved_again)),
-        dispatched=divided(layout, work),
+        moves=(transfer, transfer_back.followed_by(moved_again)),
+        dispatched=is_divided(layout, work),
     )
 
 
@@ -309,8 +309,8 @@ def _embedding(config: RunConfig, layout: Layout, batch: _MicroBatch) -> Module:
     return Module(
         part="embedding",
         layer=-1,
-        forward_s=_forward(config.cluster, layout, moved_s),
-        backward_s=_backward(config.cluster, layout, moved_s),
+        forward_s=_forward_seconds(config.cluster, layout, moved_s),
+        backward_s=_backward_seconds(config.cluster, layout, moved_s),
         again_s=0.0,
         weights=config.model.vocab_size // layout.tp * config.model.hidden_size,
         moves=(batch.exchange, batch.exchange),
@@ -333,27 +333,27 @@ def _output(config: RunConfig, layout: Layout, batch: _MicroBatch, *, tied: bool
     return Module(
         part="output",
         layer=model.num_layers,
-        forward_s=_forward(cluster, layout, product + logits * LOSS_FORWARD_BYTES + moved_s),
-        backward_s=_backward(cluster, layout, backward),
+        forward_s=_forward_seconds(cluster, layout, product + logits * LOSS_FORWARD_BYTES + moved_s),
+        backward_s=_backward_seconds(cluster, layout, backward),
         again_s=0.0,
         weights=0 if tied else weights,
-        moves=(batch.exchange.then(_loss_sums(cluster, layout, tokens)), batch.exchange),
+        moves=(batch.exchange.followed_by(_loss_sums(cluster, layout, tokens)), batch.exchange),
     )
 
 
 @lru_cache(maxsize=256)
-def slowest(cluster: ClusterConfig, ranks: int) -> float:
-    """Returns the expected time of the slowest of `ranks` GPUs relative to an average GPU, if speeds are
-    normally distributed with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
+def slowest_gpu_factor(cluster: ClusterConfig, ranks: int) -> float:
+    """Returns the expected time of the slowest of `ranks` GPUs relative to an average GPU. Speeds are assumed
+    to be normally distributed with `cluster.speed_spread` (Blom 1958, the expected largest of n)."""
     return 1.0 + cluster.speed_spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, matmul_s: float) -> Transfer:
     """Returns the time that a tensor-parallel collective adds to its matmul of `matmul_s` seconds.
 
-    With `cluster.tp_overlap` the collective and the matmul are cut into as many pieces as the group has
-    ranks. One piece is multiplied while the next is communicated. So one piece of the collective does not
-    overlap, and the others slow the matmul down by `collective_units` of their time.
+    With `cluster.tp_overlap`, the collective and the matmul are cut into as many pieces as the group has
+    ranks, and one piece is multiplied while the next is communicated. One piece of the collective therefore
+    does not overlap. The other pieces slow the matmul down by `collective_units` of their time.
     """
     if not cluster.tp_overlap or layout.tp == 1:
         return collective
@@ -361,20 +361,21 @@ def _exposed(cluster: ClusterConfig, layout: Layout, collective: Transfer, matmu
     return replace(collective, link_s=collective.link_s - (1 - cluster.collective_units) * hidden)
 
 
-def _forward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
+def _forward_seconds(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
     """Returns the forward seconds of a module on the slowest GPU.
 
     Args:
         seconds: the modelled seconds of its operations.
-        starts: the number of its operations relative to a usual module's, for the overhead of starting them.
+        starts: the number of its operations relative to a usual module, which determines the overhead of
+            starting them.
     """
-    computed_s = slowest(cluster, layout.world_size) * seconds * cluster.forward_factor
+    computed_s = slowest_gpu_factor(cluster, layout.world_size) * seconds * cluster.forward_factor
     return computed_s + 1e-6 * cluster.forward_module_us * starts
 
 
-def _backward(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
-    """Returns the backward seconds of a module on the slowest GPU, see `_forward`."""
-    computed_s = slowest(cluster, layout.world_size) * seconds * cluster.backward_factor
+def _backward_seconds(cluster: ClusterConfig, layout: Layout, seconds: float, starts: float = 1.0) -> float:
+    """Returns the backward seconds of a module on the slowest GPU, see `_forward_seconds`."""
+    computed_s = slowest_gpu_factor(cluster, layout.world_size) * seconds * cluster.backward_factor
     return computed_s + 1e-6 * cluster.backward_module_us * starts
 
 
@@ -383,7 +384,7 @@ def _loss_sums(cluster: ClusterConfig, layout: Layout, tokens: int) -> Transfer:
     of exponentials, each with one fp32 number per token."""
     if layout.tp == 1:
         return Transfer()
-    return Links(cluster=cluster).all_reduce(4.0 * tokens, Groups.of(layout, cluster).tp).times(3.0)
+    return Links(cluster=cluster).all_reduce(4.0 * tokens, Groups.of(layout, cluster).tp).scaled(3.0)
 
 
 def hop(config: RunConfig, layout: Layout) -> Transfer:
@@ -396,8 +397,8 @@ def hop(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def units_taken(config: RunConfig, layout: Layout) -> float:
-    """Returns the share of a GPU's compute units that data-parallel collectives occupy. It grows with the
-    number of network ports that the collectives use, because NCCL runs channels for each port."""
+    """Returns the share of a GPU's compute units that data-parallel collectives occupy. It is proportional to
+    the number of network ports that the collectives use, because NCCL runs channels for each port."""
     cluster, group = config.cluster, Groups.of(layout, config.cluster).data
     ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
     return cluster.collective_units * ports

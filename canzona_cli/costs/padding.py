@@ -13,8 +13,8 @@ _SHARD_ALIGNMENT = 128
 """The alignment of layer-wise buckets, in elements: Megatron pads the end of a bucket to a common multiple of
 this number and the number of ranks."""
 _PADDING_FLOOR = 0.9
-"""The factor in the minimum size of a closed layer-wise bucket: this number times its shards times the
-elements of its largest parameter."""
+"""A factor of the minimum size of a closed layer-wise bucket, which is this number times the number of shards
+times the elements of the bucket's largest parameter."""
 
 
 def align(position: int, to: int = ALIGNMENT) -> int:
@@ -29,7 +29,7 @@ def bucket_end(position: int, shards: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedBucket:
-    """A bucket of equal shards, each of which holds undivided parameters."""
+    """A bucket of equal shards. Parameters are not divided between shards."""
 
     shard_elements: int
     """The elements of one shard, padding included."""
@@ -87,8 +87,8 @@ def _largest_first(sizes: Sequence[int], chunk: Sequence[int], shards: int) -> P
 
 
 def shard_elements(fullest: int, shards: int) -> int:
-    """Returns the padded length of a bucket's equal shards, which aligns the start of each shard and the end
-    of the bucket.
+    """Returns the length of a bucket's equal shards in elements, padded so that the start of each shard and
+    the end of the bucket are aligned.
 
     Args:
         fullest: the number of elements in the fullest shard.

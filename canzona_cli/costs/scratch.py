@@ -14,18 +14,18 @@ from canzona_cli.optimizers.muon_facts import BLOCK
 from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
 
 BATCH_BYTES = 256 << 20
-"""The limit on the bytes of fp32 gradients that an owner copies at once if tp = 1. A single larger matrix is
-copied alone."""
+"""The limit on the bytes of fp32 gradients that an owner copies at once if tp = 1. A matrix larger than this
+is copied alone."""
 FP32 = 4
 """The bytes of an element of masters, optimizer state and scratch."""
 
 
-def in_batches(elements: Sequence[int]) -> list[slice]:
+def batch_slices(elements: Sequence[int]) -> list[slice]:
     """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32; a larger matrix is a batch
     of its own.
 
     Args:
-        elements: the number of each matrix's elements that are copied.
+        elements: for each matrix, the number of elements that are copied.
     """
     starts: list[int] = []
     filled = 0
@@ -40,34 +40,33 @@ def in_batches(elements: Sequence[int]) -> list[slice]:
 def workspace_bytes(
     config: RunConfig,
     algorithm: Algorithm,
-    together: Iterable[Sequence[Shape]],
+    batches: Iterable[Sequence[Shape]],
     shared: Iterable[tuple[int, int]] = (),
-    beside: Iterable[tuple[int, int]] = (),
+    interleaved: Iterable[tuple[int, int]] = (),
 ) -> int:
-    """Counts the bytes of scratch that one rank's optimizers keep; 0 if they are not canzona's.
-
-    Each part has the size that the largest matrix (or stack of matrices) needs.
+    """Counts the bytes of scratch that the optimizers of one rank keep; 0 if they are not canzona's. Each
+    part of the scratch has the size that the largest matrix, or stack of matrices, needs.
 
     - Muon, in the type of its matmuls: two iterates and two squares of the short side (four in Gram form),
-      for all stacked matrices of one shape. In fp32: the update direction with Nesterov momentum or NorMuon;
-      without either, on GPUs in bf16, a copy of a matrix that is updated alone in Gram form; and on CPUs one
-      block. A direction covers a whole stack, or on CPUs, except for NorMuon, the matrices in a block.
+      for all stacked matrices of one shape. In fp32: with Nesterov momentum or NorMuon, the update direction;
+      with neither, on GPUs in bf16, a copy of a matrix that is updated alone in Gram form; and on CPUs, one
+      block. A direction covers a whole stack, or, on CPUs and without NorMuon, only the matrices in a block.
     - Shampoo and SOAP, in fp32: one square, one matrix, and one matrix for each preconditioned side.
     - SOAP-Muon: the scratch of SOAP, and that of Muon in standard form without stacking.
 
     Args:
-        together: for each optimizer, the shapes of the matrices that it updates in one step.
+        batches: for each optimizer, the shapes of the matrices that it updates in one step.
         shared: for each shared matrix, the elements of its fragment and of one square.
-        beside: the same for each shared matrix that is interleaved with one of `shared`. These matrices have
-            their own iterates and squares.
+        interleaved: the same for each shared matrix that is interleaved with one of `shared`. These matrices
+            have their own iterates and squares.
     """
     if not keeps_workspace(config):
         return 0
     if isinstance(config.optimizer, MomentumConfig):
-        return _muon(config, config.optimizer, algorithm, together, shared, beside)
+        return _muon(config, config.optimizer, algorithm, batches, shared, interleaved)
     if not RULES[algorithm.name].preconditioned:
         return 0
-    shapes = {shape for batch in together for shape in batch}
+    shapes = {shape for batch in batches for shape in batch}
     sides = [side for shape in shapes for side in factored_sides(algorithm, *shape)]
     # Adam grafting uses the left side's buffer, even if this side has no factor.
     left = [r * c for r, c in shapes if r <= algorithm.max_preconditioner_dim or algorithm.grafting == "adam"]
@@ -86,15 +85,15 @@ def _muon(
     config: RunConfig,
     muon: MomentumConfig,
     algorithm: Algorithm,
-    together: Iterable[Sequence[Shape]],
+    batches: Iterable[Sequence[Shape]],
     shared: Iterable[tuple[int, int]],
-    beside: Iterable[tuple[int, int]],
+    interleaved: Iterable[tuple[int, int]],
 ) -> int:
     """Counts the bytes of scratch of Muon's updates, see `workspace_bytes`."""
     # All sizes are in elements. `second_...` belong to the second of two interleaved shared matrices.
     iterate = square = gram_square = direction = gram_copy = block = second_iterate = second_square = 0
     half = config.cluster.device == "cuda" and config.train.weight_bytes < FP32
-    for batch in together:
+    for batch in batches:
         for (rows, cols), count in Counter(batch).items():
             stacked = min(count, stack_of(algorithm, rows, cols, config.cluster))
             iterate = max(iterate, stacked * rows * cols)
@@ -111,7 +110,7 @@ def _muon(
         iterate, direction = max(iterate, fragment), max(direction, fragment)
         square, gram_square = max(square, side), max(gram_square, side)
         block = max(block, min(fragment, BLOCK))
-    for fragment, side in beside:
+    for fragment, side in interleaved:
         second_iterate, second_square = max(second_iterate, fragment), max(second_square, side)
         direction, block = max(direction, fragment), max(block, min(fragment, BLOCK))
     fp32 = (direction if muon.nesterov or isinstance(muon, NorMuonConfig) else gram_copy) + (
@@ -129,10 +128,10 @@ def least_workspace_bytes(config: RunConfig, algorithm: Algorithm) -> int:
 
 @lru_cache(maxsize=64)
 def momentary_bytes(config: RunConfig, algorithm: Algorithm) -> int:
-    """Counts the bytes that the update of the model's largest matrix needs in addition to state and
-    `workspace_bytes`, and frees at its end.
+    """Counts the bytes that the update of the model's largest matrix needs temporarily, in addition to state
+    and `workspace_bytes`.
 
-    - canzona's optimizers, which have a workspace: nothing for Muon; for a refresh of Shampoo or SOAP, five
+    - canzona's optimizers, which have a workspace: for Muon, nothing; for a refresh of Shampoo or SOAP, five
       squares of the longest preconditioned side and one matrix, in fp32;
     - Megatron's Muon: the fp32 update, its gathered copy and three iterates of the largest matrix, and two
       Gram matrices of its short side;
@@ -154,6 +153,6 @@ def momentary_bytes(config: RunConfig, algorithm: Algorithm) -> int:
 
 
 def keeps_workspace(config: RunConfig) -> bool:
-    """Returns True if canzona's own optimizers update the matrices; these keep their scratch from step to
+    """Returns True if canzona's optimizers update the run's matrices. They keep their scratch from step to
     step."""
     return config.execution.ours and config.optimizer.name != "custom"

@@ -1,9 +1,9 @@
-"""The cost of a shared matrix's update, in which every rank of the owner's TP group works on its fragment of
-the matrix.
+"""The cost of updating a shared matrix: every rank of the owner's TP group works on its fragment of the
+matrix.
 
 Only optimizers with a shared form (`optimizers.shared_muon`) can do this. The ranks divide the Gram form of
-Newton-Schulz: each computes its rows of every square of the short side, without the gain of symmetric
-kernels, and the rows are gathered between matmuls.
+Newton-Schulz: each computes some rows of every square matrix, without the gain of symmetric kernels, and the
+rows are gathered between matmuls. The side of a square is the matrix's short side.
 """
 
 from collections import Counter
@@ -25,7 +25,8 @@ from canzona_cli.optimizers.muon_facts import matmul_bytes, segments
 _FLAG_BYTES = 16
 """The maximum size in bytes of an all-reduce of norms and flags."""
 _FRAGMENT_KERNELS = (9, 9, 11)
-"""The number of kernels on a fragment before the first segment, between two segments, and after the last."""
+"""The number of kernels that work on a fragment before the first segment, between two segments, and after the
+last segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,8 @@ class Share:
     """The cost of a shared matrix's update."""
 
     fragment: tuple[Seconds, ...]
-    """The seconds of each part of the update, the same on every rank of the owner's TP group. Exchanges come
-    between parts (`shared_exchanges`)."""
+    """The seconds of each part of the update, equal on all ranks of the owner's TP group. Exchanges follow
+    each part except the last (`shared_exchanges`)."""
 
     @property
     def each(self) -> float:
@@ -65,7 +66,7 @@ def shares(config: RunConfig, algorithm: Algorithm, layout: Layout, members: Seq
 
 
 def why_hosted(config: RunConfig, algorithm: Algorithm, layout: Layout) -> str | None:
-    """Returns the reason why no matrix of a run can be shared; None if it depends on the matrix's shape."""
+    """Returns the reason why no matrix of a run can be shared; None if some shapes can be."""
     engine = config.engine
     if engine.strategy in IN_ORDER:
         return f"engine.strategy is {engine.strategy}, which updates each matrix on one host"
@@ -114,7 +115,7 @@ def share_of(algorithm: Algorithm, rows: int, cols: int, tp: int, cluster: Clust
 def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:
     """Lists the work of one rank in each part of a shared update.
 
-    Memory traffic counts a tp-th of each square; the terms of a sum are read once.
+    The memory traffic of each square is divided by tp, and each term of a sum is read once.
 
     Args:
         steps: the number of Newton-Schulz steps.
@@ -126,8 +127,8 @@ def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Wor
     works = [on_fragment.before]
     pending = Work(traffic=2 * width * m * n // tp, launches=4)  # division by the whole matrix's norm
     for k in segments(steps):
-        works.append(_both(pending, on_fragment.gram))
-        pending = _both(on_fragment.applied, Work(launches=_FRAGMENT_KERNELS[1]))
+        works.append(_add(pending, on_fragment.gram))
+        pending = _add(on_fragment.applied, Work(launches=_FRAGMENT_KERNELS[1]))
         works.append(Work(traffic=(tp + 1) * width * m * m / tp, launches=5))
         number = 4 * k - 3
         product = Work(
@@ -142,36 +143,42 @@ def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Wor
 Exchange = Literal["all_reduce", "all_to_all", "all_gather"]
 
 
-class Behind(NamedTuple):
-    """The exchanges that start after a part of a shared update."""
+class FollowingExchanges(NamedTuple):
+    """The exchanges that follow a part of a shared update."""
 
     exchanges: tuple[Exchange, ...] = ()
-    under: int = 0
-    """The number of following parts that do not need the exchanged data, so that they overlap with the
+    overlapped_parts: int = 0
+    """The number of later parts that do not need the exchanged data and therefore overlap with the
     exchanges."""
 
 
-def shared_exchanges(steps: int) -> tuple[Behind, ...]:
+def shared_exchanges(steps: int) -> tuple[FollowingExchanges, ...]:
     """Lists the exchanges after each part of a shared update except the last: norms and flags, Gram matrices,
     and the rows of matmuls (`optimizers.shared_rows`). Each matmul of squares is a part of its own."""
-    flags, summed = Behind(("all_reduce",)), Behind(("all_reduce", "all_to_all"))
-    gathered, hidden = Behind(("all_gather",)), Behind(("all_gather",), 1)
+    flags, summed = FollowingExchanges(("all_reduce",)), FollowingExchanges(("all_reduce", "all_to_all"))
+    gathered, hidden = FollowingExchanges(("all_gather",)), FollowingExchanges(("all_gather",), 1)
     exchanges = [flags]
     for k in segments(steps):
         exchanges += [summed, gathered]
         if k > 1:
-            exchanges += [hidden, Behind(), gathered, *(hidden, Behind(), hidden, hidden) * (k - 2), Behind()]
+            exchanges += [
+                hidden,
+                FollowingExchanges(),
+                gathered,
+                *(hidden, FollowingExchanges(), hidden, hidden) * (k - 2),
+                FollowingExchanges(),
+            ]
         exchanges.append(gathered)
     return (*exchanges, flags)
 
 
 def shared_collectives(steps: int) -> Mapping[Exchange, int]:
     """Counts the collectives of one matrix's shared update, by kind."""
-    return Counter(exchange for behind in shared_exchanges(steps) for exchange in behind.exchanges)
+    return Counter(exchange for following in shared_exchanges(steps) for exchange in following.exchanges)
 
 
 def shared_bytes(matrix: Matrix, tp: int, steps: int, width: int) -> int:
-    """Counts the bytes of squares that every rank sends in one matrix's shared update. It receives as many.
+    """Counts the bytes of squares that each rank sends in one matrix's shared update; it receives as many.
 
     Args:
         width: the bytes of an element.
@@ -194,27 +201,27 @@ def shared_transfers(side: int, steps: int, width: int, links: Links, group: Gro
         "all_gather": links.all_gather(square, group),
     }
     return [
-        reduce(Transfer.then, (transfers[exchange] for exchange in behind.exchanges), Transfer())
-        for behind in shared_exchanges(steps)
+        reduce(Transfer.followed_by, (transfers[exchange] for exchange in following.exchanges), Transfer())
+        for following in shared_exchanges(steps)
     ]
 
 
 class _FragmentWork(NamedTuple):
-    """The work of a rank on its fragment."""
+    """The work of a rank on its fragment of a shared matrix."""
 
     before: Work
     """The work before the first exchange."""
     gram: Work
     """The matmul that computes the fragment's part of the Gram matrix."""
     applied: Work
-    """The matmul of a segment's result and the fragment."""
+    """The matmul that multiplies the fragment by the result of a segment."""
     after: Work
     """The work after the last exchange."""
 
 
 def _fragment_work(m: int, n: int, tp: int, *, width: int) -> _FragmentWork:
-    """Returns the work of a rank on its fragment of an m x n matrix. Memory traffic before and after the
-    iteration is the same as in a hosted Muon update (`muon_facts`)."""
+    """Returns the work of a rank on its fragment of an m x n matrix. Per element, memory traffic before and
+    after the iteration is the same as in a hosted Muon update (`muon_facts`)."""
     fragment = m * n // tp
     return _FragmentWork(
         before=Work(traffic=(32 + width) * fragment, launches=_FRAGMENT_KERNELS[0]),
@@ -224,7 +231,7 @@ def _fragment_work(m: int, n: int, tp: int, *, width: int) -> _FragmentWork:
     )
 
 
-def _both(a: Work, b: Work) -> Work:
+def _add(a: Work, b: Work) -> Work:
     """Adds the work of two parts."""
     return Work(
         matmuls=a.matmuls + b.matmuls,

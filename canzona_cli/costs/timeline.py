@@ -1,4 +1,4 @@
-"""A small discrete-event simulator: tasks on streams, which may share links or a machine's processor cores.
+"""A small discrete-event simulator of tasks on streams. Tasks may share links or a machine's processor cores.
 
 A stream runs its tasks one after another, in the order in which they were added. A task starts when its
 stream is free and all tasks it waits for have ended. It takes `seconds` at a fixed rate (computation,
@@ -33,11 +33,11 @@ class Task(NamedTuple):
     cores: float
     """The number of processor cores that the task keeps busy; 0 for tasks on a link."""
     after: tuple[int, ...]
-    """The indexes of the tasks that must end before this one starts."""
+    """The indices of the tasks that must end before this task starts."""
 
 
-class Ran(NamedTuple):
-    """The times of a task, and the task that it waited for."""
+class TaskTimes(NamedTuple):
+    """The times of a simulated task, and the task that it waited for."""
 
     start: float
     end: float
@@ -52,18 +52,18 @@ _PROCESSOR = ("processor",)
 
 
 @dataclass
-class _Shared:
+class _SharedResource:
     """A link or the processor, with the tasks that share it."""
 
     cores: float | None = None
     """The number of cores of a processor; None for a link."""
     crowding: float = 1.0
-    """The slowdown of tasks, relative to evenly shared cores, if they need twice as many cores as there
-    are."""
+    """The factor by which tasks slow down in addition to sharing cores evenly, see
+    `ClusterConfig.crowding`."""
     demand: float = 0.0
     """The number of cores that the active tasks need."""
     served: float = 0.0
-    """The seconds at full rate that a task would have received if it had been active since time 0."""
+    """The seconds at full rate that a task would have received by now if it had been active since time 0."""
     at: float = 0.0
     """The time up to which `served` is computed."""
     active: list[tuple[float, int]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class _Shared:
         """The rate of each active task, as a share of the full rate."""
         if self.cores is None:
             return 1.0 / len(self.active)
-        return 1.0 if self.demand <= self.cores else 1.0 / crowded(self.demand / self.cores, self.crowding)
+        return 1.0 if self.demand <= self.cores else 1.0 / slowdown(self.demand / self.cores, self.crowding)
 
     def advance(self, now: float) -> None:
         if self.active:
@@ -89,8 +89,8 @@ class _Shared:
         return self.at + max(0.0, self.active[0][0] - self.served) / self.rate
 
 
-def crowded(load: float, crowding: float) -> float:
-    """Returns how many times longer tasks take if they need `load` times as many cores as there are.
+def slowdown(load: float, crowding: float) -> float:
+    """Returns the factor by which tasks take longer if they need `load` times as many cores as there are.
 
     Args:
         crowding: see `ClusterConfig.crowding`; it applies in full from a load of 2.
@@ -158,25 +158,26 @@ class Timeline:
         # fill the chain does not occupy the stream.
         return self.add(phase, ("chain", index), seconds=moved.fill_s, after=[index])
 
-    def also_after(self, index: int, other: int) -> None:
-        """Makes a task wait for task `other` too, which may have been added later."""
+    def add_dependency(self, index: int, other: int) -> None:
+        """Makes the task `index` also wait for the task `other`, which may have been added later."""
         task = self.tasks[index]
         self.tasks[index] = task._replace(after=(*task.after, other))
 
-    def run_slowed(self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float) -> list[Ran]:
-        """Simulates tasks whose compute units are partly taken by transfers; returns the times of each task.
+    def run_slowed(self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float) -> list[TaskTimes]:
+        """Simulates tasks that transfers slow down, because they take some of the compute units; returns the
+        times of each task.
 
-        A task takes longer by `share` times its overlap with transfers. A first simulation, in which
-        transfers slow nothing down, determines the overlaps.
+        A task takes longer by `share` times its overlap with transfers. A first simulation without slowdown
+        determines the overlaps.
 
         Args:
             slowed_by: for each stream that is slowed down, the streams of the transfers that do so.
-            share: the share of the compute units that a transfer takes.
+            share: the share of the compute units that transfers take.
         """
         ran = self.run()
         if not share:
             return ran
-        by_stream: dict[Hashable, list[tuple[int, Ran]]] = {}
+        by_stream: dict[Hashable, list[tuple[int, TaskTimes]]] = {}
         for index, (task, times) in enumerate(zip(self.tasks, ran, strict=True)):
             if times.end > times.start:
                 by_stream.setdefault(task.stream, []).append((index, times))
@@ -186,7 +187,9 @@ class Timeline:
                 self._slow_down(by_stream.get(stream, []), transfers, share)
         return self.run()
 
-    def _slow_down(self, computing: Sequence[tuple[int, Ran]], transfers: Sequence[Ran], share: float) -> None:
+    def _slow_down(
+        self, computing: Sequence[tuple[int, TaskTimes]], transfers: Sequence[TaskTimes], share: float
+    ) -> None:
         """Lengthens each task by `share` times its overlap with `transfers`; both are in order of time."""
         first = 0
         for index, times in computing:
@@ -199,7 +202,7 @@ class Timeline:
             task = self.tasks[index]
             self.tasks[index] = task._replace(seconds=task.seconds + share * overlap_s)
 
-    def run(self) -> list[Ran]:
+    def run(self) -> list[TaskTimes]:
         """Simulates the tasks; returns the times of each.
 
         Raises:
@@ -214,7 +217,7 @@ class Timeline:
                 waiters[other].append(index)
 
         start, end = [0.0] * len(tasks), [-1.0] * len(tasks)
-        links: dict[Hashable, _Shared] = {}
+        links: dict[Hashable, _SharedResource] = {}
         # (time, kind, index). Kind 0: the `seconds` of task `index` are over. Kind 1: a transfer may have
         # ended on the link of task `index`.
         events: list[tuple[float, int, int]] = []
@@ -238,7 +241,7 @@ class Timeline:
                 continue
             if task.link not in links:
                 cores = self._cores if task.link is _PROCESSOR else None
-                links[task.link] = _Shared(cores=cores, crowding=self._crowding)
+                links[task.link] = _SharedResource(cores=cores, crowding=self._crowding)
             link = links[task.link]
             if kind == 0:
                 link.advance(now)
@@ -255,7 +258,7 @@ class Timeline:
 
         if any(moment < 0 for moment in end):
             raise ValueError("tasks wait for each other in a cycle")
-        return [self._ran(index, start[index], end, previous[index]) for index in range(len(tasks))]
+        return [self._times_of(index, start[index], end, previous[index]) for index in range(len(tasks))]
 
     def _previous(self) -> list[int | None]:
         """Returns the index of the previous task on the stream of each task; None for the first task of a
@@ -267,9 +270,9 @@ class Timeline:
             last[task.stream] = index
         return previous
 
-    def _ran(self, index: int, start: float, end: list[float], before: int | None) -> Ran:
+    def _times_of(self, index: int, start: float, end: list[float], before: int | None) -> TaskTimes:
         ready = end[before] if before is not None else 0.0
         held_by = None
         if start > ready:
             held_by = max(self.tasks[index].after, key=lambda other: (end[other], -other))
-        return Ran(start, end[index], ready, held_by)
+        return TaskTimes(start, end[index], ready, held_by)

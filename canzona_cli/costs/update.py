@@ -1,8 +1,8 @@
-"""The cost of updating one matrix: the seconds that the work of its rule (see the optimizers' facts) takes on
-a hardware profile.
+"""The cost of updating one matrix: the seconds that its update takes on a hardware profile. The work of an
+update is in the facts about its optimizer (`optimizers.facts`).
 
-An update runs on one stream, so its operations do not overlap. If the profile has a measurement of exactly
-this update, the measurement is used instead.
+An update runs on one stream, so its operations do not overlap, and their times add up. If the profile has a
+measurement of exactly this update, the measurement is used instead.
 """
 
 import math
@@ -44,41 +44,43 @@ MEMORY_EFFICIENCY: Mapping[Device, float] = MappingProxyType({"cpu": COPY_EFFICI
 on an H100, an estimate between the 3.0 of a copy and the 2.0 to 2.3 of torch.compile's and Liger's norms
 (QuACK, Dao-AILab, 2025-07)."""
 MEGATRON_HOST_S = 1.3e-3
-"""The seconds of host time of one update of Megatron's Muon on GPUs, which issues operations one by one. From
+"""The host's seconds for one update of Megatron's Muon on GPUs, which issues operations one by one. From
 Megatron-core's golden values for a model of 12 layers on 8 H100: 195.8 ms per step with layer-wise Muon and
 158.6 with Adam, for about 29 matrices per rank (gpt3_moe_mcore_te_ep8, 2026)."""
 ADAMW_BYTES = {True: 30, False: 86}
-"""The bytes of AdamW's memory traffic per element. Fused (True, Transformer Engine): gradient 4 read, master
-and both moments 4 read and 4 written each, bf16 weight 2 written. torch's foreach passes (False): decay 8,
-first moment 12, second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the weight."""
+"""The bytes of AdamW's memory traffic per element. With Transformer Engine's fused kernel (True): gradient 4
+read, master and both moments 4 read and 4 written each, bf16 weight 2 written. With torch's foreach passes
+(False): decay 8, first moment 12, second 8 + 12, root 8, correction 8, eps 8, weight 16, and 6 to copy the
+weight."""
 MEGATRON_BYTES = {"bf16": 28, "fp32": 12}
 """The bytes of memory traffic per element that Megatron's Muon (emerging-optimizers 0.3) causes in addition
-to canzona's. The passes of Megatron's: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling
-twice 16, weight 12 and its copy 4 + w; casts to and from bf16 6 each."""
+to canzona's. Megatron's passes are: decay 8, momentum 12, Nesterov 12, norm 4 and division 8, scaling twice
+16, weight 12 and its copy 4 + w; casts to and from bf16 6 each."""
 GRAM_GAIN, GRAM_MIN_SIDE = 0.98, 128
-"""The conditions under which form auto chooses the Gram form: its time is at most this share of the standard
-form's, and the short side is at least this long. In smaller matrices rounding errors average out over fewer
+"""The conditions under which form auto chooses the Gram form: the largest ratio of its time to the standard
+form's, and the smallest length of the short side. In smaller matrices, rounding errors average out over fewer
 elements."""
 STACK_GAIN = 0.95
-"""The threshold for stacking by default: the time per matrix in a stack relative to a matrix alone."""
+"""The threshold for stacking by default: the largest ratio of the time per matrix in a stack to the time of a
+matrix alone."""
 STACK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """The limit on the bytes of stacked matrices' iterates and squares. With `optimizer.stack=true` a stack of
 two matrices may exceed it."""
 PRICED_STACK = 4
-"""The number of matrices in a stack that the cost model assumes at most, because a host may have fewer
-matrices of one shape than fit. A host has more experts than this: in the largest stacks that fit, the experts
-of Qwen3-30B-A3B would be a fifth cheaper, but no GPU has measured it."""
+"""The largest number of matrices in a stack that the cost model assumes, because a host may have fewer
+matrices of one shape than fit. Hosts do have more experts than this: in the largest stacks that fit, the
+experts of Qwen3-30B-A3B would be a fifth cheaper according to the model, but this has not been measured."""
 
 
 COST_DIGITS = 9
-"""The significant digits of a cost. The last bit of a logarithm depends on the processor, but a plan must
+"""The significant digits of a cost. The last bit of a logarithm depends on the processor, but plans must
 not."""
 ROUNDING = 1e-9
 """The relative tolerance for sums of the same numbers in a different order."""
 
 
 def algorithm_of(config: RunConfig) -> Algorithm:
-    """Returns the facts about a run's optimizer on which update costs depend."""
+    """Returns the settings of a run's optimizer on which update costs depend."""
     algorithm = _algorithm(config.optimizer, config.train.precision)
     if isinstance(config.optimizer, MomentumConfig):
         replayed = config.cluster.device == "cuda" and implementation(config) == "canzona"
@@ -91,9 +93,9 @@ def algorithm_of(config: RunConfig) -> Algorithm:
 
 
 def _roots(chosen: Literal["auto"] | RootMethod, algorithm: Algorithm, cluster: ClusterConfig) -> RootMethod:
-    """Returns the run's root method; for `auto`, the one that the cost model predicts to be fastest on the
-    cluster's devices. One size is compared, sides of 1024 (or `max_preconditioner_dim`, if smaller), because
-    the ranking hardly depends on it."""
+    """Returns the run's root method; for `auto`, the method that the cost model predicts to be fastest on the
+    cluster's devices. Methods are compared for sides of 1024 (or `max_preconditioner_dim`, if smaller) only,
+    because the ranking hardly depends on the size."""
     if chosen != "auto":
         return chosen
     side = min(1024, algorithm.max_preconditioner_dim)
@@ -125,7 +127,7 @@ def _algorithm(optimizer: OptimizerConfig, precision: Precision) -> Algorithm:
 
 
 def implementation(config: RunConfig) -> Implementation:
-    """Returns whose code executes the updates of a run."""
+    """Returns the code that executes the updates of a run."""
     return "canzona" if config.execution.ours else "megatron"
 
 
@@ -134,10 +136,10 @@ def stack_of(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig)
     """Returns the maximum number of (rows, cols) matrices that a host updates together in batched matmuls; 1
     if it updates them one by one.
 
-    The number depends only on the algorithm, the shape and the profile. Without `optimizer.stack`, matrices
-    are stacked if this is faster by `STACK_GAIN` in the profile's measurements or, on GPUs without these, in
-    the model. CPUs without measurements never stack: batched matmuls are not always faster there, but strips
-    of large matmuls (`optimizers.symmetric`) always are.
+    The number depends only on the algorithm, the shape and the profile. If `optimizer.stack` is not set,
+    matrices are stacked if this is faster by `STACK_GAIN` in the profile's measurements or, on GPUs without
+    measurements, in the model. On CPUs without measurements, matrices are not stacked: batched matmuls are
+    not always faster there, but strips of large matmuls (`optimizers.symmetric`) always are.
     """
     if not RULES[algorithm.name].orthogonal or algorithm.custom or algorithm.stack is False:
         return 1
@@ -161,8 +163,8 @@ def _fitting(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig)
 
 
 def label(algorithm: Algorithm) -> str:
-    """Returns the name of an algorithm's measurements in a profile: muon/gram/5, muon/standard/5/stacked,
-    soap, soap/spread, shampoo, shampoo/newton/spread, custom."""
+    """Returns the name under which a profile has measurements of an algorithm, such as muon/gram/5,
+    muon/standard/5/stacked, soap/spread, shampoo/newton/spread or custom."""
     if algorithm.custom:
         return "custom"
     if RULES[algorithm.name].orthogonal:
@@ -177,8 +179,9 @@ def seconds(
     """Returns the mean seconds of one update on one device, in the form and stacking chosen for its shape.
 
     Args:
-        implementation: megatron for the update that Megatron's strategies execute: the standard form without
-            symmetric kernels, stacking or graphs, measured separately if the profile has such a measurement.
+        implementation: megatron for the update that Megatron's strategies execute, which is in standard form
+            and does not use symmetric kernels, stacking or graphs. The profile may have separate measurements
+            of it.
     """
     if implementation == "megatron":
         algorithm = replace(algorithm, form="standard", stack=False, graph=False, spread=False)
@@ -189,7 +192,7 @@ def seconds(
                 return measured
         host_s = MEGATRON_HOST_S if cluster.device == "cuda" and RULES[algorithm.name].orthogonal else 0.0
         return max(host_s, _modelled(algorithm, rows, cols, cluster, implementation)[0])
-    return _seconds(_as_run(algorithm, rows, cols, cluster), rows, cols, cluster)
+    return _seconds(_with_choices(algorithm, rows, cols, cluster), rows, cols, cluster)
 
 
 @lru_cache(maxsize=1024)
@@ -216,10 +219,10 @@ def gram_holds(algorithm: Algorithm, cluster: ClusterConfig) -> bool:
     """Returns True if the Gram form is accurate enough for the momenta of real training, on this device and
     in this precision.
 
-    It is not if matmuls are in bf16, as in bf16 runs on CPUs with bf16 instructions: of qwen3-tiny's 28
-    momenta, its check rejected all in the first 30 steps and half after 300, and rejected matrices are
-    recomputed in standard form. GPUs, and CPUs without bf16 instructions, use fp16 matmuls in bf16 runs
-    (`optimizers.gram_form.gram_dtype`); with these it rejected none.
+    It is not accurate enough with bf16 matmuls, which bf16 runs use on CPUs with bf16 instructions: the check
+    of the result rejected all of qwen3-tiny's 28 momenta in the first 30 steps and half of them after 300,
+    and rejected matrices are recomputed in standard form. Bf16 runs on GPUs, and on CPUs without bf16
+    instructions, use fp16 matmuls (`optimizers.gram_form.gram_dtype`), with which the check rejected none.
     """
     return algorithm.precision != "bf16" or cluster.device == "cuda" or cluster.bf16_in_fp32
 
@@ -239,7 +242,7 @@ def rounded(seconds: float) -> float:
 def update_costs(
     config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
 ) -> tuple[float, ...]:
-    """Returns the seconds of each matrix's update, `rounded`."""
+    """Returns the seconds of each matrix's update, rounded to `COST_DIGITS` significant digits."""
     algorithm = algorithm_of(config)
     by_shape = {
         shape: rounded(seconds(algorithm, *shape, config.cluster, implementation))
@@ -249,9 +252,9 @@ def update_costs(
 
 
 def period_seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, ...]:
-    """Returns the seconds of an update in each step of a refresh period: the mean seconds, measured or
-    modelled, in the proportions of the model."""
-    algorithm = _as_run(algorithm, rows, cols, cluster)
+    """Returns the seconds of an update in each step of a refresh period. Their mean is measured or modelled,
+    their proportions are those of the model."""
+    algorithm = _with_choices(algorithm, rows, cols, cluster)
     mean, steps = _modelled(algorithm, rows, cols, cluster)
     scale = _seconds(algorithm, rows, cols, cluster) / mean
     return tuple(scale * step for step in steps)
@@ -266,8 +269,8 @@ def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
 
 
 def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementation) -> float:
-    """Returns the measured time of a phase in whole training steps relative to its parts in isolation; 1 if
-    the profile has no measurement.
+    """Returns the ratio of a phase's measured time in whole training steps to the time of its parts in
+    isolation; 1 if the profile has no measurement.
 
     In a training step caches are cold, memory is newly allocated and ranks arrive at different times. A loop
     over one operation does not show this.
@@ -320,15 +323,15 @@ def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: U
     return 2.0 * volume / matmul_rate(cluster, volume ** (1 / 3), unit)
 
 
-def _as_run(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Algorithm:
-    """Returns the algorithm with the form and stacking chosen for (rows, cols) matrices."""
+def _with_choices(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> Algorithm:
+    """Returns the algorithm with the form and the stacking that are chosen for (rows, cols) matrices."""
     form, stack = form_of(algorithm, rows, cols, cluster), stack_of(algorithm, rows, cols, cluster) > 1
     return replace(algorithm, form=form, stack=stack)
 
 
 def _seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> float:
-    """Returns the mean seconds of one update in the algorithm's form and stacking: measured, else scaled by
-    the model from the other form's measurement, else modelled."""
+    """Returns the mean seconds of one update in the algorithm's form and stacking: the measured seconds; or
+    else the measured seconds of the other form, scaled by the model; or else the modelled seconds."""
     measured, modelled = _measured(algorithm, rows, cols, cluster), _modelled(algorithm, rows, cols, cluster)[0]
     if measured is not None:
         return measured
@@ -350,13 +353,13 @@ def _modelled(
     every, parts = work(algorithm, rows, cols)
     if implementation == "megatron":
         every = replace(every, traffic=every.traffic + MEGATRON_BYTES[algorithm.precision] * rows * cols)
-    together = min(PRICED_STACK, max(2, _fitting(algorithm, rows, cols, cluster))) if algorithm.stack is True else 1
+    stacked = min(PRICED_STACK, max(2, _fitting(algorithm, rows, cols, cluster))) if algorithm.stack is True else 1
     if algorithm.graph:
         cluster = replace(cluster, launch_us=min(cluster.launch_us, cluster.graph_launch_us))
-    step = duration(every, _unit(algorithm), cluster, together)
+    step = duration(every, _unit(algorithm), cluster, stacked)
     if every.iteration:
         step += duration(every.iteration, algorithm.precision, cluster)
-    added = [duration(part, "fp32", cluster, together) for part in parts]
+    added = [duration(part, "fp32", cluster, stacked) for part in parts]
     if not added:
         return step, (step,)
     rest = [0.0] * (algorithm.refresh_period - len(added))
@@ -379,22 +382,22 @@ def _unit(algorithm: Algorithm) -> Unit:
     return "tf32" if algorithm.tf32 else "fp32"
 
 
-def duration(work: Work, unit: Unit, cluster: ClusterConfig, together: int = 1) -> float:
-    """Returns the seconds that the work takes per matrix in a stack of `together` matrices.
+def duration(work: Work, unit: Unit, cluster: ClusterConfig, stacked: int = 1) -> float:
+    """Returns the seconds that a matrix's work takes if it is updated in a stack of `stacked` matrices.
 
     A batched matmul runs at the rate of a single matmul of the same volume and needs one launch. Symmetric
     kernels are used only in bf16 and only for matrices that are not stacked.
     """
 
     def matmul(m: int, k: int, n: int) -> float:
-        return matmul_seconds(cluster, together * m, k, n, unit) / together
+        return matmul_seconds(cluster, stacked * m, k, n, unit) / stacked
 
     around = min(work.launches, MUON_AROUND)
-    launches = around + (work.launches - around) / together
+    launches = around + (work.launches - around) / stacked
     fp32 = matmul_rate(cluster, 1.0, "fp32")
     qr = (cluster.qr_tflops * 1e12) if cluster.qr_tflops else fp32 / 20
     eigh = (cluster.eigh_tflops * 1e12) if cluster.eigh_tflops else fp32 / 100
-    halved = cluster.symmetric_factor if unit == "bf16" and together == 1 else 1.0
+    halved = cluster.symmetric_factor if unit == "bf16" and stacked == 1 else 1.0
     return (
         sum(count * matmul(m, k, n) for count, m, k, n in work.matmuls)
         + sum(count * halved * matmul(m, k, m) for count, m, k in work.symmetric)
@@ -410,8 +413,8 @@ RULES: Mapping[str, Rule] = {name: facts.rule for name, facts in known_optimizer
 
 @lru_cache(maxsize=4096)
 def work(algorithm: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Returns the work of every update of a (rows, cols) matrix, and the additional work of each part of a
-    refresh."""
+    """Returns the work that every update of a (rows, cols) matrix needs, and the additional work of each part
+    of a refresh."""
     return RULES[algorithm.name].work(algorithm, rows, cols)
 
 
@@ -434,7 +437,7 @@ def flops(algorithm: Algorithm, rows: int, cols: int) -> float:
     - soap-muon: soap and muon;
     - adamw: 15 per element.
 
-    A side longer than `max_preconditioner_dim` is not preconditioned, and the terms of its preconditioner are
+    A side longer than `max_preconditioner_dim` is not preconditioned, so the terms of its preconditioner are
     0.
     """
     return min(

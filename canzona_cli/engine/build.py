@@ -17,7 +17,7 @@ from canzona_cli.config.schema import (
     OptimizerBase,
     RunConfig,
 )
-from canzona_cli.costs.scratch import in_batches
+from canzona_cli.costs.scratch import batch_slices
 from canzona_cli.costs.sharing import Share
 from canzona_cli.costs.update import algorithm_of, form_of, stack_of
 from canzona_cli.engine.agreement import agree_on_optimizer
@@ -241,7 +241,7 @@ def _split_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> lis
     return [
         group[batch]
         for group in groups
-        for batch in in_batches([scratch_elements(wiring, (matrix,)) for matrix in group])
+        for batch in batch_slices([scratch_elements(wiring, (matrix,)) for matrix in group])
     ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from canzona_cli.costs.scratch import in_batches
+from canzona_cli.costs.scratch import batch_slices
 from canzona_cli.engine.wire import (
     AllToAll,
     Copy,
@@ -268,7 +268,7 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
     all pass the same matrices."""
     fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
     # In batches, because this allocates messages in addition to the pipeline's.
-    for batch in (matrices[part] for part in in_batches([matrix.elements for matrix in matrices])):
+    for batch in (matrices[part] for part in batch_slices([matrix.elements for matrix in matrices])):
         route = to_hosts(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp)
         exchange = AllToAll(route, Messages.for_routes([route], torch.float32, wiring.device), 0, wiring.tp_group)
         for parcel in route.sends:

@@ -98,7 +98,7 @@ def seconds_after_reduction(config: RunConfig, layout: Layout, stage: int) -> fl
     if layout.sequence_parallel and layout.tp > 1:
         copied = sum(each.elements for each in family_of(model).replicated(model) if "tp" in each.copies)
         size = stage_layers(model.num_layers, layout, stage) * copied * grad
-        total += links.all_reduce(size, Groups.of(layout, cluster).holding("tp")).seconds
+        total += links.all_reduce(size, Groups.of(layout, cluster).of_copies("tp")).seconds
     if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
         apart = layout.owners * layout.tp * (layout.pp - 1)
         ends = strided(apart, 2, layout.world_size, cluster.gpus_per_node)

@@ -17,7 +17,7 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.gradients import zeroing_seconds
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime, stage_time, units_taken
-from canzona_cli.costs.timeline import Ran, Timeline
+from canzona_cli.costs.timeline import TaskTimes, Timeline
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.chunks import STREAMS, Chunk, ChunkBuilder, GatheringOrder, Stream, merge_streams
 from canzona_cli.planner.plan import Bucket
@@ -264,7 +264,7 @@ class _Pass:
         """Adds a transfer; returns the task at whose end it has arrived at all ranks."""
         return self.timeline.transfer("data", stream, transfer, link=transfer.link, after=after)
 
-    def run(self, units: float) -> list[Ran]:
+    def run(self, units: float) -> list[TaskTimes]:
         """Simulates the pass, which transfers slow down by `units`."""
         return self.timeline.run_slowed({"compute": STREAMS}, units)
 

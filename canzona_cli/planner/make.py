@@ -268,9 +268,9 @@ def _attempts(
     free = plan_unbounded(config, layout, shapes)
     algorithm, user_limit = free.subject.optimizer, free.subject.settings.capacity(config.exchange_bytes)
     spare, counts = spare_bytes(config, algorithm, layout, limit), Counter(matrix.shape for matrix in members)
-    for careful in (False, True):
+    for worst_case in (False, True):
         # The elements of matrices that one rank may keep.
-        memory_cap = max(1, int(spare / element_bytes(config, algorithm, counts, careful=careful)))
+        memory_cap = max(1, int(spare / element_bytes(config, algorithm, counts, worst_case=worst_case)))
         fits = _most_held(free) <= memory_cap
         plan = free if fits else attempt(config, layout, shapes, members, memory_cap)
         yield from _with_and_without_rings(plan)

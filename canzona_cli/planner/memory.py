@@ -26,7 +26,7 @@ from typing import NamedTuple
 from canzona_cli.config.schema import Layout, Mesh, RunConfig
 from canzona_cli.costs.buffers import stage_weights, transient
 from canzona_cli.costs.memory import Memory, capacity, estimate, factor_bytes, headroom, optimizer_state
-from canzona_cli.costs.scratch import FP32, in_batches, workspace_bytes
+from canzona_cli.costs.scratch import FP32, batch_slices, workspace_bytes
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.families import interleaved_kinds
 from canzona_cli.model.family import Kind
@@ -143,7 +143,7 @@ class _Copies:
             matrices: matrices that one rank stores whole.
         """
         copied = [self.of_host(matrix, 1, 0) for matrix in matrices]
-        return batch_bytes(copied), [[matrix.shape for matrix in matrices[batch]] for batch in in_batches(copied)]
+        return batch_bytes(copied), [[matrix.shape for matrix in matrices[batch]] for batch in batch_slices(copied)]
 
 
 def _owners_buffers(
@@ -197,7 +197,7 @@ def batch_bytes(elements: Sequence[int]) -> int:
     Args:
         elements: the elements of each matrix whose gradient is copied; 0 for all other matrices.
     """
-    return FP32 * _largest(sum(elements[batch]) for batch in in_batches(elements))
+    return FP32 * _largest(sum(elements[batch]) for batch in batch_slices(elements))
 
 
 def _is_head(matrix: Matrix) -> bool:

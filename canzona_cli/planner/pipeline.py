@@ -276,8 +276,8 @@ class HostedPipeline:
                 ranks.work(host, "matrix_update", self.updating * parts[place][part])
             if part < len(after) and after[part].exchanges:
                 transfer = moved[min(jobs[place].matrix.shape)][part]
-                needed_by = part + 1 + after[part].under
-                landed[place, needed_by].append(ranks.exchange(transfer.times(self.exchanging)))
+                needed_by = part + 1 + after[part].overlapped_parts
+                landed[place, needed_by].append(ranks.exchange(transfer.scaled(self.exchanging)))
 
     def _load(self, group: Sequence[Job], known: "Loads") -> "Load":
         """Returns the load of a micro-group of hosted matrices, from the cache `known` or newly computed."""
@@ -333,7 +333,7 @@ class HostedPipeline:
     def _exchange(self, traffic: Traffic, width: int) -> Transfer:
         """Returns the all-to-all that moves `traffic`, of `width` bytes an element."""
         sent, received = ([elements * width for elements in side] for side in (traffic.sent, traffic.received))
-        return self.links.all_to_all(sent, received, self.group).times(self.exchanging)
+        return self.links.all_to_all(sent, received, self.group).scaled(self.exchanging)
 
 
 def _begin[Moment](ranks: Pipeline[Moment], first: Sequence[float]) -> None:

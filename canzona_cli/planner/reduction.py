@@ -228,7 +228,7 @@ class ReductionModel:
 
     def __init__(self, config: RunConfig, layout: Layout) -> None:
         groups = Groups.of(layout, config.cluster)
-        self._links, self._group = Links(cluster=config.cluster), groups.holding(matrix_copies(config.model))
+        self._links, self._group = Links(cluster=config.cluster), groups.of_copies(matrix_copies(config.model))
         self._experts = groups.experts
         self._width, self._grad = config.train.weight_bytes, config.train.gradient_bytes
         self._rate = memory_rate(config.cluster)
@@ -309,7 +309,7 @@ class ReductionModel:
         if not experts:
             # Experts have equal sizes, so owners can have equal shares, and nothing is handed over.
             handover = self._links.all_to_all([share], [share], group).delayed(2 * share / self._rate)
-            ring = ring.then(handover)
+            ring = ring.followed_by(handover)
         return ring if ring.seconds <= WORTH * chain.seconds else replace(chain, fill_s=0.0)
 
     def _choose_ways(self, buckets: Sequence[Bucket]) -> Iterator[Bucket]:
@@ -361,7 +361,7 @@ class ReductionModel:
         for runs in messages:
             from_parts, to_shares = ([elements * width for elements in side] for side in runs)
             sent, received = (from_parts, to_shares) if kind == "reduce_scatter" else (to_shares, from_parts)
-            transfer = transfer.then(self._links.all_to_all(sent, received, group)).delayed(self._launch_s)
+            transfer = transfer.followed_by(self._links.all_to_all(sent, received, group)).delayed(self._launch_s)
         return transfer.delayed(2 * max(shares(bucket).values()) * width / self._rate + self._launch_s)
 
     def _native(self, elements: int, kind: Native, group: Group) -> Transfer:

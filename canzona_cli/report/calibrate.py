@@ -192,7 +192,7 @@ def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | N
         return links.all_to_all([bytes_] * ranks, [bytes_] * ranks, group).seconds
     if kind == "send":
         return links.point_to_point(bytes_, crosses=False).seconds
-    return links.through(bytes_, group).seconds
+    return links.ring_pass(bytes_, group).seconds
 
 
 def _add(table: Table, name: str, value: str, measurement: Measurement, base_value: str) -> None:

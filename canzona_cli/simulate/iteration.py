@@ -18,7 +18,7 @@ from canzona_cli.config.schema import Layout
 from canzona_cli.costs.buffers import warmup_forwards
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import Module, StageTime
-from canzona_cli.costs.timeline import Ran, Timeline
+from canzona_cli.costs.timeline import TaskTimes, Timeline
 from canzona_cli.planner.chunks import STREAMS, Chunk
 
 Direction = Literal["forward", "backward"]
@@ -119,7 +119,7 @@ class IterationTimeline:
         }
         ran = self._timeline.run_slowed(slowed_by, units)
         self._computed = [ran[last].end for last in self._last]
-        self._streams: dict[Hashable, list[tuple[str, Ran, str | None]]] = {}
+        self._streams: dict[Hashable, list[tuple[str, TaskTimes, str | None]]] = {}
         for task, when in zip(self._timeline.tasks, ran, strict=True):
             held_by = None if when.held_by is None else self._timeline.tasks[when.held_by].phase
             self._streams.setdefault(task.stream, []).append((task.phase, when, held_by))
@@ -204,7 +204,7 @@ class IterationTimeline:
                 message = step.direction, source, step.micro
                 self._posted[message] = self._last[stage]
                 if message in self._sent:
-                    self._timeline.also_after(self._sent[message], self._last[stage])
+                    self._timeline.add_dependency(self._sent[message], self._last[stage])
 
     def _source(self, stage: int, step: _Pass) -> int | None:
         """Returns the index in the whole model of the model chunk whose output a pass needs; None at the ends
@@ -351,7 +351,7 @@ class IterationTimeline:
             after=after,
         )
 
-    def _reduced(self, stage: int, ran: Sequence[Ran]) -> float:
+    def _reduced(self, stage: int, ran: Sequence[TaskTimes]) -> float:
         """Returns the end of the stage's last reduction, or of its backward if that is later."""
         return max([self._computed[stage], *(ran[index].end for index in self._reducing[stage])])
 

@@ -20,7 +20,7 @@ from canzona_cli.config.schema import Execution, KroneckerConfig, Layout, RunCon
 from canzona_cli.costs.gradients import NormClip, zeroing_seconds
 from canzona_cli.costs.links import Groups, Transfer
 from canzona_cli.costs.model import stage_time, units_taken
-from canzona_cli.costs.timeline import Timeline, crowded
+from canzona_cli.costs.timeline import Timeline, slowdown
 from canzona_cli.costs.update import ROUNDING, implementation, step_factor
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
@@ -178,7 +178,7 @@ class _Simulation:
         cluster = config.cluster
         machines = Groups.of(layout, cluster).world.machines
         self._cores = None if cluster.cores is None else float(cluster.cores * machines)
-        self._crowd = 1.0 if self._cores is None else crowded(layout.world_size / self._cores, cluster.crowding)
+        self._crowd = 1.0 if self._cores is None else slowdown(layout.world_size / self._cores, cluster.crowding)
         """The slowdown, from sharing cores, of work that all ranks do at the same time."""
         self._updates = UpdatePhase(config, layout, workload, cores=self._cores)
 
@@ -275,7 +275,7 @@ class _Simulation:
             ]
         reducing, gathering = self._factor("grad_reduce"), self._factor("param_gather")
         return [
-            replace(chunk, reduce=chunk.reduce.times(reducing), gather=chunk.gather.times(gathering))
+            replace(chunk, reduce=chunk.reduce.scaled(reducing), gather=chunk.gather.scaled(gathering))
             for chunk in buckets
         ]
 

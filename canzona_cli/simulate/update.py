@@ -21,7 +21,7 @@ from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.scratch import FP32
-from canzona_cli.costs.timeline import Ran, Timeline
+from canzona_cli.costs.timeline import TaskTimes, Timeline
 from canzona_cli.costs.update import RULES, algorithm_of, memory_rate
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
@@ -130,7 +130,7 @@ class UpdateModel:
             if self._tp > 1 and not matrix.replicated:
                 # Megatron gathers the fp32 update with its momentum; canzona's sc gathers the fp32 gradient.
                 gather = pipeline.links.all_gather(4.0 * matrix.elements, pipeline.group)
-                rank.wait(0, rank.exchange(gather.times(pipeline.exchanging)))
+                rank.wait(0, rank.exchange(gather.scaled(pipeline.exchanging)))
                 if self._whole:
                     packed = matrix.fragment_elements(self._tp) * (pipeline.buffer + FP32)
                     rank.work(0, "exchange", (packed + 2 * FP32 * matrix.elements) * pipeline.byte_s)
@@ -233,7 +233,7 @@ class Crowded:
         """Adds a task after all work of a host; returns the task's index."""
         return self._task(host, "other", 0.0)
 
-    def results(self, ran: Sequence[Ran]) -> tuple[RankUpdate, ...]:
+    def results(self, ran: Sequence[TaskTimes]) -> tuple[RankUpdate, ...]:
         """Returns the update of each host, timed from the end of its task in `after`."""
         results = []
         for work, first, begin, last in zip(self._work, self._first, self.begin, self._last, strict=True):

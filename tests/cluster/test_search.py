@@ -168,13 +168,13 @@ def test_a_remembered_layout_never_overrides_what_was_typed(cache: Path, typed: 
 
 
 def test_a_remembered_layout_that_does_not_fit_is_not_used(cache: Path) -> None:
-    roomy = run("8b", 64, strategy="canzona")
-    search.search(replace(roomy, cluster=replace(roomy.cluster, memory_gib=1000.0)))
+    leaves_headroom = run("8b", 64, strategy="canzona")
+    search.search(replace(leaves_headroom, cluster=replace(leaves_headroom.cluster, memory_gib=1000.0)))
     (foreign,) = cache.iterdir()
-    found = search.search(roomy)
+    found = search.search(leaves_headroom)
     (file,) = set(cache.iterdir()) - {foreign}
     file.write_text(foreign.read_text())
-    assert search.search(roomy) == found
+    assert search.search(leaves_headroom) == found
 
 
 def test_a_search_needs_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

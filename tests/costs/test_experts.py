@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Dispatcher, Layout, RunConfig
 from canzona_cli.costs.buffers import layer_activations
-from canzona_cli.costs.experts import HOST_LAUNCHES, copying, dispatch, products_seconds
+from canzona_cli.costs.experts import HOST_LAUNCHES, copy_passes, dispatch, products_seconds
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime, stage_time
 from canzona_cli.model.families import family_of
@@ -81,16 +81,16 @@ def test_at_most_four_products_run_side_by_side() -> None:
 
 
 def test_copies_are_sorted_once_more_where_each_travels_on_its_own() -> None:
-    assert [copying(by(kind), layout(8)) for kind in get_args(Dispatcher)] == [
+    assert [copy_passes(by(kind), layout(8)) for kind in get_args(Dispatcher)] == [
         2.0 if kind == "alltoall" else 1.0 for kind in get_args(Dispatcher)
     ]
-    assert copying(by("alltoall"), layout(1)) == 1.0
+    assert copy_passes(by("alltoall"), layout(1)) == 1.0
 
 
 def test_only_travel_that_is_as_long_as_the_computation_is_hidden() -> None:
     travel = Transfer(latency_s=0.5, link="network", link_s=1.5)
     for computing_s, seconds in ((0.0, 2.0), (1.0, 1.25), (2.0, 0.5), (9.0, 0.5)):
-        assert travel.beside(computing_s, units=0.25).seconds == pytest.approx(seconds)
+        assert travel.exposed(computing_s, units=0.25).seconds == pytest.approx(seconds)
 
 
 def test_hidden_travel_is_never_longer_and_hides_nothing_else() -> None:

@@ -75,7 +75,7 @@ HOPS = Links(cluster=replace(H100, intra_node_latency_us=3.4, inter_node_latency
 def test_filling_a_chain_takes_time_for_each_hop(group: Group, hops_us: float, channels: int, rate: float) -> None:
     links = HOPS
     chunk_s = channels * (512 << 10) / rate
-    chain, ring = links.rooted("reduce", [1e9], group, collectives=1), links.through(1e9, group)
+    chain, ring = links.rooted("reduce", [1e9], group, collectives=1), links.ring_pass(1e9, group)
     assert chain.latency_s == chain.fill_s == pytest.approx(1e-6 * hops_us + (group.size - 1) * chunk_s)
     assert chain.link_s == ring.link_s
     assert ring.latency_s == pytest.approx(1e-6 * hops_us), "a ring starts on every rank"
@@ -98,7 +98,7 @@ def test_an_all_to_all_floods_its_busiest_receiver_and_a_chain_does_not() -> Non
     to_one = links.all_to_all([0.0, *[size] * (n - 1)], [size * (n - 1), *[0.0] * (n - 1)], MACHINE).seconds
     assert to_one == pytest.approx(n * even)
     # Reduced along a chain, the same fragments pass every rank once.
-    assert links.through(size, MACHINE).seconds == pytest.approx(size / (EFFICIENCY["machine"] * 450e9))
+    assert links.ring_pass(size, MACHINE).seconds == pytest.approx(size / (EFFICIENCY["machine"] * 450e9))
 
 
 def test_across_machines_an_all_to_all_uses_the_port_for_what_leaves() -> None:

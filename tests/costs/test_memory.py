@@ -234,12 +234,12 @@ def test_layerwise_packing_loses_nothing(sizes: tuple[int, ...], layers: int, sh
     shapes=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 64)), min_size=1, max_size=7).map(tuple),
     layers=st.integers(1, 12),
     cells=st.integers(1, 60),
-    in_order=st.booleans(),
+    natural_order=st.booleans(),
 )
 def test_balancing_stays_within_a_matrix_of_the_mean(
-    shapes: tuple[tuple[int, int], ...], layers: int, cells: int, in_order: bool
+    shapes: tuple[tuple[int, int], ...], layers: int, cells: int, natural_order: bool
 ) -> None:
-    held = balanced_placement(shapes, layers, cells, in_order=in_order)
+    held = balanced_placement(shapes, layers, cells, natural_order=natural_order)
     total, largest = layers * sum(r * c for r, c in shapes), max(r * c for r, c in shapes)
     assert max(largest, total / cells) <= held.worst <= total / cells + largest
     assert sum(count * r * c for (r, c), count in held.worst_shapes.items()) == held.worst

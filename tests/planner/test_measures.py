@@ -198,9 +198,9 @@ def test_a_hosted_matrix_has_a_master_with_fp32_weights_too() -> None:
 def test_a_plan_that_does_not_fit_with_its_groups_gets_smaller_ones() -> None:
     config, layout, _ = planned("8b", 8, tp=8, micro_batch_size=1, recompute="full", mode="hosted")
     free = plan_unbounded(config, layout)
-    roomy = plan_memory(config, layout, free)
-    spared = roomy.parts["exchange"] / 8
-    tight = replace(config.cluster, memory_gib=(roomy.total - spared) / GIB + config.cluster.reserved_gib)
+    leaves_headroom = plan_memory(config, layout, free)
+    spared = leaves_headroom.parts["exchange"] / 8
+    tight = replace(config.cluster, memory_gib=(leaves_headroom.total - spared) / GIB + config.cluster.reserved_gib)
     config = replace(config, cluster=tight)
     plan = make_plan(config, layout)
     assert plan_memory(config, layout, plan).fits

@@ -53,10 +53,10 @@ def test_what_whole_steps_took_scales_predictions_and_changes_no_plan() -> None:
     one, two = predict(config, layout, plan), predict(slow, layout, plan)
     assert two.phases["matrix_update"] == pytest.approx(2 * one.phases["matrix_update"])
     assert two.phases["adamw_update"] == one.phases["adamw_update"]
-    crowded = [
+    slowdown = [
         predict(replace(config, cluster=replace(config.cluster, cores=2, crowding=c)), layout, plan) for c in (1.0, 1.2)
     ]
-    assert one.iteration_s < crowded[0].iteration_s < crowded[1].iteration_s <= 1.2 * crowded[0].iteration_s + 1e-9
+    assert one.iteration_s < slowdown[0].iteration_s < slowdown[1].iteration_s <= 1.2 * slowdown[0].iteration_s + 1e-9
 
 
 def test_megatrons_own_strategies_have_factors_of_their_own() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from canzona_cli.costs.attention import QK_NORM_PASSES
 from canzona_cli.costs.links import Transfer
-from canzona_cli.costs.model import Module, StageTime, slowest, stage_time, units_taken
+from canzona_cli.costs.model import Module, StageTime, slowest_gpu_factor, stage_time, units_taken
 from canzona_cli.costs.timeline import Timeline
 from canzona_cli.costs.update import MEGATRON_HOST_S, algorithm_of, matmul_rate, seconds
 from canzona_cli.planner.chunks import Chunk
@@ -64,8 +64,8 @@ def test_a_reduction_takes_its_units_from_the_backward_under_it() -> None:
 def test_everybody_waits_for_the_slowest_gpu(ranks: int) -> None:
     slow = replace(H100, speed_spread=0.02)
     drawn = np.random.default_rng(0).standard_normal((2000, ranks)).max(axis=1)
-    assert slowest(slow, ranks) - 1 == pytest.approx(0.02 * drawn.mean(), abs=0.02 * 0.06)
-    assert slowest(H100, ranks) == 1.0
+    assert slowest_gpu_factor(slow, ranks) - 1 == pytest.approx(0.02 * drawn.mean(), abs=0.02 * 0.06)
+    assert slowest_gpu_factor(H100, ranks) == 1.0
 
 
 def test_products_keep_to_the_power_limit_and_small_ones_stay_below_it() -> None:
