@@ -29,7 +29,7 @@ from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Plan
 from canzona_cli.run.codec import load_if_valid
 from canzona_cli.simulate.estimate import estimated_step_seconds
-from canzona_cli.simulate.predict import Spent, simulate_run, spent
+from canzona_cli.simulate.predict import IterationParts, divide_iteration, simulate_run
 from canzona_cli.simulate.step import StrategyResult
 
 BATCH_TOLERANCE = 0.125
@@ -246,7 +246,7 @@ class Tried:
     optimizer_s: float
     memory_bytes: int
     """The bytes on the fullest rank."""
-    spent: Spent
+    spent: IterationParts
     """The parts of the slowest rank's iteration."""
 
     @property
@@ -407,7 +407,7 @@ class _Simulated:
             iteration_s=self.result.iteration_s,
             optimizer_s=self.result.optimizer_s,
             memory_bytes=memory_of(run, layout, plan).total,
-            spent=spent(run, layout, self.result),
+            spent=divide_iteration(run, layout, self.result),
         )
 
 

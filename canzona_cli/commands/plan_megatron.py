@@ -25,7 +25,7 @@ def show_beside_megatron(
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.megatron_translation import read_megatron_run
     from canzona_cli.planner.make import plannable
-    from canzona_cli.simulate.beside_megatron import beside_megatron
+    from canzona_cli.simulate.beside_megatron import compare_with_megatron
 
     run = read_megatron_run(path, user_overrides)
     overrides = [*(f"{key}={value}" for key, value in run.overrides.items()), *user_overrides]
@@ -37,7 +37,7 @@ def show_beside_megatron(
         raise ConfigError(*map(run.by_argument, error.problems)) from None
     warn_about(composed, *notes, training=False)
     command = run.command(composed.config, user_overrides, recipes_dirs)
-    comparison = beside_megatron(run, fill(config, layout), layout, command)
+    comparison = compare_with_megatron(run, fill(config, layout), layout, command)
     if json:
         show(comparison.as_json())
         return

@@ -13,7 +13,7 @@ from canzona_cli.report.header import describe_layout, rank_word
 from canzona_cli.report.page import Page, Screen, labelled_rows, note, paragraph
 from canzona_cli.report.tables import rows_table
 from canzona_cli.run.words import MISSING, clean, overhead, plural, step_time
-from canzona_cli.simulate.beside_megatron import BesideMegatron, Cost
+from canzona_cli.simulate.beside_megatron import Cost, MegatronComparison
 
 _SHOWN = 4
 """The most arguments that a list shows without `-v`."""
@@ -28,7 +28,7 @@ _MODES = {
 class BesideMegatronView(Page):
     """The optimizers' costs on one screen, and the command that trains the model in canzona's own loop."""
 
-    beside: BesideMegatron
+    beside: MegatronComparison
     verbose: bool = False
     """True to list every argument, not only the first few."""
 

@@ -367,7 +367,7 @@ def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields one map of all ranks' update times for each strategy; HTML pages also have a chart of the sorted
     times."""
     mesh = study.plan.subject.layout
-    shown = ((name, study.strategies[name].loads) for name in study.mapped)
+    shown = ((name, study.strategies[name].loads) for name in study.drawn_strategies)
     maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
     stage = f", pipeline stage {study.balance.slowest.stage}" if mesh.pp > 1 else ""
     yield section_head("Update time of every rank", f"; colour: time relative to the mean of the strategy{stage}")

@@ -1,7 +1,7 @@
-"""The costs of Megatron's optimizers and of canzona's engine in the same Megatron-LM run.
+"""Compares the costs of Megatron's optimizers and of canzona's engine in the same Megatron-LM run.
 
-All costs are for Megatron's own training loop, in which canzona's engine runs too (`canzona_cli.library`), so
-that only the optimizers differ.
+All costs are for Megatron's training loop, in which canzona's engine can also run (`canzona_cli.library`).
+Only the optimizers differ.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import padding_fraction
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.plan import Plan
-from canzona_cli.simulate.predict import simulate_plan, unplanned
+from canzona_cli.simulate.predict import simulate_plan, workload_without_plan
 from canzona_cli.simulate.step import StrategyResult, simulate
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """One optimizer's simulated step in the layout."""
+    """The cost of one optimizer: its simulated step and its memory."""
 
     strategy: AnyStrategy
     result: StrategyResult
@@ -32,12 +32,13 @@ class Cost:
     """The bytes on the fullest rank."""
     fits: bool
     padding: float | None = None
-    """The padding in the matrices' buffers, in elements per element of a matrix; None without such
-    buffers."""
+    """The padding in the matrices' buffers relative to their matrices (0.5 is 50%); None if matrices have no
+    separate buffers."""
 
     @property
     def balance(self) -> float | None:
-        """The busiest rank's seconds of matrix updates over the mean; None without matrix updates."""
+        """The seconds of matrix updates on the busiest rank, relative to the mean over ranks; None for
+        AdamW."""
         return None if self.strategy == "adamw" else self.result.update_balance
 
     def as_json(self) -> dict[str, object]:
@@ -53,7 +54,7 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BesideMegatron:
+class MegatronComparison:
     """The costs of Megatron's optimizers and of canzona's plan."""
 
     run: MegatronRun
@@ -66,12 +67,12 @@ class BesideMegatron:
     """Megatron's Muon with the run's settings; layer-wise Muon if the run has AdamW."""
     canzona: Cost
     command: tuple[str, ...]
-    """The overrides that configure the same run in canzona's own loop."""
+    """The overrides that configure the same run in canzona's training loop."""
 
     @property
     def overlaps(self) -> tuple[str, ...]:
-        """The file's arguments for overlap that have an effect in this layout and that canzona's own loop
-        lacks."""
+        """The arguments of the Megatron-LM run for overlap that have an effect in this layout, but do not
+        exist in canzona's training loop."""
         effective = {
             "--tp-comm-overlap": self.run.tp_overlap and self.layout.tp > 1,
             "--overlap-moe-expert-parallel-comm": self.run.dispatch_overlap and self.layout.ep > 1,
@@ -79,8 +80,8 @@ class BesideMegatron:
         return tuple(name for name, has_effect in effective.items() if has_effect)
 
     def overhead(self, cost: Cost) -> float | None:
-        """Returns how much longer an optimizer's iteration is than AdamW's (0.05 for 5%); None unless both
-        fit into memory."""
+        """Returns how much longer an optimizer's iteration takes than AdamW's (0.05 is 5%); None if one of
+        them does not fit into memory."""
         if not (cost.fits and self.adamw.fits):
             return None
         return cost.result.iteration_s / self.adamw.result.iteration_s - 1
@@ -111,12 +112,14 @@ class BesideMegatron:
         }
 
 
-def beside_megatron(run: MegatronRun, config: RunConfig, layout: Layout, command: Sequence[str]) -> BesideMegatron:
-    """Simulates a step of Megatron's loop with its optimizers and with canzona's, whether or not they fit
-    into memory.
+def compare_with_megatron(
+    run: MegatronRun, config: RunConfig, layout: Layout, command: Sequence[str]
+) -> MegatronComparison:
+    """Simulates a step of Megatron's training loop with Megatron's optimizers and with canzona's engine.
+    Optimizers that do not fit into memory are simulated too.
 
     Args:
-        config: the run in canzona's own loop, with the layout filled in.
+        config: the same run for canzona's training loop, with the layout filled in.
 
     Raises:
         ConfigError: a setting of the engine is impossible.
@@ -133,7 +136,7 @@ def beside_megatron(run: MegatronRun, config: RunConfig, layout: Layout, command
     except DoesNotFit:
         plan = plan_unbounded(config, layout)
     memory_bytes = plan_memory(config, layout, plan).total
-    return BesideMegatron(
+    return MegatronComparison(
         run=run,
         config=config,
         layout=layout,
@@ -166,7 +169,7 @@ def _fragment(matrix: Matrix, tp: int) -> Matrix:
 
 
 def _cost(config: RunConfig, layout: Layout, strategy: AnyStrategy, members: Sequence[Matrix]) -> Cost:
-    workload = unplanned(config, layout, strategy, members)
+    workload = workload_without_plan(config, layout, strategy, members)
     memory_bytes = estimate(with_strategy(config, strategy), layout).total
     return Cost(
         strategy=strategy,

@@ -1,5 +1,5 @@
-"""The comparison of a plan with its alternatives: every strategy in the same layout, and the same run planned
-with other settings.
+"""Compares a plan with its alternatives: every strategy in the same layout, and the same run planned with
+other settings.
 
 A `Study` has everything that `canzona plan` prints about a plan; the reports only format it.
 """
@@ -32,11 +32,18 @@ from canzona_cli.planner.order import Refreshes, matrices_by_rank, refreshes
 from canzona_cli.planner.plan import Plan, sum_by_cell
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run import phases
-from canzona_cli.simulate.predict import Outlook, layerwise, outlook, simulate_plan, simulate_strategy, with_cores
+from canzona_cli.simulate.predict import (
+    Outlook,
+    assign_layerwise,
+    outlook,
+    simulate_plan,
+    simulate_strategy,
+    with_cores,
+)
 from canzona_cli.simulate.step import StrategyResult
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
-"""The strategies in the order of the tables: AdamW, which the others are compared with, comes first."""
+"""The strategies in the order of the tables. AdamW comes first, because the others are compared with it."""
 Comparison = Literal["strategies", "alpha", "form"]
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FORMS: tuple[Literal["auto"] | Form, ...] = ("standard", "gram", "auto")
@@ -45,22 +52,22 @@ VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
-    """The result of one strategy, for the same model, layout and batch as the others."""
+class SimulatedStrategy:
+    """The simulation of one strategy. All strategies have the same model, layout and batch."""
 
     result: StrategyResult
     memory_bytes: int
-    """The bytes on the fullest rank. A strategy that does not fit is simulated, but gets no speed-up or
-    overhead."""
+    """The bytes on the fullest rank."""
     fits: bool
+    """True if the strategy fits into memory. Otherwise it has no speed-up or overhead."""
     loads: tuple[float, ...] | None
-    """The seconds of matrix updates, by cell, in the slowest stage of the plan; None for strategies without
-    owners."""
+    """The seconds of matrix updates of each cell, in the stage that is slowest under the plan; None for
+    strategies without owners."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """The run planned with other settings."""
+    """The plan of the run with other settings."""
 
     name: str
     balance: Balance
@@ -79,7 +86,7 @@ class Study:
     balance: Balance
     communication: Communication
     memory: PlanMemory
-    strategies: Mapping[str, Compared]
+    strategies: Mapping[str, SimulatedStrategy]
     assumptions: tuple[str, ...]
     planning_s: float
     variants: tuple[Variant, ...] = ()
@@ -91,51 +98,51 @@ class Study:
         return self.plan.subject.settings.strategy
 
     @property
-    def mapped(self) -> tuple[str, str, str]:
-        """The strategies whose loads are drawn side by side."""
+    def drawn_strategies(self) -> tuple[str, str, str]:
+        """The strategies whose loads reports draw side by side."""
         return "canzona", "paper" if self.strategy == "paper" else "asc", "layerwise"
 
     @property
-    def planned(self) -> Compared:
+    def planned(self) -> SimulatedStrategy:
         return self.strategies[self.strategy]
 
     def result(self, strategy: str) -> StrategyResult:
         return self.strategies[strategy].result
 
-    def optimizer_speedup(self, over: str) -> float | None:
-        """Returns the optimizer time of strategy `over` divided by that of the planned strategy; None unless
-        both fit into memory in this layout."""
-        return self._ratio(over, self.strategy, lambda result: result.optimizer_s)
+    def optimizer_speedup(self, baseline: str) -> float | None:
+        """Returns the optimizer time of `baseline`, a strategy, divided by that of the plan; None if one of
+        them does not fit into memory in this layout."""
+        return self._ratio(baseline, self.strategy, lambda result: result.optimizer_s)
 
-    def iteration_speedup(self, over: str) -> float | None:
-        """Returns the iteration time of strategy `over` divided by that of the planned strategy; None unless
-        both fit into memory in this layout."""
-        return self._ratio(over, self.strategy, lambda result: result.iteration_s)
+    def iteration_speedup(self, baseline: str) -> float | None:
+        """Returns the iteration time of `baseline`, a strategy, divided by that of the plan; None if one of
+        them does not fit into memory in this layout."""
+        return self._ratio(baseline, self.strategy, lambda result: result.iteration_s)
 
-    def overhead(self, of: str) -> float | None:
-        """Returns how much longer a strategy's iteration is than AdamW's in this layout (0.01 is 1%); None
-        unless both fit into memory."""
-        ratio = self._ratio(of, "adamw", lambda result: result.iteration_s)
+    def overhead(self, strategy: str) -> float | None:
+        """Returns how much longer a strategy's iteration takes than AdamW's in this layout (0.01 is 1%); None
+        if one of them does not fit into memory."""
+        ratio = self._ratio(strategy, "adamw", lambda result: result.iteration_s)
         return None if ratio is None else ratio - 1
 
-    def _ratio(self, of: str, to: str, seconds: Callable[[StrategyResult], float]) -> float | None:
-        if not (self.strategies[of].fits and self.strategies[to].fits):
+    def _ratio(self, strategy: str, baseline: str, seconds: Callable[[StrategyResult], float]) -> float | None:
+        if not (self.strategies[strategy].fits and self.strategies[baseline].fits):
             return None
-        return seconds(self.result(of)) / seconds(self.result(to))
+        return seconds(self.result(strategy)) / seconds(self.result(baseline))
 
     @property
     def outlook(self) -> Outlook:
-        """The outlook of the run at the planned iteration time."""
+        """The outlook of the run if every iteration takes as long as under the plan."""
         return outlook(self.config, self.layout, self.planned.result.iteration_s)
 
     @cached_property
     def updates(self) -> Updates:
-        """The time of the slowest owner's updates with their exchanges, and its lower bound."""
+        """The time of the slowest owner's updates and exchanges, with its lower bound."""
         return updates(self.config, self.layout, self.plan)
 
     @cached_property
     def refreshes(self) -> Refreshes | None:
-        """The refreshes under the plan; None for optimizers that do not refresh."""
+        """The times of a refresh period under the plan; None for optimizers that do not refresh."""
         if not isinstance(self.config.optimizer, KroneckerConfig):
             return None
         return refreshes(self.config, matrices_by_rank(self.plan.matrices, self.plan.assignment.cells))
@@ -219,8 +226,8 @@ class Study:
 
 
 def with_shapes(config: RunConfig, shapes: ModelShapes) -> RunConfig:
-    """Returns `config` with the name of the user's shapes and a model of similar size, from which memory,
-    forward and backward are estimated."""
+    """Returns `config` with the name of the user's shapes and a model of similar size. Memory, forward and
+    backward are estimated from this model."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", shapes.name).strip("-._") or "shapes"
     return replace(config, name=name, model=shapes.stand_in(config.model))
 
@@ -234,8 +241,10 @@ def study_run(
         config: the resolved configuration (`cluster.fit.resolve`), with a strategy that has a plan
             (`planner.plannable`).
         layout: the resolved layout.
-        compare: the plans to compare besides the strategies, which are always compared.
-        shapes: the user's shapes, planned instead of `config.model`; `config` then comes from `with_shapes`.
+        compare: `alpha` or `form` to plan the run also with other values of this setting. The strategies are
+            always compared.
+        shapes: the user's shapes, which are planned instead of `config.model`; `config` is then the result of
+            `with_shapes`.
 
     Raises:
         ConfigError: the engine settings are impossible, or `compare` is form and the optimizer has no forms.
@@ -247,16 +256,17 @@ def study_run(
         name: plan if name == config.engine.strategy else plan_unbounded(with_strategy(config, name), layout, shapes)
         for name in PLANNED
     }
-    measured, memory = balance(plan), plan_memory(config, layout, plan)
-    needed = {name: memory if each is plan else plan_memory(config, layout, each) for name, each in plans.items()}
-    strategies: dict[str, Compared] = {
-        name: _compared(with_cores(config), layout, plans, needed, name, measured.slowest.stage) for name in STRATEGIES
+    load_balance, memory = balance(plan), plan_memory(config, layout, plan)
+    memories = {name: memory if each is plan else plan_memory(config, layout, each) for name, each in plans.items()}
+    strategies: dict[str, SimulatedStrategy] = {
+        name: _simulate(with_cores(config), layout, plans, memories, name, load_balance.slowest.stage)
+        for name in STRATEGIES
     }
     return Study(
         config=config,
         layout=layout,
         plan=plan,
-        balance=measured,
+        balance=load_balance,
         communication=communication(config, layout, plan),
         memory=memory,
         strategies=MappingProxyType(strategies),
@@ -266,18 +276,18 @@ def study_run(
     )
 
 
-def _compared(
+def _simulate(
     config: RunConfig,
     layout: Layout,
     plans: Mapping[AnyStrategy, Plan],
-    needed: Mapping[AnyStrategy, PlanMemory],
+    memories: Mapping[AnyStrategy, PlanMemory],
     strategy: AnyStrategy,
     stage: int,
-) -> Compared:
+) -> SimulatedStrategy:
     loads: Sequence[float] | None = None
     if strategy in plans:
         plan_of = plans[strategy]
-        result, memory = simulate_plan(config, layout, plan_of), needed[strategy].total
+        result, memory = simulate_plan(config, layout, plan_of), memories[strategy].total
         loads = plan_of.loads(stage)
     else:
         plan = plans[config.engine.strategy]
@@ -285,7 +295,7 @@ def _compared(
         memory = estimate(with_strategy(config, strategy), layout).total
         if strategy == "layerwise":
             loads = _layerwise_loads(config, layout, plan, stage)
-    return Compared(
+    return SimulatedStrategy(
         result=result,
         memory_bytes=memory,
         fits=memory <= capacity(config),
@@ -296,7 +306,7 @@ def _compared(
 def _layerwise_loads(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> list[float]:
     """Returns the update seconds of each cell of a stage under layerwise: every TP rank of an owner repeats
     all of the owner's updates, except those of experts that are divided among ranks."""
-    assignment, _ = layerwise(plan.matrices, layout, bucket_elements(config, layout))
+    assignment, _ = assign_layerwise(plan.matrices, layout, bucket_elements(config, layout))
     placed = (
         (cell, cost, matrix.expert_rank is None)
         for matrix, cell, cost in zip(plan.matrices, assignment.cells, plan.costs, strict=True)
@@ -318,13 +328,13 @@ def _variants(
             raise ConfigError(Problem(key="--compare", value="form", reason=reason, fix="use optimizer=muon"))
         runs = {form: replace(config, optimizer=replace(optimizer, form=form)) for form in FORMS}
     for name, run in runs.items():
-        tried = plan if run == config else plan_unbounded(run, layout, shapes)
+        alternative = plan if run == config else plan_unbounded(run, layout, shapes)
         yield Variant(
             name=name,
-            balance=balance(tried),
-            communication=communication(run, layout, tried),
-            memory_bytes=plan_memory(run, layout, tried).total,
-            result=simulate_plan(with_cores(run), layout, tried),
+            balance=balance(alternative),
+            communication=communication(run, layout, alternative),
+            memory_bytes=plan_memory(run, layout, alternative).total,
+            result=simulate_plan(with_cores(run), layout, alternative),
         )
 
 

@@ -1,5 +1,5 @@
-"""An estimate of a step's seconds without a plan or a simulation, which the layout search uses to rank
-layouts."""
+"""Estimates a step's seconds without a plan or a simulation. The layout search ranks layouts by this
+estimate."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,13 +25,13 @@ from canzona_cli.simulate.update import UpdateModel
 
 
 def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
-    """Estimates the seconds of a step in a layout without planning or simulating it. The estimate rarely
-    exceeds the simulated seconds."""
+    """Estimates the seconds of a step in a layout, quickly. The estimate rarely exceeds the simulated
+    seconds."""
     execution = config.execution
     times, hop_s = passes(config, layout), hop(config, layout).seconds
     stages = [sum(forward + backward + 2 * hop_s for forward, backward in chunks) for chunks in times]
     passes_s = layout.num_microbatches * max(stages) + (sum(stages) - max(stages)) / layout.vpp
-    exposed_s = _exposed(config, layout, times[0])
+    exposed_s = _exposed_s(config, layout, times[0])
     weights = stage_weights(config, layout, 0)
     if execution.everywhere:
         others, everything = weights.others, weights.matrices + weights.others
@@ -40,11 +40,11 @@ def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
     clip_s = NormClip.of(config, layout).seconds(everything, others)
     factor = step_factor(config.cluster, "adamw_update", implementation(config))
     adamw = everything if execution is Execution.ADAMW else others
-    updates_s = factor * adamw_seconds(adamw, config.cluster) + _updates(config, layout)
+    updates_s = factor * adamw_seconds(adamw, config.cluster) + _updates_s(config, layout)
     return passes_s + exposed_s + seconds_after_reduction(config, layout, 0) + clip_s + updates_s
 
 
-def _exposed(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:
+def _exposed_s(config: RunConfig, layout: Layout, passes_s: Sequence[tuple[float, float]]) -> float:
     """Estimates the seconds that data-parallel traffic adds to a step.
 
     Args:
@@ -71,19 +71,19 @@ def _exposed_with_experts(
     """Estimates the seconds that data-parallel traffic adds to a step of a model with experts, at the best
     bucket size.
 
-    The gradients of such a model take about as long to reduce as a backward pass. Of n buckets, which fill
-    evenly during the passes, the i-th is ready after i / n of the backward pass and needed after (i - 1) / n
-    of the forward pass. Traffic slows passes down: tokens travel over the same link, and collectives take a
-    share of the GPU.
+    The gradients of such a model take about as long to reduce as a backward pass. Buckets are assumed to fill
+    evenly: of n buckets, the i-th is ready after i / n of the backward pass, and needed after (i - 1) / n of
+    the forward pass. Traffic slows passes down, because tokens are sent over the same link, and because
+    collectives take a share of the GPU.
     """
     # Other micro-batches pass between the passes of the last one through two model chunks.
     turns = (layout.vpp - 1) * layout.pp + 1
-    travel_s, units = _travel_s(config, layout), units_taken(config, layout)
+    travel_s, units = _link_use_s(config, layout), units_taken(config, layout)
 
     def added_s(seconds: float, latency_s: float, pass_s: float, buckets: float, stages: int) -> float:
-        """Returns the seconds that `seconds` of traffic add to a step if they slow one micro-batch down on
-        `stages` stages in turn. Gathering overlaps with the first micro-batch's passes, reduction with the
-        last one's."""
+        """Returns the seconds that `seconds` of traffic add to a step if the traffic slows one micro-batch
+        down on `stages` stages in turn: on all stages for gathering, which overlaps with the first
+        micro-batch, and on one stage for reduction, which overlaps with the last."""
         seconds += (buckets - 1) * latency_s
         overlapped = min(1.0, seconds / layout.vpp / pass_s)
         passes = max(min(turns, seconds / pass_s), stages * layout.vpp * overlapped)
@@ -108,9 +108,9 @@ def _limits(config: RunConfig, layout: Layout) -> tuple[int, ...]:
     return bucket_limits(default) if free and config.execution is Execution.PLANNED else (default,)
 
 
-def _travel_s(config: RunConfig, layout: Layout) -> float:
-    """Returns how long one pass of a micro-batch through a model chunk of the first stage, and its transfer
-    to the next stage, use the link of data-parallel traffic, in seconds: the mean over the stage's chunks."""
+def _link_use_s(config: RunConfig, layout: Layout) -> float:
+    """Returns the seconds for which one pass of a micro-batch uses the link of data-parallel traffic: in a
+    model chunk of the first stage, on average, and for the transfer to the next stage."""
     link, transfers = Groups.of(layout, config.cluster).experts.link, [(1.0, hop(config, layout))]
     if layout.ep > 1:
         layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp
@@ -119,17 +119,17 @@ def _travel_s(config: RunConfig, layout: Layout) -> float:
 
 
 class _Traffic(NamedTuple):
-    """The seconds of stage 0's data-parallel traffic."""
+    """The data-parallel traffic of a rank of the first stage."""
 
     elements: int
-    """The elements that are cut into buckets: elements of experts if these are divided among ranks, otherwise
-    elements of matrices."""
+    """The elements that are cut into buckets: those of experts if experts are divided among ranks, otherwise
+    those of all matrices."""
     reduced_s: float
     reduce_latency_s: float
     """The latency of the reduction of a bucket of experts; 0 if experts are not divided."""
     last_s: float
-    """The part of `reduced_s` for the embedding's gradients, which are ready last and so are always
-    exposed."""
+    """The part of `reduced_s` for the embedding's gradients. Their reduction is always exposed, because they
+    are ready last."""
     gathered_s: float
     gather_latency_s: float
 
@@ -162,7 +162,7 @@ def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
     )
 
 
-def _updates(config: RunConfig, layout: Layout) -> float:
+def _updates_s(config: RunConfig, layout: Layout) -> float:
     """Estimates the seconds of matrix updates on the busiest rank of the stage with the most layers."""
     execution = config.execution
     if execution is Execution.ADAMW:
@@ -174,19 +174,19 @@ def _updates(config: RunConfig, layout: Layout) -> float:
         return layers * (layer.duplicated_s + layer.experts_s / layout.ep)
     if execution is Execution.LAYERWISE:
         return layers * (layer.duplicated_s / layout.owners + layer.experts_s / cells)
-    return max(layers * layer.planned_s / cells, _packed(layer.pieces, layers, cells))
+    return max(layers * layer.planned_s / cells, _packing_bound_s(layer.pieces, layers, cells))
 
 
 @lru_cache(maxsize=1024)
-def _packed(costs: tuple[float, ...], layers: int, cells: int) -> float:
+def _packing_bound_s(costs: tuple[float, ...], layers: int, cells: int) -> float:
     return simple_bound(costs * layers, cells)
 
 
 class _Layer(NamedTuple):
-    """The seconds of one layer's matrix updates."""
+    """The seconds of one layer's matrix updates, see `_updates_s`."""
 
     duplicated_s: float
-    """The seconds on a rank that gathers and updates every matrix except the experts of `experts_s`; 0 for
+    """The seconds on a rank that gathers and updates every matrix except the experts in `experts_s`; 0 for
     strategies with a plan."""
     experts_s: float
     """The seconds of all experts if they are divided among ranks; 0 otherwise, and for strategies with a

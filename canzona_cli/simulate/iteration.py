@@ -1,12 +1,12 @@
-"""One iteration up to reduced gradients on a timeline: forward, backward, and the data-parallel traffic that
-overlaps with them.
+"""Simulates an iteration up to the reduction of its gradients: forward, backward, and the data-parallel
+traffic that overlaps with them.
 
 One rank stands for each pipeline stage. In each of its model chunks, the first forward pass waits for
 gathered parameters module by module, and the last backward pass starts gradient reductions module by module.
 The passes in between are not interrupted.
 
-A chunk is a bucket with its transfers (`planner.chunks.Chunk`); a part of the model is always called a model
-chunk.
+In this module, a chunk is a bucket with its transfers (`planner.chunks.Chunk`). A part of the model on a
+stage is always called a model chunk.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -27,8 +27,7 @@ _PHASES = ("data", "forward", "backward", "pipeline", "dispatch", "grad_reduce",
 
 
 _Message = tuple[Direction, int, int]
-"""A (direction, index of the sending model chunk, micro-batch); indices follow the order of the model's
-layers."""
+"""A message between stages: (direction, index of the sending model chunk in the whole model, micro-batch)."""
 
 
 class _Pass(NamedTuple):
@@ -38,44 +37,46 @@ class _Pass(NamedTuple):
     chunk: int
     micro: int
     waits: bool = True
-    """True if the rank continues only once the output of this pass has arrived, as with Megatron's p2p
-    communication. False for backward passes of interleaved schedules while both directions alternate."""
+    """True if the rank continues only after the output of this pass has arrived, as usual in Megatron. False
+    for backward passes of interleaved schedules while both directions alternate."""
     gathers: int | None = None
     """The model chunk whose gathering starts right before this pass (`StageWork.aligned`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """The work of one pipeline stage's rank up to reduced gradients."""
+    """The work of a rank of a pipeline stage up to the reduction of its gradients."""
 
     time: StageTime
     chunks: Sequence[Chunk]
-    """The chunks in the order of the gradient buffers: last registered parameters first."""
+    """The chunks in the order of the gradient buffers, which begin with the parameters that were registered
+    last."""
     begin_s: float
-    """The seconds before the first forward."""
+    """The seconds before the first forward pass."""
     tail_s: float
-    """The seconds after the gradient reduction until its result is complete."""
+    """The seconds of communication that follows the gradient reduction
+    (`planner.chunks.seconds_after_reduction`)."""
     early: Sequence[int] = ()
     """The chunks whose gathering the previous step has started, in this order."""
     chain: Sequence[int] | None = None
-    """The order of gatherings: once the forward has waited for a chunk, the gathering of the chunk that comes
-    `ahead` positions later starts. None stands for all chunks in reverse order."""
+    """The order in which chunks are gathered. When the forward pass has waited for a chunk, the gathering of
+    the chunk `ahead` positions later starts. None for all chunks in reverse order."""
     aligned: bool = False
-    """True if all gatherings of a model chunk start together (Megatron-LM's `align_param_gather`): the first
-    two model chunks before the first pass, each later one when the first stage starts the model chunk before
-    it."""
+    """True if all gatherings of a model chunk start together (Megatron-LM's `align_param_gather`). Those of
+    the first two model chunks start before the first pass, and those of each later model chunk when the first
+    stage starts the previous model chunk."""
     shares_embedding: bool = False
     """True if the stage has one of the two copies of a tied embedding. The two stages sum its gradients, so
-    both wait for the later stage."""
+    the earlier of them waits for the later."""
 
 
 class IterationTimeline:
-    """The simulation of one iteration up to reduced gradients; the constructor runs it.
+    """The simulation of one iteration up to the reduction of its gradients. The constructor runs it.
 
     Args:
         timeline: an empty timeline; if it has cores, all ranks share them.
         ahead: see `StageWork.chain`.
-        units: the share of a rank's computing units that its data-parallel collectives take from forward and
+        units: the share of a GPU's compute units that data-parallel collectives take from forward and
             backward.
     """
 
@@ -96,9 +97,9 @@ class IterationTimeline:
         self._last = [0] * len(stages)
         """The last task added to each stage's compute stream."""
         self._gathered: list[dict[int, int]] = [{} for _ in stages]
-        """The task that gathers each chunk whose gathering has started, by stage."""
+        """By stage, the task that gathers each chunk whose gathering has started."""
         self._reducing: list[list[int]] = [[] for _ in stages]
-        """The last task of each chunk's reduction, by stage."""
+        """By stage, the last task of each chunk's reduction."""
         for stage, work in enumerate(stages):
             self._compute_task(stage, "other", work.begin_s)
             for index in work.early:
@@ -111,8 +112,9 @@ class IterationTimeline:
         self._posted: dict[_Message, int] = {}
         """The task after which the receiver of each message has posted its receive."""
         self._unawaited: list[int | None] = [None] * len(stages)
-        """The task, by stage, that sends a message for which the rank has not waited yet. The rank waits when
-        it sends the next such message, and after its last pass."""
+        """By stage, the task that sends a message for which the rank has not waited yet; None if there is no
+        such task. The rank waits for it when it next sends a message without waiting, and after its last
+        pass."""
         self._build()
         slowed_by: dict[Hashable, list[Hashable]] = {
             ("compute", stage): [(stream, stage) for stream in STREAMS] for stage in range(layout.pp)
@@ -132,7 +134,7 @@ class IterationTimeline:
         """The time at which each stage's gradients have been reduced."""
 
     def phases(self, stage: int) -> dict[str, float]:
-        """Returns the seconds of each phase on the stage's rank up to reduced gradients.
+        """Returns the seconds of each phase on a rank of the stage, up to the reduction of its gradients.
 
         A wait belongs to the phase of the task that ended it; the `_total`s include transfers that overlap
         with computation.
@@ -150,8 +152,8 @@ class IterationTimeline:
         return seconds
 
     def _dispatch(self, stage: int, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Moves the seconds of sending tokens to experts from forward and backward to dispatch; returns these
-        three phases, or an empty dict if no tokens are sent."""
+        """Returns the phases forward, backward and dispatch, with the seconds of sending tokens to experts
+        moved from the first two to the third; an empty dictionary if no tokens are sent."""
         dispatches = [module.moves for module in self._stages[stage].time.modules if module.dispatched]
         if not dispatches:
             return {}
@@ -165,7 +167,7 @@ class IterationTimeline:
         }
 
     def segments(self, stage: int) -> Iterator[tuple[Literal["compute", "data"], str, float, float]]:
-        """Yields (stream, phase, start, end) of everything on the stage's rank except waits."""
+        """Yields the (stream, phase, start, end) of each activity of the stage's rank, without waits."""
         for waiting, phase, start, end in self._compute(stage):
             if not waiting:
                 yield "compute", phase, start, end
@@ -173,8 +175,8 @@ class IterationTimeline:
             yield "data", phase, start, end
 
     def _build(self) -> None:
-        """Adds every stage's passes in the order of its 1F1B schedule, each after the pass whose output it
-        needs."""
+        """Adds every stage's passes in the order of its 1F1B schedule. Each pass is added after the pass
+        whose output it needs."""
         schedules = [_one_f_one_b(self._layout, stage) for stage in range(self._layout.pp)]
         receives = [_receives(steps, together=self._layout.vpp > 1) for steps in schedules]
         for stage, of_stage in enumerate(receives):
@@ -192,12 +194,13 @@ class IterationTimeline:
                 self._compute_task(stage, "pipeline", after=[send])
 
     def _arrived(self, stage: int, step: _Pass) -> bool:
+        """Returns True if the sending of a pass's input has been added to the timeline."""
         source = self._source(stage, step)
         return source is None or (step.direction, source, step.micro) in self._sent
 
     def _post_receives(self, stage: int, steps: Sequence[_Pass]) -> None:
-        """Posts the rank's receives for the inputs of these passes; a message is sent only after its
-        receive."""
+        """Posts the rank's receives for the inputs of these passes. A message is sent only after its receive
+        has been posted."""
         for step in steps:
             source = self._source(stage, step)
             if source is not None:
@@ -213,7 +216,7 @@ class IterationTimeline:
         return part if 0 <= part < self._layout.pp * self._layout.vpp else None
 
     def _pass(self, stage: int, step: _Pass, receiving: Sequence[_Pass]) -> None:
-        """Adds the tasks of a pass: receive, gatherings, computation, send.
+        """Adds the tasks of a pass, in this order: receive, gatherings, computation, send.
 
         Args:
             receiving: the passes whose receives are posted together with the send of this pass.
@@ -233,11 +236,11 @@ class IterationTimeline:
         elif last:
             self._last_backward(stage, step.chunk)
         else:
-            way = int(direction == "backward")
+            index = int(direction == "backward")
             if self._timeline.shares_cores:
-                self._work(stage, direction, time.computed[step.chunk][way], time.moves[step.chunk][way])
+                self._work(stage, direction, time.computed[step.chunk][index], time.moves[step.chunk][index])
             else:
-                self._compute_task(stage, direction, time.passes[step.chunk][way])
+                self._compute_task(stage, direction, time.passes[step.chunk][index])
         self._post_receives(stage, receiving)
         part = step.chunk * layout.pp + stage
         if part != (layout.pp * layout.vpp - 1 if direction == "forward" else 0):
@@ -262,8 +265,8 @@ class IterationTimeline:
     def _first_forward(self, stage: int, model_chunk: int) -> None:
         """Adds the first forward pass module by module, with gatherings chained as in Megatron.
 
-        A module starts gathering those of its buckets that nothing has started yet, and waits for all its
-        buckets. After each bucket, the gathering of a later one starts (`StageWork.chain`).
+        A module starts the gathering of its buckets, unless it has started already, and waits for all of
+        them. After each bucket, the gathering of a later bucket starts (`StageWork.chain`).
         """
         work = self._stages[stage]
         time, chunks = work.time, work.chunks
@@ -295,8 +298,8 @@ class IterationTimeline:
             self._gathered[stage][index] = self._transfer(chunk, stage, "param_gather", after)
 
     def _last_backward(self, stage: int, model_chunk: int) -> None:
-        """Adds the last backward pass module by module; a bucket's reduction starts after the module that
-        completes the bucket, or at the end of the backward if reductions do not overlap."""
+        """Adds the last backward pass module by module. The reduction of a bucket starts after the module
+        that completes it or, if reductions do not overlap, at the end of the backward pass."""
         time = self._stages[stage].time
         ready: dict[int, list[Chunk]] = {}
         for chunk in self._stages[stage].chunks:
@@ -340,7 +343,8 @@ class IterationTimeline:
     def _transfer(
         self, chunk: Chunk, stage: int, phase: Literal["grad_reduce", "param_gather"], after: Sequence[int]
     ) -> int:
-        """Adds a transfer of a chunk to its data stream; returns the task at whose end it has arrived."""
+        """Adds a transfer of a chunk to its data stream; returns the task at whose end the transfer has
+        arrived."""
         transfer = chunk.reduce if phase == "grad_reduce" else chunk.gather
         return self._timeline.transfer(
             phase,
@@ -352,7 +356,8 @@ class IterationTimeline:
         )
 
     def _reduced(self, stage: int, ran: Sequence[TaskTimes]) -> float:
-        """Returns the end of the stage's last reduction, or of its backward if that is later."""
+        """Returns the time at which the stage's last reduction ends, or its backward pass if that ends
+        later."""
         return max([self._computed[stage], *(ran[index].end for index in self._reducing[stage])])
 
     def _transfers(self, stage: int) -> Iterator[tuple[str, float, float]]:
@@ -365,8 +370,8 @@ class IterationTimeline:
             yield phase, start, reached
 
     def _compute(self, stage: int) -> Iterator[tuple[bool, str, float, float]]:
-        """Yields (True for a wait, phase, start, end) of the compute stream, without gaps. A wait has the
-        phase of the task that ended it."""
+        """Yields the (waiting, phase, start, end) of the compute stream, without gaps. `waiting` is True for
+        a wait, which has the phase of the task that ended it."""
         for phase, ran, held_by in self._streams["compute", stage]:
             if held_by is not None:
                 yield True, held_by, ran.ready, ran.start
@@ -376,11 +381,12 @@ class IterationTimeline:
 def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool], list[_Pass]]:
     """Groups passes by the moment at which the rank posts the receives of their inputs.
 
-    Keys are (index of an earlier pass, True to post after the send of that pass, False to post together with
-    it); index -1 is before the first pass. Receives are posted one pass early. Without model chunks, one call
-    in Megatron sends to a neighbour and receives from the same neighbour. With several model chunks
-    (`together`), one call sends the output of the previous pass in the same direction and receives from the
-    other neighbour.
+    Keys are (index of an earlier pass, after): receives are posted after the send of this pass if `after` is
+    True, otherwise together with it. Index -1 means before the first pass.
+
+    Receives are posted one pass early. With one model chunk per stage, one call in Megatron sends to a
+    neighbour and receives from the same neighbour. With several model chunks (`together`), one call sends the
+    output of the previous pass in the same direction and receives from the other neighbour.
     """
     passes: dict[tuple[int, bool], list[_Pass]] = {}
     last: dict[Direction, int] = {}
@@ -397,8 +403,9 @@ def _receives(steps: Sequence[_Pass], *, together: bool) -> dict[tuple[int, bool
 def _one_f_one_b(layout: Layout, stage: int) -> list[_Pass]:
     """Lists a stage's passes in the 1F1B order of Narayanan et al. 2021 (arXiv 2104.04473).
 
-    Forwards fill the pipeline, then forwards and backwards alternate, then the remaining backwards follow.
-    The model chunk changes after every `pp` micro-batches, as in Megatron's `get_schedule_table`.
+    Forward passes fill the pipeline, then forward and backward passes alternate, then the remaining backward
+    passes follow. The model chunk changes after every `pp` micro-batches, as in Megatron's
+    `get_schedule_table`.
     """
     pp, vpp, count = layout.pp, layout.vpp, layout.num_microbatches
     turns = [

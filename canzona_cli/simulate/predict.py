@@ -1,4 +1,4 @@
-"""Predicts a run's step: the entry point of the simulator for a resolved run."""
+"""Predicts the step of a resolved run. This module is the entry point of the simulator."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def predict(config: RunConfig, layout: Layout, plan: Plan | None) -> Prediction:
     """Predicts the step of a resolved run on its cluster profile.
 
     Args:
-        plan: the plan that canzona, paper and asc execute; None for other strategies.
+        plan: the run's plan for strategies canzona, paper and asc; None for other strategies.
     """
     config = with_cores(config)
     result = simulate_run(config, layout, plan)
@@ -77,10 +77,12 @@ def simulate_strategy(
     Args:
         matrices: the matrices that the strategy updates; ignored for adamw.
     """
-    return simulate(config, layout, unplanned(config, layout, strategy, matrices))
+    return simulate(config, layout, workload_without_plan(config, layout, strategy, matrices))
 
 
-def unplanned(config: RunConfig, layout: Layout, strategy: AnyStrategy, matrices: Sequence[Matrix]) -> Workload:
+def workload_without_plan(
+    config: RunConfig, layout: Layout, strategy: AnyStrategy, matrices: Sequence[Matrix]
+) -> Workload:
     """Returns the work of a strategy without a plan: layerwise, sc or adamw."""
     if strategy == "adamw":
         return Workload(strategy=strategy)
@@ -89,21 +91,21 @@ def unplanned(config: RunConfig, layout: Layout, strategy: AnyStrategy, matrices
     workload = Workload(strategy=strategy, matrices=matrices, costs=costs)
     if strategy != "layerwise":
         return workload
-    assignment, buckets = layerwise(matrices, layout, bucket_elements(config, layout))
+    assignment, buckets = assign_layerwise(matrices, layout, bucket_elements(config, layout))
     return replace(workload, assignment=assignment, buckets=buckets)
 
 
-def layerwise(
+def assign_layerwise(
     matrices: Sequence[Matrix], layout: Layout, bucket_elements: int | None
 ) -> tuple[Assignment, tuple[Bucket, ...]]:
     """Returns the owners and buckets of `LayerWiseDistributedOptimizer` in megatron-core 0.19.
 
-    Whole parameters are packed into padded shards of equal numbers of elements (`lay_out`). Experts that are
+    Whole parameters are packed into shards, which are padded to equal sizes (`lay_out`). Experts that are
     divided among ranks have separate buffers, and their cells are those of the ranks that store them. All
     other matrices get host 0, a placeholder: every TP rank of the owner updates all of the owner's matrices.
 
     Args:
-        bucket_elements: The size at which Megatron closes a bucket of the first stage; None for one bucket.
+        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
     """
     cells = [Cell(owner=0, host=0)] * len(matrices)
     buckets: list[Bucket] = []
@@ -137,27 +139,27 @@ def with_cores(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """The throughput, duration and checkpoint sizes of a run that is never interrupted."""
+    """The expected throughput, duration and checkpoint sizes of a run that is never interrupted."""
 
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     mfu: float
-    """The model FLOP utilisation: model FLOPs over the profile's bf16 peak, as runs measure it."""
+    """The model FLOP utilisation, relative to the profile's bf16 peak, as runs measure it."""
     training_s: float
     """The seconds of all steps, excluding start-up, saves and validation."""
     gpu_hours: float
-    """The hours of `training_s`, added up over all ranks."""
+    """The hours of training, added up over all GPUs."""
     checkpoint_bytes: int
     """The bytes of one checkpoint."""
     checkpoints_kept: int
-    """The number of checkpoints on disk at the end of the run, if the run is long enough to save them all."""
+    """The number of checkpoints on disk at the end of the run. A very short run keeps fewer."""
     host_bytes: int
-    """The bytes of host memory per node, on average, for copies of the state that its ranks save, from the
-    first save on."""
+    """The mean bytes of host memory per node, from the first save on, for the copies of state that ranks make
+    when they save."""
 
 
 def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
-    """Computes the outlook of a resolved run whose step takes `iteration_s`."""
+    """Computes the outlook of a resolved run whose steps take `iteration_s` each."""
     train, keep = config.train, config.checkpoint
     tokens_per_s = layout.global_batch_size * train.seq_length / iteration_s
     per_gpu, saved = tokens_per_s / layout.world_size, checkpoint_bytes(config)
@@ -184,19 +186,19 @@ LABELS: Final = {
     "update_s": "updates",
     "other_s": "other",
 }
-"""The labels of `Spent`'s fields in reports."""
+"""The labels, in reports, of the fields of `IterationParts`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spent:
+class IterationParts:
     """The parts of the slowest rank's iteration, in seconds."""
 
     compute_s: float
     """The forward and backward passes, excluding `recompute_s` and `tensor_s`."""
     recompute_s: float
-    """The forward passes that are repeated for the backward."""
+    """The forward work that is repeated in backward passes."""
     tensor_s: float
-    """The exchanges of tensor, context and expert parallelism in forward and backward."""
+    """The collectives of tensor, context and expert parallelism in forward and backward."""
     pipeline_s: float
     """The waits for other stages."""
     reduce_s: float
@@ -210,13 +212,13 @@ class Spent:
 
     @property
     def limits(self) -> list[tuple[str, float]]:
-        """The (label, seconds) of every part except compute, the longest first."""
+        """The (label, seconds) of every part except compute, from the longest to the shortest."""
         named = [(LABELS[field.name], getattr(self, field.name)) for field in fields(self)[1:]]
         return sorted(named, key=lambda limit: -limit[1])
 
 
-def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
-    """Divides the slowest rank's time of a simulated iteration into its parts."""
+def divide_iteration(config: RunConfig, layout: Layout, result: StrategyResult) -> IterationParts:
+    """Divides a simulated iteration of the slowest rank into its parts."""
     phases = result.phases
     stage = stage_time(config, layout, result.slowest_rank // (layout.tp * layout.owners))
     count = layout.num_microbatches
@@ -231,4 +233,6 @@ def spent(config: RunConfig, layout: Layout, result: StrategyResult) -> Spent:
         "update_s": sum(phases[name] for name in ("norm_clip", "exchange", "matrix_update", "adamw_update")),
     }
     other_s = result.iteration_s - compute_s - again_s - tensor_s - sum(known.values())
-    return Spent(compute_s=compute_s, recompute_s=again_s, tensor_s=tensor_s, other_s=max(0.0, other_s), **known)
+    return IterationParts(
+        compute_s=compute_s, recompute_s=again_s, tensor_s=tensor_s, other_s=max(0.0, other_s), **known
+    )

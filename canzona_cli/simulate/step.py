@@ -1,11 +1,12 @@
 """Simulates a step of a strategy: the seconds of an iteration and of each of its phases.
 
-The simulation covers one steady-state iteration from the first forward to the last updated weight. The
-gathering of the previous step's new parameters overlaps with the forward, the reduction of gradients with the
-last backward. Then come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up to the
-updates, one rank stands for each pipeline stage, because collectives keep the stage's ranks in step; updates
-are simulated for every rank whose work differs. On a machine whose ranks share cores (`ClusterConfig.cores`),
-all concurrent work shares the cores. `compare.assumptions` lists the simulation's assumptions.
+The simulation covers one steady-state iteration from the first forward pass to the last updated weight. The
+gathering of the previous step's new parameters overlaps with the forward passes, the reduction of gradients
+with the last backward pass. Then come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up
+to the updates, one rank stands for each pipeline stage, because collectives keep the stage's ranks in step;
+updates are simulated for every rank whose work differs. On a machine whose ranks share cores
+(`ClusterConfig.cores`), all concurrent work shares the cores. `compare.assumptions` lists the simulation's
+assumptions.
 """
 
 import math
@@ -37,24 +38,25 @@ from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyResult:
-    """One strategy's iteration, in the phases of the breakdown (`run.phases`)."""
+    """The simulated iteration of one strategy, by phase of the breakdown (`run.phases`)."""
 
     strategy: AnyStrategy
     iteration_s: float
     optimizer_s: float
     """The seconds that the optimizer adds to the iteration: norm and clipping, AdamW's update, matrix
-    updates, the exchanges that no update hides, and the forward's wait for gathered parameters."""
+    updates, exchanges that do not overlap with updates, and the forward pass's wait for gathered
+    parameters."""
     phases: Mapping[str, float]
     """The seconds of each phase on the slowest rank. The phases of `IN_STEP` add up to `iteration_s`; the
-    `_total`s include what overlaps with other phases."""
+    `_total`s also include the time that overlaps with other phases."""
     mean_phases: Mapping[str, float]
     """The phases averaged over all ranks; a rank that finishes early waits in `other`."""
     slowest_rank: int
     update_balance: float
-    """The maximum over ranks of the seconds of matrix updates, over their mean; 1.0 is perfect, and also the
-    value without matrix updates."""
+    """The seconds of matrix updates on the busiest rank relative to the mean over ranks. 1.0 is perfect, and
+    also the value if there are no matrix updates."""
     make_events: Callable[[], tuple[SimulatedEvent, ...]] = field(repr=False, compare=False)
-    """The function that computes `events`."""
+    """The function that returns `events`, which are computed only when they are needed."""
 
     @cached_property
     def events(self) -> tuple[SimulatedEvent, ...]:
@@ -67,10 +69,11 @@ def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyR
     """Simulates one iteration of the workload's strategy.
 
     Raises:
-        ConfigError: the profile's factors make the iteration faster than the peak of the processor allows.
+        ConfigError: the profile's factors make the iteration faster than the processor's peak FLOP rate
+            allows.
     """
     config = with_strategy(config, workload.strategy)
-    result = _Simulation(config, layout, _averaged_over_steps(config, workload)).result()
+    result = _Simulation(config, layout, _average_over_steps(config, workload)).result()
     tokens = layout.global_batch_size * config.train.seq_length
     cluster, flops = config.cluster, tokens * flops_per_token(config.model, config.train.seq_length)
     utilisation = flops / (result.iteration_s * layout.world_size * cluster.bf16_tflops * 1e12)
@@ -92,12 +95,12 @@ class _Step:
     clipped: Sequence[float]
     """The time at which each cell's gradients have been clipped."""
     gather_s: Sequence[float]
-    """Each stage's seconds of gathering that starts once the stage's slowest rank has updated; 0 if gathering
-    overlaps with the next forward."""
+    """The seconds of gathering after the updates of a stage's slowest rank, by stage; 0 if gathering overlaps
+    with the next forward pass."""
     early_s: Sequence[float]
-    """Each stage's seconds of gathering that overlaps with the updates."""
+    """The seconds of gathering that overlaps with updates, by stage."""
     agree_s: float
-    """The seconds that the ranks' agreement takes at the end of the step."""
+    """The seconds in which all ranks agree, at the end of the step, on how it went."""
 
     @cached_property
     def updated(self) -> list[float]:
@@ -154,9 +157,9 @@ class _Step:
     def optimizer_s(self) -> float:
         """Returns the seconds that the iteration waits for the optimizer.
 
-        A wait for another stage's backward is not included, although runs measure it in norm_clip, or in
-        grad_reduce for a tied embedding. The time is that of the cell whose gathering ends last, because
-        another stage may gather longer than the stage that updates last.
+        A wait for another stage's backward pass is not included, although runs measure it in norm_clip, or in
+        grad_reduce for a tied embedding. The time is that of the cell whose gathering ends last, which need
+        not be in the stage whose updates end last.
         """
         ends = [end + phases["param_gather"] for end, phases in zip(self.updated, self.phases, strict=True)]
         last = self._latest(ends)
@@ -179,7 +182,7 @@ class _Simulation:
         machines = Groups.of(layout, cluster).world.machines
         self._cores = None if cluster.cores is None else float(cluster.cores * machines)
         self._crowd = 1.0 if self._cores is None else slowdown(layout.world_size / self._cores, cluster.crowding)
-        """The slowdown, from sharing cores, of work that all ranks do at the same time."""
+        """The factor by which sharing cores slows down work that all ranks do at the same time."""
         self._updates = UpdatePhase(config, layout, workload, cores=self._cores)
 
     def result(self) -> StrategyResult:
@@ -191,7 +194,7 @@ class _Simulation:
             strategy=self._workload.strategy,
             iteration_s=step.end,
             optimizer_s=step.optimizer_s(),
-            phases=MappingProxyType(_ordered(step.phases[slowest])),
+            phases=MappingProxyType(_sort_phases(step.phases[slowest])),
             mean_phases=MappingProxyType(mean),
             slowest_rank=self._rank(cells[slowest]),
             update_balance=_balance(cells),
@@ -199,11 +202,11 @@ class _Simulation:
         )
 
     def _step(self) -> _Step:
-        """Simulates the update phase, then the iteration up to reduced gradients, and places norm and
+        """Simulates the update phase and the iteration up to the reduction of gradients, and places norm and
         clipping between the two.
 
-        The updates are simulated first, because they determine how much of the gathering is left for the
-        forward.
+        The updates are simulated first, because they determine how much gathering is left for the forward
+        pass.
         """
         config, layout, planned = self._config, self._layout, self._execution is Execution.PLANNED
         gathers = not self._execution.everywhere
@@ -220,7 +223,7 @@ class _Simulation:
             ]
             cells, windows = self._updates.run(overlapped)
             for stage, (of_chunk, order, window) in enumerate(zip(chunks, orders, windows, strict=True)):
-                chunks[stage], early_s[stage] = _gathered_early(of_chunk, order.overlapped, window)
+                chunks[stage], early_s[stage] = _subtract_early_gathering(of_chunk, order.overlapped, window)
         else:
             cells, _ = self._updates.run(None)
         iteration = IterationTimeline(
@@ -288,20 +291,22 @@ class _Simulation:
         return step_factor(self._config.cluster, phase, implementation(self._config))
 
     def _zero_s(self, stage: int) -> float:
-        """Returns the seconds of setting the gradient buffers to zero, before the first forward."""
+        """Returns the seconds to set the gradient buffers to zero, before the first forward pass."""
         padding = sum(bucket.padding for bucket in rank_buckets(self._workload.buckets, stage))
         return zeroing_seconds(self._config, self._layout, stage, padding)
 
     def _rank(self, cell: CellUpdate) -> int:
-        """Returns the first rank of a cell; tp varies fastest, then cp and dp, then pp."""
+        """Returns the lowest rank that a cell stands for. In rank numbers, tp varies fastest, then cp and dp,
+        then pp."""
         return cell.host + self._layout.tp * (cell.team.owner + self._layout.owners * cell.team.stage)
 
     def _mean(self, phases: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
         total = sum(ranks for ranks, _ in phases)
-        names = _ordered(phases[0][1])
+        names = _sort_phases(phases[0][1])
         return {name: math.fsum(ranks * phases_of[name] for ranks, phases_of in phases) / total for name in names}
 
     def _events(self, step: _Step, index: int) -> list[SimulatedEvent]:
+        """Returns the timeline of the cell at `index`, as events of its first rank."""
         cell, iteration, clipped = step.cells[index], step.iteration, step.clipped[index]
         rank, stage = self._rank(cell), cell.team.stage
         segments: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
@@ -324,15 +329,14 @@ class _Simulation:
             segments.append(("data", "param_gather", updated, updated + step.gather_s[stage]))
         return [
             SimulatedEvent(rank=rank, stream=stream, phase=phase, start_s=start, end_s=end)
-            for stream, phase, start, end in _merged(segments)
+            for stream, phase, start, end in _merge_segments(segments)
         ]
 
 
-def _averaged_over_steps(config: RunConfig, workload: Workload) -> Workload:
-    """Scales the costs of an optimizer with refreshes so that the busiest rank's mean time becomes the mean,
-    over the steps, of the slowest rank's time in each step.
-
-    The two differ, because the slowest rank changes from step to step. Other optimizers keep their costs.
+def _average_over_steps(config: RunConfig, workload: Workload) -> Workload:
+    """Scales the costs of an optimizer with refreshes to account for a different rank being slowest in each
+    step: the busiest rank's mean time becomes the mean, over steps, of the time of each step's slowest rank.
+    Other optimizers keep their costs.
     """
     assignment, optimizer = workload.assignment, config.optimizer
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
@@ -342,12 +346,14 @@ def _averaged_over_steps(config: RunConfig, workload: Workload) -> Workload:
     return replace(workload, costs=[refreshed.mean_s / refreshed.most_s * cost for cost in workload.costs])
 
 
-def _gathered_early(chunks: Sequence[Chunk], overlapped: Sequence[int], window: float) -> tuple[list[Chunk], float]:
-    """Takes up to `window` seconds off the gathering of the `overlapped` chunks, in this order.
+def _subtract_early_gathering(
+    chunks: Sequence[Chunk], overlapped: Sequence[int], window: float
+) -> tuple[list[Chunk], float]:
+    """Subtracts up to `window` seconds from the gathering of the `overlapped` chunks, in this order.
 
     Returns:
-        All chunks, each with the seconds of gathering that are left for the forward; and the seconds taken
-        off.
+        All chunks, each with the seconds of gathering that are left for the forward pass; and the seconds
+        that were subtracted.
     """
     left, spent = list(chunks), 0.0
     for index in overlapped:
@@ -366,13 +372,13 @@ def _balance(cells: Sequence[CellUpdate]) -> float:
     return max(cell.update.matrix_update_s for cell in cells) * sum(cell.team.ranks for cell in cells) / total
 
 
-def _ordered(phases: Mapping[str, float]) -> dict[str, float]:
+def _sort_phases(phases: Mapping[str, float]) -> dict[str, float]:
     """Sorts phases in the order of the breakdown, each `_total` after its phase."""
     names = [name for phase in IN_STEP for name in (phase, f"{phase}_total")]
     return {name: phases[name] for name in names if name in phases}
 
 
-def _merged(
+def _merge_segments(
     segments: Sequence[tuple[Stream, str, float, float]],
 ) -> list[tuple[Stream, str, float, float]]:
     """Sorts segments by start, and joins adjacent segments of the same stream and phase."""

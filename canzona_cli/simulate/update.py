@@ -7,10 +7,10 @@ Duplicated updates (layerwise, sc): every TP rank updates the whole matrix, afte
 all-gather. Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for
 other optimizers, does all work on the whole matrix.
 
-`UpdateModel` expresses hosted and duplicated updates as calls of a `Pipeline`, which has two implementations:
-`Alone` adds up the times of ranks that each have a device, and `Crowded` adds tasks to a timeline, for ranks
-that share a machine's cores with all other ranks. `update_phase` runs one of the two for all ranks of a
-strategy.
+`UpdateModel` expresses hosted and duplicated updates as calls of a `Pipeline`. A `Pipeline` has two
+implementations: `SeparateDevices` adds up the times of ranks that each have a device, and `SharedCores` adds
+tasks to a timeline for ranks that share a machine's cores with all other ranks. `update_phase` uses one of
+the two for all ranks of a strategy.
 """
 
 from collections.abc import Hashable, Sequence
@@ -28,8 +28,8 @@ from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, P
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
-"""A (stream, phase, start, end) in seconds from `RankUpdate.begun_s`, so packing before the norm has negative
-times."""
+"""A (stream, phase, start, end). Times are in seconds from `RankUpdate.begun_s`, so packing before the
+gradient norm has negative times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,10 @@ class Workload:
     costs: Sequence[float] = ()
     """The seconds to update each whole matrix on one rank."""
     assignment: Assignment | None = None
-    """The owner and host of each matrix (layerwise has owners only); None for sc and adamw."""
+    """The owner and host of each matrix; for layerwise, only owners have a meaning. None for sc and adamw."""
     buckets: Sequence[Bucket] = ()
-    """The buckets of the matrices' buffer; layerwise's have equal padded shards. Empty for sc and adamw."""
+    """The buckets of the matrices' buffers; for layerwise, they have equal padded shards. Empty for sc and
+    adamw."""
     groups: Sequence[MicroGroup] = ()
     """The micro-groups of canzona, paper and asc; empty for other strategies."""
 
@@ -59,7 +60,7 @@ class RankUpdate:
     """The seconds of all exchanges, including overlapped ones, packing and unpacking."""
     segments: tuple[Segment, ...]
     packed_s: float = 0.0
-    """The seconds of packing before the gradient norm, which only `exchange_total_s` includes."""
+    """The seconds of packing before the gradient norm. Only `exchange_total_s` includes them."""
     begun_s: float = 0.0
     """The seconds from reduced gradients to the beginning of the matrix updates, after norm, clipping and
     AdamW."""
@@ -86,20 +87,20 @@ class UpdateModel:
         norm_s: float = 0.0,
         first: Sequence[float] = (),
     ) -> tuple[RankUpdate, ...]:
-        """Returns the updates of an owner's micro-groups, by host.
+        """Returns the update phase of each host of an owner's TP group.
 
         Args:
             norm_s: the seconds of norm, clipping and AdamW.
             first: see `HostedPipeline.run`.
         """
-        alone = Alone(self._tp, norm_s)
+        alone = SeparateDevices(self._tp, norm_s)
         self.run_hosted(groups, assignment, alone, first)
         return alone.results()
 
     def duplicated(self, members: Sequence[int]) -> RankUpdate:
-        """Returns the update of a TP rank that gathers and updates the matrices `members`, one after
+        """Returns the update phase of a TP rank that gathers and updates the matrices `members`, one after
         another."""
-        alone = Alone(1)
+        alone = SeparateDevices(1)
         self.run_duplicated(members, alone)
         return alone.results()[0]
 
@@ -141,8 +142,8 @@ class UpdateModel:
             rank.work(0, "matrix_update", pipeline.updating * seconds)
 
 
-class Alone(Clock):
-    """A TP group whose ranks each have a device."""
+class SeparateDevices(Clock):
+    """A TP group whose ranks have separate devices."""
 
     def __init__(self, tp: int, norm_s: float = 0.0) -> None:
         super().__init__(tp, norm_s)
@@ -168,13 +169,13 @@ class Alone(Clock):
         )
 
 
-class Crowded:
-    """A TP group on a timeline whose tasks share cores; `results` are available once the timeline has run.
+class SharedCores:
+    """A TP group on a timeline whose tasks share cores. `results` can be called once the timeline has run.
 
     Args:
         name: the name of the group, unique on the timeline.
         copies: the number of TP groups that do the same work at the same time.
-        alike: the number of ranks of each group that one host stands for: 1, or tp if all ranks do the same
+        alike: the number of ranks of each group that one host represents: 1, or tp if all ranks do the same
             work.
         after: the task after which each host starts, by host.
         norm_s: the least seconds of norm and clipping.
@@ -195,8 +196,8 @@ class Crowded:
     ) -> None:
         self._timeline, self._name, self._copies, self._alike = timeline, name, copies, alike
         self.begin, self._norm_s, self._adamw_s = list(after), norm_s, adamw_s
-        """The task, by host, after which the matrix updates begin; once `norm` has been called, AdamW's
-        update."""
+        """The task of each host after which matrix updates begin: its task in `after`, or, once `norm` has
+        been called, AdamW's update."""
         self._first, self._last = list(after), list(after)
         self._waits: list[list[int]] = [[task] for task in after]
         self._work: list[list[int]] = [[] for _ in range(hosts)]
@@ -234,7 +235,7 @@ class Crowded:
         return self._task(host, "other", 0.0)
 
     def results(self, ran: Sequence[TaskTimes]) -> tuple[RankUpdate, ...]:
-        """Returns the update of each host, timed from the end of its task in `after`."""
+        """Returns the update phase of each host, timed from the end of its task in `after`."""
         results = []
         for work, first, begin, last in zip(self._work, self._first, self.begin, self._last, strict=True):
             zero = ran[first].end
@@ -260,7 +261,7 @@ class Crowded:
 
 
 def _result(segments: Sequence[Segment], transfers: Sequence[Segment], begun: float, end: float) -> RankUpdate:
-    """Returns a rank's update phase, added up from its segments.
+    """Adds up a rank's update phase from its segments.
 
     Args:
         segments: the rank's packing and updates.

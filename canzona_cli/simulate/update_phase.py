@@ -16,23 +16,23 @@ from canzona_cli.costs.update import adamw_seconds, implementation, step_factor
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.groups import expert_seconds
 from canzona_cli.planner.plan import MicroGroup
-from canzona_cli.simulate.update import Crowded, RankUpdate, UpdateModel, Workload
+from canzona_cli.simulate.update import RankUpdate, SharedCores, UpdateModel, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """The ranks of a stage that update together: an owner's TP group, or for sc and adamw all ranks of the
+    """Ranks of a stage that update together: an owner's TP group or, for sc and adamw, all ranks of the
     stage."""
 
     stage: int
     owner: int
     hosts: int
-    """The number of hosts, the ranks whose work differs: tp with a plan, 1 otherwise."""
+    """The number of hosts, which are the ranks whose work differs: tp with a plan, otherwise 1."""
     host: int = 0
-    """The index of the first host. It is 0 with a plan; without a plan, TP ranks with different experts are
-    separate teams."""
+    """The TP rank of the first host. It is 0, except if there is no plan and TP ranks with different experts
+    are separate teams."""
     ranks: int
-    """The number of ranks that one host stands for, including ranks of later owners with the same work."""
+    """The number of ranks that one host represents, including ranks of other owners with the same work."""
     elements: int
     """The number of reduced gradient elements on each rank."""
     clipped: int
@@ -41,14 +41,15 @@ class Team:
     groups: tuple[MicroGroup, ...] = ()
     """The micro-groups of strategies with hosts, in order; empty for other strategies."""
     members: tuple[int, ...] = ()
-    """The indices of the matrices that every rank updates; empty for strategies with hosts."""
+    """The indices of the matrices that every rank of the team updates; empty for strategies with hosts."""
     first: tuple[float, ...] = ()
-    """The seconds that each host first spends on updating its experts, if experts are divided among ranks."""
+    """The seconds that each host first spends on its experts; empty if experts are not divided among
+    ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CellUpdate:
-    """The update of the ranks that one host of a team stands for."""
+    """The update of the ranks that one host of a team represents."""
 
     team: Team
     host: int
@@ -62,7 +63,7 @@ class CellUpdate:
 
 
 class UpdatePhase:
-    """The work of a strategy's ranks from clipped gradients to updated weights.
+    """The simulation of a strategy's ranks from clipped gradients to updated weights.
 
     Args:
         cores: the number of cores that all ranks share; None if each rank has a device.
@@ -77,8 +78,8 @@ class UpdatePhase:
         self._adamw_factor = step_factor(config.cluster, "adamw_update", implementation(config))
 
     def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
-        """Returns all cells, and the seconds of gathering that fit into the time of the matrix updates, by
-        stage.
+        """Simulates the phase; returns all cells, and, by stage, the seconds of gathering that fit into the
+        time of the matrix updates.
 
         Args:
             gathered: the gatherings of AdamW's parameters, by stage; None if they do not overlap with
@@ -87,8 +88,8 @@ class UpdatePhase:
         stages = range(self._layout.pp)
         teams = [team for stage in stages for team in self._teams(stage)]
         if self._cores is not None:
-            return self._crowded(teams, gathered)
-        cells = [cell for team in self._merge_alike(teams) for cell in self._alone(team)]
+            return self._on_shared_cores(teams, gathered)
+        cells = [cell for team in self._merge_alike(teams) for cell in self._on_separate_devices(team)]
         return cells, [
             max(cell.update.matrix_update_s for cell in cells if cell.team.stage == stage) for stage in stages
         ]
@@ -142,8 +143,8 @@ class UpdatePhase:
         )
 
     def _with_experts(self, team: Team, by_host: Sequence[Sequence[Matrix]]) -> Iterator[Team]:
-        """Adds the experts that are divided among ranks to an owner's team. Without hosts, yields a team for
-        each of the owner's ranks if there are such experts.
+        """Adds experts that are divided among ranks to an owner's team; yields the team. If there are such
+        experts and the strategy has no hosts, a team for each of the owner's ranks is yielded instead.
 
         Args:
             by_host: the experts of each of the owner's ranks.
@@ -173,25 +174,25 @@ class UpdatePhase:
         return sent and not shared and self._config.engine.gradient_bytes == FP32
 
     def _merge_alike(self, teams: Iterable[Team]) -> list[Team]:
-        """Merges teams of a stage that have the same work into the first of them, which then stands for all
+        """Merges teams of a stage that have the same work into the first of them, which then represents all
         of their ranks."""
         alike: dict[Hashable, list[Team]] = {}
         for team in teams:
-            work = tuple(tuple(map(self._kind, group.matrices)) for group in team.groups)
-            key = team.stage, team.elements, team.clipped, work, tuple(map(self._kind, team.members)), team.first
+            work = tuple(tuple(map(self._work_key, group.matrices)) for group in team.groups)
+            key = team.stage, team.elements, team.clipped, work, tuple(map(self._work_key, team.members)), team.first
             alike.setdefault(key, []).append(team)
         return [replace(first, ranks=sum(team.ranks for team in (first, *others))) for first, *others in alike.values()]
 
-    def _kind(self, index: int) -> Hashable:
-        """Returns a key of everything that a matrix's update and exchange depend on."""
+    def _work_key(self, index: int) -> Hashable:
+        """Returns a key of all properties on which the time of a matrix's update and exchange depends."""
         matrix, cost = self._workload.matrices[index], self._workload.costs[index]
         host, share = None, None
         if self._hosts is not None:
             host, share = self._hosts.cells[index].host, self._hosts.shares.get(index)
         return cost, matrix.elements, matrix.shard_dim, matrix.home, host, share
 
-    def _alone(self, team: Team) -> list[CellUpdate]:
-        """Returns the cells of a team whose ranks each have a device."""
+    def _on_separate_devices(self, team: Team) -> list[CellUpdate]:
+        """Returns the cells of a team whose ranks have separate devices."""
         adamw = self._adamw_s(team.stage)
         if self._hosts is not None:
             norm_s = self._norm_clip.seconds(team.elements, team.clipped) + adamw
@@ -203,14 +204,14 @@ class UpdatePhase:
             for host, update in enumerate(updates)
         ]
 
-    def _crowded(
+    def _on_shared_cores(
         self, teams: Sequence[Team], gathered: Sequence[Sequence[Transfer]] | None
     ) -> tuple[list[CellUpdate], list[float]]:
         """Runs the updates of all ranks on the cores that they share.
 
         Returns:
-            All cells; and by stage, the part of the gathering that ends before the last update, in the
-            seconds that it would take on idle cores.
+            All cells; and, by stage, the part of the gathering that is done before the last update ends, in
+            the seconds that it would take on idle cores.
         """
         timeline = Timeline(self._cores, self._config.cluster.crowding)
         groups = [(team, *self._add_team(timeline, index, team)) for index, team in enumerate(teams)]
@@ -240,17 +241,17 @@ class UpdatePhase:
             windows.append(within * (timeline.tasks[task].seconds + timeline.tasks[task].link_s))
         return cells, windows
 
-    def _add_team(self, timeline: Timeline, index: int, team: Team) -> tuple[Crowded, list[int]]:
+    def _add_team(self, timeline: Timeline, index: int, team: Team) -> tuple[SharedCores, list[int]]:
         """Adds a team's updates to the timeline; returns its group of ranks, and the tasks of AdamW's
         update."""
         adamw_s, begin = self._adamw_s(team.stage), [timeline.add("other", (index, h)) for h in range(team.hosts)]
         if self._hosts is not None:
             norm_s = self._norm_clip.seconds(team.elements, team.clipped)
-            group = Crowded(timeline, index, team.hosts, begin, norm_s=norm_s, adamw_s=adamw_s)
+            group = SharedCores(timeline, index, team.hosts, begin, norm_s=norm_s, adamw_s=adamw_s)
             self._model.run_hosted(team.groups, self._hosts, group, team.first)
             return group, group.begin
         alike = min(self._layout.tp, team.ranks)  # 1 where TP ranks have different experts
-        group = Crowded(timeline, index, 1, begin, copies=team.ranks // alike, alike=alike)
+        group = SharedCores(timeline, index, 1, begin, copies=team.ranks // alike, alike=alike)
         self._model.run_duplicated(team.members, group)
         group.end(0)
         return group, [timeline.add("adamw_update", (index, 0), seconds=adamw_s, cores=float(team.ranks))]

@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.cluster.search import candidates, fill
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.megatron_translation import read_megatron_run
-from canzona_cli.simulate.beside_megatron import BesideMegatron, beside_megatron
+from canzona_cli.simulate.beside_megatron import MegatronComparison, compare_with_megatron
 from canzona_cli.simulate.compare import study_run
 
 SMALL = (
@@ -20,13 +20,13 @@ MUON = "--optimizer muon --use-distributed-optimizer"
 TP = "--tensor-model-parallel-size 4 --sequence-parallel"
 
 
-def beside(tmp_path: Path, flags: str) -> BesideMegatron:
+def beside(tmp_path: Path, flags: str) -> MegatronComparison:
     path = tmp_path / "train.sh"
     path.write_text(f"{SMALL} {flags}")
     run = read_megatron_run(path, ())
     config = compose_run([f"{key}={value}" for key, value in run.overrides.items()], training=False).config
     layout = candidates(config)[0].layout
-    return beside_megatron(run, fill(config, layout), layout, run.command(config, ()))
+    return compare_with_megatron(run, fill(config, layout), layout, run.command(config, ()))
 
 
 def test_modes_of_muon_cost_what_they_repeat(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from canzona_cli.costs.padding import align
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.buckets import Parameter, stage_parameters
 from canzona_cli.planner.plan import Assignment, Bucket
-from canzona_cli.simulate.predict import layerwise, simulate_strategy
+from canzona_cli.simulate.predict import assign_layerwise, simulate_strategy
 from tests.planner.planning import grid, megatrons_layout, transformer
 from tests.sizes import layout, run
 
@@ -31,7 +31,7 @@ def test_layerwise_is_megatrons_layout(seed: int) -> None:
     bucket = draw.choice([None, max(1, total // 7), max(1, total // 2), total + 1])
 
     buckets, theirs = megatrons_layout([parameter.elements for parameter in parameters], bucket, dp)
-    assignment, ours = layerwise(matrices, grid(tp, dp), bucket)
+    assignment, ours = assign_layerwise(matrices, grid(tp, dp), bucket)
     assert [one.elements for one in ours] == [end - start for start, end in buckets]
     assert sum(one.padding for one in ours) == buckets[-1][1] - total
     places = placed(ours, parameters, assignment, dp)
@@ -79,7 +79,7 @@ def test_layerwise_stores_a_shard_as_long_as_the_largest_parameter_for_every_ran
         assert len(own) == 4
         theirs, _ = megatrons_layout(own, default_bucket_elements(mesh.owners), mesh.owners)
         stored += theirs[-1][1]
-    _, buckets = layerwise(matrices, mesh, default_bucket_elements(mesh.owners))
+    _, buckets = assign_layerwise(matrices, mesh, default_bucket_elements(mesh.owners))
     assert sum(bucket.elements for bucket in buckets if bucket.stage == 0) == stored
     others = stage_weights(config, mesh, mesh.pp - 1).others  # with the final norm
     parts = estimate(config, mesh).parts

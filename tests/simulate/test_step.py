@@ -29,7 +29,7 @@ from canzona_cli.planner.plan import PlanSettings
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate import step as simulate_module
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
-from canzona_cli.simulate.predict import layerwise, simulate_plan
+from canzona_cli.simulate.predict import assign_layerwise, simulate_plan
 from canzona_cli.simulate.step import StrategyResult, simulate
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import Team, UpdatePhase
@@ -60,7 +60,7 @@ def inputs(
         return config, mesh, planned_workload(config, mesh, strategy, members, costs)
     workload = Workload(strategy=strategy, matrices=members, costs=costs)
     if strategy == "layerwise":
-        assignment, found = layerwise(members, mesh, bucket_elements(config, mesh))
+        assignment, found = assign_layerwise(members, mesh, bucket_elements(config, mesh))
         workload = replace(workload, assignment=assignment, buckets=found)
     return config, mesh, workload
 
