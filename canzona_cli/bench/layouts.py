@@ -14,7 +14,16 @@ from pathlib import Path
 
 from canzona_cli.bench.lineup import Entrant, entrant
 from canzona_cli.bench.results import Measured, Predicted, TurnsResult
-from canzona_cli.bench.session import Say, bench_problems, busy_notes, corpus_of, create, machine_now, sit, with_folder
+from canzona_cli.bench.session import (
+    Say,
+    bench_problems,
+    busy_notes,
+    corpus_of,
+    create,
+    machine_now,
+    run_group,
+    with_folder,
+)
 from canzona_cli.bench.sitting import BenchFiles, Turns, last_steps, read_samples
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.profiles import profile_warnings
@@ -54,7 +63,7 @@ class LayoutBench:
     """The measurements of each round. In each entry, tuples over rounds have one element."""
     predicted: Predicted
     fitted: bool
-    """True if the cluster profile was fitted to steps with the same parallel sizes."""
+    """True if the cluster profile was fitted to measured steps with the same parallel sizes."""
 
     @property
     def iteration_s(self) -> tuple[float, ...]:
@@ -150,11 +159,11 @@ class TuneResult(TurnsResult):
     everything: bool
     """True if the user asked for all possible layouts."""
     chosen: str
-    """The layout that a run gets without tuning, which the simulator predicts to be the fastest."""
+    """The layout that a run gets without tuning, because the simulator predicts that it is the fastest."""
     layouts: Mapping[str, LayoutBench]
     """The measured layouts by `layout_name`, in the order of predicted time; at least one."""
     failed: Mapping[str, str]
-    """The reasons why layouts failed, by name. Failed layouts are not in `layouts`."""
+    """The reason why each failed layout failed, by name. Failed layouts are not in `layouts`."""
 
     @cached_property
     def best(self) -> str:
@@ -162,7 +171,7 @@ class TuneResult(TurnsResult):
         return min(self.layouts, key=lambda name: self.layouts[name].per_sequence_s)
 
     def slower(self, name: str) -> float:
-        """Returns a layout's slowdown per sequence relative to the fastest layout; 0.03 is 3% slower."""
+        """Returns how much longer a layout takes per sequence than the fastest layout; 0.03 is 3%."""
         return self.layouts[name].per_sequence_s / self.layouts[self.best].per_sequence_s - 1
 
     @property
@@ -265,7 +274,7 @@ _START_S = {"cpu": 4.0, "cuda": 40.0}
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """A tuning that is ready to run. No file has been written and no process started yet."""
+    """A tuning that is ready to run. No file has been written, and no process has been started."""
 
     overrides: tuple[str, ...]
     config: RunConfig
@@ -299,8 +308,9 @@ def prepare(
     """Chooses the layouts and checks everything that can be checked before anything is written.
 
     Args:
-        count: the number of layouts to measure, those with the shortest predicted times; the layout of an
-            untuned run is added if it is not one of them. None for every possible layout that fits.
+        count: the number of layouts to measure. Those with the shortest predicted times are chosen, and the
+            layout of an untuned run is added if it is not one of them. None for every possible layout that
+            fits.
         rounds: the number of turns of each layout.
         steps: the number of measured steps in a turn.
 
@@ -384,7 +394,7 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
         f"{plural(tuning.rounds, 'round')} of {plural(tuning.steps, 'step')} after {WARM_UP_STEPS} warm-up steps; "
         f"predicted to take about {duration(tuning.seconds)}; writes to {files.root}"
     )
-    group_files = sit(first, files.sitting(0), turns, corpus, name="layouts", say=say)
+    group_files = run_group(first, files.sitting(0), turns, corpus, name="layouts", say=say)
     fitted_on = str(config.cluster.measured_on.get("fitted_on", ""))
     reasons = {name: BenchFiles.failure(group_files, name) for name in entrants}
     failed = {name: clean(path.read_text(encoding="utf-8")) for name, path in reasons.items() if path.exists()}
@@ -423,8 +433,8 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
 
 
 def _unsettled_notes(layouts: Mapping[str, LayoutBench], turns: Turns) -> Iterator[str]:
-    """Yields a note that names the layouts whose updates were still redone after all warm-up steps, if
-    any."""
+    """Yields a note with the layouts, if there are any, whose updates were still redone after all warm-up
+    steps."""
     limit = turns.steps_per_turn + turns.settling
     names = [name for name, layout in layouts.items() if any(len(turn.losses) == limit for turn in layout.measured)]
     if names:

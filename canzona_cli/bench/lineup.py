@@ -1,10 +1,10 @@
-"""The lineup of a bench: the strategies that run, and the process groups that they share. Does not import
-torch.
+"""Prepares the strategies of a bench, and divides them into the process groups in which they run. Does not
+import torch.
 
 All strategies have the same layout, batch and schedule. Each has a resolved configuration; canzona, paper and
 asc also have a plan. A measurement group (`Sitting`) has as many strategies as fit into memory together; they
 take turns in one process group. If there are several measurement groups, the reference strategy runs in each
-of them. A strategy that does not fit together with the reference has a group of its own.
+of them. A strategy that does not fit into memory together with the reference has a separate group.
 """
 
 from collections.abc import Sequence
@@ -58,20 +58,20 @@ class Entrant:
 
     @property
     def tensor_bytes(self) -> int | None:
-        """The planned value of `Measured.tensor_bytes`; None without a plan."""
+        """The planned maximum of `Measured.tensor_bytes`; None if the strategy has no plan."""
         return None if self.plan is None else self.state_bytes
 
     @property
     def arithmetic(self) -> str:
-        """A key that is the same for strategies that compute the same updates of the same matrices."""
+        """A key that is equal for strategies that compute the same updates of the same matrices."""
         if self.strategy == "adamw":
             return "adamw"
         return "+".join(f"{rows}x{cols}" for rows, cols in matrix_shapes(self.config))
 
     @cached_property
     def predicted(self) -> Predicted:
-        """The simulator's prediction. CPU ranks share the profile's number of cores, or else this
-        machine's."""
+        """The simulator's prediction. If the profile does not have a number of cores, CPU ranks share the
+        cores of this machine."""
         prediction = predict(self.config, self.layout, self.plan)
         return Predicted(
             iteration_s=prediction.iteration_s,
@@ -112,14 +112,14 @@ class Sitting:
 
 
 def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, steps: int) -> LineUp:
-    """Resolves a configuration for each strategy and makes the plans.
+    """Makes the lineup: resolves a configuration for each strategy, and makes the plans.
 
     Args:
         strategies: the strategies that the user named, all of which must be possible; None for every possible
             strategy.
 
     Raises:
-        ConfigError: the run, or a strategy that the user named, is impossible; all problems are reported at
+        ConfigError: the run, or a strategy that the user named, is not possible; all problems are reported at
             once.
         DoesNotFit: the reference, or a strategy that the user named, does not fit into memory.
     """
@@ -161,8 +161,8 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
 def make_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
     """Puts each strategy into the first measurement group with enough free memory.
 
-    The reference is the first strategy of every measurement group, except for strategies that do not fit
-    together with the reference; each of these has a measurement group of its own.
+    The reference is the first strategy of every measurement group. A strategy that does not fit together with
+    the reference is the only strategy of its measurement group.
 
     Args:
         available_bytes: the machine's free memory, which CPU ranks share; None for GPU ranks.
@@ -184,11 +184,11 @@ def make_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
         if not fits([reference, strategy]):
             alone.append(Sitting(strategies=(strategy,), alone=True))
             continue
-        roomy = next((group for group in groups if fits([*group, strategy])), None)
-        if roomy is None:
+        group_with_room = next((group for group in groups if fits([*group, strategy])), None)
+        if group_with_room is None:
             groups.append([reference, strategy])
         else:
-            roomy.append(strategy)
+            group_with_room.append(strategy)
     return (*(Sitting(strategies=tuple(group)) for group in groups), *alone)
 
 
@@ -222,8 +222,8 @@ def _possible_strategies(
 
 
 def _with_option_fix(problem: Problem, strategy: AnyStrategy) -> Problem:
-    """Rewrites the problem of a strategy that the user named: its fix now suggests a change to
-    `--strategies`."""
+    """Returns the problem with a fix that suggests a change to `--strategies`, for a strategy that the user
+    named."""
     if problem.key == "engine.strategy":
         return Problem(key="--strategies", value=strategy, reason=problem.reason, fix=f"leave {strategy} out")
     return replace(problem, fix=f"leave {strategy} out of --strategies; or {problem.fix}")
@@ -245,10 +245,11 @@ def _with_common_splitting(config: RunConfig, names: Sequence[AnyStrategy], note
 
 
 def _with_common_form(config: RunConfig, names: Sequence[AnyStrategy], *, form_set: bool) -> tuple[RunConfig, str]:
-    """Sets the standard form for all strategies if one of them runs Megatron's code, which has no other form.
+    """Sets the standard form for all strategies if one of them runs Megatron's code, which has only this
+    form.
 
     Args:
-        form_set: True if the user set `optimizer.form`; it is then not changed.
+        form_set: True if the user set `optimizer.form`, which is then not changed.
 
     Returns:
         The configuration and the sentence for `BenchResult.arithmetic`, which is empty if nothing had to be
@@ -303,6 +304,7 @@ def entrant(config: RunConfig, layout: Layout, name: str) -> Entrant:
 
 
 def _too_large(config: RunConfig, name: str, memory: MemoryEstimate) -> Problem:
+    """Describes a strategy that does not fit into memory."""
     reason = (
         f"needs {memory.total / GIB:.2f} GiB on {memory.worst_rank} of this layout, but {config.cluster.name} has "
         f"only {memory.capacity / GIB:.2f} GiB"

@@ -100,9 +100,9 @@ def read_options(
     with the problems of the run.
 
     Args:
-        strategies: the words on the command line, each with one or more strategies, separated by commas.
-        values: the words on the command line, each with one or more values of the sweep, separated by commas.
-        gpus: numbers and ranges; None means `SIMULATED_GPUS` with --simulate.
+        strategies: the values of --strategies, each with one or more strategies, separated by commas.
+        values: the values of --values, each with one or more values of the sweep, separated by commas.
+        gpus: the value of --gpus, numbers and ranges; with --simulate, None means `SIMULATED_GPUS`.
     """
     names = _words(strategies)
     given = {
@@ -179,7 +179,7 @@ def _out_problems(out: Path | None) -> Iterator[Problem]:
 
 
 def _write_obstacle(path: Path) -> str:
-    """Returns the reason why no file can be written to a path; empty if it is writable."""
+    """Returns the reason why no file can be written to a path; an empty string if a file can be written."""
     existing = existing_folder(path.absolute())
     if path.is_dir():
         return "is a directory"
@@ -191,7 +191,7 @@ def _write_obstacle(path: Path) -> str:
 
 
 def without_swept(overrides: Sequence[str], kind: SweepKind) -> list[str]:
-    """Returns the overrides without those of the swept setting."""
+    """Returns the overrides that do not set the swept setting."""
     return [word for word in overrides if key_of(word) != _KEYS[kind]]
 
 

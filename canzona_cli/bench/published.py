@@ -1,4 +1,4 @@
-"""Published step times, measured by others, and the simulator's predictions for the same layouts.
+"""Published step times, which others measured, and the simulator's predictions for the same layouts.
 
 The published times are in `published.yaml` in this folder. `make published` prints them with the predictions.
 """
@@ -65,7 +65,8 @@ class Series:
     global_batch_size: int | None = None
     precision: Literal["bf16", "fp8"]
     cluster: dict[str, bool | float] = field(default_factory=dict)
-    """The cluster settings that differ from the profile according to the published description of the run."""
+    """The cluster settings in which the run differed from the profile, according to its published
+    description."""
     profile: str = "h100-80g"
     recompute: Literal["none", "selective", "full"] = "none"
     also_recomputed: str | None = None
@@ -183,8 +184,8 @@ def load_published(path: Path = ROWS) -> Published:
 
 
 def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
-    """Returns the run with AdamW that is simulated to predict a published step, and its layout, even if
-    canzona estimates that it does not fit into memory.
+    """Returns the run with AdamW that is simulated to predict a published step, and its layout. The run need
+    not fit into memory by canzona's estimate.
 
     Raises:
         ConfigError: the layout is impossible.
@@ -214,7 +215,7 @@ def run_of(series: Series, shape: Shape, gpus: int) -> tuple[RunConfig, Layout]:
 
 
 def compare(published: Published, profile: Mapping[str, float] | None = None) -> Iterator[PredictedSeries]:
-    """Yields the predictions of every series that canzona could run.
+    """Yields every series that canzona could run, with its predictions.
 
     Args:
         profile: values that replace fields of the cluster profile (`ClusterConfig`).
@@ -227,10 +228,11 @@ def compare(published: Published, profile: Mapping[str, float] | None = None) ->
 
 
 def fitted_series(compared: Sequence[PredictedSeries], *, experts: bool = False) -> list[PredictedSeries]:
-    """Returns the series that the profile is fitted to and that errors are computed for.
+    """Returns the series to which the profile is fitted and for which errors are computed.
 
     Args:
-        experts: True for the series of models with experts; only the costs of experts are fitted to these.
+        experts: True for the series of models with experts, to which only the costs of experts are fitted;
+            False for all other series.
     """
     usable = (predicted for predicted in compared if predicted.series.why_not_fitted is None)
     return [predicted for predicted in usable if predicted.experts is experts]
@@ -242,12 +244,12 @@ def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
 
 
 def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSeries, PredictedSeries, bool]]:
-    """Yields pairs of layouts of one model, each with True if they are predicted in the measured order of
-    time per sequence.
+    """Yields pairs of layouts of one model, each with True if the layout with the shorter measured time per
+    sequence also has the shorter predicted time.
 
-    A pair is yielded for each number of GPUs on which both layouts were measured with the same sequence
-    length in the same publication. Between publications, software may make a larger difference than layouts
-    do.
+    A pair is yielded for each number of GPUs on which both layouts were measured, with the same sequence
+    length and in the same publication. Software may differ more between publications than times differ
+    between layouts.
     """
     for a, b in combinations(compared, 2):
         if _conditions(a.series) != _conditions(b.series) or a.series.layout == b.series.layout:
@@ -263,7 +265,7 @@ def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSerie
 
 
 def _conditions(series: Series) -> tuple[object, ...]:
-    """Returns the conditions under which two layouts can be compared."""
+    """Returns the conditions of a series. Layouts can be compared only under equal conditions."""
     return series.model, series.seq_length, series.publication
 
 

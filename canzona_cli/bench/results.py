@@ -37,10 +37,10 @@ class Measured:
     """The seconds of a complete training step on the slowest rank, by round, averaged over the measured steps
     of the turn."""
     optimizer_s: tuple[float, ...]
-    """The seconds from reduced gradients to the next forward pass, by round. The time of exchange, matrix
-    updates and AdamW's update is the slowest rank's. The time of norm and clip, and of the wait for gathered
-    parameters, is that of the rank that arrives last, because the times of other ranks include the wait for
-    this rank."""
+    """The seconds from reduced gradients to the next forward pass, by round: the time of exchange, matrix
+    updates and AdamW's update on the slowest rank, and the time of norm and clip, and of the wait for
+    gathered parameters, on the rank that arrives last (the times of all other ranks include waiting for this
+    rank)."""
     processor_s: tuple[float, ...]
     """The processor seconds of one step by round, summed over ranks. With more ranks than cores, they show
     the amount of work better than wall time does."""
@@ -60,13 +60,13 @@ class Measured:
 
     @property
     def means(self) -> dict[str, float]:
-        """The seconds of each phase that this strategy has, averaged over ranks."""
+        """The seconds of each phase, averaged over ranks."""
         return {name: over_ranks.mean_s for name, over_ranks in self.phases.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """The simulator's prediction of the measured quantities (`simulate.predict`)."""
+    """The simulator's predictions of the measured quantities (`simulate.predict`)."""
 
     iteration_s: float
     optimizer_s: float
@@ -88,15 +88,14 @@ class StrategyBench:
     sitting: int
     """The index of the measurement group in which the strategy was measured."""
     arithmetic: str = ""
-    """A key for the updates. Strategies with the same key compute the same updates, so their losses must
-    agree."""
+    """A key that is equal for strategies that compute the same updates, so that their losses must agree."""
     alone: bool = False
     """True if the strategy ran alone, because it did not fit into memory together with the reference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnsResult:
-    """The fields that the results of a bench and of a tuning have in common."""
+    """The base of the results of a bench and of a tuning: the fields that both have."""
 
     VERSION: ClassVar[int] = 1
 
@@ -112,7 +111,8 @@ class TurnsResult:
     rounds: int
     """The number of measured rounds."""
     notes: tuple[str, ...] = ()
-    """The remarks for the user: automatic settings, omitted strategies with the reason, a busy machine."""
+    """The remarks for the user: settings that the bench chose, omitted strategies with the reasons, a busy
+    machine."""
 
     @property
     def planned(self) -> bool:
@@ -141,14 +141,14 @@ class BenchResult(TurnsResult):
     steps_per_turn: int
     warm_up_rounds: int
     reference: AnyStrategy
-    """The strategy that all other strategies are compared with: canzona if it ran, otherwise the first."""
+    """The strategy with which all other strategies are compared: canzona if it ran, otherwise the first."""
     strategies: Mapping[str, StrategyBench]
     references: tuple[Measured, ...]
     """The measurements of the reference, by measurement group. For a group without the reference they are
     copied from the first group."""
     arithmetic: str = ""
-    """A sentence about the forms of the update, for comparisons of canzona's strategies with Megatron's,
-    which have only the standard form; otherwise empty."""
+    """A sentence for the user about the forms of the update, if canzona's strategies are compared with
+    Megatron's, which have only the standard form; otherwise empty."""
 
     def optimizer_speedup(self, strategy: str) -> Speedup:
         """Returns the ratio of a strategy's optimizer step to the reference's in the same measurement
@@ -163,7 +163,7 @@ class BenchResult(TurnsResult):
         return Speedup.of(bench.measured.iteration_s, self.references[bench.sitting].iteration_s)
 
     def overhead(self, strategy: str) -> Speedup | None:
-        """Returns a strategy's iteration as a multiple of AdamW's; None for AdamW, or if AdamW was not
+        """Returns the ratio of a strategy's iteration to AdamW's; None for AdamW, or if AdamW was not
         measured.
 
         If the strategy and AdamW ran in different measurement groups, they are compared through the ratio of
@@ -204,8 +204,8 @@ class BenchResult(TurnsResult):
 
 
 FIRST_STEP = 1e-3
-"""The tolerance for the relative difference of losses in the first step. Measured differences were 0, because
-all strategies run the same forward pass."""
+"""The tolerance for the relative difference of losses in the first step. All measured differences were 0,
+because strategies run the same forward pass."""
 LATER_STEPS = 0.03
 """The tolerance for the relative difference of losses in later steps. Measured over 21 steps of qwen3-tiny in
 bf16, with one sequence on each data-parallel rank: at most 0.002 with Muon, 0.005 with Shampoo, 0.011 with
@@ -215,8 +215,8 @@ COMPARED_STEPS = 30
 
 
 class StrategiesDisagree(CanzonaError):
-    """The error for strategies that compute the same update and had different losses. Their times must not be
-    compared."""
+    """The error that strategies that compute the same update had different losses, so that their times must
+    not be compared."""
 
     headline = "Strategies disagree"
 
@@ -225,7 +225,7 @@ def check_losses(result: BenchResult) -> None:
     """Checks that strategies that compute the same update had the same losses.
 
     Raises:
-        StrategiesDisagree: losses differ. The error lists each of these strategies.
+        StrategiesDisagree: losses differ. The error lists every strategy with different losses.
     """
     refuse(disagreements(result), StrategiesDisagree)
 
@@ -249,8 +249,8 @@ def disagreements(result: BenchResult) -> list[Problem]:
 def loss_references(result: BenchResult) -> dict[str, str]:
     """Returns, for each strategy, the strategy whose losses it must match.
 
-    This is the reference if both compute the same updates, otherwise the first strategy with the same
-    updates, which may be the strategy itself. AdamW only has to match itself.
+    It is the reference if both compute the same updates, and otherwise the first strategy with the same
+    updates, which may be the strategy itself. AdamW need only match itself.
     """
     firsts: dict[str, str] = {result.strategies[result.reference].arithmetic: result.reference}
     return {
@@ -287,7 +287,7 @@ def content_of(result: BenchResult) -> dict[str, object]:
     """Returns the contents of bench.json: the figures, and under `result` the data that they are computed
     from.
 
-    A speed-up that is not certain is null; `withheld` gives the reason.
+    A speed-up that is not certain is null, and `withheld` has the reason.
     """
     disagreeing = disagreements(result)
     ratios = {name: _claim(speedup, bool(disagreeing)) for name, speedup in _speedups(result)}
@@ -345,6 +345,7 @@ def _claim(speedup: Speedup | str, disagree: bool) -> Quartiles | str:
 
 
 def _measured_json(bench: StrategyBench) -> Mapping[str, object]:
+    """Returns the measured figures of a strategy for bench.json."""
     measured = bench.measured
     iteration, optimizer = Quartiles.of(measured.iteration_s), Quartiles.of(measured.optimizer_s)
     return {

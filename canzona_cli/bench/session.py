@@ -45,7 +45,7 @@ _BUSY = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A bench that is ready to run. No file has been written and no process started yet."""
+    """A bench that is ready to run. No file has been written, and no process has been started."""
 
     overrides: tuple[str, ...]
     line_up: LineUp
@@ -134,7 +134,7 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
             rounds=WARM_UP_ROUNDS + session.rounds,
             steps_per_turn=session.steps_per_turn,
         )
-        group_files = sit(sitting.strategies[0], files.sitting(index), turns, corpus, name=name, say=say)
+        group_files = run_group(sitting.strategies[0], files.sitting(index), turns, corpus, name=name, say=say)
         measurements.append({
             strategy: summarise(samples, warm_up_rounds=WARM_UP_ROUNDS, steps_per_turn=session.steps_per_turn)
             for strategy, samples in read_samples(group_files).items()
@@ -148,8 +148,8 @@ def run(session: Session, say: Say) -> tuple[BenchResult, Path]:
 def prepare_sweep(
     overrides: Sequence[str], options: Options, kind: SweepKind, recipes_dirs: Sequence[Path] = ()
 ) -> dict[str, Session]:
-    """Resolves and checks the benches of all swept values before the first one runs; returns the sessions by
-    value.
+    """Resolves and checks the benches of all swept values before the first bench runs; returns the sessions
+    by value.
 
     Raises:
         ConfigError: settings are wrong; the problems of all benches are reported at once.
@@ -243,7 +243,7 @@ def _notes(sittings: Sequence[Sitting], reference: str) -> Iterator[str]:
 
 
 def with_folder(composed: Composed, root: str, directory: str | None = None) -> RunConfig:
-    """Returns the run's configuration, changed to write to a bench directory and to use no trackers.
+    """Returns the configuration of a run that writes to a bench directory and uses no trackers.
 
     Args:
         root: the folder for bench directories, unless the user set `run.root`.
@@ -261,8 +261,8 @@ def bench_problems(config: RunConfig, what: str, otherwise: str) -> list[Problem
     The built-in corpus is prepared later, after all checks.
 
     Args:
-        what: the kind of measurement in messages: `a bench`.
-        otherwise: the suggestion for runs on several machines.
+        what: the kind of measurement in messages, such as `a bench`.
+        otherwise: a suggestion for runs on several machines, for the message.
     """
     problems: list[Problem] = []
     if config.data.source == "prepared":
@@ -289,9 +289,8 @@ def corpus_of(config: RunConfig, say: Say) -> PreparedCorpus:
 
 
 def machine_now(config: RunConfig) -> Machine:
-    """Returns facts about this machine, the number of ranks and the load average of the last minute.
-
-    Call this before any other work, which would raise the load.
+    """Returns facts about this machine, the number of ranks and the load average of the last minute. Call
+    this first, because other work raises the load.
     """
     load = round(os.getloadavg()[0], 2)
     return {**machine_facts(config.cluster.device), "ranks": config.gpus, "load_average": load}
@@ -330,7 +329,7 @@ def create(config: RunConfig, entrants: Iterable[Entrant]) -> BenchFiles:
     return files
 
 
-def sit(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, name: str, say: Say) -> RunFiles:
+def run_group(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpus, *, name: str, say: Say) -> RunFiles:
     """Launches the ranks of one measurement group, waits until they end, and returns their files.
 
     Args:

@@ -2,7 +2,8 @@
 not import torch.
 
 For each size and number of GPUs, an iteration of every strategy is simulated in the layout that `canzona
-train` would choose. AdamW and layerwise are also simulated in their own fastest layouts. Nothing is measured.
+train` would choose. AdamW and layerwise are also simulated in the layouts in which they are fastest. Nothing
+is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +26,11 @@ from canzona_cli.simulate.predict import with_cores
 SIZES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b")
 SIZES_WITH_EXPERTS = ("qwen3-30b-a3b", "qwen3-235b-a22b")
 YARDSTICKS: tuple[AnyStrategy, ...] = ("adamw", "layerwise")
-"""The strategies that are also simulated in their own fastest layout, as a fair baseline for canzona."""
+"""The strategies that are also simulated in the layout in which they are fastest, as fair baselines for
+canzona."""
 MOST_GPUS = 65_536
-"""The maximum number of GPUs. A plan for more would take minutes, and no profile describes such a network."""
+"""The largest number of GPUs. A plan for more would take minutes, and no profile describes networks of this
+size."""
 VERSION = 3
 """The version of the `--json` output. New keys do not change it."""
 
@@ -43,13 +46,14 @@ class SimulatedCell:
     reason: str = ""
     """The reason why no layout is possible; empty if `study` is set."""
     yardsticks: Mapping[str, Tried | None] = MappingProxyType({})
-    """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that does not fit in
-    any layout."""
+    """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that fits into memory
+    in no layout."""
 
     def overhead(self, yardstick: str) -> float | None:
-        """Returns canzona's overhead per sequence over a yardstick in its fastest layout; 0.01 is 1%.
+        """Returns how much longer canzona takes per sequence than a yardstick in its fastest layout (0.01 is
+        1%).
 
-        Returns None without a study, or if the yardstick does not fit in any layout.
+        Returns None if there is no study, or if the yardstick fits into memory in no layout.
         """
         best = self.yardsticks.get(yardstick)
         if self.study is None or best is None:
@@ -154,8 +158,8 @@ def run_simulation(
     sizes: Sequence[str] = SIZES,
     recipes_dirs: Sequence[Path] = (),
 ) -> Simulation:
-    """Simulates every size on every number of GPUs. Each simulation takes a second or two, or ten seconds
-    with 1,024 GPUs.
+    """Simulates every size on every number of GPUs. Each simulation takes a second or two; with 1,024 GPUs,
+    ten seconds.
 
     Args:
         overrides: settings for all runs; a `recipe=` among them selects a single size.
@@ -227,8 +231,8 @@ def _check(overrides: Sequence[str], named: Sequence[str]) -> None:
 
 
 def _config(recipe: str, gpus: int, overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> RunConfig:
-    """Returns the resolved run on `gpus` GPUs with strategy canzona. CPU ranks share the profile's number of
-    cores, or else this machine's."""
+    """Returns the resolved run on `gpus` GPUs with strategy canzona. If the profile does not have a number of
+    cores, CPU ranks share the cores of this machine."""
     composed = compose_run([f"recipe={recipe}", f"gpus={gpus}", *overrides], recipes_dirs=recipes_dirs, training=False)
     config, _ = plannable(composed.config)
     return with_cores(replace(config, engine=replace(config.engine, strategy="canzona")))

@@ -15,7 +15,7 @@ from canzona_cli.run.files import RunFiles, write_json_atomic, write_text_atomic
 from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_phases
 
 _UPDATING: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
-"""The phases of the optimizer step in which a rank works alone or communicates only with its TP group."""
+"""The phases of the optimizer step in which a rank works alone or communicates with its TP group only."""
 _WAITING: tuple[str, ...] = ("norm_clip", "param_gather")
 """The phases in which early ranks wait for late ranks: for the end of the last backward pass, or for the last
 rank's gathering in the next forward pass. The last rank waits only for the communication itself."""
@@ -67,7 +67,7 @@ class Turns:
     """The maximum number of extra warm-up steps in a turn. A turn adds them while updates in Muon's Gram form
     are redone in standard form, which takes longer than planned."""
     separate_processes: bool = False
-    """True if each turn runs in processes of its own. Layouts need this, because Megatron supports only one
+    """True if every turn runs in separate processes. Layouts need this, because Megatron supports only one
     layout in a process."""
 
     def order(self, round_: int) -> Sequence[str]:

@@ -21,7 +21,7 @@ from canzona_cli.training.step import train_step
 
 @dataclass(kw_only=True)
 class RunningStrategy:
-    """A strategy as built on this rank, and its measurements so far."""
+    """A strategy that was built on this rank, and its measurements so far."""
 
     trainee: Trainee
     batches: Iterator[Batch]
@@ -39,8 +39,8 @@ def take_turns(
     """Runs all rounds. All ranks have to call this.
 
     Args:
-        stop_requested: a function that returns True if this rank knows of a request to stop.
-        on_turn: a function that is called after every turn, outside of the measured time, with the strategy's
+        stop_requested: a function that returns True if this rank has seen a request to stop.
+        on_turn: a function that is called after every turn, outside the measured time, with the strategy's
             name and its last loss.
 
     Returns:

@@ -79,8 +79,8 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
 
 def _report(failure: Path, reason: str) -> None:
-    """Writes the reason for a turn's failure, unless another rank has written one: the first failure causes
-    the later failures."""
+    """Writes the reason for a turn's failure, unless another rank has already written a reason: the first
+    failure causes the later ones."""
     with suppress(FileExistsError), failure.open("x", encoding="utf-8") as file:
         file.write(reason)
 
@@ -112,12 +112,11 @@ def _turn(files: RunFiles, rank: int, round_: int, name: str) -> NoReturn:
 def _take_turns(
     files: RunFiles, output: RunFiles, record: RankRecord, rank: int, turns: Turns, *, turn: str = ""
 ) -> bool:
-    """Builds every strategy (or the one layout) with its own model, optimizer and batches, and runs all
-    turns.
+    """Builds a model, an optimizer and batches for each strategy (or for the one layout), and runs all turns.
 
     Args:
         output: the folder for the samples, which rank 0 writes.
-        turn: the name of the turn if each turn has its own processes; empty if this process runs all turns.
+        turn: the name of the turn if every turn has separate processes; empty if this process runs all turns.
 
     Returns:
         False after a request to stop.

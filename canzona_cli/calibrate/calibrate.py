@@ -1,10 +1,10 @@
-"""The launcher's side of `canzona calibrate`: starts the ranks, reads their measurements and writes a cluster
+"""`canzona calibrate` in the launcher: starts the ranks, reads their measurements and writes a cluster
 profile.
 
-A loop over a single operation differs from a training step: its caches are warm, and ranks arrive at the same
-time. Therefore two short benches run with the new profile, one with data-parallel ranks and one with pairs of
-tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a factor in the
-profile.
+Operations are measured in loops, in which caches are warm and ranks arrive at the same time. Training steps
+are different. Therefore two short benches run with the new profile, one with data-parallel ranks and one with
+pairs of tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a factor in
+the profile.
 """
 
 import json
@@ -152,7 +152,7 @@ def calibrate(
         # A GPU's speed does not depend on other GPUs, so one rank measures. CPU ranks share caches and cores,
         # so all of them measure at the same time, as in a run.
         workers = config.gpus if config.cluster.device == "cpu" else 1
-        Orders(effort=effort.on(config.cluster.device), workers=workers).write(files)
+        Orders(effort=effort.for_device(config.cluster.device), workers=workers).write(files)
         command = torchrun.build(config, files.root, module=worker)
         outcome = Supervision(files, command, view, ranks=range(config.gpus)).run()
         record = read_record(files)
@@ -289,7 +289,8 @@ def _settings(calibration: Calibration) -> Iterator[str]:
 
 
 def _rows(calibration: Calibration, name: str, table: Iterable[tuple[object, ...]]) -> Iterator[str]:
-    """Yields a line for each row of a table, with the spread of its measurement as a comment."""
+    """Yields a line for each row of a table, with the spread of its measurement, or the row's origin, as a
+    comment."""
     quantity, width = _TABLES[name]
     measured: dict[tuple[object, ...], Measurement] = {
         m.key: m for m in calibration.record.measurements if m.quantity == quantity
@@ -301,6 +302,7 @@ def _rows(calibration: Calibration, name: str, table: Iterable[tuple[object, ...
 
 
 def _spread(measurement: Measurement) -> str:
+    """Formats a measurement's spread and number of repetitions, as the header of a profile explains them."""
     return f"+- {measurement.spread.relative / 2:.0%} of {measurement.repetitions}"
 
 
@@ -317,7 +319,7 @@ RANKS = 2
 _LAYERS = 2
 _ROUNDS, _STEPS = 3, 2
 _REPLACED = ("gpus", "cluster", "parallel", "optimizer", "engine", "run", "train.steps")
-"""The settings that the short benches choose themselves. The user's overrides do not change them."""
+"""The settings that the short benches choose. The user's overrides of them are ignored."""
 
 
 class ShortBenches:

@@ -1,13 +1,13 @@
 """Measures collectives on the real backend by kind, group size and bytes.
 
-On CPU ranks, the result is the time that a collective adds to a loop of computation, in all groups of the
-same size at once. In a loop of collectives alone, every rank is awake, every cache is warm and every core is
-free: in training steps of four ranks on two cores, collectives took two to six times as long as in such a
-loop.
+On CPU ranks, the result is the time that a collective adds to a loop of computation, which all groups of the
+same size run at once. A loop of nothing but collectives would be too fast, because every rank is awake, every
+cache is warm and every core is free: in training steps of four ranks on two cores, collectives took two to
+six times as long.
 
-On GPUs, launching a collective takes as long as the collective itself, and so does the skew between ranks
-after a barrier. Therefore a row of several collectives is timed between two events on the device. Before the
-row, all-reduces synchronise the devices and keep them busy until the host has launched the row.
+On GPUs, launching a collective takes as long as the collective, and ranks leave a barrier at times that
+differ by as much. Therefore a row of several collectives is timed between two events on the device. Before
+the row, all-reduces synchronise the devices and keep them busy until the host has launched the row.
 """
 
 import math
@@ -32,32 +32,33 @@ LEAST, MOST = 5, 200
 ROW = 16
 """The number of collectives between two events on a GPU."""
 _CALLS = 4
-"""The maximum number of collectives, with computation between them, in a sample on CPU ranks; fewer if they
-take long."""
+"""The maximum number of collectives, with computation between them, in a sample on CPU ranks. There are fewer
+if they take long."""
 _SIDE, _TOUCHED = 384, 1 << 20
-"""The computation between collectives on CPU ranks: a bf16 matmul of square matrices with this many rows,
-then this many bytes read and written. Together they take about a millisecond."""
+"""The computation between collectives on CPU ranks: a bf16 matmul of square matrices with the first number of
+rows, and then the second number of bytes read and written. Together they take about a millisecond."""
 _PILOTS = 2
 """The number of measurements that estimate a duration in advance."""
 _SYNCHRONISING_BYTES = 64 << 20
 """The size in bytes of each all-reduce before a row, which takes at least 0.2 ms over NVLink."""
 _HEAD_START = 1.5
-"""The time that the devices are kept busy before a row, as a multiple of the host's time to launch the row.
-With less, the measured time of collectives under 30 us would be that of their launches."""
+"""The time for which the devices are kept busy before a row, as a multiple of the host's time to launch the
+row. If it were shorter, the measured time of collectives under 30 us would be that of their launches."""
 _MAX_SYNCHRONISING = 16
 """The maximum number of all-reduces before a row."""
 _LEAST_S = 1e-6
 _LARGE_S = 1.5
-"""The limit in seconds for the repetitions of the largest size. If they would take longer, it is not
-measured."""
+"""The limit in seconds for the repetitions of the largest size, which is not measured if they would take
+longer."""
 
 Transfer = Callable[[], None]
 Make = Callable[[int, "Members"], Transfer]
-"""A function that allocates buffers of the given bytes and returns the collective on these buffers."""
+"""A function that allocates buffers of a number of bytes, and returns a function that runs the collective on
+them."""
 
 
 class Members:
-    """This rank's process group of `size` consecutive ranks.
+    """The process group of this rank, with `size` consecutive ranks.
 
     Args:
         team: the ranks of one or more complete groups, which measure at the same time.
@@ -167,8 +168,8 @@ def _repetitions(budget_s: float, pilot: float) -> int:
 
 
 def _slowest(team: Team, seconds: Sequence[float]) -> list[float]:
-    """Returns each repetition's longest time over all ranks, because a collective ends when its last rank
-    does."""
+    """Returns the longest time of each repetition over all ranks, because a collective ends when its last
+    rank does."""
     return [max(each) for each in zip(*team.gather(seconds), strict=True)]
 
 
@@ -240,8 +241,8 @@ def _reduce_scatter(size: int, members: Members) -> Transfer:
 
 
 def _all_to_all(size: int, members: Members) -> Transfer:
-    """Prepares an all-to-all of equal parts. `size` bytes go to the other ranks, and one more part stays
-    here."""
+    """Prepares an all-to-all of equal parts. This rank sends `size` bytes to other ranks, and keeps one more
+    part."""
     sent = members.buffer(max(1, size * members.size // (members.size - 1)), torch.float32)
     received = torch.empty_like(sent)
     return lambda: _finish(dist.all_to_all_single(received, sent, group=members.group, async_op=True))

@@ -1,5 +1,5 @@
-"""Measures work without communication: matmuls, decompositions, memory, forward and backward passes, matrix
-updates.
+"""Measures work without communication: matmuls, decompositions, memory bandwidth, forward and backward
+passes, and matrix updates.
 
 An update is timed as the engine runs it, excluding the exchange: clip the gradient, step, check that the new
 weight is finite, and write the weight in the model's precision. The matrices of all layers are updated one
@@ -31,7 +31,7 @@ from canzona_cli.optimizers.matrix_optimizer import MatmulPrecision, matmul_prec
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes to measure, as sides of square matrices unless noted."""
+    """The sizes to measure on one type of device."""
 
     matmuls: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
     """The sides of the matrices in bf16 matmuls."""
@@ -58,7 +58,7 @@ SIZES = {
 """The sizes by type of device."""
 _LAUNCHES = 200
 _MODEL_BUDGET = 12
-"""The time budget for forward and backward passes, as a multiple of `Effort.item_s`. It is large because
+"""The time budget for forward and backward passes, as a multiple of `Effort.item_s`. It is large, because
 every predicted step time depends on these passes."""
 
 
@@ -172,7 +172,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _discard(_: object) -> None:
-    """Returns None, so that a lambda can call a function and ignore its result."""
+    """Ignores a value, so that a lambda can call a function and return None."""
 
 
 SPLITTINGS: tuple[Splitting, ...] = ("qkv", "split")
@@ -267,9 +267,9 @@ def expected_seconds(variant: Variant, rows: int, cols: int) -> float:
 def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s: float) -> list[float]:
     """Measures the seconds of one update of one (rows, columns) matrix; returns the samples of all members.
 
-    For SOAP and Shampoo a sample is the mean over a refresh period. If refreshes are not spread over all
-    steps, it is computed from one measured step without a refresh and the median of the measured steps with
-    one, weighted by how often each occurs.
+    For SOAP and Shampoo, a sample is the mean over a refresh period. If refreshes are not spread over all
+    steps, a sample is the weighted mean of a measured step without a refresh and the median of the measured
+    steps with a refresh; the weights are how often each occurs.
     """
     group = Group(variant, rows, cols, team.device)
     optimizer = group.optimizer
@@ -286,7 +286,7 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
     optimizer.precondition_frequency = _NEVER
     team.meet()
     group.update()
-    plain = [sample / group.count for sample in team.samples(group.update, budget_s)]
+    without_refresh = [sample / group.count for sample in team.samples(group.update, budget_s)]
     group.fill_factors(optimizer)
     optimizer.precondition_frequency = 1
     team.meet()
@@ -295,7 +295,7 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
         samples = repeat(group.update, team.device, budget_s)
     refreshes = sorted(sample / group.count for sample in chain.from_iterable(team.gather(samples)))
     refresh = refreshes[len(refreshes) // 2]
-    return [((period - 1) * sample + refresh) / period for sample in plain]
+    return [((period - 1) * sample + refresh) / period for sample in without_refresh]
 
 
 class Group:
@@ -329,7 +329,7 @@ class Group:
         self, variant: Variant, rows: int, cols: int
     ) -> tuple[list[torch.nn.Parameter], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Allocates masters, gradients, weights and scratch for rounding. If updates are stacked, the tensors
-        of each kind are evenly spaced in one block, as for experts; otherwise every tensor has its own
+        of each kind are evenly spaced in one block, as for experts; otherwise every tensor has a separate
         block."""
         optimizer, dtype = variant.config.optimizer, _dtype(variant.config)
         stacked = isinstance(optimizer, MomentumConfig) and bool(optimizer.stack)
@@ -369,9 +369,8 @@ class Group:
             optimizer.state[master]["step"] = 2 * optimizer.precondition_frequency
 
     def fill_factors(self, optimizer: KroneckerOptimizer) -> None:
-        """Makes all eigenvalues of the factors distinct by adding random numbers to the diagonals.
-
-        Factors from few gradients have low rank and decompose faster than factors in training.
+        """Adds random numbers to the diagonals of the factors, so that all eigenvalues are distinct. Factors
+        of only a few gradients have low rank and decompose faster than factors in training.
         """
         for master in self._masters:
             for side in SIDES:
@@ -385,8 +384,8 @@ class Group:
 
 
 def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
-    """Returns the number of matrices in a group: one per layer, within `_BYTES_AT_ONCE`; only one for large
-    matrices with SOAP and Shampoo, whose updates take long."""
+    """Returns the number of matrices in a group: one per layer, but no more than fit in `_BYTES_AT_ONCE`; 1
+    for large matrices with SOAP and Shampoo, whose updates take long."""
     squares = 0 if isinstance(variant.config.optimizer, MomentumConfig) else rows * rows + cols * cols
     if squares and max(rows, cols) > 1024:
         return 1
@@ -395,7 +394,7 @@ def _count(variant: Variant, rows: int, cols: int, device: torch.device) -> int:
 
 
 def _matrix(layer: int, rows: int, cols: int) -> Matrix:
-    """Returns the description of a matrix in a layer, without a tensor-parallel dimension."""
+    """Returns the description of a matrix of a layer that tensor parallelism does not cut."""
     name, parameter = f"layers.{layer}.other", f"decoder.layers.{layer}.weight"
     place = {"index": layer, "layer": layer, "unit": layer, "stage": 0}
     return Matrix(name=name, kind="other", rows=rows, cols=cols, shard_dim=None, parameter=parameter, **place)

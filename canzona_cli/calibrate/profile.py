@@ -52,8 +52,8 @@ Quantity = Literal[
     "forward",
     "backward",
 ]
-"""The measured quantities: fields of the profile in the units of these fields (grouped_collectives is 1 or
-0), and updates, collectives, forward and backward in seconds."""
+"""The measured quantities. Updates, collectives, forward and backward are in seconds. All others are fields
+of the profile and have the units of these fields; grouped_collectives is 1 or 0."""
 
 PART_NAMES: dict[Part, str] = {
     "arithmetic": "matmuls, decompositions, launches",
@@ -72,8 +72,8 @@ class Effort:
     item_s: float = 0.3
     """The budget in seconds for each matmul, decomposition, collective size and update shape."""
     largest_item_s: float = 40.0
-    """The maximum expected seconds of an update's measurement; updates that take longer are left to the cost
-    model."""
+    """The maximum expected seconds of an update's measurement. Updates that would take longer are left to the
+    cost model."""
     end_s: float = 70.0
     """The deadline in seconds after the start. A measurement of an update that would probably end later is
     skipped, unless it takes less than a second."""
@@ -82,8 +82,8 @@ class Effort:
     large: int | None = 32 << 20
     """A further size of collectives in bytes, measured if it is quick enough; None for no further size."""
 
-    def on(self, device: Device) -> "Effort":
-        """Returns the effort with the collective sizes for a type of device. On GPUs these go up to the
+    def for_device(self, device: Device) -> "Effort":
+        """Returns the effort with the sizes of collectives for a type of device. On GPUs, they reach the
         buckets of the largest models."""
         return self if device == "cpu" else replace(self, sizes=GPU_SIZES, large=None)
 
@@ -175,7 +175,7 @@ class Recorder:
         self.report(Record(measurements=(measurement,)))
 
     def report(self, more: Record) -> None:
-        """Appends to the record; does nothing on ranks other than 0."""
+        """Appends results to the record; does nothing on ranks other than 0."""
         if self._writes:
             append_json_line(self._path, asdict(more))
 
@@ -204,8 +204,8 @@ MODEL_LAYERS = 2
 
 
 def shorten(config: RunConfig) -> RunConfig:
-    """Returns the run whose forward and backward passes are measured: with a few layers and with AdamW, which
-    uses Megatron's own buffers."""
+    """Returns the run whose forward and backward passes are measured. It has only a few layers, and AdamW,
+    which uses Megatron's buffers."""
     return replace(
         config,
         model=replace(config.model, num_layers=min(MODEL_LAYERS, config.model.num_layers)),
@@ -214,10 +214,9 @@ def shorten(config: RunConfig) -> RunConfig:
 
 
 def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
-    """Returns a copy of the run for each optimizer to measure: Muon, SOAP, Shampoo and the recipe's own
-    optimizer with its settings.
-
-    There is a copy for each form of an optimizer, with and without stacking of matrices.
+    """Returns copies of the run with the optimizers to measure: Muon, SOAP, Shampoo, and the recipe's
+    optimizer with its settings. Muon and its variants have a copy for each form, with and without stacking of
+    matrices.
     """
     settings, lr = config.optimizer, config.optimizer.lr
     defaults = (MuonConfig(name="muon", lr=lr), SoapConfig(name="soap", lr=lr), ShampooConfig(name="shampoo", lr=lr))
@@ -292,9 +291,9 @@ def with_peak(profile: ClusterConfig) -> ClusterConfig:
     """Returns the profile with a measured peak rate (`bf16_tflops`) for CPU ranks; GPU profiles are not
     changed.
 
-    No datasheet lists the peak of this number of threads on this processor, so the rate of the fastest matmul
-    is used. If a factor of forward or backward is below 1, passes ran faster than the matmuls alone, and the
-    rate is divided by the smaller factor, so that no pass exceeds the peak.
+    No datasheet lists the peak of a processor for a number of threads, so the rate of the fastest matmul is
+    used. If the factor of forward or backward is below 1, passes ran faster than the matmuls alone. The rate
+    is then divided by the smaller factor, so that no pass exceeds the peak.
     """
     if profile.device != "cpu":
         return profile
@@ -324,8 +323,8 @@ def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, f
 
 
 def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
-    """Returns the profile with intra-node latency and bandwidth, measured by an all-to-all of two ranks. They
-    apply to kinds of collectives without a measurement."""
+    """Returns the profile with intra-node latency and bandwidth from the measured all-to-alls of two ranks.
+    They are used for kinds of collectives without a measurement."""
     pairs = sorted(
         (int(m.key[2]), m.spread.median)
         for m in _of_quantity(record, "collectives")
@@ -363,7 +362,7 @@ def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterC
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns (slope, intercept) of the line through the first and the last point; neither is negative."""
+    """Returns the (slope, intercept) of the line through the first and the last point, neither negative."""
     (least, quick), (most, slow) = points[0], points[-1]
     slope = (slow - quick) / (most - least) if most > least else 0.0
     if not 0 < slope <= slow / most:  # caused by noise; use a line through the origin instead
@@ -387,7 +386,8 @@ class StepFactors:
 
 
 def fit_to_steps(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
-    """Returns the profile with the step factors that the results of at least one bench give."""
+    """Returns the profile with the factors of complete steps, computed from the results of one or more
+    benches."""
     steps = factors(results)
     scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
     changes = {name: significant(getattr(profile, name) * steps.computing) for name in scaled}
@@ -401,9 +401,9 @@ def fit_to_steps(profile: ClusterConfig, results: Sequence[BenchResult]) -> Clus
 def factors(results: Sequence[BenchResult]) -> StepFactors:
     """Computes the factors from the data-parallel bench and, if there is one, the tensor-parallel bench.
 
-    One factor covers forward and backward. It comes from the data-parallel bench, in which these passes have
-    no collectives of their own. It includes the waits for gradients and parameters: the operating system
-    gives the ranks unequal shares of the cores, so faster ranks wait for slower ranks.
+    Forward and backward have one factor. It comes from the data-parallel bench, in which these passes contain
+    no collectives. It includes the waits for gradients and parameters, in which faster ranks wait for slower
+    ranks, because the operating system gives ranks unequal shares of the cores.
 
     Args:
         results: the data-parallel bench first.
@@ -437,7 +437,8 @@ def _factor(
     the phases.
 
     Args:
-        over_ranks: the measured time to use: the fastest rank's, or the mean of all ranks.
+        over_ranks: the measured time to use, which is that of the fastest rank (min) or the mean over all
+            ranks.
     """
     measured = predicted = 0.0
     for bench, phase in itertools.product(benches, phases):

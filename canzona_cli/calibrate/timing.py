@@ -22,7 +22,7 @@ class _Values:
 
 
 LEAST, MOST = 3, 400
-"""The minimum and maximum number of samples in a measurement. There are fewer only if `LEAST` samples would
+"""The minimum and maximum number of samples in a measurement. There are fewer than `LEAST` only if they would
 take more than four times the budget."""
 _SAMPLE_S = 1e-3
 """The minimum length of a sample in seconds. A sample of faster work consists of several calls."""
@@ -93,12 +93,12 @@ def time_calls(work: Work, device: torch.device, calls: int = 1) -> float:
 
 
 def clock(device: torch.device) -> float:
-    """Returns a time in seconds from an arbitrary start: processor time on CPU ranks with one thread,
+    """Reads a clock in seconds with an arbitrary start: processor time on CPU ranks with one thread,
     otherwise wall time.
 
-    A rank that shares a core sleeps while other ranks run, and a sleep is longer than most measured
-    operations, so a wall time would include either a whole sleep or none. Processor time excludes sleep and
-    other programs, but includes the effect of the other ranks on the caches.
+    A rank that shares a core sleeps while other ranks run. A sleep is longer than most measured operations,
+    so wall time would include either a whole sleep or none. Processor time excludes sleep and other programs,
+    but includes the effect of other ranks on the caches.
     """
     single_threaded = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time() if single_threaded else time.perf_counter()

@@ -57,8 +57,8 @@ def calibrate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
 
     @contextmanager
     def part(name: Part) -> Iterator[None]:
-        """Announces a part, and records it as done after the block. All ranks wait for each other at both
-        ends."""
+        """Announces a part before the block, and records it as done after the block. All ranks wait for each
+        other at both ends."""
         all_ranks.meet()
         record.step += 1
         if rank == 0:

@@ -167,8 +167,8 @@ def test_a_gpus_peak_is_its_datasheets_and_its_messages_are_large() -> None:
     assert (found.bf16_tflops, found.cores) == (base.bf16_tflops, base.cores)
     assert found.matmul_tflops == profile().matmul_tflops != base.matmul_tflops
     assert profile().bf16_tflops == 0.9, "a processor's is the best that was measured"
-    assert FULL.on("cpu") == FULL
-    assert max(FULL.on("cuda").sizes) == 1 << 30
+    assert FULL.for_device("cpu") == FULL
+    assert max(FULL.for_device("cuda").sizes) == 1 << 30
 
 
 def test_one_gpu_is_enough() -> None:
