@@ -20,7 +20,7 @@ from textwrap import fill
 from simulated_runs import resolved
 
 from canzona_cli.bench.simulated import SIZES, parse_gpus
-from canzona_cli.cluster.search import Tried, fastest_with
+from canzona_cli.cluster.search import LayoutResult, fastest_with
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import Layout, MomentumConfig, RunConfig
@@ -76,7 +76,7 @@ def study(recipe: str, gpus: int, *overrides: str) -> Study | None:
 
 
 @cache
-def best(recipe: str, gpus: int, strategy: AnyStrategy, *overrides: str) -> Tried | None:
+def best(recipe: str, gpus: int, strategy: AnyStrategy, *overrides: str) -> LayoutResult | None:
     """Simulates a strategy in the layout in which it is fastest; returns None if no layout fits for it or for
     canzona."""
     studied = study(recipe, gpus, *overrides)
@@ -91,12 +91,12 @@ def words(layout: Layout) -> str:
     return layout_words(layout, times="×")
 
 
-def over(this: Study | Tried | None, yardstick: Tried | None) -> float | None:
+def over(this: Study | LayoutResult | None, yardstick: LayoutResult | None) -> float | None:
     """Returns how much longer the time per sequence is than the yardstick's (0.01 is 1%); None if one of the two does
     not fit."""
     if this is None or yardstick is None:
         return None
-    iteration_s = this.iteration_s if isinstance(this, Tried) else this.planned.result.iteration_s
+    iteration_s = this.iteration_s if isinstance(this, LayoutResult) else this.planned.result.iteration_s
     return iteration_s / this.layout.global_batch_size / yardstick.per_sequence_s - 1
 
 
@@ -154,7 +154,7 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
     )  # fmt: skip
 
 
-def _described(layout: Layout, result: StrategyResult | Tried) -> str:
+def _described(layout: Layout, result: StrategyResult | LayoutResult) -> str:
     return f"{words(layout)}: {step_time(result.iteration_s)} ({step_time(result.optimizer_s)})"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.cluster.search import Tried, fastest_with
+from canzona_cli.cluster.search import LayoutResult, fastest_with
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.overrides import key_of
@@ -45,7 +45,7 @@ class SimulatedCell:
     study: Study | None
     reason: str = ""
     """The reason why no layout is possible; empty if `study` is set."""
-    yardsticks: Mapping[str, Tried | None] = MappingProxyType({})
+    yardsticks: Mapping[str, LayoutResult | None] = MappingProxyType({})
     """The strategies of `YARDSTICKS`, each in its fastest layout; None for a strategy that fits into memory
     in no layout."""
 
@@ -243,7 +243,7 @@ def _cell(config: RunConfig, gpus: int) -> SimulatedCell:
         study = study_run(*resolve(config))
     except DoesNotFit as error:
         return _impossible(config.name, gpus, error)
-    yardsticks: dict[str, Tried | None] = {name: fastest_with(config, name, study.layout) for name in YARDSTICKS}
+    yardsticks: dict[str, LayoutResult | None] = {name: fastest_with(config, name, study.layout) for name in YARDSTICKS}
     return SimulatedCell(recipe=config.name, gpus=gpus, study=study, yardsticks=MappingProxyType(yardsticks))
 
 

@@ -150,7 +150,7 @@ def _layer_names(model: ModelConfig) -> frozenset[str]:
     """Returns the names of a layer's routers, and of its matrices in all splittings except the splitting by
     heads."""
     family = family_of(model)
-    matrices = (f"{weight.inside}{kind}" for weight in family.weights(model) for kind in weight.kinds)
+    matrices = (f"{weight.unit_prefix}{kind}" for weight in family.weights(model) for kind in weight.kinds)
     return frozenset([*matrices, *(router.name for router in family.routers(model))])
 
 

@@ -65,8 +65,8 @@ class Finding:
     group: Group
     name: str
     status: Status
-    """The severity. info: worth knowing; warn: something will be slow or unavailable; fail: no run is
-    possible."""
+    """The severity: ok; info for something worth knowing; warn if something will be slow or unavailable; fail
+    if no run is possible."""
     value: str
     """The value on this machine."""
     meaning: str
@@ -78,7 +78,8 @@ class Finding:
 def _finding(
     group: Group, name: str, ok: bool, value: str, meaning: str, fix: str = "", *, otherwise: Status = "warn"
 ) -> Finding:
-    """Makes a finding: with status `ok` if `ok`, otherwise with status `otherwise` and the fix."""
+    """Makes a finding. Its status is ok if `ok` is True. Otherwise it has the status `otherwise`, and the
+    fix."""
     status: Status = "ok" if ok else otherwise
     return Finding(group=group, name=name, status=status, value=value, meaning=meaning, fix="" if ok else fix)
 

@@ -1,7 +1,7 @@
-"""Chooses the layout of a run, and suggests changes if no layout fits.
+"""Chooses the layout of a run, and suggests changes if no layout fits into memory.
 
-The user's settings are hard constraints. Settings that are null are searched, with the same result on every
-machine.
+The user's settings are hard constraints. Values are searched for settings that are null, with the same result
+on every machine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from canzona_cli.model.matrices import routing
 from canzona_cli.run.words import plural
 
 H200_GIB = 140.4
-"""The memory of the next larger GPU, for `suggestions`; the same as in the built-in h200 profile."""
+"""The memory in GiB of the next larger GPU, for `suggestions`; the value of the built-in profile h200."""
 SHORTEST_SUGGESTED_SEQUENCE = 512
 
 
@@ -30,12 +30,13 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
     """Chooses a value for every layout setting that is null; returns the completed configuration and its
     layout.
 
-    Resolving the result again changes nothing.
+    Resolving the returned configuration again changes nothing.
 
     Raises:
-        ConfigError: the settings are impossible, or leave a matrix optimizer without matrices; lists every
-            problem.
-        DoesNotFit: no possible layout fits the profile's memory; lists changes that would make one fit.
+        ConfigError: the settings are impossible, or leave a matrix optimizer without matrices; the error
+            lists every problem.
+        DoesNotFit: no possible layout fits the profile's memory; the error lists changes that would make one
+            fit.
     """
     routing(config)
     config = replace(config, cluster=with_layers_here(config.cluster))
@@ -46,9 +47,10 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
 
 
 def choose(config: RunConfig) -> Candidate | None:
-    """Returns the layout with the shortest simulated time per sequence; None if no layout fits.
+    """Returns the layout with the shortest simulated time per sequence; None if no layout fits into memory.
 
-    If every layout setting is given, or no plan fits, returns the layout that needs the least memory instead.
+    If the user set every layout setting, or if no plan fits, the layout that needs the least memory is
+    returned instead.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -66,6 +68,7 @@ def choose(config: RunConfig) -> Candidate | None:
 
 
 def _memory_problem(config: RunConfig) -> Problem:
+    """Describes a run that fits in no layout, and the changes that would make it fit."""
     least = min(candidates(config), key=lambda candidate: candidate.memory.total)
     memory, layout = least.memory, least.layout
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts.items() if size >= GIB / 20)
@@ -87,10 +90,11 @@ def _memory_problem(config: RunConfig) -> Problem:
 
 
 def suggestions(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yields single changes that make `config` fit, each as overrides and as the changed configuration.
+    """Yields single changes that make `config` fit into memory, each as overrides and as the changed
+    configuration.
 
-    Changes that alter the job less come first. Of several numbers of GPUs only the smallest that fits is
-    yielded, and of several sequence lengths only the longest.
+    Changes that alter the job less come first. Only the smallest number of GPUs and the longest sequence
+    length that fit are yielded.
     """
     for alternatives in _changes(config):
         for override, changed in alternatives:
@@ -136,7 +140,8 @@ def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
 
 
 def _more_gpus(gpus: int, per_node: int) -> Iterator[int]:
-    """Yields larger numbers of GPUs: each number up to one node, then 1, 2, 3, 4, 6, 8, 12, ... nodes."""
+    """Yields larger numbers of GPUs: each number up to one node, then the GPUs of 1, 2, 3, 4, 6, 8, 12, ...
+    nodes."""
     yield from range(gpus + 1, per_node + 1)
     for power in range(10):
         for machines in (1 << power, 3 << power >> 1) if power else (1,):
@@ -160,8 +165,8 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
     """Composes and resolves every run of a sweep, so that none is refused hours later.
 
     Raises:
-        CanzonaError: at least one run is refused. If only some runs have a problem, it names the swept values
-            of the first such run.
+        CanzonaError: at least one run is refused. If only some runs have a problem, the error names the swept
+            values of the first of them.
     """
     runs: list[SweptRun] = []
     failed: list[tuple[Combination, CanzonaError]] = []
@@ -188,10 +193,8 @@ def swept_runs(arguments: Sequence[str], recipes_dirs: Sequence[Path]) -> tuple[
 def _with_scaled_minimum(
     combination: Combination, recipe_of: Callable[[tuple[str, ...]], OptimizerConfig]
 ) -> Combination:
-    """Keeps the recipe's ratio of minimum to peak for swept learning rates, so that all schedules have the
-    same shape.
-
-    The ratio is added as an override, so that the printed overrides reproduce the run.
+    """Gives swept learning rates the recipe's ratio of minimum to peak, so that all schedules have the same
+    shape. The ratio is added as an override, so that the printed overrides reproduce the run.
     """
     overrides = combination.overrides
     keys = {key_of(override) for override in overrides}
@@ -204,8 +207,8 @@ def _with_scaled_minimum(
 
 
 def _merge(occurrences: Sequence[tuple[Problem, str]], runs: int) -> Problem:
-    """Merges the same problem of several runs into one. If not all of the `runs` have it, the reason names
-    the swept values of the first run that does."""
+    """Merges occurrences of the same problem in several runs. If not all of the `runs` have the problem, the
+    reason names the swept values of the first run that has it."""
     (problem, words), *more = occurrences
     if len(occurrences) == runs:
         return problem

@@ -19,8 +19,8 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def with_layers_here(cluster: ClusterConfig) -> ClusterConfig:
-    """Fills in `transformer_engine` if it is null: True if the profile has fused layers and Transformer
-    Engine is installed here.
+    """Fills in `transformer_engine` if it is null. The value is True if the profile has fused layers and
+    Transformer Engine is installed here.
 
     A machine without GPUs can only plan for other machines. These are assumed to have Transformer Engine.
     """
@@ -63,11 +63,12 @@ def installed_gpus() -> tuple[GpuInfo, ...]:
 
 
 def select(gpus: tuple[GpuInfo, ...], visible: str | None) -> tuple[GpuInfo, ...]:
-    """Returns the GPUs that a value of CUDA_VISIBLE_DEVICES makes visible.
+    """Returns the GPUs that a value of CUDA_VISIBLE_DEVICES makes visible. The value None shows all GPUs, an
+    empty value shows none.
 
-    None shows all GPUs, an empty value none. An entry is an index, or the start of a UUID that matches
-    exactly one GPU. Any other entry, such as -1, ends the list. If a GPU is named twice, CUDA shows none. A
-    MIG entry selects the whole GPU that it names, or the first GPU if it names none.
+    An entry is an index, or the start of a UUID that matches exactly one GPU. Any other entry, such as -1,
+    ends the list. If a GPU is named twice, CUDA shows none. A MIG entry selects the whole GPU that it names,
+    or the first GPU if it does not name a GPU.
     """
     if visible is None:
         return gpus
@@ -101,7 +102,8 @@ def _index(gpus: tuple[GpuInfo, ...], entry: str) -> int | None:
 
 
 def read_smi(listing: str | None) -> tuple[GpuInfo, ...] | None:
-    """Parses the output of nvidia-smi, which has one line per GPU; returns None without output."""
+    """Parses the output of nvidia-smi, which has one line for each GPU; returns None if there is no
+    output."""
     if listing is None:
         return None
     rows = [[field.strip() for field in line.split(",")] for line in listing.splitlines()]

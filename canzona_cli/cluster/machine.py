@@ -34,8 +34,8 @@ _CONNECT_TIMEOUT_S = 5.0
 
 
 def machine_facts(device: Device) -> dict[str, str | int | float]:
-    """Returns the processor, cores, memory, torch's version and, for "cuda", the GPU. None of these facts
-    identifies the machine."""
+    """Returns facts about this machine that do not identify it: processor, cores, memory, torch's version
+    and, for "cuda", the GPU."""
     facts: dict[str, str | int | float] = {
         "device": device,
         "processor": processor_name(),
@@ -96,8 +96,8 @@ def installed_version(package: str) -> str | None:
 
 
 def requirement(package: str) -> Requirement | None:
-    """Returns the requirement for a package in canzona's metadata, optional ones included; None if there is
-    no such requirement, or if canzona is not installed as a package."""
+    """Returns the requirement, possibly optional, for a package in canzona's metadata; None if there is none,
+    or if canzona is not installed as a package."""
     try:
         requirements = map(Requirement, metadata.requires("canzona") or ())
     except metadata.PackageNotFoundError:
@@ -174,8 +174,8 @@ def driver_cuda() -> Release | None:
 
 
 def torch_cuda() -> Release | None:
-    """Returns the CUDA release that the installed torch was built for; (0, 0) for a build without CUDA, None
-    if unknown."""
+    """Returns the CUDA release for which the installed torch was built; (0, 0) for a build without CUDA, None
+    if it is unknown."""
     spec = importlib.util.find_spec("torch")
     try:
         text = Path(spec.origin).with_name("version.py").read_text("utf-8") if spec and spec.origin else ""
@@ -218,8 +218,8 @@ def backend_problem(chosen: str | None) -> Problem | None:
 
 
 def fused_layers_problem() -> Problem | None:
-    """Returns a problem if Transformer Engine is missing, or its version is untested with megatron-core; else
-    None."""
+    """Returns a problem if Transformer Engine is missing or its version is untested with megatron-core;
+    otherwise None."""
     version, needed = installed_version("transformer-engine"), requirement("transformer-engine")
     key, without = (
         "cluster.transformer_engine",

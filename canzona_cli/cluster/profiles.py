@@ -1,4 +1,5 @@
-"""The files of cluster profiles, built-in and the user's own, with their problems and warnings."""
+"""Finds and reads the files of cluster profiles, both built-in and the user's, with their problems and
+warnings."""
 
 import re
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class Profile:
 
 
 def list_profiles(recipes_dirs: Sequence[Path] = ()) -> list[Profile]:
-    """Lists the user's profiles by name, then the built-in ones.
+    """Lists the user's profiles by name, then the built-in profiles.
 
     Raises:
         ConfigError: one of `recipes_dirs` does not exist.

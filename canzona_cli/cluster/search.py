@@ -1,8 +1,8 @@
 """The possible layouts of a run, and the search for the fastest.
 
-Every layout that keeps the user's settings gets a quick estimate; a layout with more recomputation gets one
-only after the same layout with less. Layouts are simulated in the order of their estimates, until the
-estimates of all remaining layouts exceed the fastest simulated steps.
+Every layout that keeps the user's settings is estimated quickly; a layout with more recomputation only after
+the same layout with less. Layouts are then simulated in the order of their estimates, until all remaining
+estimates exceed the fastest simulated steps.
 """
 
 import math
@@ -33,8 +33,8 @@ from canzona_cli.simulate.predict import IterationParts, divide_iteration, simul
 from canzona_cli.simulate.step import StrategyResult
 
 BATCH_TOLERANCE = 0.125
-"""The largest relative difference between a chosen batch and `train.batch_tokens`. The limit prevents the
-number of GPUs from silently changing the training job."""
+"""The largest relative difference between a chosen batch and `train.batch_tokens`. Without this limit,
+another number of GPUs could silently change the training job."""
 MICRO_BATCHES = (8, 4, 2, 1)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -52,7 +52,7 @@ class Candidate:
 
 
 def candidates(config: RunConfig) -> list[Candidate]:
-    """Lists every possible layout of a run with its memory; at least one layout, in no particular order.
+    """Lists every possible layout of a run with its memory, in no particular order. There is at least one.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -61,7 +61,7 @@ def candidates(config: RunConfig) -> list[Candidate]:
 
 
 def any_fits(config: RunConfig) -> bool:
-    """Returns True if at least one possible layout fits.
+    """Returns True if at least one possible layout fits into memory.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -74,7 +74,8 @@ def any_fits(config: RunConfig) -> bool:
 
 
 def possible_layouts(config: RunConfig) -> list[Layout]:
-    """Lists every layout that keeps the user's settings, regardless of memory; at least one layout.
+    """Lists every layout that keeps the user's settings, even if it does not fit into memory. There is at
+    least one.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -146,7 +147,7 @@ def expert_ranks(config: RunConfig, cells: int) -> tuple[int, ...]:
 
 
 def _batch_multiple(pp: int, vpp: int, dp: int, micro: int) -> int:
-    """Returns the number that a global batch must be a multiple of.
+    """Returns the number of sequences of which a global batch must be a multiple.
 
     Interleaved schedules need micro-batches in groups of `pp`.
     """
@@ -184,8 +185,8 @@ def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
 
 
 def _global_batch(config: RunConfig, step: int) -> int | None:
-    """Returns the number of sequences in an optimizer step, a multiple of `step`; None if no multiple matches
-    the settings."""
+    """Returns the number of sequences in an optimizer step, which is a multiple of `step`; None if no
+    multiple matches the settings."""
     train = config.train
     if train.global_batch_size is not None:
         return train.global_batch_size if train.global_batch_size % step == 0 else None
@@ -195,8 +196,8 @@ def _global_batch(config: RunConfig, step: int) -> int | None:
 
 
 def _no_batch(config: RunConfig) -> Problem:
-    """Returns the problem of a run without possible layouts: no parallel sizes divide the GPUs, or no layout
-    divides the batch. All other problems have already been refused (`layout_problems`)."""
+    """Describes why a run has no possible layout: no parallel sizes divide the number of GPUs, or no layout
+    divides the batch. All other problems have been reported earlier (`layout_problems`)."""
     train = config.train
     micro = train.micro_batch_size or 1
     steps = sorted({_batch_multiple(pp, vpp, dp, micro) for _, pp, vpp, _, dp in _meshes(config)})
@@ -221,24 +222,24 @@ EQUAL_WITHIN = 1e-5
 """The relative difference up to which two step times are treated as equal."""
 
 MARGIN = 1.005
-"""The factor by which the estimates of all remaining layouts must exceed the slowest of the best simulated
-steps before the search stops. Estimates hardly ever exceed simulations by more."""
+"""The factor by which all remaining estimates must exceed the slowest of the best simulated steps before the
+search stops. Estimates hardly ever exceed simulations by more."""
 MARGIN_WITH_EXPERTS = 1.03
 """The same factor for models with experts, whose traffic is harder to estimate."""
 EXHAUSTIVE_RANKS = 1024
 """The largest number of ranks for which every layout within `MARGIN` is simulated."""
 MAX_SIMULATIONS = 10
-"""The limit on simulations for runs with more ranks, where each takes a second. A search for more layouts
-than this simulates more."""
+"""The limit on simulations for runs with more ranks, where each simulation takes a second. It is raised to
+the number of layouts that the search returns."""
 MANY_MATRICES = 4096
-"""The number of matrices above which a plan takes seconds. Only models with experts have so many."""
+"""The number of matrices above which making a plan takes seconds. Only models with experts have more."""
 MAX_SIMULATIONS_MANY_MATRICES = 2
-"""The limit on simulations for models with more matrices than `MANY_MATRICES`. A search for more layouts than
-this simulates more."""
+"""The limit on simulations for models with more matrices than `MANY_MATRICES`. It is raised to the number of
+layouts that the search returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class LayoutResult:
     """A layout that was planned and simulated. Its times do not depend on this machine's number of cores."""
 
     layout: Layout
@@ -259,9 +260,9 @@ class Tried:
 class LayoutSearch:
     """The result of a search."""
 
-    best: tuple[Tried, ...]
-    """The requested number of layouts, fastest first. Of layouts with equal times only the simplest is
-    listed. Empty if no plan fits."""
+    best: tuple[LayoutResult, ...]
+    """The fastest layouts, as many as were requested, ordered by time. Of several layouts with equal times,
+    only the simplest is included. Empty if no plan fits into memory."""
     legal: int
     """The number of layouts that fit and were compared."""
     simulated: int
@@ -269,7 +270,8 @@ class LayoutSearch:
 
 
 def search(config: RunConfig, count: int = 1) -> LayoutSearch:
-    """Returns the `count` fastest possible layouts that fit, by simulation. Results are cached in files.
+    """Searches for the `count` layouts with the shortest simulated steps that fit into memory. Results are
+    cached in files.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -283,33 +285,34 @@ def search(config: RunConfig, count: int = 1) -> LayoutSearch:
     return result
 
 
-def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> Tried | None:
-    """Returns the fastest layout of the run with another strategy that needs no plan; None if no layout fits.
+def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> LayoutResult | None:
+    """Returns the fastest layout of the run with another strategy, which needs no plan; None if no layout
+    fits into memory.
 
-    The planned layout is always tried too, because a search with limited simulations may miss it. On GPUs the
-    fastest layout is also simulated with the bucket sizes that plans choose from, because a user of this
-    strategy could set them with `parallel.bucket_elements`.
+    The planned layout is always simulated too, because a search with a limit on simulations may miss it. On
+    GPUs, the fastest layout is also simulated with the bucket sizes that are tried for plans, because a user
+    of this strategy could set them with `parallel.bucket_elements`.
     """
     other = with_strategy(config, strategy)
-    same_layout = _try(other, planned) if estimate(other, planned).fits else None
-    results = [*search(other).best, *([same_layout.tried()] if same_layout else [])]
+    same_layout = _simulate(other, planned) if estimate(other, planned).fits else None
+    results = [*search(other).best, *([same_layout.complete()] if same_layout else [])]
     fastest = min(results, key=lambda tried: tried.per_sequence_s, default=None)
     if fastest is None or config.cluster.device == "cpu" or config.parallel.bucket_elements is not None:
         return fastest
     _, *limits = bucket_limits(default_bucket_elements(fastest.layout.owners))  # `fastest` has the default
     runs = [replace(other, parallel=replace(other.parallel, bucket_elements=limit)) for limit in limits]
-    simulated = [_try(run, fastest.layout) for run in runs if estimate(run, fastest.layout).fits]
-    return min([fastest, *(each.tried() for each in simulated if each)], key=lambda tried: tried.iteration_s)
+    simulated = [_simulate(run, fastest.layout) for run in runs if estimate(run, fastest.layout).fits]
+    return min([fastest, *(each.complete() for each in simulated if each)], key=lambda tried: tried.iteration_s)
 
 
 def _search(config: RunConfig, count: int) -> LayoutSearch:
-    """Runs the search of `search` without the cache."""
+    """Performs a search without the cache, see `search`."""
     fitting = _eligible(config)
-    best: dict[float, _Simulated] = {}
+    best: dict[float, _SimulatedLayout] = {}
     known: set[tuple[Layout, float, float]] = set()
     seconds_without: dict[Layout, float] = {}
-    """The seconds per sequence of simulated layouts, by layout without recomputation. A layout with more
-    recomputation is never faster, so it can be skipped."""
+    """The seconds per sequence of simulated layouts, by the same layout without recomputation. A layout with
+    more recomputation is never faster, so it can be skipped."""
     simulated, most = 0, _simulation_limit(config)
     margin = MARGIN_WITH_EXPERTS if config.model.num_experts else MARGIN
     for estimated_s, layout in _quickest_first(config, fitting):
@@ -322,17 +325,19 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
         # same result.
         unsliced = replace(layout, cp=1, dp=layout.owners, micro_batch_size=1)
         same = (unsliced, layout.micro_batch_size / layout.cp, estimated_s)
-        plain = replace(layout, recompute="none")
-        if same in known or seconds_without.get(plain, 0.0) > slowest:
+        without_recomputation = replace(layout, recompute="none")
+        if same in known or seconds_without.get(without_recomputation, 0.0) > slowest:
             continue
         simulated += 1
-        result = _try(config, layout)
+        result = _simulate(config, layout)
         if result is not None:
             known.add(same)
             # Rounded, because equal times may differ by the order of summation.
-            seconds = seconds_without[plain] = float(f"{result.result.iteration_s / layout.global_batch_size:.5e}")
+            seconds = seconds_without[without_recomputation] = float(
+                f"{result.result.iteration_s / layout.global_batch_size:.5e}"
+            )
             best[seconds] = min(result, best.get(seconds, result), key=lambda either: _simplest_first(either.layout))
-    fastest = tuple(best[seconds].tried() for seconds in sorted(best)[:count])
+    fastest = tuple(best[seconds].complete() for seconds in sorted(best)[:count])
     return LayoutSearch(best=fastest, legal=sum(map(len, fitting)), simulated=simulated)
 
 
@@ -345,9 +350,9 @@ def _simulation_limit(config: RunConfig) -> float:
 
 
 def _eligible(config: RunConfig) -> list[list[Layout]]:
-    """Returns the layouts to choose from: those that leave the profile's headroom free, or, if there are
-    none, those that fit. Layouts that differ only in recomputation are in one list, in order of increasing
-    recomputation."""
+    """Returns the layouts to choose from: those that leave the profile's headroom free or, if there are none,
+    those that fit into memory. Layouts that differ only in recomputation are in one list, in order of
+    increasing recomputation."""
     leaves_headroom, fitting = list[list[Layout]](), list[list[Layout]]()
     for _, alike in groupby(possible_layouts(config), attrgetter("tp", "pp", "vpp", "cp", "ep", "micro_batch_size")):
         several, fits = list(alike), list[Layout]()
@@ -367,7 +372,7 @@ def _quickest_first(config: RunConfig, layouts: Iterable[Sequence[Layout]]) -> I
 
     Args:
         layouts: see `_eligible`. A layout is estimated only after the previous layout of its list has been
-            yielded, because more recomputation does not make it faster.
+            yielded, because more recomputation never makes a layout faster.
     """
 
     def entry(several: Sequence[Layout]) -> tuple[float, tuple[int, ...], Sequence[Layout]]:
@@ -389,7 +394,7 @@ def _estimated_s(config: RunConfig, layout: Layout) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Simulated:
+class _SimulatedLayout:
     """A simulated layout."""
 
     run: RunConfig
@@ -399,10 +404,11 @@ class _Simulated:
     """The plan; None for strategies without one."""
     result: StrategyResult
 
-    def tried(self) -> Tried:
-        """Adds the memory and the parts of the step, which only the fastest layouts need."""
+    def complete(self) -> LayoutResult:
+        """Returns the result with the memory and the parts of the step, which are computed only for the
+        fastest layouts."""
         run, layout, plan = self.run, self.layout, self.plan
-        return Tried(
+        return LayoutResult(
             layout=layout,
             iteration_s=self.result.iteration_s,
             optimizer_s=self.result.optimizer_s,
@@ -411,14 +417,15 @@ class _Simulated:
         )
 
 
-def _try(config: RunConfig, layout: Layout) -> _Simulated | None:
-    """Plans and simulates a layout; returns None if no plan fits or the settings are refused."""
+def _simulate(config: RunConfig, layout: Layout) -> _SimulatedLayout | None:
+    """Plans and simulates a layout; returns None if no plan fits into memory, or if the settings are
+    refused."""
     run = fill(config, layout)
     try:
         plan = plan_of_run(run, layout)
     except (ConfigError, DoesNotFit):
         return None
-    return _Simulated(run=run, layout=layout, plan=plan, result=simulate_run(run, layout, plan))
+    return _SimulatedLayout(run=run, layout=layout, plan=plan, result=simulate_run(run, layout, plan))
 
 
 def _simplest_first(layout: Layout) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The known model families, and parameter and FLOP counts of their models."""
+"""The known model families, and functions that count the parameters and FLOPs of their models."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,7 +48,7 @@ class ParameterCount:
     """The weights of all layers' norms and of the final norm."""
     routers: int
     idle: int
-    """The parameters of the experts that a token does not go to."""
+    """The parameters of the experts to which a token is not sent."""
 
     @property
     def non_embedding(self) -> int:
@@ -108,6 +108,6 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> float:
     They are three times the forward pass's FLOPs, because the backward pass computes the gradients of inputs
     and of weights. Recomputation of activations is not included. The convention is PaLM's (arXiv 2204.02311,
     appendix B) with the causal half of attention and with the output layer, as in Megatron-LM's
-    `num_floating_point_operations`; only the experts that a token goes to are included.
+    `num_floating_point_operations`; only the experts to which a token is sent are included.
     """
     return 3.0 * family_of(model).forward_flops(model, seq_length)

@@ -1,5 +1,5 @@
-"""A model family: everything that planner, simulator, Megatron layers, checkpoints and Hugging Face formats
-need to know about a kind of model.
+"""Describes a family of models: everything that planner, simulator, Megatron layers, checkpoints and Hugging
+Face formats need to know about it.
 
 Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch, so they
 are in `canzona_cli.megatron.model`, by the family's name. Parameters have Megatron's names, without the
@@ -22,12 +22,12 @@ Copies = Literal["data", "tp"]
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Consecutive rows of a parameter that belong to one unit (see `model.geometry`)."""
+    """Consecutive rows of a parameter that belong to one unit, see `model.geometry`."""
 
     kind: Kind
     """The kind of the unit; `other` for the vocabulary, whose unit is named after the parameter."""
     rows: int
-    """The number of rows in one repeat, over all TP ranks."""
+    """The number of rows in one repeat, counted over all TP ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Weight:
     name: str
     """Megatron's name; in `Family.weights` without the prefix of the layer."""
     kind: Kind
-    """The kind of the matrix that all parts form together."""
+    """The kind of the matrix that consists of all parts."""
     parts: tuple[Band, ...]
     """The parts of one repeat, from top to bottom."""
     cols: int
@@ -47,14 +47,14 @@ class Weight:
     """The way tensor parallelism divides the weight: by consecutive repeats, by rows of each part, or by
     columns."""
     copies: Copies = "data"
-    """The group whose ranks hold copies of each fragment."""
+    """The group of ranks that have copies of each fragment."""
     expert: int | None = None
     """The index of the expert in its layer; None for weights outside experts."""
 
     @property
-    def inside(self) -> str:
-        """The prefix of its units' names in a layer: `experts.17.` for an expert's weight, otherwise
-        empty."""
+    def unit_prefix(self) -> str:
+        """The prefix of the names of the weight's units in a layer: `experts.17.` for an expert's weight,
+        otherwise empty."""
         return "" if self.expert is None else f"experts.{self.expert}."
 
     @property
@@ -75,7 +75,7 @@ class Weight:
         return 1 if self.cut == "cols" else 0
 
     def stored(self, tp: int) -> "Weight":
-        """Returns the weight as each TP rank stores it."""
+        """Returns the part of the weight that each TP rank stores, as a weight."""
         match self.cut:
             case "repeats":
                 return replace(self, repeats=self.repeats // tp)
@@ -118,7 +118,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """The size of core attention: elements of one token's queries and keys, over all TP ranks."""
+    """The size of core attention: the elements of one token's queries and keys, summed over TP ranks."""
 
     queries: int
     keys: int
@@ -128,11 +128,11 @@ class Attention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The forward pass of one module of a layer."""
+    """The work of one module of a layer in the forward pass."""
 
     part: Part
     weight: Weight
-    """The weight that a token is multiplied by."""
+    """The weight by which a token is multiplied."""
     stream: int
     """The number of times that the residual stream is read or written."""
     elements: int = 0
@@ -143,7 +143,7 @@ class Work:
     experts_per_token: int = 1
     copied: int = 0
     """The elements per token that are read or written to copy the token for its experts, or to add up their
-    results; tensor parallelism divides them only if experts are divided among ranks."""
+    results. Tensor parallelism divides this work only if experts are divided among ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,8 @@ class Activations:
     cut: int
     """The elements that tensor parallelism divides, over all TP ranks."""
     largest: int
-    """The maximum number of gradient elements alive at once in the backward pass, over all TP ranks."""
+    """The largest number of gradient elements that exist at the same time in the backward pass, over all TP
+    ranks."""
     copied: int = 0
     """The elements of a token's copies for its experts and of their results; divided like `Work.copied`."""
 
@@ -169,20 +170,21 @@ class Foreign:
     config: str
     """The name of the configuration class."""
     defaults: Callable[[Mapping[str, object]], Mapping[str, object]]
-    """Returns the values of keys that a `config.json` may omit, given the keys that it has."""
+    """A function that returns the values of keys that a `config.json` may omit, given the keys that it
+    has."""
     must_be: Mapping[str, tuple[object, ...]]
     """The accepted values of keys that the family fixes; the first is the family's value."""
     fixed: Mapping[str, object]
-    """The settings of a recipe's model section that are constant in this format."""
+    """The settings of a recipe's model section that have the same value in all models of the family."""
     written: Mapping[str, object]
-    """The constant keys that an export writes for this family only."""
+    """The keys, with constant values, that an export writes for this family only."""
     embedding: str = "model.embed_tokens.weight"
     output: str = "lm_head.weight"
     final_norm: str = "model.norm.weight"
     layer: Mapping[str, str]
     """The names within a layer by unit, in the order of the model; `*` stands for the index of an expert."""
     widths: Mapping[str, str] = field(default_factory=dict)
-    """The keys in `config.json` that only this family uses, by the integer setting that each stands for."""
+    """The keys in `config.json` that only this family uses, by the integer setting that each represents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +198,7 @@ class Family:
     """The 2-D parameters of a layer, in the order in which Megatron creates modules and fills gradient
     buffers."""
     norms: Callable[[ModelConfig], tuple[Norm, ...]]
-    """The norms of a layer in the same order."""
+    """The norms of a layer, in the same order."""
     routers: Callable[[ModelConfig], tuple[Router, ...]] = lambda model: ()
     """The routers of a layer."""
     modules: Callable[[ModelConfig], tuple[Work, ...]]

@@ -1,8 +1,8 @@
-"""The geometry of parameters: the rows and columns of Megatron's parameters that make up a matrix or a
-fragment, as plain numbers, without tensors.
+"""The geometry of parameters: which rows and columns of Megatron's parameters make up a matrix or a fragment.
+It works with numbers only, without tensors.
 
-With one tensor-parallel (TP) rank, a 2-D parameter is its *parts* from top to bottom, repeated `repeats`
-times. TP divides either the repeats, or each part, or the columns:
+With one tensor-parallel (TP) rank, a 2-D parameter consists of its *parts* from top to bottom, repeated
+`repeats` times. TP divides either the repeats, or each part, or the columns:
 
     linear_qkv              query groups x [queries of the group; its key; its value]    TP divides the groups
     linear_fc1              1 x [gate; up]                  TP divides each part: a rank stores [gate_r; up_r]
@@ -31,9 +31,8 @@ _HEAD = re.compile(r"(q|k|v)\.(\d+)")
 
 
 def weight_of(name: str, model: ModelConfig) -> Weight | None:
-    """Returns the 2-D parameter with a Megatron name; None for vectors and for unknown names.
-
-    For a tied output layer it is the embedding.
+    """Returns the 2-D parameter with a Megatron name; None for vectors and for unknown names. A tied output
+    layer has the parameter of the embedding.
     """
     if name in (EMBEDDING, OUTPUT):
         unit = EMBEDDING if model.tied_embeddings else name
@@ -59,7 +58,7 @@ def _weights_by_name(model: ModelConfig) -> Mapping[str, Weight]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Consecutive rows of a 2-D tensor (a fragment or a stored tensor) that are a rectangle of a unit."""
+    """Consecutive rows of a 2-D tensor (a fragment or a stored tensor) that form a rectangle in a unit."""
 
     unit: str
     unit_row: int
@@ -75,20 +74,20 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
 
     Args:
         name: Megatron's name in the model.
-        shape: The shape of the fragment, used for vectors only. Every rank has a copy of a vector, which is
+        shape: the shape of the fragment, used for vectors only. Every rank has a copy of a vector, which is
             treated as one row.
     """
     layer, part = _layer_of(name)
     weight = weight_of(name, model)
     if weight is None:
         unfused = {norm.fused: norm.name for norm in family_of(model).norms(model)}
-        return (_all_of(f"{layer}{unfused.get(part, part)}", shape),)
+        return (_whole_unit(f"{layer}{unfused.get(part, part)}", shape),)
     return tuple(_blocks(weight, layer, tp, rank))
 
 
 def matrix_blocks(matrix: Matrix, model: ModelConfig, *, tp: int, rank: int) -> tuple[Block, ...]:
     """Locates a matrix's fragment on one tensor-parallel rank in model space, with rows in the order of
-    `in_parameter`."""
+    `locate_in_parameter`."""
     units = {block.unit for block in stored_blocks(matrix.name, matrix.shape, model)}
     blocks: list[Block] = []
     row = 0
@@ -113,14 +112,14 @@ def stored_blocks(name: str, shape: Sequence[int], model: ModelConfig) -> tuple[
     """
     layer, part = _layer_of(name)
     if head := _HEAD.fullmatch(part):
-        return (replace(_all_of(f"{layer}{head[1]}", shape), unit_row=int(head[2]) * model.head_dim),)
+        return (replace(_whole_unit(f"{layer}{head[1]}", shape), unit_row=int(head[2]) * model.head_dim),)
     fused = _fused_weights(model).get(part)
-    return (_all_of(name, shape),) if fused is None else tuple(_blocks(fused, layer, 1, 0))
+    return (_whole_unit(name, shape),) if fused is None else tuple(_blocks(fused, layer, 1, 0))
 
 
-def in_whole_parameter(matrix: Matrix, held: Sequence[Block], model: ModelConfig) -> Iterator[Block]:
-    """Locates blocks of a matrix in its parameter as a single TP rank would store it: `unit` is the
-    parameter.
+def locate_in_whole_parameter(matrix: Matrix, held: Sequence[Block], model: ModelConfig) -> Iterator[Block]:
+    """Locates blocks of a matrix in its parameter as a single TP rank would store it; yields blocks whose
+    `unit` is the parameter.
 
     Args:
         held: the blocks of a stored matrix or of a fragment (`stored_blocks`, `matrix_blocks`).
@@ -156,7 +155,7 @@ def _unit_shapes(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
         **{norm.name: (norm.elements,) for norm in family.norms(model)},
         **{router.name: (router.rows, router.cols) for router in family.routers(model)},
         **{
-            f"{weight.inside}{part.kind}": (weight.repeats * part.rows, weight.cols)
+            f"{weight.unit_prefix}{part.kind}": (weight.repeats * part.rows, weight.cols)
             for weight in family.weights(model)
             for part in weight.parts
         },
@@ -164,7 +163,7 @@ def _unit_shapes(model: ModelConfig) -> Mapping[str, tuple[int, ...]]:
 
 
 def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
-    """Returns the full shape of the unit or matrix (of any splitting) with that name."""
+    """Returns the full shape of the unit, or the matrix of any splitting, with this name."""
     layer, part = _layer_of(name)
     if head := _HEAD.fullmatch(part):
         return model.head_dim, unit_shape(f"{layer}{head[1]}", model)[1]
@@ -174,19 +173,20 @@ def whole_shape(name: str, model: ModelConfig) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _fused_weights(model: ModelConfig) -> Mapping[str, Weight]:
-    """Returns the parameters of a layer by the name of the matrix that all their parts form together."""
-    return {f"{weight.inside}{weight.kind}": weight for weight in family_of(model).weights(model)}
+    """Returns the parameters of a layer, by the name of the matrix that consists of all parts of the
+    parameter."""
+    return {f"{weight.unit_prefix}{weight.kind}": weight for weight in family_of(model).weights(model)}
 
 
 def _blocks(weight: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
-    """Yields the blocks of `weight` as TP rank `rank` stores it."""
+    """Yields the blocks of the fragment of `weight` that TP rank `rank` stores."""
     stored, row = weight.stored(tp), 0
     for repeat in range(stored.repeats):
         for part in stored.parts:
             # The number of repeats on earlier ranks; `repeat` is the index of a repeat on this rank.
             before = 0 if stored.cut == "cols" else rank * stored.repeats
             yield Block(
-                unit=weight.name if part.kind == "other" else f"{layer}{weight.inside}{part.kind}",
+                unit=weight.name if part.kind == "other" else f"{layer}{weight.unit_prefix}{part.kind}",
                 unit_row=(before + repeat) * part.rows,
                 unit_col=rank * stored.cols if stored.cut == "cols" else 0,
                 row=row,
@@ -196,15 +196,15 @@ def _blocks(weight: Weight, layer: str, tp: int, rank: int) -> Iterator[Block]:
             row += part.rows
 
 
-def _all_of(unit: str, shape: Sequence[int]) -> Block:
+def _whole_unit(unit: str, shape: Sequence[int]) -> Block:
     """Returns a block that is an entire unit; a vector is treated as one row."""
     rows, cols = (1, *shape) if len(shape) == 1 else shape
     return Block(unit=unit, unit_row=0, unit_col=0, row=0, rows=rows, cols=cols)
 
 
 def _layer_of(name: str) -> tuple[str, str]:
-    """Splits a name into the prefix of its layer (`layers.3.`) and the rest; the prefix is empty outside of
-    layers."""
+    """Splits a name into the prefix of its layer (`layers.3.`) and the rest. The prefix is empty for
+    parameters outside the layers."""
     name = name.removeprefix("decoder.")
     match = _LAYER.fullmatch(name)
     return (f"layers.{match[1]}.", match[2]) if match else ("", name)
@@ -215,16 +215,15 @@ def _layer_of(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """`tensor.view(shape)[index]`."""
+    """The part `tensor.view(shape)[index]` of a tensor."""
 
     shape: tuple[int, ...]
     index: tuple[int | slice, ...]
 
 
-def in_parameter(matrix: Matrix, model: ModelConfig, tp: int) -> View:
-    """Locates the fragment of a matrix in the parameter that one of its holders stores.
-
-    The view has the shape (repeats or parts, rows, columns), or (rows, columns) if one dimension suffices.
+def locate_in_parameter(matrix: Matrix, model: ModelConfig, tp: int) -> View:
+    """Locates the fragment of a matrix in the parameter that one of its holders stores. The view has the
+    shape (repeats or parts, rows, columns), or (rows, columns) if two dimensions suffice.
     """
     everything = slice(None)
     weight = _weight_with(matrix, model)
@@ -243,8 +242,9 @@ def in_parameter(matrix: Matrix, model: ModelConfig, tp: int) -> View:
     return View(rows, (repeat - (matrix.home or 0) * (weight.repeats // tp), slice(start, start + model.head_dim)))
 
 
-def in_whole(matrix: Matrix, model: ModelConfig, tp: int, rank: int) -> View:
-    """Locates the fragment of TP rank `rank` in the whole matrix, with the dimensions of `in_parameter`."""
+def locate_in_matrix(matrix: Matrix, model: ModelConfig, tp: int, rank: int) -> View:
+    """Locates the fragment of TP rank `rank` in the whole matrix, with the dimensions of
+    `locate_in_parameter`."""
     everything = slice(None)
     if head_of(matrix) is not None:  # one rank has the entire head
         return View((matrix.rows, matrix.cols), (everything,))
@@ -260,7 +260,7 @@ def in_whole(matrix: Matrix, model: ModelConfig, tp: int, rank: int) -> View:
 
 
 def stored_shape(matrices: Sequence[Matrix], tp: int) -> tuple[int, int]:
-    """Returns (rows, columns), on one TP rank, of the parameter that consists of `matrices`."""
+    """Returns the (rows, columns), on one TP rank, of the parameter that consists of `matrices`."""
     rows, first = sum(matrix.rows for matrix in matrices), matrices[0]
     if first.shard_dim == 1:
         return rows, first.cols // tp
@@ -276,7 +276,7 @@ def head_of(matrix: Matrix) -> int | None:
 
 
 def _weight_with(matrix: Matrix, model: ModelConfig) -> Weight | None:
-    """Returns a parameter that holds matrices of this kind, for experts the parameter of any expert; None for
+    """Returns a parameter that holds matrices of this kind (for experts, that of any expert); None for
     user-defined kinds."""
     return _holders(model).get(matrix.kind)
 

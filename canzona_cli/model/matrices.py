@@ -1,5 +1,5 @@
-"""The matrices that a matrix optimizer updates, from shapes and layout alone, and the routing of all
-parameters to that optimizer or to AdamW.
+"""Lists the matrices that a matrix optimizer updates, and assigns all parameters to that optimizer or to
+AdamW. Both follow from the model's shapes and the layout alone.
 
 The 2-D weights of layers are matrices or consist of several matrices; AdamW updates embedding, output layer,
 norms, biases and routers. Order, names, shapes and the position of each element do not depend on the
@@ -61,8 +61,8 @@ class Matrix:
     home: CountOrZero | None = None
     """The only TP rank that stores the matrix, for per-head matrices; None for other matrices."""
     expert_rank: CountOrZero | None = None
-    """The expert-parallel rank whose cells (`Mesh.expert_rank`) store the whole matrix, for an expert's
-    matrix if `Mesh.ep` exceeds 1; None for other matrices."""
+    """The expert-parallel rank whose cells (`Mesh.expert_rank`) store the whole matrix. Only experts'
+    matrices have one, and only if `Mesh.ep` exceeds 1; None for all other matrices."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,8 +84,8 @@ class Matrix:
         return self.shard_dim is not None and self.shape[self.shard_dim] >= self.shape[1 - self.shard_dim]
 
     def holders(self, tp: int) -> range:
-        """Returns the TP ranks that store the matrix or a fragment: only its home if it has one, otherwise
-        all."""
+        """Returns the TP ranks that store the matrix or a fragment of it: only its home if it has one,
+        otherwise all."""
         return range(tp) if self.home is None else range(self.home, self.home + 1)
 
     def held_elements(self, tp: int) -> int:
@@ -93,16 +93,15 @@ class Matrix:
         return self.elements if self.shard_dim is None or self.home is not None else self.elements // tp
 
     def fragment_shape(self, tp: int) -> tuple[int, int]:
-        """Returns (rows, columns) on each of the matrix's `holders`; the order of rows may differ from the
-        matrix's."""
+        """Returns the (rows, columns) on each of the matrix's `holders`. The rows may be in another order
+        than in the matrix."""
         if self.shard_dim is None:
             return self.shape
         return (self.rows // tp, self.cols) if self.shard_dim == 0 else (self.rows, self.cols // tp)
 
     def fragment_elements(self, tp: int) -> int:
-        """Returns the number of elements on one TP rank; with a home, the average over TP ranks, each of
-        which stores the same number of heads. An expert's matrix with an `expert_rank` is on one rank
-        whole."""
+        """Returns the number of elements on one TP rank. For a matrix with a home, this is the average over
+        TP ranks, which store equal numbers of heads. A matrix with an `expert_rank` is whole on one rank."""
         return self.elements if self.shard_dim is None and self.home is None else self.elements // tp
 
 
@@ -148,14 +147,12 @@ def matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple[
     makes them.
 
     Args:
-        splitting: The way a parameter is divided into matrices.
-            fused: each parameter is one matrix.
-            qkv: q, k and v are separate matrices, fc1 is one matrix, as in Megatron's Muon.
-            split: q, k, v, gate and up are separate matrices. q, k and v share a unit, because a TP rank's
-                fragment of qkv is interleaved by query group; gate and up are two units, because its
-                fragment of fc1, `[gate_r; up_r]`, is two ranges.
-            per_head: like split, but every head of q, k and v is a matrix, stored on one TP rank
-                (`Matrix.home`).
+        splitting: the way in which parameters are divided into matrices. fused: each parameter is one matrix.
+            qkv: q, k and v are separate matrices, fc1 is one matrix, as in Megatron's Muon. split: q, k, v,
+            gate and up are separate matrices. q, k and v share a unit, because a TP rank's fragment of qkv is
+            interleaved by query group; gate and up are two units, because its fragment of fc1, `[gate_r;
+            up_r]`, is two ranges. per_head: like split, but every head of q, k and v is a matrix, stored on
+            one TP rank (`Matrix.home`).
 
     Raises:
         ConfigError: tensor parallelism does not divide a dimension evenly, or the layers cannot be cut into
@@ -170,11 +167,11 @@ def _matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple
 
 
 def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
-    """Numbers the matrices of consecutive blocks, and gives each its pipeline stage, model chunk, unit and
-    home.
+    """Numbers the matrices of consecutive blocks, and assigns each to a pipeline stage, a model chunk, a unit
+    and, if it belongs to one head, a home.
 
     Raises:
-        ConfigError: as `matrices`.
+        ConfigError: see `matrices`.
     """
     layers = sum(block.layers for block in blocks)
     cut = dict.fromkeys(
@@ -218,8 +215,8 @@ def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matri
 
 
 def _whole(matrix: LayerMatrix, layout: Layout) -> bool:
-    """Returns True for a matrix that tensor parallelism does not cut, because expert parallelism divides
-    the experts among ranks."""
+    """Returns True if tensor parallelism does not cut the matrix, because it belongs to an expert and experts
+    are divided among ranks."""
     return layout.ep > 1 and matrix.expert is not None
 
 
@@ -235,12 +232,12 @@ def _stages_and_chunks(layers: int, layout: Layout) -> Mapping[int, tuple[int, i
 
 @lru_cache(maxsize=64)
 def layer_shapes(model: ModelConfig, splitting: Splitting) -> tuple[Shape, ...]:
-    """Returns (rows, columns) of one layer's matrices, in registration order."""
+    """Returns the (rows, columns) of each matrix of a layer, in registration order."""
     return tuple((matrix.rows, matrix.cols) for matrix in layer_matrices(model, splitting))
 
 
 def matrix_shapes(config: RunConfig) -> tuple[Shape, ...]:
-    """Lists the (rows, columns) of one layer's matrices, as the run's strategy splits them."""
+    """Returns the (rows, columns) of each matrix of a layer, with weights split as in the run's strategy."""
     return layer_shapes(config.model, splitting_of(config))
 
 
@@ -271,7 +268,7 @@ def layer_matrices(model: ModelConfig, splitting: Splitting) -> tuple[LayerMatri
             for head in range(heads or 1):
                 matrices.append(
                     LayerMatrix(
-                        name=f"{kind}.{head}" if heads else f"{parameter.inside}{kind}",
+                        name=f"{kind}.{head}" if heads else f"{parameter.unit_prefix}{kind}",
                         kind=kind,
                         rows=rows // (heads or 1),
                         cols=parameter.cols,
@@ -304,7 +301,7 @@ def layer_on_rank(
 
 
 def _cut_by_tp(matrices: Iterable[LayerMatrix]) -> Iterator[tuple[int, str]]:
-    """Yields (count, name) of the rows, columns or heads that tensor parallelism must divide evenly."""
+    """Yields the (number, name) of rows, columns or heads that tensor parallelism must divide evenly."""
     for matrix in matrices:
         if matrix.slices:
             yield matrix.slices, f"heads of {matrix.kind}"
@@ -353,14 +350,19 @@ def routing(config: RunConfig) -> Routing:
     replicated = [(parameter.name, parameter.elements) for parameter in family.replicated(model)]
     rest = (
         Routed(pattern=EMBEDDING, count=1, elements=vocabulary),
-        *_patterns("decoder.layers.*.", layers, [*weights, *replicated]),
+        *_group_by_pattern("decoder.layers.*.", layers, [*weights, *replicated]),
         Routed(pattern=FINAL_NORM, count=1, elements=model.hidden_size),
         *(() if model.tied_embeddings else (Routed(pattern=OUTPUT, count=1, elements=vocabulary),)),
     )
-    return Routing(optimizer=config.optimizer.name, matrices=() if adamw_only else _routed(config), adamw=rest)
+    return Routing(optimizer=config.optimizer.name, matrices=() if adamw_only else _group_matrices(config), adamw=rest)
 
 
-def _routed(config: RunConfig) -> tuple[Routed, ...]:
+def _group_matrices(config: RunConfig) -> tuple[Routed, ...]:
+    """Groups the matrices that the run's matrix optimizer updates.
+
+    Raises:
+        ConfigError: the optimizer would have no matrix to update.
+    """
     model, splitting, chosen = config.model, splitting_of(config), config.optimizer
     if isinstance(chosen, KroneckerConfig):
         longest, shortest = chosen.max_preconditioner_dim, min(map(min, layer_shapes(model, splitting)))
@@ -369,14 +371,14 @@ def _routed(config: RunConfig) -> tuple[Routed, ...]:
             fix = f"use at least optimizer.max_preconditioner_dim={shortest}, or optimizer=adamw"
             raise ConfigError(problem_with(config, "optimizer.max_preconditioner_dim", reason, fix))
     of_layer = [(matrix.name, matrix.elements) for matrix in layer_matrices(model, splitting)]
-    return _patterns("layers.*.", model.num_layers, of_layer)
+    return _group_by_pattern("layers.*.", model.num_layers, of_layer)
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$")
 """The index of a head or of an expert in a name."""
 
 
-def _patterns(layer: str, layers: int, named: Iterable[tuple[str, int]]) -> tuple[Routed, ...]:
+def _group_by_pattern(layer: str, layers: int, named: Iterable[tuple[str, int]]) -> tuple[Routed, ...]:
     """Groups the parameters or matrices of `layers` equal layers by pattern; `named` are the names in one
     layer, with their elements."""
     counts, elements = Counter[str](), Counter[str]()

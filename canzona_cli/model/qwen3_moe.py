@@ -78,8 +78,8 @@ def _activations(model: ModelConfig, fused: bool) -> Activations:
 
 
 def _forward_flops(model: ModelConfig, seq_length: int) -> float:
-    """Counts the matmul FLOPs of one token's forward pass as in the dense family, with the experts that the
-    token goes to; the router's matmul is not included, as in Megatron-LM."""
+    """Counts the matmul FLOPs of one token's forward pass as in the dense family, with the experts to which
+    the token is sent. The router's matmul is not included, as in Megatron-LM."""
     *_, fc1, fc2 = QWEN3.weights(model)
     network = fc1.elements + fc2.elements
     experts = 2.0 * model.num_layers * (model.experts_per_token - 1) * network

@@ -1,4 +1,4 @@
-"""The file format for user-defined decoder-only models: YAML with the shapes of their matrices.
+"""Reads user-defined decoder-only models from YAML files with the shapes of their matrices.
 
     name: my-model
     hidden_size: 4096          # width of the residual stream
@@ -49,7 +49,7 @@ _HEAD_DIM = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShapes:
-    """A model as the planner needs it."""
+    """The shapes of a user's model."""
 
     name: str
     hidden_size: int
@@ -74,8 +74,8 @@ class ModelShapes:
 
     @property
     def digest(self) -> str:
-        """The SHA-256, in hex, of everything that planning depends on: all fields except `name`, and of each
-        matrix all fields except `expert`, which is always None in a user's model."""
+        """The SHA-256, in hexadecimal, of everything on which planning depends: all fields except `name`, and
+        except `expert` of each matrix, which is always None in a user's model."""
         content = asdict(
             replace(self, name=""),
             dict_factory=lambda pairs: {name: value for name, value in pairs if name != "expert"},
@@ -86,7 +86,7 @@ class ModelShapes:
         """Lists the matrices in the file's order, layer by layer.
 
         Raises:
-            ConfigError: as `canzona_cli.model.matrices.matrices`.
+            ConfigError: see `canzona_cli.model.matrices.matrices`.
         """
         return number_matrices(self.blocks, layout)
 
@@ -120,8 +120,8 @@ def load_shapes(path: Path) -> ModelShapes:
     """Reads a file of shapes.
 
     Raises:
-        ConfigError: the file cannot be read, or its values are incomplete or impossible; carries every
-            problem.
+        ConfigError: the file cannot be read, or its values are incomplete or impossible. The error lists
+            every problem.
     """
     try:
         tree = parse_yaml(read_plain(path, most=LARGEST_YAML))
@@ -144,7 +144,8 @@ def load_shapes(path: Path) -> ModelShapes:
 
 
 class _Reader:
-    """A reader of values that collects every problem, and replaces an invalid value by a harmless one."""
+    """A reader of values that collects all problems. It replaces each invalid value with a valid value, so
+    that it can go on."""
 
     def __init__(self, where: str) -> None:
         self.problems: list[Problem] = []

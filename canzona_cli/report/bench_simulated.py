@@ -10,7 +10,7 @@ from rich.text import Text
 
 from canzona_cli.bench.options import AFFECTED, SweepKind
 from canzona_cli.bench.simulated import YARDSTICKS, SimulatedCell, Simulation
-from canzona_cli.cluster.search import Tried
+from canzona_cli.cluster.search import LayoutResult
 from canzona_cli.report.bench_sweep import HEADS, TITLES
 from canzona_cli.report.curves import Curve, Curves, SideBySide
 from canzona_cli.report.header import rank_word
@@ -154,7 +154,7 @@ def _strategy_columns(
 
 
 def _yardstick_columns(
-    cells: Sequence[SimulatedCell], title: str, show: Callable[[Tried, float | None], str]
+    cells: Sequence[SimulatedCell], title: str, show: Callable[[LayoutResult, float | None], str]
 ) -> Columns:
     """Returns a column for each strategy that is also simulated in its own fastest layout.
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from canzona_cli.bench.simulated import SIZES, SIZES_WITH_EXPERTS
 from canzona_cli.cluster import fit
 from canzona_cli.cluster.gpus import with_layers_here
-from canzona_cli.cluster.search import LayoutSearch, Tried, candidates, fill, search
+from canzona_cli.cluster.search import LayoutResult, LayoutSearch, candidates, fill, search
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import GIB, Memory, capacity, headroom
@@ -151,7 +151,7 @@ class FastestLayouts(Page):
 
     config: RunConfig
     search: LayoutSearch
-    without_headroom: Tried | None = None
+    without_headroom: LayoutResult | None = None
     """The fastest layout with `cluster.headroom_gib=0`; None if it is not faster than the first of the
     table."""
     verbose: bool = False
@@ -218,17 +218,17 @@ class FastestLayouts(Page):
             "why": self._why(),
         }
 
-    def _headroom_cost(self, without: Tried) -> float:
+    def _headroom_cost(self, without: LayoutResult) -> float:
         """Returns the relative increase in time per sequence that the headroom costs."""
         return self.search.best[0].per_sequence_s / without.per_sequence_s - 1
 
-    def _outlook(self, tried: Tried) -> Outlook:
+    def _outlook(self, tried: LayoutResult) -> Outlook:
         return outlook(self.config, tried.layout, tried.iteration_s)
 
-    def _slowdown(self, tried: Tried) -> float:
+    def _slowdown(self, tried: LayoutResult) -> float:
         return tried.per_sequence_s / self.search.best[0].per_sequence_s - 1
 
-    def _cells(self, tried: Tried) -> tuple[str, ...]:
+    def _cells(self, tried: LayoutResult) -> tuple[str, ...]:
         layout, forecast = tried.layout, self._outlook(tried)
         return (
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
@@ -283,7 +283,7 @@ def fastest_layouts(config: RunConfig, *, verbose: bool) -> FastestLayouts:
     return FastestLayouts(config=config, search=result, without_headroom=without_headroom, verbose=verbose)
 
 
-def _without_headroom(config: RunConfig, best: Tried) -> Tried | None:
+def _without_headroom(config: RunConfig, best: LayoutResult) -> LayoutResult | None:
     """Returns the fastest layout that may use the headroom, if it is faster than `best`."""
     if not config.cluster.headroom_gib:
         return None
@@ -299,7 +299,7 @@ def _usable_memory(config: RunConfig) -> str:
     return f"{(capacity(config) - free) / GIB:.1f}" + (f", which leaves {free / GIB:.1f} of headroom" if free else "")
 
 
-def _limits(tried: Tried) -> str:
+def _limits(tried: LayoutResult) -> str:
     """Formats the two largest parts of an iteration other than compute: `updates 5%, pipeline idle 3%`."""
     shares = ((name, seconds / tried.iteration_s) for name, seconds in tried.spent.limits[:2])
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= _WORTH_NAMING)

@@ -149,7 +149,7 @@ def beside_others(matrices: int) -> list[bool]:
         found |= {number: sent > number + 1 for number in due[matrix, part]}
         for exchange in behind[part].exchanges if part < len(behind) else ():
             if exchange == "all_gather":
-                due[matrix, part + 1 + behind[part].under].append(sent)
+                due[matrix, part + 1 + behind[part].overlapped_parts].append(sent)
             sent += 1
     assert len(found) == matrices * shared_collectives(5)["all_gather"]
     return [found[number] for number in sorted(found)]

@@ -72,8 +72,8 @@ def test_fragments_and_matrices_agree_on_elements(
                 if matrix.home not in (None, rank):
                     continue
                 whole = together.setdefault(matrix.name, np.full((matrix.rows, matrix.cols), -1))
-                place = geometry.in_parameter(matrix, shape, tp)
-                _seen(whole, geometry.in_whole(matrix, shape, tp, rank))[...] = _seen(parameter, place)
+                place = geometry.locate_in_parameter(matrix, shape, tp)
+                _seen(whole, geometry.locate_in_matrix(matrix, shape, tp, rank))[...] = _seen(parameter, place)
                 _seen(counted, place)[...] += 1
             assert (counted == 1).all(), f"not every element of {name} is in one matrix"
     for name, whole in together.items():

@@ -289,7 +289,7 @@ def test_products_and_exchanges_are_those_the_planner_prices(steps: int) -> None
         multiplied.append(counter.get_flop_counts().get("Global", {}).get(torch.ops.aten.addmm, 0))
     assert multiplied == [work.matmul_flops for work in shared_works(steps, *whole, 1, width=4)]
     planned = [
-        ((kind, part), part + 1 + behind.under)
+        ((kind, part), part + 1 + behind.overlapped_parts)
         for part, behind in enumerate(shared_exchanges(steps))
         for kind in behind.exchanges
     ]

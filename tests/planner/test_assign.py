@@ -23,7 +23,7 @@ from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import balance, communication, padding_fraction
 from canzona_cli.planner.plan import Assignment, PlanSettings
 from canzona_cli.simulate.compare import ALPHAS
-from canzona_cli.simulate.predict import layerwise
+from canzona_cli.simulate.predict import assign_layerwise
 from tests.planner.planning import grid, grids, least_makespan, models, newton_schulz, transformer
 from tests.sizes import Size, run
 
@@ -233,7 +233,7 @@ def test_grid_balance_of_every_size_is_within_a_few_percent_of_its_bound(size: S
             busiest / max(lower_bound(matrices, costs, stage, mesh.owners, mesh.tp) for stage in range(mesh.pp))
         )
 
-        megatron, _ = layerwise(matrices, mesh, bucket)
+        megatron, _ = assign_layerwise(matrices, mesh, bucket)
         for stage in range(mesh.pp):
             loads = found.loads(matrices, costs, stage, mesh.owners, mesh.tp)
             owners = [sum(loads[start : start + mesh.tp]) for start in range(0, len(loads), mesh.tp)]
