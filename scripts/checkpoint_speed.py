@@ -62,7 +62,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _steps(run: Path, overrides: list[str], *, asynchronous: bool) -> dict[str, object]:
-    """Trains and returns the seconds of steps with and without a save in progress, and the rate of every save.
+    """Trains; returns the seconds of steps during a save and without one, and the rate of every save.
 
     The first two steps are not counted.
     """
@@ -72,16 +72,16 @@ def _steps(run: Path, overrides: list[str], *, asynchronous: bool) -> dict[str, 
     saves = [event for event in _lines(run / "events.jsonl") if event["event"] == "checkpoint"]
     # A save starts when training is blocked for the copy.
     spans = [(s["time"] - s["seconds"] - s["stall_s"], s["time"]) for s in saves]
-    beside: list[float] = []
-    alone: list[float] = []
+    during_save: list[float] = []
+    without_save: list[float] = []
     for begin, end in list(pairwise(ends))[1:]:
         overlaps = any(start < end and begin < stop for start, stop in spans)
-        (beside if overlaps else alone).append(end - begin)
+        (during_save if overlaps else without_save).append(end - begin)
     size = int(saves[0]["bytes"])
     return {
         "bytes": size,
-        "beside_s": beside,
-        "alone_s": alone,
+        "beside_s": during_save,
+        "alone_s": without_save,
         "stall_s": [save["stall_s"] for save in saves],
         "save_gb_per_s": [save["bytes"] / save["seconds"] / 1e9 for save in saves],
         "disk_gb_per_s": [_disk(run, size) for _ in saves],
@@ -103,7 +103,8 @@ def _disk(folder: Path, size: int) -> float:
 
 
 def _starts(folder: Path, overrides: list[str]) -> dict[str, list[float]]:
-    """Returns the seconds from the command to the end of its first step, for cold and resumed starts."""
+    """Trains; returns the seconds from the start of the command to the end of its first step, for cold and resumed
+    starts."""
     cold: list[float] = []
     resumed: list[float] = []
     for turn in range(TURNS):
@@ -119,16 +120,16 @@ def _show(raw: dict[str, object]) -> None:
     for name in ("asynchronous", "synchronous"):
         steps = raw[name]
         assert isinstance(steps, dict)
-        beside, alone = statistics.mean(steps["beside_s"]), statistics.mean(steps["alone_s"])
+        during_s, without_s = statistics.mean(steps["beside_s"]), statistics.mean(steps["alone_s"])
         # The extra time of all steps during a save.
-        extra = (beside - alone) * len(steps["beside_s"]) / len(steps["save_gb_per_s"])
+        extra = (during_s - without_s) * len(steps["beside_s"]) / len(steps["save_gb_per_s"])
         save, disk = statistics.median(steps["save_gb_per_s"]), statistics.median(steps["disk_gb_per_s"])
         print(
             f"{name}: {steps['bytes'] / 2**20:,.0f} MiB; save {save:.2f} GB/s, disk {disk:.2f} GB/s: {save / disk:.0%}"
         )
         print(
-            f"  steps {alone:.3f} s (quartiles {_quartiles(steps['alone_s'])}), during a save {beside:.3f} s "
-            f"({_quartiles(steps['beside_s'])}): {beside / alone - 1:+.1%}; a save costs {extra:.3f} s in total, "
+            f"  steps {without_s:.3f} s (quartiles {_quartiles(steps['alone_s'])}), during a save {during_s:.3f} s "
+            f"({_quartiles(steps['beside_s'])}): {during_s / without_s - 1:+.1%}; a save costs {extra:.3f} s in total, "
             f"including {statistics.median(steps['stall_s']):.3f} s in which training is blocked"
         )
     starts = raw["starts"]

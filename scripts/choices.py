@@ -35,7 +35,7 @@ CALIBRATED = Path(__file__).parent / "profiles" / "cpu-calibrated.yaml"
 CPU_SIZES = ("qwen3-tiny", "qwen3-mini")
 CPU_RANKS = (2, 4, 8)
 CLEARLY = 1e-3
-"""The share of an iteration by which another buffer layout must beat the default to be shown."""
+"""The share of an iteration by which another buffer layout must be faster than the default to be shown."""
 
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "gradients": get_args(Reduction),
@@ -73,7 +73,7 @@ class Row:
 
 def chosen(config: RunConfig, layout: Layout, plan: Plan) -> dict[str, Mapping[str, int]]:
     """Returns the number of buckets, matrices or owners of a plan that use each option, by choice."""
-    communicated, how = communication(config, layout, plan), plan.subject.optimizer
+    communicated, algorithm = communication(config, layout, plan), plan.subject.optimizer
     forms, updates, products = Counter[str](), Counter[str](), Counter[str]()
     for kind in kinds(config, plan):
         updates["alone" if kind.together == 1 else "stacked"] += kind.matrices
@@ -84,25 +84,26 @@ def chosen(config: RunConfig, layout: Layout, plan: Plan) -> dict[str, Mapping[s
         "gradients": dict[str, int](communicated.reduced_by.items()),
         "weights": dict[str, int](communicated.gathered_by.items()),
         "mode": dict(Counter(plan.modes)),
-        "groups": dict(Counter(_groups(plan))),
+        "groups": dict(Counter(_describe_groups(plan))),
         "form": dict(forms),
         "updates": dict(updates),
         "products": dict(products),
-        "roots": {how.roots: len(plan.matrices)} if how.name == "shampoo" else {},
-        "launches": {"graph" if how.graph else "kernels": 1},
+        "roots": {algorithm.roots: len(plan.matrices)} if algorithm.name == "shampoo" else {},
+        "launches": {"graph" if algorithm.graph else "kernels": 1},
         "layout": {_fastest_layout(config, layout, plan): 1},
     }
 
 
-def _groups(plan: Plan) -> Iterator[str]:
-    """Yields, for each owner, whether it has one micro-group or several; nothing without TP."""
+def _describe_groups(plan: Plan) -> Iterator[str]:
+    """Yields "one" or "several" for each owner, by its number of micro-groups; yields nothing if tp is 1."""
     if plan.subject.layout.tp > 1:
         groups = Counter((group.stage, group.owner) for group in plan.groups)
         yield from ("one" if number == 1 else "several" for number in groups.values())
 
 
 def _fastest_layout(config: RunConfig, layout: Layout, plan: Plan) -> str:
-    """Returns the buffer layout with the shortest simulated iteration; the default unless another is clearly faster."""
+    """Returns the buffer layout with the shortest simulated iteration, but the default unless another is clearly
+    faster."""
     default = plan.subject.settings.layout
     best, least = str(default), simulate_plan(with_cores(config), layout, plan).iteration_s * (1 - CLEARLY)
     for other in get_args(BufferLayout):
@@ -120,7 +121,8 @@ def _fastest_layout(config: RunConfig, layout: Layout, plan: Plan) -> str:
 
 
 def rows(gpus: Sequence[int], sizes: Sequence[str], overrides: Sequence[str]) -> Iterator[Row]:
-    """Plans all runs and yields their rows: GPU profiles with Muon, H100 with SOAP and Shampoo, CPU ranks."""
+    """Plans all runs and yields their rows: Muon on each GPU profile, SOAP and Shampoo on H100, and Muon on CPU
+    ranks."""
     runs = [(profile, "muon", recipe, count) for profile in GPU_PROFILES for recipe in sizes for count in gpus]
     runs += [("h100-80g", name, recipe, count) for name in ("soap", "shampoo") for recipe in sizes for count in gpus]
     runs += [

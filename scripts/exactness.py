@@ -77,12 +77,12 @@ def column(optimizer: str) -> dict[str, Cell]:
             cells.setdefault(CONTROL, cell(alone[single], other, (*single, OTHER), optimizer))
         [trained] = train(several)
         cells[name] = cell(alone[single], trained, several, optimizer)
-        print(f"{optimizer}, {name}: {words(cells[name])}", flush=True)
+        print(f"{optimizer}, {name}: {format_cell(cells[name])}", flush=True)
     return cells
 
 
 def mode_columns() -> dict[str, dict[str, Cell]]:
-    """Trains in every mode and layout; returns the cells by mode, then layout."""
+    """Trains in every mode and layout; returns the cells by mode and then by layout."""
     single = (*GRAM, *one_rank("tp2"))
     alone, other = train(single, (*single, OTHER))
     columns = {mode: {CONTROL: cell(alone, other, (*single, OTHER), "muon")} for mode in MODES}
@@ -90,7 +90,7 @@ def mode_columns() -> dict[str, dict[str, Cell]]:
         runs = {mode: (*settings, *overrides) for mode, settings in MODES.items()}
         for mode, trained in zip(MODES, train(*runs.values()), strict=True):
             columns[mode][where] = cell(alone, trained, runs[mode], "muon")
-            print(f"{mode}, {where}: {words(columns[mode][where])}", flush=True)
+            print(f"{mode}, {where}: {format_cell(columns[mode][where])}", flush=True)
     return columns
 
 
@@ -113,17 +113,17 @@ def cell(alone: Trained, trained: Trained, run: tuple[str, ...], optimizer: str)
     }
 
 
-def words(cell: Cell) -> str:
+def format_cell(cell: Cell) -> str:
     """Formats a cell for the table."""
     engine = f"{cell['matrices_not_bitwise']} differ" if cell["matrices_not_bitwise"] else "bitwise"
     if cell["matrices_shared"]:
         times = f"{cell['shared_times_as_inexact']:.2f} (at most {cell['shared_times_as_inexact_at_most']:.1f})"
         shared = f"{cell['matrices_shared']} shared: {times}"
         engine = shared if cell["matrices_shared"] == cell["matrices"] else f"{shared}, others {engine}"
-    return f"{cell['deviation_lr']:.1e}, {engine}{' OVER THE LIMIT' if beyond(cell) else ''}"
+    return f"{cell['deviation_lr']:.1e}, {engine}{' OVER THE LIMIT' if exceeds_limit(cell) else ''}"
 
 
-def beyond(cell: Cell) -> bool:
+def exceeds_limit(cell: Cell) -> bool:
     """Returns True if a cell exceeds a limit."""
     return (
         not float(cell["deviation_lr"]) <= float(cell["deviation_bound_lr"])
@@ -137,7 +137,7 @@ def show(columns: dict[str, dict[str, Cell]], layouts: Iterable[str]) -> None:
     """Prints the cells as a Markdown table."""
     print(f"\n| layout | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for where in (CONTROL, *layouts):
-        print(f"| {where} | {' | '.join(words(cells[where]) for cells in columns.values())} |")
+        print(f"| {where} | {' | '.join(format_cell(cells[where]) for cells in columns.values())} |")
     farthest = {name: max(float(cell["moved_lr"]) for cell in cells.values()) for name, cells in columns.items()}
     moved = ", ".join(f"{name} {most:.1f}" for name, most in farthest.items())
     print(f"\nLargest change of a weight in training, in learning rates: {moved}.")
@@ -160,7 +160,7 @@ def main() -> int:
         show(columns, LAYOUTS)
     if modes:
         show(modes, CUT)
-    return int(any(beyond(cell) for cells in (*columns.values(), *modes.values()) for cell in cells.values()))
+    return int(any(exceeds_limit(cell) for cells in (*columns.values(), *modes.values()) for cell in cells.values()))
 
 
 if __name__ == "__main__":

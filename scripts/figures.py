@@ -70,15 +70,15 @@ def run(recipe: str, gpus: int, overrides: tuple[str, ...]) -> tuple[RunConfig, 
 
 @cache
 def study(recipe: str, gpus: int, *overrides: str) -> Study | None:
-    """Simulates all strategies in the layout that canzona chooses; returns None if no layout fits."""
+    """Simulates all strategies in the layout that canzona chooses; returns None if no layout fits into memory."""
     fitting = run(recipe, gpus, overrides)
     return None if fitting is None else study_run(*fitting)
 
 
 @cache
 def best(recipe: str, gpus: int, strategy: AnyStrategy, *overrides: str) -> LayoutResult | None:
-    """Simulates a strategy in the layout in which it is fastest; returns None if no layout fits for it or for
-    canzona."""
+    """Simulates a strategy in the layout in which it is fastest; returns None if it or canzona fits into memory in no
+    layout."""
     studied = study(recipe, gpus, *overrides)
     if studied is None:
         return None
@@ -91,13 +91,13 @@ def words(layout: Layout) -> str:
     return layout_words(layout, times="×")
 
 
-def over(this: Study | LayoutResult | None, yardstick: LayoutResult | None) -> float | None:
-    """Returns how much longer the time per sequence is than the yardstick's (0.01 is 1%); None if one of the two does
-    not fit."""
-    if this is None or yardstick is None:
+def relative_overhead(result: Study | LayoutResult | None, yardstick: LayoutResult | None) -> float | None:
+    """Returns how much longer a result's time per sequence is than the yardstick's (0.01 is 1%); None if one of the two
+    does not fit into memory."""
+    if result is None or yardstick is None:
         return None
-    iteration_s = this.iteration_s if isinstance(this, LayoutResult) else this.planned.result.iteration_s
-    return iteration_s / this.layout.global_batch_size / yardstick.per_sequence_s - 1
+    iteration_s = result.iteration_s if isinstance(result, LayoutResult) else result.planned.result.iteration_s
+    return iteration_s / result.layout.global_batch_size / yardstick.per_sequence_s - 1
 
 
 def plain_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
@@ -138,8 +138,8 @@ def best_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             MISSING if adamw is None else f"{words(adamw.layout)}: {step_time(adamw.iteration_s)}",
             MISSING if layerwise is None else _described(layerwise.layout, layerwise),
             overhead(None if studied is None else studied.overhead("canzona")),
-            overhead(over(studied, adamw)),
-            overhead(over(layerwise, adamw)),
+            overhead(relative_overhead(studied, adamw)),
+            overhead(relative_overhead(layerwise, adamw)),
         ])  # fmt: skip
     return Table(
         caption=f"The iteration and, in brackets, its optimizer step, in the layouts that `canzona train --dry-run "
@@ -173,8 +173,8 @@ def sizes_table(gpus: Sequence[int], sizes: Sequence[str]) -> Table:
             result = studied.planned.result
             pessimistic = study(recipe, count, *PESSIMISTIC)
             ratios = {
-                "these": over(studied, best(recipe, count, "adamw")),
-                "pessimistic": over(pessimistic, best(recipe, count, "adamw", *PESSIMISTIC)),
+                "these": relative_overhead(studied, best(recipe, count, "adamw")),
+                "pessimistic": relative_overhead(pessimistic, best(recipe, count, "adamw", *PESSIMISTIC)),
             }
             for rates, ratio in ratios.items():
                 overheads[rates].extend([] if ratio is None else [ratio])
@@ -271,27 +271,27 @@ TABLES: Mapping[str, tuple[Path, tuple[int, ...], Callable[[Sequence[int], Seque
     "arithmetics": (MANUAL, LARGE, arithmetics_table),
     "optimizers": (MANUAL, (PAPERS_GPUS,), optimizers_table),
 }
-"""The document, the numbers of GPUs and the function of each table, by name."""
+"""The document, the numbers of GPUs and the function of each table, by the table's name."""
 
 
-def marked(name: str) -> re.Pattern[str]:
-    """Returns the pattern of a table with its markers, which are groups 1 and 2."""
+def marker_pattern(name: str) -> re.Pattern[str]:
+    """Returns the pattern of a table in a document. Its groups 1 and 2 are the markers."""
     return re.compile(rf"(<!-- figures: {name} -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
-def refreshed(text: str, name: str, table: str) -> str:
+def replace_table(text: str, name: str, table: str) -> str:
     """Returns a document's text with a table replaced.
 
     Raises:
         SystemExit: the markers of the table are missing or occur more than once.
     """
-    changed, places = marked(name).subn(lambda markers: f"{markers[1]}{table}\n\n{markers[2]}", text)
+    changed, places = marker_pattern(name).subn(lambda markers: f"{markers[1]}{table}\n\n{markers[2]}", text)
     if places != 1:
         raise SystemExit(f"the markers of {name} occur {places} times; they must occur once")
     return changed
 
 
-def made(names: Sequence[str], gpus: Sequence[int] | None, sizes: Sequence[str]) -> Iterator[tuple[str, str]]:
+def make_tables(names: Sequence[str], gpus: Sequence[int] | None, sizes: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Makes tables; yields the name and the Markdown of each."""
     for name in names:
         _, counts, make = TABLES[name]
@@ -310,12 +310,12 @@ def main() -> int:
     if (given.write or given.check) and (given.gpus or given.sizes):
         parser.error("--write and --check need complete tables: remove --gpus and --sizes")
     stale = []
-    for name, table in made([given.only] if given.only else list(TABLES), given.gpus, given.sizes or SIZES):
+    for name, table in make_tables([given.only] if given.only else list(TABLES), given.gpus, given.sizes or SIZES):
         print(f"## {name}\n\n{table}\n", flush=True)
         path = TABLES[name][0]
         if given.write or given.check:
             before = path.read_text(encoding="utf-8")
-            after = refreshed(before, name, table)
+            after = replace_table(before, name, table)
             if after != before:
                 stale.append(f"{name} in {path.relative_to(ROOT)}")
                 if given.write:

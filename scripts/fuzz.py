@@ -21,10 +21,10 @@ BATCH = 20
 """The number of cases that run on the same ranks."""
 
 
-def together(cases: Sequence[Case]) -> list[Judged | str]:
+def judge_together(cases: Sequence[Case]) -> list[Judged | str]:
     """Runs cases on the same ranks; returns the judgement of each case, or the error that ended its ranks.
 
-    If a case ends the ranks, all cases are run again, each on separate ranks.
+    If a case ends the ranks, all cases are run again, each on new ranks.
     """
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         try:
@@ -32,7 +32,7 @@ def together(cases: Sequence[Case]) -> list[Judged | str]:
         except AssertionError as error:
             if len(cases) == 1:
                 return [str(error)]
-    return [result for case in cases for result in together([case])]
+    return [result for case in cases for result in judge_together([case])]
 
 
 def main(first: int, end: int) -> int:
@@ -40,7 +40,7 @@ def main(first: int, end: int) -> int:
     failed = 0
     for start in range(first, end, BATCH):
         cases = [draw(seed) for seed in range(start, min(start + BATCH, end))]
-        for case, result in zip(cases, together(cases), strict=True):
+        for case, result in zip(cases, judge_together(cases), strict=True):
             if isinstance(result, str):
                 print(f"{case}\n  FAILED: {result}", flush=True)
             elif result.wrong or end - first == 1:

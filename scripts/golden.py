@@ -37,7 +37,7 @@ COMMANDS = (
 )
 SMALL = ("recipe=qwen3-tiny", "gpus=4", "parallel.tp=2", "parallel.pp=1", "train.precision=fp32")
 VOLATILE = {"plan_hash", "plan_version", "version", "planning_s", "simulation_s"}
-"""The keys of `plan --json` that differ between versions or runs: versions, hashes and timings."""
+"""The keys of `plan --json` that may differ between versions or runs: versions, hashes and timings."""
 
 
 def canzona(*words: str, check: bool = True) -> str:

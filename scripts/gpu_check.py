@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def require(device: Device) -> tuple[GpuInfo, ...]:
-    """Returns the GPUs of this machine; for `--device cpu`, two stand-ins.
+    """Returns the GPUs of this machine, or two stand-ins for the device cpu.
 
     Raises:
         EnvironmentProblem: torch cannot use a GPU.
@@ -132,7 +132,7 @@ def check(setup: Setup, names: Sequence[str], seconds: float, out: Path) -> None
     """Runs the named parts and the parts that they need, and continues after a failed part.
 
     Raises:
-        WorkerCrashed: at least one part fell short; names all of them.
+        WorkerCrashed: at least one part fell short. The error names all of these parts.
     """
     setup.save()
     end = time.monotonic() + seconds
@@ -154,7 +154,7 @@ def check(setup: Setup, names: Sequence[str], seconds: float, out: Path) -> None
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that results depend on."""
+    """Returns the versions of Python and of the packages on which results depend."""
     packages = ("canzona", "torch", "triton", "megatron-core", "emerging-optimizers", "transformer-engine")
     known = {"python": platform.python_version()}
     for package in packages:
@@ -190,7 +190,7 @@ def examine(setup: Setup, name: str, limit_s: float) -> Outcome:
 
 
 def answer(setup: Setup, name: str, seconds: float) -> None:
-    """Runs a part in this process and writes its outcome for the process that started this one."""
+    """Runs a part in this process, and writes its outcome for the process that started this process."""
     from gpu_parts.runs import Failed
 
     try:
@@ -203,7 +203,8 @@ def answer(setup: Setup, name: str, seconds: float) -> None:
 def part_called(name: str, seconds: float) -> Callable[[Setup], Outcome]:
     """Returns the function of a part.
 
-    The function's module is imported here, because some import torch, which takes as long as a short run.
+    The function's module is imported here, because some of these modules import torch, which takes as long as a short
+    run.
 
     Args:
         seconds: the seconds that the part may take.

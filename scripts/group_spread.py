@@ -27,13 +27,13 @@ from canzona_cli.run.words import clean
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The time of a strategy over the reference's, over several benches of one run."""
+    """The time of a strategy relative to the reference's, in several benches of one run."""
 
     bench: str
     """The recipe, optimizer and layout."""
     strategy: str
     optimizer: tuple[float, ...]
-    """The ratio of the optimizer steps, by bench."""
+    """The ratio of the optimizer steps in each bench."""
     iteration: tuple[float, ...]
 
 
@@ -66,11 +66,11 @@ def table(rows: Iterable[Spread]) -> Table:
         shown.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         counted = str(len(row.optimizer))
-        shown.add_row(row.bench, clean(row.strategy), counted, _written(row.optimizer), _written(row.iteration))
+        shown.add_row(row.bench, clean(row.strategy), counted, _format(row.optimizer), _format(row.iteration))
     return shown
 
 
-def _written(ratios: tuple[float, ...]) -> str:
+def _format(ratios: tuple[float, ...]) -> str:
     over = Quartiles.of(ratios)
     return f"{over.median:.2f}x [{over.low:.2f}, {over.high:.2f}]"
 

@@ -43,7 +43,7 @@ WARM_UP = 5
 
 
 def bare_step(trainee: Trainee, batches: Iterator[Batch]) -> None:
-    """Runs a step as the simplest Megatron-core training loop would."""
+    """Runs a step as in the simplest Megatron-core training loop."""
 
     def mean(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         loss = (losses.float() * mask).sum() / mask.sum()
@@ -95,8 +95,8 @@ def main() -> None:
     world = join(config, layout)
     plan = make_plan(config, layout) if config.execution is Execution.PLANNED else None
     data = build_datasets(config, corpus, cache=config.data.cache_root / "indices").train
-    plain, ours = (assemble(config, world, plan, timed=timed) for timed in (False, True))
-    plain_batches, our_batches = BatchStream(data, world), BatchStream(data, world)
+    bare, ours = (assemble(config, world, plan, timed=timed) for timed in (False, True))
+    bare_batches, our_batches = BatchStream(data, world), BatchStream(data, world)
     baseline, measured = ("untimed", "timed") if arguments.timing else ("bare", "canzona")
     wall: dict[str, list[float]] = {baseline: [], measured: []}
     processor: dict[str, list[float]] = {baseline: [], measured: []}
@@ -107,12 +107,12 @@ def main() -> None:
             turns: list[tuple[str, Callable[[], object]]]
             if arguments.timing:
                 turns = [
-                    (baseline, partial(train_step, plain, plain_batches)),
+                    (baseline, partial(train_step, bare, bare_batches)),
                     (measured, partial(train_step, ours, our_batches)),
                 ]
             else:
                 turns = [
-                    (baseline, partial(bare_step, plain, plain_batches)),
+                    (baseline, partial(bare_step, bare, bare_batches)),
                     (measured, partial(canzona_step, ours, our_batches, files, journal, step)),
                 ]
             # The order alternates, so that neither loop always runs with the caches that the other one filled.

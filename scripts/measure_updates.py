@@ -3,9 +3,9 @@
     python scripts/measure_updates.py OUT.json [--divide 8] [--rounds 15] [--before CHECKOUT]
 
 All sides of the matrices are divided by --divide. Each round updates every shape once with every implementation. Prints
-for each implementation: its time as a multiple of the first one's, over all matrices of a layer, with quartiles; the
-distance of singular values from 1 for Gaussian gradients; and FLOPs as counted by torch. OUT.json has all samples.
-On a processor without bf16 instructions, all products are computed in fp32 (`optimizers/cpu_matmuls.py`).
+for each implementation: its time for all matrices of a layer as a multiple of the first implementation's, with
+quartiles; the distance of singular values from 1 for Gaussian gradients; and the FLOPs that torch counts. OUT.json has
+all samples. On a processor without bf16 instructions, all products are computed in fp32 (`optimizers/cpu_matmuls.py`).
 """
 
 import argparse

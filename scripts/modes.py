@@ -47,7 +47,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A resolved run, with the shapes of its model if it is not a recipe's."""
+    """A resolved run. If its model is not a recipe's, `shapes` has the model's shapes."""
 
     name: str
     config: RunConfig
@@ -57,7 +57,8 @@ class Cell:
     def plan(
         self, mode: Literal["auto"] | Mode, form: Literal["auto"] | Form = "auto", symmetric: float = 1.0
     ) -> Planned:
-        """Plans and simulates the run in a mode and form, with a factor for symmetric products."""
+        """Plans and simulates the run in a mode and form. `symmetric` is the time of a symmetric product relative to a
+        full one."""
         assert isinstance(self.config.optimizer, MomentumConfig)
         config = replace(
             self.config,

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Mutation tests: makes each wrong edit of scripts/mutations.yaml in a copy of the sources and prints which test fails.
+"""Mutation tests: makes each wrong edit in scripts/mutations.yaml in a copy of the sources, and prints which test
+fails.
 
     make mutations                                   # all edits: about 40 s each on two busy cores
     python scripts/mutations.py [WORD ...]           # edits whose names contain one of the words

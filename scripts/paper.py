@@ -64,7 +64,7 @@ WHY = """
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A simulated run with one batch size, in the standard form and in the recipe's."""
+    """A run with one batch size, simulated in the standard form and in the recipe's form."""
 
     name: str
     standard: Study
@@ -134,13 +134,14 @@ def claims(points: Sequence[Point], others: Mapping[str, Study]) -> Iterator[str
 
 
 def ratios(study: Study, what: str) -> list[str]:
-    return [over(study, of, engine, what) for of in ("layerwise", "sc") for engine in ("paper", "canzona")]
+    return [format_ratio(study, of, engine, what) for of in ("layerwise", "sc") for engine in ("paper", "canzona")]
 
 
-def over(study: Study, of: str, strategy: str, what: str) -> str:
-    """Formats the time of strategy `of` as a multiple of another's, with a `!` if `of` does not fit into memory."""
-    longer, shorter = (getattr(study.strategies[name].result, what) for name in (of, strategy))
-    return f"{longer / shorter:.2f}x{'' if study.strategies[of].fits else '!'}"
+def format_ratio(study: Study, baseline: str, strategy: str, quantity: str) -> str:
+    """Formats the time of `baseline`, a strategy, as a multiple of another strategy's time, with a `!` if `baseline`
+    does not fit into memory."""
+    longer, shorter = (getattr(study.strategies[name].result, quantity) for name in (baseline, strategy))
+    return f"{longer / shorter:.2f}x{'' if study.strategies[baseline].fits else '!'}"
 
 
 def strategies(point: Point) -> Iterator[str]:
@@ -158,7 +159,7 @@ def strategy_row(label: str, study: Study, name: str) -> str:
     compared = study.strategies[name]
     result = compared.result
     times = (
-        over(study, of, name, what) if of != name else "-"
+        format_ratio(study, of, name, what) if of != name else "-"
         for of in ("layerwise", "sc")
         for what in ("optimizer_s", "iteration_s")
     )

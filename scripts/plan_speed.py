@@ -3,9 +3,9 @@
 
     python scripts/plan_speed.py [--runs 3] [--recipe qwen3-32b]
 
-The first row is start-up alone. Times are the best of several runs, to exclude other load. Modules are compiled first,
-as in an installed package. The last column shows how planning time grows: the column stays level or falls if the time
-grows at most linearly with matrices x ranks. Exits 1 if a limit is exceeded.
+The first row is only the start of Python and canzona. Times are the best of several runs, to exclude other load.
+Modules are compiled first, as in an installed package. The last column is planning time per matrix and rank: it does
+not grow if planning time is at most linear in matrices x ranks. Exits 1 if a limit is exceeded.
 """
 
 import argparse

@@ -3,9 +3,9 @@
 
     python scripts/prediction_error.py bench/*/bench.json
 
-Prints the error of every strategy, the share of strategies within 20%, and each pair of strategies that measured more
-than 10% apart but was predicted in the wrong order. Exits 1 if, for optimizer steps, the share is below 80% or an order
-is wrong.
+Prints the error of every strategy, the share of errors within 20%, and each pair of strategies whose measured times
+differ by more than 10% but were predicted in the wrong order. Exits 1 if, for optimizer steps, the share is below 80%
+or an order is wrong.
 """
 
 import itertools
@@ -30,7 +30,7 @@ TIMES: dict[Time, str] = {"optimizer": "Optimizer step", "iteration": "Iteration
 WITHIN = 0.20
 """The largest error of a good prediction."""
 APART = 0.10
-"""The relative difference of measured medians above which two strategies must be predicted in the right order."""
+"""The relative difference of two measured medians above which their order must be predicted correctly."""
 ENOUGH = 0.80
 """The required share of good predictions."""
 
@@ -64,7 +64,7 @@ class Pair:
     faster: str
     slower: str
     measured: float
-    """The measured time of the slower strategy over the time of the faster one."""
+    """The ratio of the slower strategy's measured time to the faster one's."""
     predicted: float
     """The ratio of the predicted times of these strategies; at most 1 if the predictions have the wrong order."""
 
@@ -73,14 +73,14 @@ class Pair:
         return self.predicted > 1
 
 
-def cells(results: Iterable[BenchResult], of: Time) -> list[Cell]:
+def cells(results: Iterable[BenchResult], kind: Time) -> list[Cell]:
     """Returns a cell for each strategy of each bench."""
     return [
         Cell(
             bench=title(result),
             strategy=name,
-            measured_s=median(result.strategies[name].measured, of),
-            predicted_s=predicted(result, name, of),
+            measured_s=median(result.strategies[name].measured, kind),
+            predicted_s=predicted(result, name, kind),
         )
         for result in results
         for name in STRATEGIES
@@ -89,16 +89,17 @@ def cells(results: Iterable[BenchResult], of: Time) -> list[Cell]:
 
 
 def share_good(cells: Sequence[Cell]) -> float:
-    """Returns the share of cells whose error is within `WITHIN`; 1 without any cells."""
+    """Returns the share of cells whose error is within `WITHIN`; 1 if there are no cells."""
     return sum(cell.good for cell in cells) / len(cells) if cells else 1.0
 
 
-def pairs(results: Iterable[BenchResult], of: Time) -> Iterator[Pair]:
+def pairs(results: Iterable[BenchResult], kind: Time) -> Iterator[Pair]:
     """Yields all pairs of strategies of a bench whose measured medians differ by more than `APART`."""
     for result in results:
-        # Times are relative to the reference in the same measurement group: the machine's speed may change in between.
+        # Times are relative to the reference in the same measurement group, because the machine's speed may change
+        # between groups.
         relative = {
-            name: median(strategy.measured, of) / median(result.references[strategy.sitting], of)
+            name: median(strategy.measured, kind) / median(result.references[strategy.sitting], kind)
             for name, strategy in result.strategies.items()
         }
         for names in itertools.combinations((name for name in STRATEGIES if name in relative), 2):
@@ -109,26 +110,26 @@ def pairs(results: Iterable[BenchResult], of: Time) -> Iterator[Pair]:
                     faster=faster,
                     slower=slower,
                     measured=relative[slower] / relative[faster],
-                    predicted=predicted(result, slower, of) / predicted(result, faster, of),
+                    predicted=predicted(result, slower, kind) / predicted(result, faster, kind),
                 )
 
 
-def median(measured: Measured, of: Time) -> float:
-    return Quartiles.of(measured.optimizer_s if of == "optimizer" else measured.iteration_s).median
+def median(measured: Measured, kind: Time) -> float:
+    return Quartiles.of(measured.optimizer_s if kind == "optimizer" else measured.iteration_s).median
 
 
-def predicted(result: BenchResult, name: str, of: Time) -> float:
+def predicted(result: BenchResult, name: str, kind: Time) -> float:
     prediction = result.strategies[name].predicted
-    return prediction.optimizer_s if of == "optimizer" else prediction.iteration_s
+    return prediction.optimizer_s if kind == "optimizer" else prediction.iteration_s
 
 
-def table(results: Sequence[BenchResult], of: Time) -> Table:
-    shown = Table(title=f"{TIMES[of]}, ms", title_justify="left", box=box.SIMPLE_HEAD)
+def table(results: Sequence[BenchResult], kind: Time) -> Table:
+    shown = Table(title=f"{TIMES[kind]}, ms", title_justify="left", box=box.SIMPLE_HEAD)
     for head in ("bench", "strategy"):
         shown.add_column(head)
     for head in ("measured", "predicted", "error"):
         shown.add_column(head, justify="right")
-    for bench, rows in itertools.groupby(cells(results, of), key=lambda cell: cell.bench):
+    for bench, rows in itertools.groupby(cells(results, kind), key=lambda cell: cell.bench):
         for number, cell in enumerate(rows):
             shown.add_row(
                 bench if number == 0 else "",
@@ -142,14 +143,14 @@ def table(results: Sequence[BenchResult], of: Time) -> Table:
     return shown
 
 
-def verdict(results: Sequence[BenchResult], of: Time) -> Iterator[str]:
+def verdict(results: Sequence[BenchResult], kind: Time) -> Iterator[str]:
     """Yields sentences: the share of good predictions, the number of pairs in the right order, and each pair in the
     wrong order."""
-    all_cells, ranked = cells(results, of), list(pairs(results, of))
+    all_cells, ranked = cells(results, kind), list(pairs(results, kind))
     by_strategy = {name: [cell.good for cell in all_cells if cell.strategy == name] for name in STRATEGIES}
     each = ", ".join(f"{name} {sum(good)}/{len(good)}" for name, good in by_strategy.items() if good)
     good, share = sum(cell.good for cell in all_cells), share_good(all_cells)
-    yield f"{TIMES[of]}: {good} of {plural(len(all_cells), 'result')} ({share:.0%}) within {WITHIN:.0%} ({each})"
+    yield f"{TIMES[kind]}: {good} of {plural(len(all_cells), 'result')} ({share:.0%}) within {WITHIN:.0%} ({each})"
     right = sum(pair.right for pair in ranked)
     yield f"  {plural(len(ranked), 'pair')} measured more than {APART:.0%} apart, {right} predicted in the right order"
     for pair in ranked:
@@ -162,9 +163,9 @@ def verdict(results: Sequence[BenchResult], of: Time) -> Iterator[str]:
 
 def show(results: list[BenchResult], console: Console) -> int:
     """Prints the tables and verdicts; returns the exit code."""
-    for of in TIMES:
-        console.print(table(results, of))
-        for line in verdict(results, of):
+    for kind in TIMES:
+        console.print(table(results, kind))
+        for line in verdict(results, kind):
             console.print(line, markup=False)
         console.print()
     enough = share_good(cells(results, "optimizer")) >= ENOUGH

@@ -39,13 +39,13 @@ from canzona_cli.report.tables import Table
 
 GOALS = {"MAPE": 0.04, "worst layout": 0.08, "left out": 0.06, "memory": 0.04}
 STEP = 0.03
-"""The relative change of a fitted number with which the slope of predictions is computed."""
+"""The relative change of a fitted number for computing how predictions depend on it."""
 RANGES = {"sustained_tflops": 0.05, "passes": 0.25, "speed_spread": 0.5}
-"""The plausible relative change of each fitted number. It regularises the fit, because there are few rows."""
+"""The plausible relative change of each fitted number, which regularises the fit, because there are few rows."""
 _SIDE = 420
 """The side of the scatter plot, in pixels."""
 _BAND = 0.08
-"""The error that two lines along the diagonal mark."""
+"""The error that two lines beside the diagonal mark."""
 _COLOURS = 8
 """The number of CSS classes for colours in the page's style sheet."""
 NOTHING_COMPARED = "No part of this check got as far as a time or a size to compare."
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def figures_of(counted: Sequence[PredictedSeries], left_out: dict[str, float]) -> dict[str, float]:
-    """Returns the summary figures, as shares, by name; `GOALS` has limits for some of them."""
+    """Returns the summary figures by name, as shares (0.01 is 1%). `GOALS` has limits for some of them."""
     memory = [abs(row.memory_error) for layout in counted for row in layout.rows if row.memory_error is not None]
     return {
         "MAPE": mean_absolute_error(counted),
@@ -95,9 +95,11 @@ def figures_of(counted: Sequence[PredictedSeries], left_out: dict[str, float]) -
 
 
 def errors_left_out(published: Published, counted: Sequence[PredictedSeries]) -> dict[str, float]:
-    """Returns the error of each series, by name, if the three numbers are fitted only to the other models.
+    """Returns, by name, the error of each series if the three numbers in `RANGES` are fitted only to the series of
+    other models.
 
-    Least squares fit log(predicted / measured), with predictions linearised in the logarithms of the three numbers.
+    The fit minimises the squares of log(predicted / measured), with predictions linearised in the logarithms of the
+    three numbers.
     """
     names = [layout.series.name for layout in counted]
     base = np.log([1 + layout.error for layout in counted])
@@ -126,13 +128,14 @@ def errors_left_out(published: Published, counted: Sequence[PredictedSeries]) ->
 
 
 def _with_passes(published: Published, factor: float) -> list[PredictedSeries]:
-    with passes_times(factor):
+    with scaled_passes(factor):
         return list(compare(published))
 
 
 @contextmanager
-def passes_times(factor: float) -> Iterator[None]:
-    """Multiplies the predicted time of elementwise work in Transformer Engine's layers inside the block."""
+def scaled_passes(factor: float) -> Iterator[None]:
+    """Multiplies the predicted time of elementwise work in Transformer Engine's layers by `factor`, inside a `with`
+    block."""
     before = model_time.ELEMENTWISE_PASSES[True]
     caches = (model_time.stage_time, model_time._pieces)
     try:

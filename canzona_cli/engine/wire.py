@@ -46,14 +46,14 @@ class Fragments:
 
     def view_in_parameter(self, matrix: Matrix, parameter: torch.Tensor) -> torch.Tensor:
         """Returns a view of this rank's fragment of the matrix in `parameter`, 2-D or 3-D
-        (`geometry.in_parameter`)."""
-        view = geometry.in_parameter(matrix, self._model, self.tp)
+        (`geometry.locate_in_parameter`)."""
+        view = geometry.locate_in_parameter(matrix, self._model, self.tp)
         return parameter.view(view.shape)[view.index]
 
     def view_in_whole(self, matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """Returns a view of TP rank `rank`'s fragment in the whole matrix (rows, columns), in the shape of
-        `in_parameter`."""
-        view = geometry.in_whole(matrix, self._model, self.tp, rank)
+        `view_in_parameter`."""
+        view = geometry.locate_in_matrix(matrix, self._model, self.tp, rank)
         return whole.view(view.shape)[view.index]
 
     def blocks(self, matrix: Matrix, *, whole: bool) -> Iterator[geometry.Block]:
@@ -61,7 +61,7 @@ class Fragments:
         single TP rank would store it."""
         stored = geometry.stored_blocks(matrix.name, matrix.shape, self._model)
         held = stored if whole else geometry.matrix_blocks(matrix, self._model, tp=self.tp, rank=self._rank)
-        return geometry.in_whole_parameter(matrix, held, self._model)
+        return geometry.locate_in_whole_parameter(matrix, held, self._model)
 
 
 class SideStream:

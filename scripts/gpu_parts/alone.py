@@ -127,11 +127,11 @@ def hot(setup: Setup) -> Outcome:
                 for _ in range(3):
                     group.update()
                 times = Quartiles.of([sample / group.count for sample in team.samples(group.update, budget)])
-                how = algorithm_of(config)
+                algorithm = algorithm_of(config)
                 what = f"Muon of {rows} x {cols}, {form}, {'replayed' if graph else 'eager'}"
-                simulated = 1e3 * seconds(how, rows, cols, config.cluster)
+                simulated = 1e3 * seconds(algorithm, rows, cols, config.cluster)
                 comparisons.append(Comparison(what=what, unit="ms", simulated=simulated, measured=1e3 * times.median))
-                numbers[what] = {"seconds": asdict(times), "tflops": flops(how, rows, cols) / times.median / 1e12}
+                numbers[what] = {"seconds": asdict(times), "tflops": flops(algorithm, rows, cols) / times.median / 1e12}
                 summary = f"products at {rate:.3g} TFLOP/s; " + ", ".join(
                     f"{update.what.partition(', ')[2]} {update.measured:.1f} ms" for update in comparisons[1:]
                 )

@@ -1,4 +1,4 @@
-"""Compares two bf16 runs of the same steps, and computes how far apart they may be.
+"""Compares two bf16 runs of the same steps, and computes by how much they may differ.
 
 A bf16 run differs from the same run in fp32 by its rounding errors. The CPU runs the steps in both precisions, which
 gives the size of these errors. A GPU rounds as often as the CPU but in other places, so its run has about the same
@@ -21,7 +21,7 @@ Curve = Mapping[int, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Apart:
+class Distance:
     """The largest distance between two curves, and the largest accepted distance."""
 
     distance: float
@@ -35,7 +35,7 @@ class Apart:
         return f"{self.distance:.2g} apart (limit {self.bound:.2g})"
 
 
-def apart(checked: Curve, expected: Curve, exact: Curve, *, steps: int | None = None) -> Apart:
+def compare_curves(checked: Curve, expected: Curve, exact: Curve, *, steps: int | None = None) -> Distance:
     """Compares two bf16 curves over the steps that `checked` has.
 
     Args:
@@ -49,4 +49,4 @@ def apart(checked: Curve, expected: Curve, exact: Curve, *, steps: int | None = 
     least = HALF_UNIT * max(abs(expected[step]) for step in compared)
     distances = [abs(checked[step] - expected[step]) for step in compared]
     finite = all(map(math.isfinite, distances))  # max() may skip a NaN
-    return Apart(distance=max(distances) if finite else math.inf, bound=max(FACTOR * rounding, least))
+    return Distance(distance=max(distances) if finite else math.inf, bound=max(FACTOR * rounding, least))

@@ -9,14 +9,14 @@ import yaml
 from canzona_cli.cluster.machine import install_fused_layers
 from canzona_cli.config.compose import compose_run
 from canzona_cli.planner.plan_file import read_plan
-from gpu_parts.losses import Apart, apart
+from gpu_parts.losses import Distance, compare_curves
 from gpu_parts.outcome import Comparison, Outcome, Setup, Status
 from gpu_parts.runs import Run, finish, on_device, run, start, train
 from gpu_parts.traces import read_steps
 
 PROFILED: Final = 7
 HOST_WAITS: Final = 1
-"""The number of times that the host may wait for the GPU in a step, for which the engine is designed."""
+"""The number of times that the host may wait for the GPU in a step. The engine is designed to wait no more often."""
 MEMORY_OVER: Final = 1.05
 """The largest accepted ratio of measured to planned memory."""
 DOUBT_STEPS: Final = 100
@@ -36,8 +36,8 @@ def continued(
     checkpoint: Path | None = None,
     steps: int | None = None,
 ) -> tuple[str, ...]:
-    """Returns the overrides of a run without validation that continues from a checkpoint; None stands for the
-    demo's."""
+    """Returns the overrides of a run without validation that continues from a checkpoint; from the demo's if
+    `checkpoint` is None."""
     origin = setup.folder / "demo" if checkpoint is None else checkpoint
     end = setup.learnt + setup.compared if steps is None else steps
     resume = f"checkpoint.resume={origin}"
@@ -82,11 +82,11 @@ def against_cpu(setup: Setup, checked: Run, on_cpu: str = "cpu") -> Outcome:
     """
     cpu, exact = run(setup, on_cpu), run(setup, f"{on_cpu}-fp32")
     checks = {
-        "first loss": apart(checked.losses, cpu.losses, exact.losses, steps=1),
-        "losses": apart(checked.losses, cpu.losses, exact.losses),
-        "first grad norm": apart(checked.grad_norms, cpu.grad_norms, exact.grad_norms, steps=1),
+        "first loss": compare_curves(checked.losses, cpu.losses, exact.losses, steps=1),
+        "losses": compare_curves(checked.losses, cpu.losses, exact.losses),
+        "first grad norm": compare_curves(checked.grad_norms, cpu.grad_norms, exact.grad_norms, steps=1),
     }
-    numbers = {"checked": checked.losses, "cpu": cpu.losses, "cpu_fp32": exact.losses, **plain(checks)}
+    numbers = {"checked": checked.losses, "cpu": cpu.losses, "cpu_fp32": exact.losses, **as_dicts(checks)}
     return Outcome(status=verdict(checks), summary=in_words(checks), numbers=numbers)
 
 
@@ -141,9 +141,9 @@ def checkpoint(setup: Setup) -> Outcome:
         },
     )
     exact = run(setup, "cpu-fp32").losses
-    checks = {name: apart(resumed.losses, uninterrupted.losses, exact) for name, resumed in runs.items()}
+    checks = {name: compare_curves(resumed.losses, uninterrupted.losses, exact) for name, resumed in runs.items()}
     summary = f"from step {step}: device {checks['resumed-gpu']}, CPU rank {checks['resumed']}"
-    return Outcome(status=verdict(checks), summary=summary, numbers=plain(checks))
+    return Outcome(status=verdict(checks), summary=summary, numbers=as_dicts(checks))
 
 
 def doubts(setup: Setup) -> Outcome:
@@ -240,13 +240,13 @@ def calibrate(setup: Setup) -> Outcome:
     return Outcome(status=status, summary=summary, numbers={"profile": profile}, comparisons=comparisons)
 
 
-def verdict(checks: dict[str, Apart]) -> Status:
+def verdict(checks: dict[str, Distance]) -> Status:
     return "pass" if all(check.holds for check in checks.values()) else "short"
 
 
-def in_words(checks: dict[str, Apart]) -> str:
+def in_words(checks: dict[str, Distance]) -> str:
     return ", ".join(f"{name} {check}" for name, check in checks.items())
 
 
-def plain(checks: dict[str, Apart]) -> dict[str, object]:
+def as_dicts(checks: dict[str, Distance]) -> dict[str, object]:
     return {name: vars(check) for name, check in checks.items()}

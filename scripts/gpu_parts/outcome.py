@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def compared(self) -> int:
-        """The number of steps after the demo's that run on both the CPU and the device."""
+        """The number of steps after the demo's last step that run on both the CPU and the device."""
         return 20 if self.device == "cuda" else 4
 
     @property
@@ -106,7 +106,8 @@ class Setup:
         return next((profile for name, profile in known.items() if name in self.name), "h100-80g")
 
     def result(self, part: str) -> Path:
-        """Returns the path to which a part's process writes its outcome: results so far, then the complete outcome."""
+        """Returns the path to which a part's process writes its outcome. While the part runs, the outcome is
+        incomplete."""
         return self.folder / f"{part}.result.json"
 
     def keep(self, part: str, outcome: Outcome) -> None:

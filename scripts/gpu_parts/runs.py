@@ -59,7 +59,7 @@ def train(setup: Setup, runs: Mapping[str, tuple[str, ...]]) -> dict[str, Run]:
         runs: the overrides of each run, by name.
 
     Raises:
-        Failed: a run failed; names the first such run.
+        Failed: a run failed. The error names the first of the failed runs.
     """
     started = {
         name: start(setup, name, "train", *overrides, f"run.dir={setup.folder / name}")

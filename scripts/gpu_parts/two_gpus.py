@@ -1,5 +1,5 @@
-"""The parts of the check on two GPUs: every parallel axis compared with the CPU, grouped collectives, hidden
-communication."""
+"""The parts of the check on two GPUs: every parallel axis compared with the CPU, grouped collectives, and the overlap
+of communication with computation."""
 
 import json
 import os

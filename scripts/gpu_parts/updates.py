@@ -44,12 +44,12 @@ class Update:
     seconds: Quartiles
     tflops: float
     precision: str
-    """The precision of the update's products and of the product it is compared with."""
+    """The precision of the update's products, and of the product with which the update is compared."""
     side: int
-    """The side of the square matrices in the product that the update is compared with."""
+    """The side of the square matrices in the product with which the update is compared."""
     product_tflops: float
     share: float
-    """The update's rate over the product's."""
+    """The ratio of the update's rate to the product's."""
     launches: float
     """The number of launches of one update."""
 
@@ -65,12 +65,12 @@ def updates(setup: Setup, seconds: float) -> Outcome:
                 break
             measured.append(measure(team, variant, size, shape, setup.budget_s))
             show(measured[-1])
-            setup.keep("updates", summarised(measured, left=len(items) - len(measured)))
-    return summarised(measured, left=len(items) - len(measured))
+            setup.keep("updates", summarise(measured, left=len(items) - len(measured)))
+    return summarise(measured, left=len(items) - len(measured))
 
 
 def updates_of(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]]]:
-    """Returns (variant, recipe, shape) of canzona's update for every optimizer and shape, quick ones first."""
+    """Returns the (variant, recipe, shape) of canzona's update for every optimizer and shape, quick updates first."""
     items: dict[tuple[str, int, int], tuple[Variant, str, tuple[int, int]]] = {}
     for size in sizes:
         config = compose_run([f"recipe={size}"]).config
@@ -80,7 +80,7 @@ def updates_of(sizes: Sequence[str]) -> list[tuple[Variant, str, tuple[int, int]
     return sorted(items.values(), key=lambda item: expected_seconds(item[0], *item[2]))
 
 
-def summarised(measured: Sequence[Update], *, left: int) -> Outcome:
+def summarise(measured: Sequence[Update], *, left: int) -> Outcome:
     """Returns the outcome: a summary of Muon's updates of large matrices, and the numbers of all updates.
 
     Args:
@@ -101,9 +101,9 @@ def summarised(measured: Sequence[Update], *, left: int) -> Outcome:
 
 
 def measure(team: Team, variant: Variant, size: str, shape: tuple[int, int], budget_s: float) -> Update:
-    """Measures an update and the product it is compared with."""
+    """Measures an update, and the product with which it is compared."""
     rows, cols = shape
-    side, precision = alike(variant, rows, cols, team.device)
+    side, precision = comparable_product(variant, rows, cols, team.device)
     against = product_tflops(team, side, precision, budget_s)
     times = Quartiles.of(update_samples(team, variant, rows, cols, budget_s))
     tflops = flops(algorithm_of(variant.config), rows, cols) / times.median / 1e12
@@ -131,12 +131,18 @@ def launches(work: Callable[[], None], device: torch.device) -> int:
     return sum(not event.cpu_children for event in events)
 
 
-def alike(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple[int, str]:
+def comparable_product(variant: Variant, rows: int, cols: int, device: torch.device) -> tuple[int, str]:
     """Returns the side and the precision of the square product with the mean volume of an update's products."""
-    how = algorithm_of(variant.config)
-    parts = work(how, rows, cols)[0].matmuls
+    algorithm = algorithm_of(variant.config)
+    parts = work(algorithm, rows, cols)[0].matmuls
     volume = sum(n * m * k * p for n, m, k, p in parts) / sum(n for n, *_ in parts)
-    precision = how.precision if how.name == "muon" else "tf32" if how.tf32 and device.type == "cuda" else "fp32"
+    precision = (
+        algorithm.precision
+        if algorithm.name == "muon"
+        else "tf32"
+        if algorithm.tf32 and device.type == "cuda"
+        else "fp32"
+    )
     return max(64, 64 * round(volume ** (1 / 3) / 64)), precision
 
 

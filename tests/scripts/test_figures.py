@@ -1,4 +1,4 @@
-"""The simulated tables: what a cell says, and documents that are refreshed and checked in place."""
+"""The simulated tables: what a cell says, and documents that are replace_table and checked in place."""
 
 import re
 import sys
@@ -34,7 +34,7 @@ def test_yardsticks_stand_in_their_own_best_layouts_and_what_does_not_fit_has_a_
     mine, adamw, same_layout = cells[1].partition(":")[0], cells[2].partition(":")[0], cells[4]
     assert (mine, adamw) == ("TP 8 × DP 1", "TP 4 × PP 2 (3 chunks each) × DP 1")
     assert same_layout == "-", "AdamW does not fit in canzona's layout"
-    assert figures.over(figures.study("qwen3-32b", 8), figures.best("qwen3-32b", 8, "adamw")) is not None
+    assert figures.relative_overhead(figures.study("qwen3-32b", 8), figures.best("qwen3-32b", 8, "adamw")) is not None
     assert _cells(figures.best_table([1], []).markdown().splitlines()[-1]) == ["1", *["-"] * 6]
 
 
@@ -55,7 +55,7 @@ def test_every_table_stands_in_its_document_once_and_no_others() -> None:
         text = path.read_text(encoding="utf-8")
         names = [name for name, (where, *_) in figures.TABLES.items() if where == path]
         assert re.findall(r"<!-- figures: (\w+) -->", text) == names
-        assert all(len(figures.marked(name).findall(text)) == 1 for name in names)
+        assert all(len(figures.marker_pattern(name).findall(text)) == 1 for name in names)
 
 
 @pytest.mark.sweep

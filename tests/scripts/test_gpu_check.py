@@ -14,7 +14,7 @@ import torch
 from gpu_check import PARTS, Part, check, examine, part_called
 from gpu_parts import one_gpu, two_gpus
 from gpu_parts.alone import lone_team
-from gpu_parts.losses import apart
+from gpu_parts.losses import compare_curves
 from gpu_parts.outcome import Outcome, Setup
 from gpu_parts.runs import on_device
 from gpu_parts.traces import Event, read_steps
@@ -237,13 +237,13 @@ def test_curves_may_be_as_far_apart_as_rounding_puts_them() -> None:
     exact = {1: 2.0, 2: 1.5, 3: 1.0}
     cpu = {1: 2.001, 2: 1.497, 3: 1.002}  # at most 0.003 off
     near, far = {1: 1.999, 2: 1.506, 3: 1.01}, {1: 2.001, 2: 1.51, 3: 1.002}
-    assert apart(near, cpu, exact).holds
-    assert not apart(far, cpu, exact).holds
-    assert apart(far, cpu, exact, steps=1).holds
-    assert not apart({**near, 3: float("nan")}, cpu, exact).holds
+    assert compare_curves(near, cpu, exact).holds
+    assert not compare_curves(far, cpu, exact).holds
+    assert compare_curves(far, cpu, exact, steps=1).holds
+    assert not compare_curves({**near, 3: float("nan")}, cpu, exact).holds
     # Half a unit in the last place of bf16 is allowed even where the CPU rounded to the very value.
-    assert apart({1: 2.003}, {1: 2.0}, exact).holds
-    assert not apart({1: 2.005}, {1: 2.0}, exact).holds
+    assert compare_curves({1: 2.003}, {1: 2.0}, exact).holds
+    assert not compare_curves({1: 2.005}, {1: 2.0}, exact).holds
 
 
 def _event(name: str, category: str, begin: float, lasted: float) -> Event:
