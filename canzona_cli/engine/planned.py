@@ -15,7 +15,7 @@ from canzona_cli.engine.shared import Sharing
 from canzona_cli.megatron.owner_bucket_group import gathering_order, gathers_ahead, matrix_groups
 from canzona_cli.model.geometry import Block
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.order import ahead, order
+from canzona_cli.planner.order import entries_before_norm, order
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class PlannedOptimizer(MasterOptimizer):
     def begin(self) -> None:
         """Packs the first groups' gradients and starts sending them. They are not scaled yet, because the
         norm is not known; hosts scale the gradients that they receive."""
-        self._run(ahead(len(self._hosting.groups)))
+        self._run(entries_before_norm(len(self._hosting.groups)))
 
     @torch.no_grad()
     def discard(self) -> None:

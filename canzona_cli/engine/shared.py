@@ -15,7 +15,7 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.matrix_optimizer import Workspace
 from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.optimizers.shared_rows import FragmentGroup, Turns, Wait
-from canzona_cli.planner.order import LANES, turns
+from canzona_cli.planner.order import LANES, shared_order
 
 _log = logging.getLogger(__name__)
 
@@ -184,12 +184,12 @@ class Sharing:
 
     @torch.no_grad()
     def update(self, scale: float) -> None:
-        """Updates the matrices in Gram form, interleaved in the order of `planner.order.turns`, and writes
+        """Updates the matrices in Gram form, interleaved in the order of `planner.order.shared_order`, and writes
         their weights. Matrices that cannot be updated in this form are left to `update_alone`. Collective
         over the TP ranks."""
         running: dict[int, Turns[None]] = {}
         pending: dict[int, Sequence[Wait] | None] = {}
-        for place, part in turns(self._parts):
+        for place, part in shared_order(self._parts):
             shared, last = self.matrices[place], part + 1 == self._parts[place]
             with self._wiring.timer.phase("matrix_update"):
                 if part == 0:

@@ -12,10 +12,11 @@ Stages of different groups are interleaved, so that ranks have work during an ex
 and 1; then stage 1 of group 0 and stage 0 of group 2; then stage 1 of group 1, stage 0 of group 3 and stage 2
 of group 0; and so on. One communicator runs the exchanges in this order. An exchange starts once all ranks of
 the TP group have packed their messages and the previous exchange is done. The exchanges of the first two
-groups (`ahead`) start before the gradient norm is known, so that they overlap with norm, clip and AdamW.
+groups (`entries_before_norm`) start before the gradient norm is known, so that they overlap with norm, clip
+and AdamW.
 
-Shared matrices follow all groups and are in no exchange. Two matrices at a time are interleaved (`turns`):
-while the squares of one are communicated, the other is computed.
+Shared matrices follow all groups and are in no exchange. Two matrices at a time are interleaved
+(`shared_order`): while the squares of one are communicated, the other is computed.
 
 With Shampoo, SOAP and their variants, the steps of a refresh period take different times (`refreshes`).
 """
@@ -32,7 +33,7 @@ from canzona_cli.planner.plan import Cell
 
 def order(groups: int) -> Iterator[tuple[int, int]]:
     """Yields (group, stage) pairs in the order in which all ranks of the TP group execute them."""
-    yield from ((group, 0) for group in range(ahead(groups)))
+    yield from ((group, 0) for group in range(entries_before_norm(groups)))
     for tick in range(groups + 1):
         for stage, group in ((1, tick), (0, tick + 2), (2, tick - 1)):
             if 0 <= group < groups:
@@ -44,7 +45,7 @@ LANES = 2
 scratch."""
 
 
-def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
+def shared_order(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields (matrix, part) pairs of shared matrices in the order in which all ranks of the TP group execute
     them.
 
@@ -57,7 +58,7 @@ def turns(parts: Sequence[int]) -> Iterator[tuple[int, int]]:
             yield from ((matrix, part) for matrix in interleaved if part < parts[matrix])
 
 
-def ahead(groups: int) -> int:
+def entries_before_norm(groups: int) -> int:
     """Returns the number of entries of `order` that are executed before the gradient norm is known."""
     return min(2, groups)
 

@@ -18,7 +18,7 @@ from canzona_cli.costs.sharing import Share, shared_exchanges, shared_transfers
 from canzona_cli.costs.update import algorithm_of, implementation, memory_rate, step_factor
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import Traffic, group_traffic, senders
-from canzona_cli.planner.order import ahead, order, turns
+from canzona_cli.planner.order import entries_before_norm, order, shared_order
 
 Activity = Literal["matrix_update", "exchange"]
 
@@ -250,7 +250,7 @@ class HostedPipeline:
         ]
         landed: dict[int, Moment] = {}
         for place, (number, stage) in enumerate(order(len(loads))):
-            if place == ahead(len(loads)):
+            if place == entries_before_norm(len(loads)):
                 _begin(ranks, first)
             load = loads[number]
             for host, parts in enumerate(load.work[stage]):
@@ -264,12 +264,12 @@ class HostedPipeline:
 
     def _run_shared[Moment](self, jobs: Sequence[Job], ranks: Pipeline[Moment]) -> None:
         """Passes the work and exchanges of shared matrices to `ranks`, in the order of
-        `planner.order.turns`."""
+        `planner.order.shared_order`."""
         parts = [job.share.fragment for job in jobs if job.share is not None]
         sides = {min(job.matrix.shape) for job in jobs}
         moved = {side: shared_transfers(side, self.steps, self.width, self.links, self.group) for side in sides}
         after, landed = shared_exchanges(self.steps), defaultdict[tuple[int, int], list[Moment]](list)
-        for place, part in turns([len(of_matrix) for of_matrix in parts]):
+        for place, part in shared_order([len(of_matrix) for of_matrix in parts]):
             for host in range(self.tp):
                 for moment in landed[place, part]:
                     ranks.wait(host, moment)

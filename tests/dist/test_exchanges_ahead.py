@@ -50,7 +50,7 @@ def _found(case: Case, world: World) -> Found:
     made = resolve(*SETTINGS, *RUNS[case.name])
     with pytest.MonkeyPatch.context() as patched:
         if not case.ahead:
-            patched.setattr(engine, "ahead", lambda groups: 0)
+            patched.setattr(engine, "entries_before_norm", lambda groups: 0)
         trainee = assemble(made[0], world, planned(*made))
         optimizer, ends, order = engine_of(trainee), list[tuple[Digests, Digests]](), list[list[str]]()
         for name in ("all_to_all_single", "all_reduce"):
@@ -82,7 +82,7 @@ def _found(case: Case, world: World) -> Found:
         matrices = optimizer.matrices
         assert isinstance(matrices, engine.PlannedOptimizer)
         assert matrices._begun == 0
-        first = matrices.groups[: vars(engine)["ahead"](len(matrices.groups))]
+        first = matrices.groups[: vars(engine)["entries_before_norm"](len(matrices.groups))]
         return Found(ends=ends, order=order, begun=sum(group._gradients.route.travels for group in first))
 
 

@@ -19,7 +19,7 @@ from canzona_cli.megatron.parallel import World
 from canzona_cli.optimizers import muon
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.measures import communication, exchanges
-from canzona_cli.planner.order import turns
+from canzona_cli.planner.order import shared_order
 from canzona_cli.training.assemble import assemble, join
 from canzona_cli.training.step import train_step
 from tests.dist import jobs
@@ -145,7 +145,7 @@ def gathered_beside_others(events: list[Event]) -> Iterator[bool]:
 def beside_others(matrices: int) -> list[bool]:
     """The same of the plan's order."""
     behind, sent, due, found = shared_exchanges(5), 0, defaultdict[tuple[int, int], list[int]](list), dict[int, bool]()
-    for matrix, part in turns([len(behind) + 1] * matrices):
+    for matrix, part in shared_order([len(behind) + 1] * matrices):
         found |= {number: sent > number + 1 for number in due[matrix, part]}
         for exchange in behind[part].exchanges if part < len(behind) else ():
             if exchange == "all_gather":

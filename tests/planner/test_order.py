@@ -8,7 +8,7 @@ import pytest
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.order import LANES, matrices_by_rank, order, refreshes, turns
+from canzona_cli.planner.order import LANES, matrices_by_rank, order, refreshes, shared_order
 from canzona_cli.simulate.predict import simulate_plan, with_cores
 
 
@@ -69,14 +69,14 @@ def test_of_each_exchange_two_are_in_flight_at_most() -> None:
 
 
 def test_two_shared_matrices_take_turns_by_hand() -> None:
-    assert [*turns([])] == []
-    assert [*turns([3])] == [(0, 0), (0, 1), (0, 2)]
-    assert [*turns([3, 3])] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
-    assert [*turns([1, 3, 2])] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
+    assert [*shared_order([])] == []
+    assert [*shared_order([3])] == [(0, 0), (0, 1), (0, 2)]
+    assert [*shared_order([3, 3])] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert [*shared_order([1, 3, 2])] == [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
 
 
 def test_of_those_that_share_scratch_one_is_done_before_the_next_begins() -> None:
     parts = [2, 5, 4, 1, 3, 3, 2]
     for lane in range(LANES):
-        own = [turn for turn in turns(parts) if turn[0] % LANES == lane]
+        own = [turn for turn in shared_order(parts) if turn[0] % LANES == lane]
         assert own == [(matrix, part) for matrix in range(lane, len(parts), LANES) for part in range(parts[matrix])]

@@ -222,7 +222,7 @@ def test_a_plans_owners_are_numbered_so_that_reductions_overlap(monkeypatch: pyt
 
     numbered = planned()
     with monkeypatch.context() as patched:
-        patched.setattr(attempt, "in_order_of_reductions", lambda matrices, assignment, *_: assignment)
+        patched.setattr(attempt, "renumber_owners", lambda matrices, assignment, *_: assignment)
         unnumbered = planned()
     make._unbounded.cache_clear()
     make._unbounded_attempts.cache_clear()
