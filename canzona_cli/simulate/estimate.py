@@ -72,8 +72,8 @@ def _exposed_with_experts(
     bucket size.
 
     The gradients of such a model take about as long to reduce as a backward pass. Buckets are assumed to fill
-    evenly: of n buckets, the i-th is ready after i / n of the backward pass, and needed after (i - 1) / n of
-    the forward pass. Traffic slows passes down, because tokens are sent over the same link, and because
+    evenly, so the i-th of n buckets is ready after i / n of the backward pass, and needed after (i - 1) / n
+    of the forward pass. Traffic slows passes down, because tokens are sent over the same link, and because
     collectives take a share of the GPU.
     """
     # Other micro-batches pass between the passes of the last one through two model chunks.

@@ -97,9 +97,9 @@ class IterationTimeline:
         self._last = [0] * len(stages)
         """The last task added to each stage's compute stream."""
         self._gathered: list[dict[int, int]] = [{} for _ in stages]
-        """By stage, the task that gathers each chunk whose gathering has started."""
+        """The task, by stage and chunk, of each gathering that has started."""
         self._reducing: list[list[int]] = [[] for _ in stages]
-        """By stage, the last task of each chunk's reduction."""
+        """The last task of each chunk's reduction, by stage."""
         for stage, work in enumerate(stages):
             self._compute_task(stage, "other", work.begin_s)
             for index in work.early:
@@ -112,8 +112,8 @@ class IterationTimeline:
         self._posted: dict[_Message, int] = {}
         """The task after which the receiver of each message has posted its receive."""
         self._unawaited: list[int | None] = [None] * len(stages)
-        """By stage, the task that sends a message for which the rank has not waited yet; None if there is no
-        such task. The rank waits for it when it next sends a message without waiting, and after its last
+        """The task of each stage that sends a message for which the rank has not waited yet; None if there is
+        no such task. The rank waits for it when it next sends a message without waiting, and after its last
         pass."""
         self._build()
         slowed_by: dict[Hashable, list[Hashable]] = {
