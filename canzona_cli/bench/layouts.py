@@ -157,7 +157,7 @@ class TuneResult(TurnsResult):
     legal: int
     """The number of layouts that are possible and fit into memory."""
     everything: bool
-    """True if the user asked for all possible layouts."""
+    """True if the user requested all possible layouts."""
     chosen: str
     """The layout that a run gets without tuning, because the simulator predicts that it is the fastest."""
     layouts: Mapping[str, LayoutBench]

@@ -18,7 +18,7 @@ _UPDATING: tuple[str, ...] = ("exchange", "matrix_update", "adamw_update")
 """The phases of the optimizer step in which a rank works alone or communicates with its TP group only."""
 _WAITING: tuple[str, ...] = ("norm_clip", "param_gather")
 """The phases in which early ranks wait for late ranks: for the end of the last backward pass, or for the last
-rank's gathering in the next forward pass. The last rank waits only for the communication itself."""
+rank's gathering in the next forward pass. The last rank waits only for the communication."""
 
 
 @dataclass(frozen=True)

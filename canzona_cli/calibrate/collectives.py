@@ -222,7 +222,7 @@ def _broadcast(size: int, members: Members) -> Transfer:
 
 def _ranges(data: torch.Tensor, members: Members) -> list[tuple[torch.Tensor, int]]:
     """Returns (range, owner) pairs: on GPUs one for each rank, because in a run all ranges share the link and
-    one launch; on CPU ranks only one, because gloo runs each collective in its own thread."""
+    one launch; on CPU ranks only one, because gloo runs each collective in a separate thread."""
     if members.device.type == "cpu":
         return [(data, 0)]
     return [(part, owner) for owner, part in enumerate(data.chunk(members.size))]

@@ -19,7 +19,7 @@ SECTIONS: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "
 CODE: Final = ("config", "optimizers", "model", "costs", "planner", "simulate", "cluster")
 """The folders with code that a search may depend on."""
 MAX_FILES: Final = 500
-"""The maximum number of search results in the cache folder; older ones are deleted."""
+"""The maximum number of search results in the cache folder; older results are deleted."""
 
 
 def search_file(config: RunConfig, count: int) -> Path:

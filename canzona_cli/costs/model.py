@@ -142,7 +142,7 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     - fc1: matmul T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: matmul T x f/t x h, residual 3 T h/x;
     - the backward pass computes two matmuls for each matmul and 2.5 times core attention, moves twice the
       elements, and adds every weight's gradient to its buffer once per micro-batch;
-    - experts: see `costs.experts`. If they are divided among ranks, tokens travel before fc1 and after fc2
+    - experts: see `costs.experts`. If they are divided among ranks, tokens are sent before fc1 and after fc2,
       instead of the collectives below;
     - half an all-reduce of the residual stream before qkv and fc1 and after proj, fc2 and the embedding (with
       sequence parallelism an all-gather or a reduce-scatter), and the same in the backward pass.

@@ -21,8 +21,8 @@ FP32 = 4
 
 
 def batch_slices(elements: Sequence[int]) -> list[slice]:
-    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32; a larger matrix is a batch
-    of its own.
+    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32; a larger matrix is a
+    separate batch.
 
     Args:
         elements: for each matrix, the number of elements that are copied.
@@ -55,10 +55,10 @@ def workspace_bytes(
     - SOAP-Muon: the scratch of SOAP, and that of Muon in standard form without stacking.
 
     Args:
-        batches: for each optimizer, the shapes of the matrices that it updates in one step.
+        batches: for each optimizer, the shapes of the matrices that it updates in one call.
         shared: for each shared matrix, the elements of its fragment and of one square.
-        interleaved: the same for each shared matrix that is interleaved with one of `shared`. These matrices
-            have their own iterates and squares.
+        interleaved: the same for each shared matrix that is interleaved with a matrix of `shared`, and
+            therefore has separate iterates and squares.
     """
     if not keeps_workspace(config):
         return 0

@@ -154,7 +154,7 @@ class FollowingExchanges(NamedTuple):
 
 def shared_exchanges(steps: int) -> tuple[FollowingExchanges, ...]:
     """Lists the exchanges after each part of a shared update except the last: norms and flags, Gram matrices,
-    and the rows of matmuls (`optimizers.shared_rows`). Each matmul of squares is a part of its own."""
+    and the rows of matmuls (`optimizers.shared_rows`). Each matmul of squares is a separate part."""
     flags, summed = FollowingExchanges(("all_reduce",)), FollowingExchanges(("all_reduce", "all_to_all"))
     gathered, hidden = FollowingExchanges(("all_gather",)), FollowingExchanges(("all_gather",), 1)
     exchanges = [flags]

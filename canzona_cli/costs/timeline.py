@@ -8,7 +8,7 @@ On a timeline with `cores`, a task that keeps cores busy takes `seconds + link_s
 cores. If the running tasks need more cores than there are, all of them slow down equally, as under a fair
 scheduler.
 
-The result is deterministic: of simultaneous tasks, the one added first goes first.
+The result is deterministic: simultaneous tasks run in the order in which they were added.
 """
 
 import heapq

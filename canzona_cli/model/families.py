@@ -87,8 +87,8 @@ def replicated_parameters(model: ModelConfig) -> int:
 
 
 def matrix_copies(model: ModelConfig) -> Copies:
-    """Returns the group over which the gradients of all matrices are reduced. There is only one such group,
-    because the matrices share one buffer and one plan."""
+    """Returns the group over which the gradients of all matrices are reduced. There is only one group,
+    because all matrices share one buffer and one plan."""
     [copies] = {weight.copies for weight in family_of(model).weights(model)}
     return copies
 

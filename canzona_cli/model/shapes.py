@@ -13,7 +13,7 @@
       - ...
 
 `shard` is the dimension that tensor parallelism divides: rows, cols or none. Matrices of the same `unit` have
-the same owner; by default each matrix is a unit. `count: 8` stands for eight matrices of one shape. If layers
+the same owner; by default each matrix is a unit. `count: 8` means eight matrices of one shape. If layers
 differ, `blocks:` is a list of consecutive blocks of layers, each with its `layers`, `other` and `matrices`.
 `heads`, `kv_heads` and `head_dim` optionally describe attention.
 """

@@ -59,11 +59,11 @@ def assign(
       each bucket were divided, the first ranks would get every remainder.) Hosts are assigned round-robin in
       registration order. Nothing is balanced.
 
-    If there are several candidates (layout contiguous, or canzona with alpha < 1), the one with the lowest
-    score is returned: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's busiest
-    owner / their lower bound). Both terms are computed from the final cells, and candidates that exceed
-    `memory_cap` are dropped. Candidates do not depend on alpha, so a larger alpha never makes the busiest
-    cell busier, and a smaller alpha never makes bytes less even.
+    If there are several candidates (layout contiguous, or canzona with alpha < 1), the candidate with the
+    lowest score is returned: alpha * (busiest cell / lower bound) + (1 - alpha) * (bytes of every bucket's
+    busiest owner / their lower bound). Both terms are computed from the final cells, and candidates that
+    exceed `memory_cap` are dropped. Candidates do not depend on alpha, so a larger alpha never makes the
+    busiest cell busier, and a smaller alpha never makes bytes less even.
 
     Args:
         costs: the seconds of each matrix's update, positive; with strategy paper, the elements of the matrix.
@@ -238,8 +238,8 @@ def _units_to_cells(stage: PoolProblem) -> Owners:
 
 
 def _blended(stage: PoolProblem, blend: float) -> Owners:
-    """Assigns units bucket by bucket, largest first, each to the owner with the lowest weighted sum of
-    compute so far and bytes of this bucket."""
+    """Assigns units bucket by bucket, largest first, each to the owner with the lowest weighted sum of its
+    compute so far and its bytes of this bucket."""
     compute = [0.0] * stage.owners
     goal = sum(map(stage.cost, stage.units)) / stage.owners
     owner_of: Owners = {}
@@ -338,7 +338,8 @@ def _does_not_fit(stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap
 def deal(loads: Sequence[float], owners: int) -> list[int]:
     """Deals cells to owners, the same number of cells to each owner; returns the owner of each cell.
 
-    Cells are dealt by falling load, forwards and backwards in alternation, so that owners' sums are similar.
+    Cells are dealt in descending order of load, alternately forwards and backwards, so that owners' sums are
+    similar.
     """
     ranked = sorted(range(len(loads)), key=lambda cell: (-loads[cell], cell))
     owner_of = [0] * len(loads)

@@ -248,16 +248,14 @@ class Attempt:
         ways, members = self._alternatives(assignment, limit, exposure), self._members
         busy = slowest_owner_seconds(members, self._costs, assignment, self._search)
         chunks = [exposure.chunks(way, members) for way in ways]
-        reducing, gathering = (
-            [exposure.reduced(way) for way in chunks],
-            [exposure.gathered(way, busy) for way in chunks],
-        )
-        reduced, gathered = _first_of_least(reducing), _first_of_least(gathering)
+        reducing_s = [exposure.reduced(alternative) for alternative in chunks]
+        gathering_s = [exposure.gathered(alternative, busy) for alternative in chunks]
+        reduced, gathered = _first_of_least(reducing_s), _first_of_least(gathering_s)
         chosen = tuple(
             replace(bucket, gathering=other.gathering) if bucket.gathering != other.gathering else bucket
             for bucket, other in zip(ways[reduced], ways[gathered], strict=True)
         )
-        seconds = rounded(reducing[reduced] + gathering[gathered])
+        seconds = rounded(reducing_s[reduced] + gathering_s[gathered])
         return Candidate(assignment=assignment, limit=limit, buckets=chosen, seconds=seconds)
 
     def _alternatives(

@@ -90,8 +90,8 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
 
 
 def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
-    """Counts the elements of a unit that one TP rank stores. A matrix of a single head is stored on one rank;
-    every rank has the same number of such matrices."""
+    """Counts the elements of a unit that one TP rank stores. A matrix of a single head is stored on one rank,
+    and every rank stores equally many."""
     heads = sum(matrix.elements for matrix in members if matrix.home is not None)
     return heads // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
 

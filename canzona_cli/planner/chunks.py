@@ -183,14 +183,14 @@ class ChunkBuilder:
         )
 
     def _parameters(self, *, layers: bool) -> list[tuple[int, int]]:
-        """Lists (elements, module) in registration order; a norm or router belongs to the module that uses
-        its output.
+        """Lists the parameters of a buffer as (elements, module), in registration order. A norm or router
+        belongs to the module that uses its output.
 
         Args:
             layers: False to leave out the matrices of the layers. Experts that are divided among ranks are
                 never listed.
         """
-        model, parameters = self._config.model, []
+        model = self._config.model
         family, replicated = family_of(model), Counter[Part]()
         for parameter in family.replicated(model):
             replicated[parameter.part] += parameter.elements
@@ -200,12 +200,15 @@ class ChunkBuilder:
             range(len(self._modules)),
             key=lambda place: (self._modules[place].layer, registered.index(self._modules[place].part)),
         )
-        for number in order:
-            module = self._modules[number]
-            listed = module.part in ("embedding", "output") or (layers and not module.dispatched)
-            weights = module.weights if listed else 0
-            parameters.append((weights + replicated[module.part], number))
-        return [(size, number) for size, number in parameters if size]
+        parameters: list[tuple[int, int]] = []
+        for place in order:
+            module = self._modules[place]
+            elements = replicated[module.part]
+            if module.part in ("embedding", "output") or (layers and not module.dispatched):
+                elements += module.weights
+            if elements:
+                parameters.append((elements, place))
+        return parameters
 
     def _cut(self, parameters: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Cuts parameters into buckets, starting with the parameter that was registered last; returns

@@ -179,10 +179,8 @@ class _StageClock:
             The seconds that updates and gatherings add to the pass through all model chunks, and to the pass
             through the first model chunk.
         """
-        order, work = (
-            GatheringOrder.of(chunks, len(self._others), self.time.places),
-            _Pass(chunk.gather for chunk in chunks),
-        )
+        order = GatheringOrder.of(chunks, len(self._others), self.time.places)
+        work = _Pass(chunk.gather for chunk in chunks)
         follows = dict(zip(order.afterwards, order.afterwards[GATHERED_AHEAD:], strict=False))
         tasks: dict[int, int] = {}
 

@@ -3,7 +3,7 @@
     {"name": "layers.3.experts.*.gate", ..., "count": 4, "each": {"name": {"from": 0, "by": 1}, "owner": [0,
     4, 2, 6]}}
 
-stands for four entries. `each` has the fields in which the entries differ, with a list of values, or with the
+represents four entries. `each` has the fields in which the entries differ, with a list of values, or with the
 first value and the step to the next. In text fields, such as `name`, the values replace the `*`. All other
 fields are equal in the four entries. Names in a bucket are shortened to
 `["decoder.layers.3.mlp.experts.linear_fc1.weight*", [0, 1, 2, 3]]`.
@@ -107,7 +107,7 @@ def _pattern(names: Sequence[str]) -> tuple[str, list[int]]:
 
 
 def _expand_entry(entry: object) -> Iterator[dict[str, object]]:
-    """Yields the entries that a merged entry stands for, or the entry itself."""
+    """Yields the entries that a merged entry represents; an entry that is not merged is yielded unchanged."""
     if not isinstance(entry, dict) or "each" not in entry:
         yield entry  # type: ignore[misc]  # an entry of another type is refused when the plan is made from it
         return

@@ -298,7 +298,7 @@ class HostPacker:
         return self._look_up(matrices)[1][0].height if matrices else 0.0
 
     def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[Row, ...]]:
-        """Returns the places of the matrices in falling order of cost, and rows whose entries are in this
+        """Returns the places of the matrices in descending order of cost, and rows whose entries are in this
         order."""
         order = sorted(range(len(matrices)), key=lambda p: (-self._costs[matrices[p]], p))
         key = tuple((self._costs[matrices[p]], self._shares.get(matrices[p])) for p in order)
@@ -311,7 +311,7 @@ class HostPacker:
         quick estimate (largest first) chooses their number.
 
         Args:
-            items: the cost of each matrix, falling, and its share if it may be shared.
+            items: the cost of each matrix, descending, and its share if it may be shared.
         """
         possible = [place for place, (_, share) in enumerate(items) if share is not None]
         counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})

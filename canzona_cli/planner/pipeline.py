@@ -65,7 +65,7 @@ class Pipeline[Moment](Protocol):
 
 class Clock:
     """A `Pipeline` that computes when each rank of a TP group is done, in seconds since the owner's gradients
-    were reduced. Every rank has its own device.
+    were reduced. Every rank has a separate device.
 
     Args:
         norm_s: the seconds of norm, clip and AdamW.

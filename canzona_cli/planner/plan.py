@@ -117,9 +117,9 @@ class Bucket:
     """The elements of the bucket on one rank, padding included."""
     padding: CountOrZero
     reduction: Reduction = "reduce"
-    """The way gradients are reduced to their owners."""
+    """The way in which gradients are reduced to their owners."""
     gathering: Gathering = "broadcast"
-    """The way weights are gathered from their owners."""
+    """The way in which weights are gathered from their owners."""
     parameters: tuple[str, ...]
     """The parameters in buffer order."""
     ranges: tuple[Range, ...]

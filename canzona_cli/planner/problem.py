@@ -75,12 +75,11 @@ class PoolProblem:
     def kinds(self) -> dict[int, Hashable]:
         """The kind of each unit. Units of one kind have the same costs and sizes, so owners may exchange
         them."""
-        return {
-            unit: tuple(
-                sorted((self.costs[index], self.matrices[index].elements, index in self.shares) for index in members)
-            )
-            for unit, members in self.units.items()
-        }
+
+        def describe(index: int) -> tuple[float, int, bool]:
+            return self.costs[index], self.matrices[index].elements, index in self.shares
+
+        return {unit: tuple(sorted(map(describe, members))) for unit, members in self.units.items()}
 
     def cost(self, unit: int) -> float:
         return sum(self.costs[index] for index in self.units[unit])

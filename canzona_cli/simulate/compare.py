@@ -110,13 +110,13 @@ class Study:
         return self.strategies[strategy].result
 
     def optimizer_speedup(self, baseline: str) -> float | None:
-        """Returns the optimizer time of `baseline`, a strategy, divided by that of the plan; None if one of
-        them does not fit into memory in this layout."""
+        """Returns the ratio of the optimizer time of `baseline`, a strategy, to that of the plan; None if one
+        of the two does not fit into memory in this layout."""
         return self._ratio(baseline, self.strategy, lambda result: result.optimizer_s)
 
     def iteration_speedup(self, baseline: str) -> float | None:
-        """Returns the iteration time of `baseline`, a strategy, divided by that of the plan; None if one of
-        them does not fit into memory in this layout."""
+        """Returns the ratio of the iteration time of `baseline`, a strategy, to that of the plan; None if one
+        of the two does not fit into memory in this layout."""
         return self._ratio(baseline, self.strategy, lambda result: result.iteration_s)
 
     def overhead(self, strategy: str) -> float | None:

@@ -1,7 +1,7 @@
 """Simulates an iteration up to the reduction of its gradients: forward, backward, and the data-parallel
 traffic that overlaps with them.
 
-One rank stands for each pipeline stage. In each of its model chunks, the first forward pass waits for
+One rank represents each pipeline stage. In each of its model chunks, the first forward pass waits for
 gathered parameters module by module, and the last backward pass starts gradient reductions module by module.
 The passes in between are not interrupted.
 

@@ -3,7 +3,7 @@
 The simulation covers one steady-state iteration from the first forward pass to the last updated weight. The
 gathering of the previous step's new parameters overlaps with the forward passes, the reduction of gradients
 with the last backward pass. Then come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up
-to the updates, one rank stands for each pipeline stage, because collectives keep the stage's ranks in step;
+to the updates, one rank represents each pipeline stage, because collectives keep the stage's ranks in step;
 updates are simulated for every rank whose work differs. On a machine whose ranks share cores
 (`ClusterConfig.cores`), all concurrent work shares the cores. `compare.assumptions` lists the simulation's
 assumptions.
@@ -296,7 +296,7 @@ class _Simulation:
         return zeroing_seconds(self._config, self._layout, stage, padding)
 
     def _rank(self, cell: CellUpdate) -> int:
-        """Returns the lowest rank that a cell stands for. In rank numbers, tp varies fastest, then cp and dp,
+        """Returns the lowest rank that a cell represents. In rank numbers, tp varies fastest, then cp and dp,
         then pp."""
         return cell.host + self._layout.tp * (cell.team.owner + self._layout.owners * cell.team.stage)
 

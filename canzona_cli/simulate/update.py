@@ -57,7 +57,7 @@ class RankUpdate:
     exchange_s: float
     """The exposed seconds: waits for exchanges, packing and unpacking, excluding `packed_s`."""
     exchange_total_s: float
-    """The seconds of all exchanges, including overlapped ones, packing and unpacking."""
+    """The seconds of all exchanges, packing and unpacking, including those that overlap with updates."""
     segments: tuple[Segment, ...]
     packed_s: float = 0.0
     """The seconds of packing before the gradient norm. Only `exchange_total_s` includes them."""
@@ -120,7 +120,7 @@ class UpdateModel:
         self.pipeline.run([[job(index) for index in group.matrices] for group in groups], ranks, first=first)
 
     def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
-        """Runs the updates of the matrices `members` on `rank`, which stands for all ranks of its TP
+        """Runs the updates of the matrices `members` on `rank`, which represents all ranks of its TP
         group."""
         pipeline = self.pipeline
         for index in members:
