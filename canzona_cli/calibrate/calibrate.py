@@ -308,8 +308,8 @@ def _spread(measurement: Measurement) -> str:
 
 def _flow(value: object) -> str:
     """Formats a value as YAML on one line."""
-    plain = list(value) if isinstance(value, tuple) else value
-    text: str = yaml.safe_dump([plain], default_flow_style=True, width=100_000, allow_unicode=True)
+    listed = list(value) if isinstance(value, tuple) else value
+    text: str = yaml.safe_dump([listed], default_flow_style=True, width=100_000, allow_unicode=True)
     return text.strip()[1:-1]
 
 

@@ -141,23 +141,23 @@ def diagnose() -> Diagnosis:
 def packages() -> Iterator[Finding]:
     """Checks Python and the packages that canzona's metadata requires, without importing them."""
     try:
-        about = metadata.metadata("canzona")
+        canzona = metadata.metadata("canzona")
     except metadata.PackageNotFoundError:
         fix = f"{sys.executable} -m pip install --editable FOLDER, with the folder of its pyproject.toml"
         meaning = "the required versions are unknown"
         yield _finding("python", "canzona", False, "not installed as a package", meaning, fix)
         return
-    required = SpecifierSet(about["Requires-Python"])
+    required = SpecifierSet(canzona["Requires-Python"])
     version, fix = platform.python_version(), f"install Python {required} and set up a new virtual environment with it"
     meaning = f"required ({required})"
     yield _finding(
         "python", "Python", version in required, f"{version}, {sys.executable}", meaning, fix, otherwise="fail"
     )
-    requirements = [Requirement(text) for text in about.get_all("Requires-Dist") or ()]
+    requirements = [Requirement(text) for text in canzona.get_all("Requires-Dist") or ()]
     for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield package(requirement)
-    for extra in about.get_all("Provides-Extra") or ():
+    for extra in canzona.get_all("Provides-Extra") or ():
         install = install_fused_layers() if extra == "te" else f"pip install 'canzona[{extra}]'"
         meaning = f"optional: {install}"
         for requirement in requirements:

@@ -201,17 +201,18 @@ class Links:
         return ("network", outer) if outer <= inner or group.per_machine == 1 else ("machine", inner)
 
     def all_gather(self, size: float, group: Group) -> Transfer:
-        """Returns an all-gather of `size` bytes in equal shards."""
+        """Returns the transfer of an all-gather of `size` bytes in equal shards."""
         return self._measured("all_gather", size, group) or self.ring_pass(size * (group.size - 1) / group.size, group)
 
     def reduce_scatter(self, size: float, group: Group) -> Transfer:
-        """Returns a reduce-scatter of `size` bytes in equal shards, which moves as much as an all-gather."""
+        """Returns the transfer of a reduce-scatter of `size` bytes in equal shards, which moves as many bytes
+        as an all-gather."""
         measured = self._measured("reduce_scatter", size, group)
         return measured or self.ring_pass(size * (group.size - 1) / group.size, group)
 
     def all_reduce(self, size: float, group: Group) -> Transfer:
-        """Returns an all-reduce of `size` bytes: a reduce-scatter and an all-gather in a ring, but with the
-        latency of a tree if that is lower."""
+        """Returns the transfer of an all-reduce of `size` bytes: a reduce-scatter and an all-gather in a
+        ring, but with the latency of a tree if that is lower."""
         measured = self._measured("all_reduce", size, group)
         if measured is not None:
             return measured

@@ -42,7 +42,7 @@ class Matrix:
     index: CountOrZero
     """The position in the plan's list of matrices."""
     name: str
-    """The name, such as layers.3.gate; layers are numbered over the model."""
+    """The name, such as layers.3.gate. Layers are numbered through the whole model."""
     kind: Kind
     layer: CountOrZero
     stage: CountOrZero

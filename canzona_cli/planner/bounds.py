@@ -165,8 +165,8 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
 
 @lru_cache(maxsize=128)
 def _packing_bound(costs: tuple[float, ...], bins: int) -> float:
-    """Computes `packing_bound` of sorted costs. Cached, because stages and strategies of a run share
-    matrices."""
+    """Computes `packing_bound` of sorted costs. The results are cached, because stages and strategies of a
+    run have the same matrices."""
     bound = simple_bound(costs, bins)
     counts = _coarse(sorted(Counter(costs).items()))
     low, high = bound, 2 * bound

@@ -215,7 +215,7 @@ def buckets(
     layout: Mesh,
     settings: PlanSettings,
     bucket_elements: int | None = None,
-    of: Sequence[Pool] | None = None,
+    chosen_pools: Sequence[Pool] | None = None,
 ) -> tuple[Bucket, ...]:
     """Returns the buckets of all stages, numbered from 0 in each stage. The buckets of a pool are in the
     order in which gradients become ready.
@@ -231,19 +231,19 @@ def buckets(
 
     Args:
         bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
-        of: the pools whose buckets are returned; None for all.
+        chosen_pools: the pools whose buckets are returned; None for all.
     """
     made: list[Bucket] = []
     by_owner = settings.layout == "owner" and settings.strategy == "canzona"
     numbers = Counter[int]()
-    for pool in pools(matrices) if of is None else of:
+    for pool in pools(matrices) if chosen_pools is None else chosen_pools:
         for bucket in pool_buckets(matrices, pool, layout, bucket_elements):
             owned = [
                 _Owned(item, tuple(owner_of(part, matrices, assignment, layout) for part in item.parts))
                 for item in bucket
             ]
-            order = _by_owner(owned) if by_owner else owned
-            made.append(_packed(order, pool, numbers[pool.stage], layout.reducers(pool.expert_rank)))
+            order = _order_by_owner(owned) if by_owner else owned
+            made.append(_make_bucket(order, pool, numbers[pool.stage], layout.reducers(pool.expert_rank)))
             numbers[pool.stage] += 1
     return tuple(made)
 
@@ -269,7 +269,7 @@ class _Owned(NamedTuple):
         return self.owners[-1]
 
 
-def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
+def _order_by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
     """Orders a bucket's parameters so that owners have few ranges.
 
     A parameter with two owners links the first to the last. Links are joined into chains without cycles, in
@@ -322,13 +322,13 @@ def _by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
     return order + tail
 
 
-def _packed(order: Sequence[_Owned], pool: Pool, index: int, shards: int) -> Bucket:
+def _make_bucket(order: Sequence[_Owned], pool: Pool, index: int, shards: int) -> Bucket:
     """Returns a bucket in which the parameters are placed one after another in this order."""
-    starts, end = _side_by_side([item.parameter for item in order])
-    return _filled(zip(starts, order, strict=True), bucket_end(end, shards), pool, index)
+    starts, end = _place_consecutively([item.parameter for item in order])
+    return _fill_bucket(zip(starts, order, strict=True), bucket_end(end, shards), pool, index)
 
 
-def _side_by_side(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
+def _place_consecutively(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
     """Places parameters one after another, each at an aligned start; returns the starts and the end of the
     last parameter."""
     starts: list[int] = []
@@ -339,7 +339,7 @@ def _side_by_side(parameters: Iterable[Parameter]) -> tuple[list[int], int]:
     return starts, end
 
 
-def _filled(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool, index: int) -> Bucket:
+def _fill_bucket(placed: Iterable[tuple[int, _Owned]], elements: int, pool: Pool, index: int) -> Bucket:
     """Returns a bucket of `elements` elements.
 
     Args:
@@ -372,14 +372,14 @@ def even_bucket(held: Sequence[Sequence[Parameter]], pool: Pool, index: int) -> 
     Args:
         held: the parameters of each owner.
     """
-    positions = [_side_by_side(parameters) for parameters in held]
+    positions = [_place_consecutively(parameters) for parameters in held]
     shard = shard_elements(max(end for _, end in positions), len(held))
     placed = (
         (owner * shard + start, _Owned(parameter, (owner,) * len(parameter.parts)))
         for owner, (parameters, (starts, _)) in enumerate(zip(held, positions, strict=True))
         for parameter, start in zip(parameters, starts, strict=True)
     )
-    return replace(_filled(placed, shard * len(held), pool, index), reduction="ring", gathering="ring")
+    return replace(_fill_bucket(placed, shard * len(held), pool, index), reduction="ring", gathering="ring")
 
 
 def _extend(

@@ -142,7 +142,7 @@ def _index(entry: object) -> int:
 
 
 def _shorten_names(names: object) -> list[object]:
-    """Shortens consecutive names with one pattern to `[pattern, numbers]`."""
+    """Shortens runs of names that share a pattern to `[pattern, numbers]`."""
     assert isinstance(names, list | tuple)
     runs: list[tuple[object, list[str]]] = []
     for name in names:

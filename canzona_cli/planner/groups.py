@@ -75,8 +75,8 @@ def held_jobs(
 def expert_seconds(
     matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, pipeline: HostedPipeline
 ) -> Mapping[tuple[int, int], tuple[float, ...]]:
-    """Returns, by (stage, owner), the seconds that each host takes to update experts with an `expert_rank`,
-    which precede micro-groups. Owners without these experts are left out."""
+    """Returns, by (stage, owner), the seconds that each host takes to update its experts with an
+    `expert_rank`, before its micro-groups. Owners without these experts are left out."""
     counted = Counter(
         (matrix.stage, cell.owner, cell.host, cost, matrix.elements)
         for matrix, cell, cost in zip(matrices, assignment.cells, costs, strict=True)

@@ -155,8 +155,8 @@ def least_seconds(
         return 0.0
     kinds = _Kinds(units=tuple(units), numbers=tuple(units.values()), owners=owners, tp=pipeline.tp)
     if sum(kinds.numbers) > _MOST_UNITS * owners:
-        return kinds.together
-    low, high = kinds.together, 1.5 * max(kinds.together, *(way.least for unit in units for way in unit))
+        return kinds.evenly_divided
+    low, high = kinds.evenly_divided, 1.5 * max(kinds.evenly_divided, *(way.least for unit in units for way in unit))
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if kinds.take_longer(middle) else (low, middle)
@@ -220,7 +220,7 @@ class _Kinds:
     tp: int
 
     @cached_property
-    def together(self) -> float:
+    def evenly_divided(self) -> float:
         """The lower bound of the slowest owner's seconds if an owner's ranks could divide its work evenly."""
         whole = [
             sum(min(way.on_host, self.tp * way.on_each) for way in unit)

@@ -107,8 +107,8 @@ class UpdateKind:
     batched."""
     error: float | None
     """The distance of the update from an orthogonal matrix in exact arithmetic: the root mean square of |s -
-    1| over its singular values s, except those that began below 0.007 times the largest. Rounding adds less
-    than 0.01 in either form, in bf16 or fp16. None if it is unknown."""
+    1| over its singular values s, without those that are below 0.007 times the largest in the input. Rounding
+    adds less than 0.01 in either form, in bf16 or fp16. None if it is unknown."""
 
 
 POLYNOMIAL_ERROR = {

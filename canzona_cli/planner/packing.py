@@ -294,7 +294,8 @@ class HostPacker:
         ]
 
     def height(self, matrices: Sequence[int]) -> float:
-        """Returns the seconds of the busiest host of an owner with these matrices, in the lowest row."""
+        """Returns the height of the lowest row for an owner's matrices, which is the seconds of the busiest
+        host; 0 without matrices."""
         return self._look_up(matrices)[1][0].height if matrices else 0.0
 
     def _look_up(self, matrices: Sequence[int]) -> tuple[list[int], tuple[Row, ...]]:

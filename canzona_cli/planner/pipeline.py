@@ -105,11 +105,11 @@ class HostedPipeline:
     """The bytes of a gradient element in an exchange."""
     buffer: int = FP32
     """The bytes of a gradient element in the buffer in which gradients are reduced."""
-    taken: int = 0
-    """The bytes of memory traffic to unpack a weight element after its exchange."""
-    own: int = 0
-    """The bytes of memory traffic to store a weight element on its host, excluding the rounded copy, which is
-    part of the update."""
+    store: int = 0
+    """The bytes of memory traffic to unpack and store a weight element after its exchange."""
+    own_store: int = 0
+    """The bytes of memory traffic to store a weight element that its host keeps, excluding the rounded copy,
+    which is part of the update."""
     byte_s: float = 0.0
     """The seconds of memory traffic for each byte that is packed or unpacked."""
     launch_s: float = 0.0
@@ -143,8 +143,8 @@ class HostedPipeline:
             width=width,
             grad=config.engine.gradient_bytes,
             buffer=config.train.gradient_bytes,
-            taken=select or 2 * width,
-            own=0 if cluster.measured_updates else select,  # measured updates include it
+            store=select or 2 * width,
+            own_store=0 if cluster.measured_updates else select,  # measured updates include it
             byte_s=exchanging / memory_rate(cluster),
             launch_s=exchanging * cluster.launch_us * 1e-6,
             replay_s=cluster.launch_us * 1e-6 if algorithm_of(config).graph else 0.0,
@@ -164,7 +164,7 @@ class HostedPipeline:
         """The least seconds of packing and unpacking per element of a matrix, summed over ranks, without
         launches."""
         exchanged = (self.tp - 1) / self.tp
-        return (exchanged * (self._sent + self.taken) + self._received) * self.byte_s
+        return (exchanged * (self._sent + self.store) + self._received) * self.byte_s
 
     @property
     def _sent(self) -> int:
@@ -177,16 +177,16 @@ class HostedPipeline:
         return self.grad + FP32
 
     def seconds(
-        self, groups: Sequence[Sequence[Job]], known: "Loads | None" = None, first: Sequence[float] = ()
+        self, groups: Sequence[Sequence[Job]], cache: "Loads | None" = None, first: Sequence[float] = ()
     ) -> float:
         """Returns the seconds that an owner's groups take in the given order, excluding norm, clip and AdamW.
 
         Args:
-            known: a cache of the loads of groups of the same jobs; new loads are added.
+            cache: a cache of the loads of groups of the same jobs; new loads are added.
             first: see `run`.
         """
         clock = Clock(self.tp, self.norm_s)
-        self.run(groups, clock, known, first)
+        self.run(groups, clock, cache, first)
         return max(clock.now) - self.norm_s
 
     @property
@@ -208,7 +208,7 @@ class HostedPipeline:
             seconds: the seconds of the update.
             elements: the elements of the matrix.
         """
-        return self.updating * seconds + self.own * elements * self.byte_s
+        return self.updating * seconds + self.own_store * elements * self.byte_s
 
     def least(self, job: Job) -> "Least":
         """Returns lower bounds on the seconds of a hosted matrix that hold for any other matrices that its
@@ -229,13 +229,13 @@ class HostedPipeline:
         self,
         groups: Sequence[Sequence[Job]],
         ranks: Pipeline[Moment],
-        known: "Loads | None" = None,
+        cache: "Loads | None" = None,
         first: Sequence[float] = (),
     ) -> None:
         """Passes the work of an owner's micro-groups, and then of its shared matrices, to `ranks` in order.
 
         Args:
-            known: see `seconds`.
+            cache: see `seconds`.
             first: the seconds for which each host updates its experts, before all other updates.
         """
         if self.tp == 1 or not groups:
@@ -246,7 +246,7 @@ class HostedPipeline:
                     ranks.work(0, "matrix_update", self.each_alone(job.seconds, job.matrix.elements))
             return
         loads = [
-            self._load([job for job in group if not job.share], {} if known is None else known) for group in groups
+            self._load([job for job in group if not job.share], {} if cache is None else cache) for group in groups
         ]
         landed: dict[int, Moment] = {}
         for place, (number, stage) in enumerate(order(len(loads))):
@@ -279,12 +279,12 @@ class HostedPipeline:
                 needed_by = part + 1 + after[part].overlapped_parts
                 landed[place, needed_by].append(ranks.exchange(transfer.scaled(self.exchanging)))
 
-    def _load(self, group: Sequence[Job], known: "Loads") -> "Load":
-        """Returns the load of a micro-group of hosted matrices, from the cache `known` or newly computed."""
+    def _load(self, group: Sequence[Job], cache: "Loads") -> "Load":
+        """Returns the load of a micro-group of hosted matrices, from `cache` or newly computed."""
         key = tuple(job.matrix.index for job in group)
-        if key not in known:
-            known[key] = self._new_load(group)
-        return known[key]
+        if key not in cache:
+            cache[key] = self._new_load(group)
+        return cache[key]
 
     def _new_load(self, group: Sequence[Job]) -> "Load":
         """Computes the load of a micro-group of hosted matrices."""
@@ -313,9 +313,9 @@ class HostedPipeline:
                 ("exchange", self._copies(hosted[host] * self._received, tp * matrices[host])),
                 ("matrix_update", self.updating * (replay_s + seconds[host])),
                 # Packs the fragments of other ranks, and rounds and stores the host's finite fragments.
-                ("exchange", self._copies(own[host] * self.own, (tp + 1) * matrices[host])),
+                ("exchange", self._copies(own[host] * self.own_store, (tp + 1) * matrices[host])),
             )
-            yield (("exchange", self._copies(stored[host] * self.taken, others)),)
+            yield (("exchange", self._copies(stored[host] * self.store, others)),)
 
         moved = group_traffic([job.matrix for job in group], [job.host for job in group], tp)
         return Load(

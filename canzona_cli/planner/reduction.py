@@ -281,8 +281,8 @@ class ReductionModel:
 
     def choices(self, buckets: Sequence[Bucket], settings: PlanSettings) -> Iterator[tuple[Bucket, ...]]:
         """Yields alternative ways to reduce and gather the buckets. The first is that of `choose`, which has
-        the least total time. If the planner may choose, rings for all buckets, and collectives for each range
-        of all buckets follow.
+        the least total time. If the planner may choose, two more follow: rings for all buckets, and
+        collectives for each range of all buckets.
 
         The alternative with the least total time does not always have the least exposed time: a ring occupies
         its stream until it ends, but a chain of ranks overlaps with the next chain.

@@ -100,7 +100,7 @@ class _Step:
     early_s: Sequence[float]
     """The seconds of gathering that overlaps with updates, by stage."""
     agree_s: float
-    """The seconds in which all ranks agree, at the end of the step, on how it went."""
+    """The seconds that ranks take, at the end of the step, to agree on its result."""
 
     @cached_property
     def updated(self) -> list[float]:
@@ -167,7 +167,8 @@ class _Step:
 
     @staticmethod
     def _latest(ends: Sequence[float]) -> int:
-        """Returns the index of the cell that ends last; of cells that are equal up to rounding, the first."""
+        """Returns the index of the cell that ends last; the first index if several end at the same time up to
+        rounding."""
         latest = (1 - ROUNDING) * max(ends)
         return next(index for index, end in enumerate(ends) if end >= latest)
 

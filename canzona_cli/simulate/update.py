@@ -175,8 +175,8 @@ class SharedCores:
     Args:
         name: the name of the group, unique on the timeline.
         copies: the number of TP groups that do the same work at the same time.
-        alike: the number of ranks of each group that one host represents: 1, or tp if all ranks do the same
-            work.
+        ranks_per_host: the number of ranks of each group that one host represents: 1, or tp if all ranks do
+            the same work.
         after: the task after which each host starts, by host.
         norm_s: the least seconds of norm and clipping.
         adamw_s: the seconds of AdamW's update, which follows norm and clipping.
@@ -190,11 +190,11 @@ class SharedCores:
         after: Sequence[int],
         *,
         copies: int = 1,
-        alike: int = 1,
+        ranks_per_host: int = 1,
         norm_s: float = 0.0,
         adamw_s: float = 0.0,
     ) -> None:
-        self._timeline, self._name, self._copies, self._alike = timeline, name, copies, alike
+        self._timeline, self._name, self._copies, self._ranks_per_host = timeline, name, copies, ranks_per_host
         self.begin, self._norm_s, self._adamw_s = list(after), norm_s, adamw_s
         """The task of each host after which matrix updates begin: its task in `after`, or, once `norm` has
         been called, AdamW's update."""
@@ -253,7 +253,7 @@ class SharedCores:
             phase,
             (self._name, host),
             seconds=seconds,
-            cores=float(self._copies * self._alike) if seconds > 0 else 0.0,
+            cores=float(self._copies * self._ranks_per_host) if seconds > 0 else 0.0,
             after=self._waits[host],
         )
         self._waits[host], self._last[host] = [], index

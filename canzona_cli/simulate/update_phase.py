@@ -250,8 +250,10 @@ class UpdatePhase:
             group = SharedCores(timeline, index, team.hosts, begin, norm_s=norm_s, adamw_s=adamw_s)
             self._model.run_hosted(team.groups, self._hosts, group, team.first)
             return group, group.begin
-        alike = min(self._layout.tp, team.ranks)  # 1 where TP ranks have different experts
-        group = SharedCores(timeline, index, 1, begin, copies=team.ranks // alike, alike=alike)
+        ranks_per_host = min(self._layout.tp, team.ranks)  # 1 if TP ranks have different experts
+        group = SharedCores(
+            timeline, index, 1, begin, copies=team.ranks // ranks_per_host, ranks_per_host=ranks_per_host
+        )
         self._model.run_duplicated(team.members, group)
         group.end(0)
         return group, [timeline.add("adamw_update", (index, 0), seconds=adamw_s, cores=float(team.ranks))]
