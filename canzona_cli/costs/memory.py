@@ -162,9 +162,9 @@ def _state_on_fullest(
     """Counts the bytes of optimizer state on the fullest rank of a stage with `layers` layers.
 
     Args:
-        fullest: the matrices whose state the fullest rank keeps; None if matrices have no owners. Then a rank
-            keeps the state of its share of all parameters (AdamW), of every matrix that its TP group stores
-            (canzona's sc), or of every fragment that the rank stores (other strategies).
+        fullest: the matrices whose state the fullest rank keeps; None if matrices have no owners. In this
+            case a rank keeps the state of its share of all parameters (AdamW), of every matrix that its TP
+            group stores (canzona's sc), or of every fragment that it stores (Megatron's sc).
     """
     execution = config.execution
     if execution is Execution.ADAMW:

@@ -66,7 +66,8 @@ def shares(config: RunConfig, algorithm: Algorithm, layout: Layout, members: Seq
 
 
 def why_hosted(config: RunConfig, algorithm: Algorithm, layout: Layout) -> str | None:
-    """Returns the reason why no matrix of a run can be shared; None if some shapes can be."""
+    """Returns the reason why no matrix of a run can be shared; None if it depends on a matrix's shape whether
+    it can be shared."""
     engine = config.engine
     if engine.strategy in IN_ORDER:
         return f"engine.strategy is {engine.strategy}, which updates each matrix on one host"

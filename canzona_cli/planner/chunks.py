@@ -126,8 +126,8 @@ class ChunkBuilder:
         self._number = {(module.part, module.layer): number for number, module in enumerate(modules)}
 
     def everything(self, *, sharded: bool) -> list[Chunk]:
-        """Builds the chunks of a stage without a plan: those of the buffer with all parameters, followed by
-        those of experts that are divided among ranks.
+        """Builds the chunks of a stage whose matrices have no owners: those of the buffer with all
+        parameters, followed by those of experts that are divided among ranks.
 
         Args:
             sharded: True for AdamW's `DistributedOptimizer`; False for `sc`, which all-reduces gradients and

@@ -39,7 +39,7 @@ _LATER: Final = {"num_experts": 0, "gated": True}
 """The model settings that are newer than plan files. A setting with this value is left out of a plan's
 subject, so that older plans keep their hashes."""
 _CAPACITIES = (8, 4, 2, 1)
-"""The values of C_max that are tried to save memory, as multiples of the largest matrix."""
+"""The values of C_max that are tried, as multiples of the largest matrix."""
 
 
 def subject(config: RunConfig, layout: Layout, shapes: ModelShapes | None = None) -> Subject:
