@@ -16,7 +16,8 @@ from canzona_cli.model.family import Weight, Work
 
 STREAMS = 4
 """The number of expert GEMMs that run concurrently on the streams of Transformer Engine's grouped linear
-layers. They are faster than one after another if a single GEMM leaves parts of the GPU idle."""
+layers. Concurrent GEMMs take less time than GEMMs one after another if a single GEMM leaves parts of the GPU
+idle."""
 EXPERT_LAUNCHES = 60
 """The number of kernel launches for which the GPU waits in one pass of an expert layer: router, sort and
 permutation are about 40 small kernels, and the host loses its lead over the GPU when it waits for the token

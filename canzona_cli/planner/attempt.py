@@ -130,7 +130,7 @@ class Attempt:
 
     @property
     def _by_owner(self) -> bool:
-        """True if buckets are laid out by owner, among several owners."""
+        """True if there are several owners, and buckets are laid out by owner."""
         settings, layout = self._settings, self._layout
         several = layout.owners > 1 or (layout.ep > 1 and layout.expert_owners > 1)
         return settings.strategy == "canzona" and settings.layout == "owner" and several

@@ -263,7 +263,8 @@ class _Pass:
         return self.timeline.transfer("data", stream, transfer, link=transfer.link, after=after)
 
     def run(self, units: float) -> list[TaskTimes]:
-        """Simulates the pass, which transfers slow down by `units`."""
+        """Simulates the pass; returns the times of each task. Transfers take the share `units` of the compute
+        units from computation."""
         return self.timeline.run_slowed({"compute": STREAMS}, units)
 
     def _flush(self, moves: Transfer) -> None:

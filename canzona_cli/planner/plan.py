@@ -123,8 +123,8 @@ class Bucket:
     parameters: tuple[str, ...]
     """The parameters in buffer order."""
     ranges: tuple[Range, ...]
-    """The owners' ranges, ascending; elements between two ranges are padding. An owner may have none or
-    several."""
+    """The owners' ranges, ascending; elements between two ranges are padding. An owner may have several
+    ranges, or none."""
     expert_rank: CountOrZero | None = None
     """The expert-parallel rank to which the bucket's experts belong; owners are then numbered by
     `Mesh.expert_owner`. None for other matrices."""
