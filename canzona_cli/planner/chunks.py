@@ -8,7 +8,7 @@ parameters.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
@@ -159,19 +159,14 @@ class ChunkBuilder:
         streams: dict[int | None, list[Bucket]] = {}
         for bucket in rank_buckets(buckets, self._stage):
             streams.setdefault(bucket.expert_rank, []).append(bucket)
-        chunks = [
-            [
-                Chunk(
-                    module=self.first_module(matrices[index] for part in bucket.ranges for index in part.matrices),
-                    reduce=reduced,
-                    gather=gathered,
-                    stream="data" if rank is None else "experts",
-                )
-                for bucket, (reduced, gathered) in zip(stream, self._reductions.in_sequence(stream), strict=True)
-            ]
-            for rank, stream in streams.items()
-        ]
-        return merge_streams(chunks)
+        return merge_streams(list(self._matrix_chunks(stream, matrices)) for stream in streams.values())
+
+    def _matrix_chunks(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> Iterator[Chunk]:
+        """Yields the chunks of buckets that have the same `Bucket.expert_rank`."""
+        for bucket, (reduced, gathered) in zip(buckets, self._reductions.in_sequence(buckets), strict=True):
+            module = self.first_module(matrices[index] for part in bucket.ranges for index in part.matrices)
+            stream: Stream = "data" if bucket.expert_rank is None else "experts"
+            yield Chunk(module=module, reduce=reduced, gather=gathered, stream=stream)
 
     def _even(self, elements: int, module: int, group: Group, *, sharded: bool) -> Chunk:
         if not sharded:

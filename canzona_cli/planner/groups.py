@@ -184,11 +184,8 @@ def _fewest_of_the_fastest(
     known: Loads = {}
     timed = [(pipeline.seconds(groups, known, first), groups) for groups in distinct.values()]
     least = min(seconds for seconds, _ in timed)
-    _, seconds, groups = min(
-        ((len(groups), seconds, groups) for seconds, groups in timed if seconds <= (1 + CLOSE) * least),
-        key=lambda candidate: candidate[:2],
-    )
-    return seconds, groups
+    fast = [(seconds, groups) for seconds, groups in timed if seconds <= (1 + CLOSE) * least]
+    return min(fast, key=lambda candidate: (len(candidate[1]), candidate[0]))
 
 
 def _candidates(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:

@@ -235,12 +235,14 @@ class _Kinds:
         sets = self._sets(seconds)
         if sets is None:
             return False
-        return any(
-            weights is None
-            or sum(weight * number for weight, number in zip(weights, self.numbers, strict=True))
-            > self.owners * (1 + 1e-9)
-            for weights in (_weights(sets, order) for order in permutations(range(len(self.units))))
-        )
+        for order in permutations(range(len(self.units))):
+            weights = _weights(sets, order)
+            if weights is None:
+                return True
+            total = sum(weight * number for weight, number in zip(weights, self.numbers, strict=True))
+            if total > self.owners * (1 + 1e-9):
+                return True
+        return False
 
     def _sets(self, seconds: float) -> list[tuple[int, ...]] | None:
         """Lists the sets of units that an owner may be able to update within `seconds`, as the number of

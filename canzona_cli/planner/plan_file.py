@@ -59,11 +59,11 @@ def _by_label(rows: object, names: Sequence[str]) -> dict[str, object]:
     """Returns the entries of a part of a plan by label. A label such as `[stage 0, index 2]` is made from the
     fields `names`."""
     assert isinstance(rows, list)
-    label = "{0}" if len(names) == 1 else ", ".join(f"{name} {{{place}}}" for place, name in enumerate(names))
-    return {
-        f"[{label.format(*(row[name] for name in names))}]": {f".{key}": value for key, value in row.items()}
-        for row in rows
-    }
+    entries: dict[str, object] = {}
+    for row in rows:
+        label = row[names[0]] if len(names) == 1 else ", ".join(f"{name} {row[name]}" for name in names)
+        entries[f"[{label}]"] = {f".{key}": value for key, value in row.items()}
+    return entries
 
 
 def _find_difference(key: str, mine: object, theirs: object) -> Difference | None:
