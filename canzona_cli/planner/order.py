@@ -92,16 +92,13 @@ def refreshes(config: RunConfig, ranks: Iterable[Sequence[Matrix]]) -> Refreshes
         ranks: the matrices that each rank updates.
     """
     algorithm = algorithm_of(config)
-    works = [
-        [
-            sum(step)
-            for step in zip(*(_seconds_in_period(algorithm, matrix, config) for matrix in matrices), strict=True)
-        ]
-        for matrices in ranks
-    ]
+    seconds_of_ranks: list[list[float]] = []
+    for matrices in ranks:
+        in_period = [_seconds_in_period(algorithm, matrix, config) for matrix in matrices]
+        seconds_of_ranks.append([sum(step) for step in zip(*in_period, strict=True)])
     return Refreshes(
-        steps_s=tuple(max(step) for step in zip(*works, strict=True)),
-        most_s=max(sum(steps) / len(steps) for steps in works),
+        steps_s=tuple(max(step) for step in zip(*seconds_of_ranks, strict=True)),
+        most_s=max(sum(steps) / len(steps) for steps in seconds_of_ranks),
     )
 
 

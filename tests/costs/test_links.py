@@ -128,7 +128,7 @@ def test_more_bytes_take_no_less_and_faster_links_no_more(
     size: float, more: float, faster: float, group: Group
 ) -> None:
     quick = replace(H100, intra_node_gb_per_s=450 * faster, inter_node_gb_per_s=50 * faster)
-    for kind in ("all_gather", "all_reduce", "through"):
+    for kind in ("all_gather", "all_reduce", "ring_pass"):
         seconds = getattr(Links(cluster=H100), kind)(size, group).seconds
         assert getattr(Links(cluster=H100), kind)(size * more, group).seconds >= seconds
         assert getattr(Links(cluster=quick), kind)(size, group).seconds <= seconds * (1 + 1e-12)
