@@ -159,7 +159,7 @@ def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(form, "update_together", together)
             if not in_turns:
-                patched.setattr(shared, "turns", one_by_one)
+                patched.setattr(shared, "shared_order", one_by_one)
             for step in range(2):
                 optimizer_step(trainee, step)
         return [one.master.detach().flatten().tolist() for one in matrices.fragments], order
