@@ -25,10 +25,10 @@ from canzona_cli.bench.published import (
     PredictedSeries,
     Published,
     compare,
+    compare_orders,
     fitted_series,
     load_published,
     mean_absolute_error,
-    orders,
     run_of,
 )
 from canzona_cli.costs import model as model_time
@@ -75,7 +75,7 @@ def main() -> int:
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(compared, left_out, figures), indent=2) + "\n", encoding="utf-8")
     missed = [name for name, goal in GOALS.items() if figures.get(name, 0.0) > goal]
-    wrong = [f"{a.series.name} and {b.series.name}" for a, b, right in orders(compared) if not right]
+    wrong = [f"{a.series.name} and {b.series.name}" for a, b, right in compare_orders(compared) if not right]
     if missed or wrong:
         print(f"\nGoals missed: {', '.join([*missed, *(f'order of {pair}' for pair in wrong)])}")
     return int(bool(missed or wrong))
@@ -197,7 +197,7 @@ def tables(
     for layout in compared:
         if layout.series.why_not_fitted:
             yield f"* {layout.series.name}, not counted: {layout.series.why_not_fitted}"
-    pairs = list(orders(compared))
+    pairs = list(compare_orders(compared))
     yield f"Pairs of layouts of a model in the right order: {sum(right for *_, right in pairs)} of {len(pairs)}"
     others = [series for series in published.series if not series.predicted]
     if others:

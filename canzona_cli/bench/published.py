@@ -243,7 +243,7 @@ def mean_absolute_error(compared: Sequence[PredictedSeries]) -> float:
     return math.fsum(abs(predicted.error) for predicted in compared) / len(compared)
 
 
-def orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSeries, PredictedSeries, bool]]:
+def compare_orders(compared: Sequence[PredictedSeries]) -> Iterator[tuple[PredictedSeries, PredictedSeries, bool]]:
     """Yields pairs of layouts of one model, each with True if the layout with the shorter measured time per
     sequence also has the shorter predicted time.
 

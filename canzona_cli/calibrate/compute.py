@@ -118,12 +118,12 @@ def measure_model(team: Team, config: RunConfig, world: World, effort: Effort, r
     [wrapped] = wrap_data_parallel(model.build_model(config, world), config, world)
     sizes = (1, max(2, world.layout.micro_batch_size))
     for size in sizes:
-        samples = _passes(team, config, wrapped, size, _MODEL_BUDGET / len(sizes) * effort.item_s)
+        samples = _measure_passes(team, config, wrapped, size, _MODEL_BUDGET / len(sizes) * effort.item_s)
         recorder.add(Measurement.of("forward", [forward for forward, _ in samples], size))
         recorder.add(Measurement.of("backward", [backward for _, backward in samples], size))
 
 
-def _passes(
+def _measure_passes(
     team: Team, config: RunConfig, wrapped: DistributedDataParallel, size: int, budget_s: float
 ) -> list[tuple[float, float]]:
     """Measures (forward, backward) seconds of micro-batches of `size` sequences while all members run them;

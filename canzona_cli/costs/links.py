@@ -145,19 +145,19 @@ class Groups:
 def _groups(tp: int, cp: int, dp: int, pp: int, ep: int, per_machine: int) -> Groups:
     """Computes `Groups.of` for a layout with these sizes."""
     owners, ranks = cp * dp, tp * cp * dp * pp
-    data = strided(tp, owners, ranks, per_machine)
+    data = strided_group(tp, owners, ranks, per_machine)
     return Groups(
-        tp=strided(1, tp, ranks, per_machine),
-        cp=strided(tp, cp, ranks, per_machine),
+        tp=strided_group(1, tp, ranks, per_machine),
+        cp=strided_group(tp, cp, ranks, per_machine),
         data=data,
-        experts=data if ep == 1 else strided(ep, tp * owners // ep, ranks, per_machine),
-        dispatch=strided(1, ep, ranks, per_machine),
-        stage_crosses=strided(tp * owners, pp, ranks, per_machine).per_machine < pp,
-        world=strided(1, ranks, ranks, per_machine),
+        experts=data if ep == 1 else strided_group(ep, tp * owners // ep, ranks, per_machine),
+        dispatch=strided_group(1, ep, ranks, per_machine),
+        stage_crosses=strided_group(tp * owners, pp, ranks, per_machine).per_machine < pp,
+        world=strided_group(1, ranks, ranks, per_machine),
     )
 
 
-def strided(stride: int, size: int, ranks: int, per_machine: int) -> Group:
+def strided_group(stride: int, size: int, ranks: int, per_machine: int) -> Group:
     """Returns a group of `size` ranks, every `stride`-th of the job's `ranks` ranks. If nodes do not have
     equal numbers of its members, every member is assumed to be on a separate node."""
     if ranks <= per_machine or per_machine % (stride * size) == 0:
@@ -220,7 +220,7 @@ class Links:
         tree = 2 * math.ceil(math.log2(group.size)) * self.latency(group.link)
         return Transfer(latency_s=min(2 * ring.latency_s, tree), link=ring.link, link_s=ring.link_s)
 
-    def rooted(
+    def rooted_collectives(
         self, kind: Literal["reduce", "broadcast"], sizes: Sequence[float], group: Group, *, collectives: int
     ) -> Transfer:
         """Returns the transfer of reductions to several owners, or broadcasts from several owners, that start

@@ -29,7 +29,7 @@ from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.buckets import Pool, pool_buckets, pools, stages
-from canzona_cli.planner.joint import balanced_together
+from canzona_cli.planner.joint import balance_together
 from canzona_cli.planner.packing import CLOSE_ENOUGH, pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
 from canzona_cli.planner.plan import Assignment, Cell, PlanSettings
@@ -53,7 +53,7 @@ def assign(
 ) -> Assignment:
     """Returns the owner and host of every matrix, for the strategies that have a plan.
 
-    - canzona, layout owner: `_balanced`; layout contiguous: the best of several cuts in natural order;
+    - canzona, layout owner: `_balance`; layout contiguous: the best of several cuts in natural order;
     - paper: one cut in natural order, by alpha, and greedy hosts (`planner.paper`);
     - asc: the stage's buffer is divided evenly, and a unit belongs to the owner in whose share it starts. (If
       each bucket were divided, the first ranks would get every remainder.) Hosts are assigned round-robin in
@@ -126,7 +126,7 @@ def _solve(
         return Placement(problem=stage, cells={**cells, **_cells_of_experts(experts, choose_owners)}, shared=shared)
 
     if settings.strategy == "asc":
-        heuristics: list[Callable[[PoolProblem], Owners]] = [_evenly_cut]
+        heuristics: list[Callable[[PoolProblem], Owners]] = [_cut_evenly]
     elif settings.strategy == "paper":
         heuristics = [partial(_cut_by_cost, alpha=settings.alpha)]
     elif settings.layout == "contiguous":
@@ -134,14 +134,14 @@ def _solve(
     elif experts:
         heuristics = []
     else:
-        heuristics = [_balanced]
+        heuristics = [_balance]
     candidates = [candidate for candidate in map(place, heuristics) if fits(candidate)]
     if not candidates:
         candidates = [_place_within(stage, experts, settings, memory_cap)]
     if settings.strategy == "canzona" and settings.layout != "contiguous" and settings.alpha < 1:
         # The first candidate, balanced for compute alone, is the result with alpha = 1. No candidate may have
         # a less busy cell, because then alpha = 1 would not give the least busy cell.
-        blended = [place(partial(_blended, blend=blend)) for blend in BLENDS]
+        blended = [place(partial(_assign_blended, blend=blend)) for blend in BLENDS]
         candidates += [
             candidate for candidate in blended if fits(candidate) and candidate.busiest >= candidates[0].busiest
         ]
@@ -162,7 +162,7 @@ def _cells_of_experts(
     return cells
 
 
-def _evenly_cut(stage: PoolProblem) -> Owners:
+def _cut_evenly(stage: PoolProblem) -> Owners:
     """Chooses owners by dividing the stage's buffer, in natural order, evenly."""
     parts = [part for parts in stage.parts for part in parts]
     starts = even_start([part.elements for part in parts], stage.owners)
@@ -181,19 +181,21 @@ def _place_within(
     """
     elements = [matrix.elements for matrix in stage.matrices]
     if experts:
-        cells = balanced_together(stage, experts, memory_cap)
+        cells = balance_together(stage, experts, memory_cap)
     else:
         assert memory_cap is not None
         # Placing the largest matrices first may succeed if placing the costliest first leaves a matrix
         # without room.
-        cells = _capped(stage, stage.costs, elements, memory_cap) or _capped(stage, elements, elements, memory_cap)
+        cells = _assign_capped(stage, stage.costs, elements, memory_cap) or _assign_capped(
+            stage, elements, elements, memory_cap
+        )
         cells = None if settings.mode == "shared" else cells
     if cells is None or (settings.strategy == "paper" and memory_cap is not None):
         raise DoesNotFit(_does_not_fit(stage, experts, memory_cap or 0))
     return Placement(problem=stage, cells=cells, shared=frozenset())
 
 
-def _balanced(stage: PoolProblem) -> Owners:
+def _balance(stage: PoolProblem) -> Owners:
     """Balances units over owners with the better of two heuristics, then spreads each bucket's bytes over
     owners.
 
@@ -237,7 +239,7 @@ def _units_to_cells(stage: PoolProblem) -> Owners:
     return {units[item]: dealt[cell] for cell, items in enumerate(packing.bins) for item in items}
 
 
-def _blended(stage: PoolProblem, blend: float) -> Owners:
+def _assign_blended(stage: PoolProblem, blend: float) -> Owners:
     """Assigns units bucket by bucket, largest first, each to the owner with the lowest weighted sum of its
     compute so far and its bytes of this bucket."""
     compute = [0.0] * stage.owners
@@ -349,7 +351,9 @@ def deal(loads: Sequence[float], owners: int) -> list[int]:
     return owner_of
 
 
-def _capped(stage: PoolProblem, weights: Sequence[float], elements: Sequence[int], cap: int) -> dict[int, Cell] | None:
+def _assign_capped(
+    stage: PoolProblem, weights: Sequence[float], elements: Sequence[int], cap: int
+) -> dict[int, Cell] | None:
     """Assigns matrices to cells of at most `cap` elements; returns None if a unit finds no room.
 
     The heaviest units are assigned first. Each goes to the owner with the lowest total weight among those

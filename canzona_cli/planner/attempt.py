@@ -206,7 +206,7 @@ class Attempt:
         # The buckets of the two assignments hardly differ.
         chunks = exposure.chunks(self._alternatives(hosted, limit, exposure)[0], members)
         shared_s, hosted_s = (
-            exposure.gathered(chunks, slowest_owner_seconds(members, costs, way, self._search))
+            exposure.gathering_seconds(chunks, slowest_owner_seconds(members, costs, way, self._search))
             for way in (best, hosted)
         )
         return best if hosted_s > (1 + ALIKE) * shared_s else hosted
@@ -248,8 +248,8 @@ class Attempt:
         ways, members = self._alternatives(assignment, limit, exposure), self._members
         busy = slowest_owner_seconds(members, self._costs, assignment, self._search)
         chunks = [exposure.chunks(way, members) for way in ways]
-        reducing_s = [exposure.reduced(alternative) for alternative in chunks]
-        gathering_s = [exposure.gathered(alternative, busy) for alternative in chunks]
+        reducing_s = [exposure.reduction_seconds(alternative) for alternative in chunks]
+        gathering_s = [exposure.gathering_seconds(alternative, busy) for alternative in chunks]
         reduced, gathered = _first_of_least(reducing_s), _first_of_least(gathering_s)
         chosen = tuple(
             replace(bucket, gathering=other.gathering) if bucket.gathering != other.gathering else bucket

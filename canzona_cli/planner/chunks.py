@@ -15,7 +15,7 @@ from typing import Final, Literal, get_args
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.stages import stage_layers
 from canzona_cli.costs.buffers import bucket_elements
-from canzona_cli.costs.links import Group, Groups, Links, Transfer, strided
+from canzona_cli.costs.links import Group, Groups, Links, Transfer, strided_group
 from canzona_cli.costs.model import StageTime
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Part
@@ -101,7 +101,7 @@ def seconds_after_reduction(config: RunConfig, layout: Layout, stage: int) -> fl
         total += links.all_reduce(size, Groups.of(layout, cluster).of_copies("tp")).seconds
     if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
         apart = layout.owners * layout.tp * (layout.pp - 1)
-        ends = strided(apart, 2, layout.world_size, cluster.gpus_per_node)
+        ends = strided_group(apart, 2, layout.world_size, cluster.gpus_per_node)
         total += links.all_reduce(model.vocab_size * model.hidden_size // layout.tp * grad, ends).seconds
     return total
 

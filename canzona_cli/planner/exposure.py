@@ -59,18 +59,18 @@ class Exposure:
         """Returns the chunks of each stage."""
         return [clock.chunks(buckets, matrices) for clock in self.stages]
 
-    def reduced(self, chunks: Sequence[Sequence[Chunk]]) -> float:
+    def reduction_seconds(self, chunks: Sequence[Sequence[Chunk]]) -> float:
         """Returns the seconds that reductions add to the iteration."""
         if not self._overlap_reduce:
             return max(sum(chunk.reduce.seconds for chunk in of_stage) for of_stage in chunks)
         added_s = slowed_s = 0.0
         for clock, of_stage in reversed(list(zip(self.stages, chunks, strict=True))):
-            late_s, slowed_here_s = clock.reduced(of_stage)
+            late_s, slowed_here_s = clock.reduction_seconds(of_stage)
             added_s = max(added_s, slowed_s + late_s)
             slowed_s += slowed_here_s
         return added_s
 
-    def gathered(self, chunks: Sequence[Sequence[Chunk]], busy: Mapping[int, float]) -> float:
+    def gathering_seconds(self, chunks: Sequence[Sequence[Chunk]], busy: Mapping[int, float]) -> float:
         """Returns the seconds that updates and gatherings add to the iteration.
 
         Args:
@@ -81,7 +81,7 @@ class Exposure:
             busy_s = busy.get(stage, 0.0)
             if self._overlap_gather:
                 # `late_s` delays the input of the next stage.
-                delay_s, late_s = clock.gathered(of_stage, busy_s, late_s)
+                delay_s, late_s = clock.gathering_seconds(of_stage, busy_s, late_s)
             else:
                 delay_s = busy_s + sum(chunk.gather.seconds for chunk in of_stage)
             added_s = max(added_s, delay_s)
@@ -99,8 +99,10 @@ class Exposure:
             outlines: the buckets of each stage.
             busy: the update seconds of each stage.
         """
-        chunks = [clock.outlined(of_stage, matrices) for clock, of_stage in zip(self.stages, outlines, strict=True)]
-        return self.reduced(chunks) + self.gathered(chunks, busy)
+        chunks = [
+            clock.outline_chunks(of_stage, matrices) for clock, of_stage in zip(self.stages, outlines, strict=True)
+        ]
+        return self.reduction_seconds(chunks) + self.gathering_seconds(chunks, busy)
 
 
 class _StageClock:
@@ -123,7 +125,7 @@ class _StageClock:
         """Returns the chunks of AdamW's parameters, followed by the chunks of the plan's buckets."""
         return [*self._others, *self._buffers.matrices(buckets, matrices)]
 
-    def outlined(self, outlines: Sequence[Outline], matrices: Sequence[Matrix]) -> list[Chunk]:
+    def outline_chunks(self, outlines: Sequence[Outline], matrices: Sequence[Matrix]) -> list[Chunk]:
         """Returns the chunks of AdamW's parameters, followed by estimated chunks of matrices
         (`Exposure.estimate`)."""
         chunks: dict[Stream, list[Chunk]] = {stream: [] for stream in STREAMS}
@@ -137,7 +139,7 @@ class _StageClock:
             chunks[stream].append(Chunk(module=module, reduce=reduced, gather=gathered, stream=stream))
         return [*self._others, *merge_streams(chunks.values())]
 
-    def reduced(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
+    def reduction_seconds(self, chunks: Sequence[Chunk]) -> tuple[float, float]:
         """Simulates the last backward pass and the reductions of its gradients.
 
         Returns:
@@ -168,7 +170,7 @@ class _StageClock:
         late_s, slowed_s = end_s - work.computed_s - earlier_s, ran[last].end - work.computed_s
         return late_s, slowed_s
 
-    def gathered(self, chunks: Sequence[Chunk], busy_s: float, late_s: float) -> tuple[float, float]:
+    def gathering_seconds(self, chunks: Sequence[Chunk], busy_s: float, late_s: float) -> tuple[float, float]:
         """Simulates the updates, and the gatherings up to the end of the first forward pass.
 
         Args:

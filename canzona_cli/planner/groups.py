@@ -17,7 +17,7 @@ from canzona_cli.costs.sharing import Share
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.packing import HostPacker
-from canzona_cli.planner.paper import rolled_back
+from canzona_cli.planner.paper import paper_groups
 from canzona_cli.planner.pipeline import HostedPipeline, Job, Loads
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, PlanSettings
 
@@ -38,7 +38,7 @@ def micro_groups(
 ) -> tuple[MicroGroup, ...]:
     """Returns the micro-groups of every owner in order of execution.
 
-    - grouping greedy: the paper's groups, see `paper.rolled_back`. `assign` has chosen the hosts in the same
+    - grouping greedy: the paper's groups, see `paper.paper_groups`. `assign` has chosen the hosts in the same
       way;
     - grouping auto: the candidate with the fewest groups among the `_candidates` whose time is within `CLOSE`
       of the fastest.
@@ -166,7 +166,7 @@ def _find_groups(
         return _fewest_of_the_fastest(_candidates(jobs, tp, capacity), pipeline, first)
     chosen = [list(jobs)] if jobs else []
     if tp > 1:
-        chosen = rolled_back(jobs, tp, capacity)
+        chosen = paper_groups(jobs, tp, capacity)
         # If a memory cap led to other hosts than the greedy choice, the groups are cut for these hosts.
         hosts = {job.matrix.index: job.host for group in chosen for job in group}
         if hosts != {job.matrix.index: job.host for job in jobs}:

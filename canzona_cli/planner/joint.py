@@ -18,7 +18,7 @@ from canzona_cli.planner.problem import PoolProblem
 from canzona_cli.planner.seats import spread_bytes
 
 
-def balanced_together(
+def balance_together(
     stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int | None
 ) -> dict[int, Cell] | None:
     """Returns the cell of every matrix of a stage; None if a matrix finds no room.

@@ -18,7 +18,7 @@ from canzona_cli.costs.sharing import Share, shares
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.bounds import packing_bound, simple_bound, stage_bound
 from canzona_cli.planner.groups import expert_seconds, held_jobs
-from canzona_cli.planner.pipeline import HostedPipeline, Job, planning
+from canzona_cli.planner.pipeline import HostedPipeline, Job, planning_config
 from canzona_cli.planner.plan import Plan
 
 _MOST_UNITS = 8
@@ -44,7 +44,7 @@ class Updates:
 
 def updates(config: RunConfig, layout: Layout, plan: Plan) -> Updates:
     """Computes the update time, and its bound, of the stage whose slowest owner takes longest."""
-    pipeline = HostedPipeline.of(planning(config), layout)
+    pipeline = HostedPipeline.of(planning_config(config), layout)
     taken = _slowest_owner_seconds(plan, pipeline)
     stage = max(taken, key=taken.__getitem__)
     possible = shares(config, plan.subject.optimizer, layout, plan.matrices)

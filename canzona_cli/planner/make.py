@@ -31,7 +31,7 @@ from canzona_cli.planner.bounds import stage_bound
 from canzona_cli.planner.exposure import Exposure
 from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.paper import as_published
-from canzona_cli.planner.pipeline import HostedPipeline, planning
+from canzona_cli.planner.pipeline import HostedPipeline, planning_config
 from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import uniform_buckets
 
@@ -167,7 +167,7 @@ def _capacities(members: Sequence[Matrix], user_limit: int | None) -> list[int]:
 def _prices(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> Prices:
     costs, possible = update_costs(config, members), shares(config, algorithm_of(config), layout, members)
     bounds = tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
-    pipeline = HostedPipeline.of(planning(config), layout)
+    pipeline = HostedPipeline.of(planning_config(config), layout)
     return Prices(costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
 
 

@@ -135,7 +135,7 @@ class _Copies:
         gradient is contiguous and in fp32, otherwise all."""
         return 0 if matrix.kind not in self.interleaved and self.fp32 else matrix.elements // tp
 
-    def batched(self, matrices: Sequence[Matrix]) -> tuple[int, list[list[Shape]]]:
+    def batch_copies(self, matrices: Sequence[Matrix]) -> tuple[int, list[list[Shape]]]:
         """Returns the fp32 bytes of the largest batch of gradients that are copied, and the shapes of each
         batch.
 
@@ -179,11 +179,11 @@ def _owners_buffers(
             exchange += sets * width * _largest(traffic.received[rank] for traffic in all_to_alls)
         hosted = [[member.matrix for member in group if member.host == rank] for group in groups]
         if tp == 1:
-            gradients, together = copies.batched([matrix for group in hosted for matrix in group])
+            gradients, together = copies.batch_copies([matrix for group in hosted for matrix in group])
         else:
             copied_most = _largest(sum(copies.of_host(matrix, tp, rank) for matrix in group) for group in hosted)
             gradients, together = FP32 * copied_most, [[matrix.shape for matrix in group] for group in hosted]
-        of_experts, expert_shapes = copies.batched(experts[rank])
+        of_experts, expert_shapes = copies.batch_copies(experts[rank])
         yield StepBuffers(
             exchange=exchange,
             gradients=gradients + fragment_copy + of_experts,

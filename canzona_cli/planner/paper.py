@@ -79,13 +79,13 @@ def _nearest(boundaries: Sequence[float], target: float) -> int:
 
 
 def greedy_hosts(matrices: Sequence[Matrix], indices: Sequence[int], tp: int, capacity: int | None) -> list[int]:
-    """Chooses hosts for an owner's matrices as `rolled_back` does, in the order of `indices`."""
+    """Chooses hosts for an owner's matrices as `paper_groups` does, in the order of `indices`."""
     jobs = [Job(matrix=matrices[index], host=0, seconds=0.0) for index in indices]
-    hosts = {job.matrix.index: job.host for group in rolled_back(jobs, tp, capacity) for job in group}
+    hosts = {job.matrix.index: job.host for group in paper_groups(jobs, tp, capacity) for job in group}
     return [hosts[index] for index in indices]
 
 
-def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
+def paper_groups(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list[Job]]:
     """Makes the paper's micro-groups: jobs join the open group in order, as long as no host exceeds C_max.
     Returns the jobs of each group, with their new hosts.
 
@@ -99,7 +99,7 @@ def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list
         # The open group is placed again each time, because a large job may displace smaller jobs added before
         # it.
         insort(opened, (-job.matrix.elements, job.matrix.index))
-        hosts = _least_full(opened, tp, capacity) if groups else None
+        hosts = _place_least_full(opened, tp, capacity) if groups else None
         if hosts is None:
             opened = [(-job.matrix.elements, job.matrix.index)]
             groups.append({job.matrix.index: 0})
@@ -109,7 +109,7 @@ def rolled_back(jobs: Sequence[Job], tp: int, capacity: int | None) -> list[list
     return [[replace(by_index[index], host=host) for index, host in sorted(group.items())] for group in groups]
 
 
-def _least_full(ranked: Sequence[tuple[int, int]], tp: int, capacity: int | None) -> dict[int, int] | None:
+def _place_least_full(ranked: Sequence[tuple[int, int]], tp: int, capacity: int | None) -> dict[int, int] | None:
     """Places matrices largest first onto the host with the fewest elements; returns each matrix's host, or
     None if a host would exceed `capacity`.
 

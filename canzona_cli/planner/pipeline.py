@@ -373,7 +373,7 @@ Loads = dict[tuple[int, ...], Load]
 shares."""
 
 
-def planning(config: RunConfig) -> RunConfig:
+def planning_config(config: RunConfig) -> RunConfig:
     """Returns the run without two profile values that change predicted times but must not change plans: the
     number of cores that ranks share, and the factors measured in whole steps."""
     return replace(config, cluster=replace(config.cluster, cores=None, step_factors={}))

@@ -58,10 +58,10 @@ def handovers(bucket: Bucket, ranks: int) -> tuple[tuple[Run, ...], ...]:
     A rank's part has `bucket.elements / ranks` elements, and together the runs cover the bucket. The list is
     empty if every rank owns its part.
     """
-    return _handovers(_owned(bucket), bucket.elements, ranks)
+    return _handovers(_without_matrices(bucket), bucket.elements, ranks)
 
 
-def _owned(bucket: Bucket) -> tuple[Range, ...]:
+def _without_matrices(bucket: Bucket) -> tuple[Range, ...]:
     """Returns a bucket's ranges without their matrices. Many buckets have equal ranges, which makes the
     result a good key for a cache."""
     return tuple(Range(part.start, part.end, part.owner, ()) for part in bucket.ranges)
@@ -82,7 +82,7 @@ def _handovers(ranges: tuple[Range, ...], elements: int, ranks: int) -> tuple[tu
 def handover_sizes(bucket: Bucket, ranks: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     """Returns (sent, received) for each all-to-all of `handovers` after a reduce-scatter: by rank, the number
     of elements that it sends from its part, and the number that it receives as their owner."""
-    return _handover_sizes(_owned(bucket), bucket.elements, ranks)
+    return _handover_sizes(_without_matrices(bucket), bucket.elements, ranks)
 
 
 @lru_cache(maxsize=1024)
@@ -261,8 +261,8 @@ class ReductionModel:
         if not buckets:
             return []
         ranks = self._group_of(buckets[0]).size
-        reduced = _overlapped([self.reduce(bucket) for bucket in buckets], buckets, ranks)
-        gathered = _overlapped([self.gather(bucket) for bucket in buckets[::-1]], buckets[::-1], ranks)
+        reduced = _overlap([self.reduce(bucket) for bucket in buckets], buckets, ranks)
+        gathered = _overlap([self.gather(bucket) for bucket in buckets[::-1]], buckets[::-1], ranks)
         return list(zip(reduced, gathered[::-1], strict=True))
 
     def _group_of(self, bucket: Bucket) -> Group:
@@ -316,8 +316,8 @@ class ReductionModel:
         """Yields a stage's buckets with the ways of reducing and gathering that let the last reduction, and
         the last gathering, end earliest."""
         reduced, gathered = zip(*self.in_sequence(buckets), strict=True)
-        reducing = _by_chain(reduced, self._ring_seconds(buckets, reduced, "reduce_scatter"))
-        gathering = _by_chain(gathered[::-1], self._ring_seconds(buckets, gathered, "all_gather")[::-1])[::-1]
+        reducing = _choose_chains(reduced, self._ring_seconds(buckets, reduced, "reduce_scatter"))
+        gathering = _choose_chains(gathered[::-1], self._ring_seconds(buckets, gathered, "all_gather")[::-1])[::-1]
         for bucket, reduced_by_chain, gathered_by_chain in zip(buckets, reducing, gathering, strict=True):
             yield replace(
                 bucket,
@@ -339,7 +339,7 @@ class ReductionModel:
         """Returns the transfer of a bucket with a reduction or a broadcast for each range. Each range after
         the first adds a launch."""
         width, group = self._grad if kind == "reduce" else self._width, self._group_of(bucket)
-        transfer = self._links.rooted(
+        transfer = self._links.rooted_collectives(
             kind, [share * width for share in shares(bucket).values()], group, collectives=len(bucket.ranges)
         )
         issue = (len(bucket.ranges) - 1) * self._launch_s if group.size > 1 else 0.0
@@ -373,7 +373,7 @@ class ReductionModel:
         return self._grad if kind == "reduce_scatter" else self._width
 
 
-def _overlapped(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
+def _overlap(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
     """Returns the transfers of a stream with `fill_s` reduced to the time that overlaps with the next
     transfer. This time is 0 for the last transfer, and unless the transfer and the next one are both chains.
 
@@ -401,7 +401,7 @@ def _count_hops(bucket: Bucket, following: Bucket, owners: int) -> int:
     return sum((later - owner) % owners for owner, later in pairwise(roots))
 
 
-def _by_chain(chains: Sequence[Transfer], rings_s: Sequence[float]) -> list[bool]:
+def _choose_chains(chains: Sequence[Transfer], rings_s: Sequence[float]) -> list[bool]:
     """Chooses for each bucket of a stream between a chain (True) and a ring (False), so that the stream ends
     as early as possible.
 

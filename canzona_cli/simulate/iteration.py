@@ -125,7 +125,7 @@ class IterationTimeline:
         for task, when in zip(self._timeline.tasks, ran, strict=True):
             held_by = None if when.held_by is None else self._timeline.tasks[when.held_by].phase
             self._streams.setdefault(task.stream, []).append((task.phase, when, held_by))
-        reduced = [self._reduced(stage, ran) for stage in range(layout.pp)]
+        reduced = [self._reduction_end(stage, ran) for stage in range(layout.pp)]
         later_s = max((end for end, work in zip(reduced, stages, strict=True) if work.shares_embedding), default=0.0)
         self.reduced_s = [
             (max(end, later_s) if work.shares_embedding else end) + work.tail_s
@@ -355,7 +355,7 @@ class IterationTimeline:
             after=after,
         )
 
-    def _reduced(self, stage: int, ran: Sequence[TaskTimes]) -> float:
+    def _reduction_end(self, stage: int, ran: Sequence[TaskTimes]) -> float:
         """Returns the time at which the stage's last reduction ends, or its backward pass if that ends
         later."""
         return max([self._computed[stage], *(ran[index].end for index in self._reducing[stage])])

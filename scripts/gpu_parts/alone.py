@@ -114,7 +114,7 @@ def hot(setup: Setup) -> Outcome:
     comparisons: list[Comparison] = []
     numbers: dict[str, object] = {}
     with lone_team(setup) as team:
-        rate = _heated(team, HEATED_S if setup.device == "cuda" else 0.1)
+        rate = _heat(team, HEATED_S if setup.device == "cuda" else 0.1)
         numbers["product_tflops"] = rate
         profile = _muon(setup, "gram", graph=True).cluster
         assumed = profile.sustained_tflops or max((rate for _, rate in profile.matmul_tflops), default=0.0)
@@ -141,7 +141,7 @@ def hot(setup: Setup) -> Outcome:
     return outcome
 
 
-def _heated(team: Team, seconds: float) -> float:
+def _heat(team: Team, seconds: float) -> float:
     """Runs large bf16 products for some seconds; returns the last rate in TFLOP/s."""
     side = PRODUCT if team.device.type == "cuda" else 256
     a, b, out = (torch.randn(side, side, device=team.device).bfloat16() for _ in range(3))

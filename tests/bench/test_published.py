@@ -15,10 +15,10 @@ from canzona_cli.bench.published import (
     ROWS,
     PredictedSeries,
     compare,
+    compare_orders,
     fitted_series,
     load_published,
     mean_absolute_error,
-    orders,
     run_of,
 )
 from canzona_cli.cluster.fit import resolve
@@ -97,17 +97,17 @@ def test_no_layout_that_ran_is_refused() -> None:
 
 
 def test_the_quicker_layout_of_a_model_is_predicted_quicker() -> None:
-    pairs = list(orders(compared()))
+    pairs = list(compare_orders(compared()))
     assert pairs
     assert all(right for *_, right in pairs)
 
 
 def test_layouts_are_compared_within_one_publication() -> None:
-    a, b = next((a, b) for a, b, _ in orders(compared()))
+    a, b = next((a, b) for a, b, _ in compare_orders(compared()))
     later = replace(b, series=replace(b.series, date="2027"))
     elsewhere = replace(b, series=replace(b.series, source=f"another.org, {b.series.source}"))
-    assert len(list(orders([a, b]))) == len(a.rows)
-    assert not list(orders([a, later])) + list(orders([a, elsewhere]))
+    assert len(list(compare_orders([a, b]))) == len(a.rows)
+    assert not list(compare_orders([a, later])) + list(compare_orders([a, elsewhere]))
 
 
 def test_rows_are_predicted_as_they_were_run() -> None:

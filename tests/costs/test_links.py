@@ -75,19 +75,22 @@ HOPS = Links(cluster=replace(H100, intra_node_latency_us=3.4, inter_node_latency
 def test_filling_a_chain_takes_time_for_each_hop(group: Group, hops_us: float, channels: int, rate: float) -> None:
     links = HOPS
     chunk_s = channels * (512 << 10) / rate
-    chain, ring = links.rooted("reduce", [1e9], group, collectives=1), links.ring_pass(1e9, group)
+    chain, ring = links.rooted_collectives("reduce", [1e9], group, collectives=1), links.ring_pass(1e9, group)
     assert chain.latency_s == chain.fill_s == pytest.approx(1e-6 * hops_us + (group.size - 1) * chunk_s)
     assert chain.link_s == ring.link_s
     assert ring.latency_s == pytest.approx(1e-6 * hops_us), "a ring starts on every rank"
     assert links.reduce_scatter(1e9, group).latency_s == ring.latency_s
-    small = links.rooted("broadcast", [1000.0], group, collectives=1)
+    small = links.rooted_collectives("broadcast", [1000.0], group, collectives=1)
     assert small.latency_s == pytest.approx(1e-6 * hops_us + (group.size - 1) * 1000 / rate), "less than a chunk"
-    assert links.rooted("reduce", [1e9], Group(size=1, per_machine=1), collectives=1).seconds == 0
+    assert links.rooted_collectives("reduce", [1e9], Group(size=1, per_machine=1), collectives=1).seconds == 0
 
 
 def test_chains_of_hundreds_of_machines_take_milliseconds_to_fill() -> None:
     """1.2 ms over 32 machines, 4.1 ms over 64 with two ranks each; by latencies alone 0.43 and 1.1."""
-    times = [HOPS.rooted("reduce", [1e9], group, collectives=1).latency_s for group in (MACHINES, SEVERAL_A_MACHINE)]
+    times = [
+        HOPS.rooted_collectives("reduce", [1e9], group, collectives=1).latency_s
+        for group in (MACHINES, SEVERAL_A_MACHINE)
+    ]
     assert times == pytest.approx([1.16e-3, 4.07e-3], rel=0.01)
 
 
@@ -178,10 +181,10 @@ def test_an_uneven_exchange_takes_its_busiest_rank_unless_cores_are_too_few() ->
 
 def test_reductions_to_several_owners_run_two_at_a_time_when_measured() -> None:
     gloo = Links(cluster=replace(MEASURED.cluster, device="cpu"))
-    one, four = (gloo.rooted("reduce", [1e6] * count, PAIR, collectives=count) for count in (1, 4))
+    one, four = (gloo.rooted_collectives("reduce", [1e6] * count, PAIR, collectives=count) for count in (1, 4))
     assert (one.seconds, one.cores) == (2e-3, 1.0)
     assert (four.seconds, four.cores) == (4e-3, 2.0)
-    assert MEASURED.rooted("broadcast", [1e6, 1e6], PAIR, collectives=2) == MEASURED.chains(1e6, PAIR)
+    assert MEASURED.rooted_collectives("broadcast", [1e6, 1e6], PAIR, collectives=2) == MEASURED.chains(1e6, PAIR)
 
 
 @pytest.mark.parametrize("collectives", [(), (("reduce", 2, 8.0, 1e-5, 0.0), ("reduce", 2, 1e6, 1e-3, 0.0))])
@@ -191,12 +194,12 @@ def test_gpus_reductions_share_a_groups_latency(
     grouped = Links(cluster=replace(H100, collectives=collectives))
     serial = Links(cluster=replace(grouped.cluster, grouped_collectives=False))
     one, five, apart = (
-        links.rooted("reduce", [1e8] * owners, PAIR, collectives=count)
+        links.rooted_collectives("reduce", [1e8] * owners, PAIR, collectives=count)
         for links, owners, count in ((grouped, 1, 1), (grouped, 1, 5), (serial, 1, 5))
     )
     assert one == five, "a group has one latency"
     # Measured are two in a row, one for each rank.
     alone = one.latency_s / 2 if collectives else one.latency_s
     assert (apart.latency_s, apart.link_s) == (5 * alone, one.link_s)
-    both = grouped.rooted("reduce", [1e8, 2e8, 2e8], PAIR, collectives=3)
+    both = grouped.rooted_collectives("reduce", [1e8, 2e8, 2e8], PAIR, collectives=3)
     assert both.link_s == pytest.approx(5 * one.link_s, rel=0.02), "bytes never pass at the same time"

@@ -20,7 +20,7 @@ from canzona_cli.planner.groups import CLOSE, GroupSearch, check_capacity, held_
 from canzona_cli.planner.make import attempt, planned_matrices
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.packing import HostPacker
-from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, planning
+from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, planning_config
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan, PlanSettings
 from tests import sizes
 from tests.planner.planning import (
@@ -153,7 +153,7 @@ def test_the_capacity_that_is_advised_is_enough_when_it_is_typed(rows: int, cols
 def _seconds(planned: tuple[RunConfig, Layout, Plan]) -> float:
     """Of the slowest owner, by the planner's clock."""
     config, mesh, plan = planned
-    pipeline, found = HostedPipeline.of(planning(config), mesh), 0.0
+    pipeline, found = HostedPipeline.of(planning_config(config), mesh), 0.0
     jobs = {
         job.matrix.index: job for own in held_jobs(plan.matrices, plan.costs, plan.assignment).values() for job in own
     }

@@ -7,7 +7,7 @@ import pytest
 
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.planner.make import plan_unbounded
-from canzona_cli.planner.paper import balanced_cuts, even_start, rolled_back
+from canzona_cli.planner.paper import balanced_cuts, even_start, paper_groups
 from canzona_cli.planner.pipeline import Job
 from tests.planner.planning import transformer
 from tests.sizes import Size, run
@@ -36,7 +36,7 @@ def test_with_alpha_one_a_bucket_makes_up_for_another() -> None:
 def test_greedy_rolls_back_what_overfills_a_host_and_fills_hosts_by_elements() -> None:
     base = transformer(1, 64, 64, 64)[0]
     jobs = [Job(matrix=replace(base, index=i, rows=rows, cols=1), host=0, seconds=1.0 / rows) for i, rows in ROWS]
-    groups = rolled_back(jobs, 2, 10)
+    groups = paper_groups(jobs, 2, 10)
     assert [[job.matrix.index for job in group] for group in groups] == [[0, 1, 2], [3, 4]]
     assert [job.host for group in groups for job in group] == [0, 1, 1, 1, 0]
 
