@@ -140,7 +140,7 @@ def test_a_search_is_remembered_until_its_inputs_change(cache: Path, monkeypatch
 
     with monkeypatch.context() as patched:
         # Not even estimated one by one: a run that was tried before starts as soon as one whose layout is typed.
-        for module, asked in ((search, "_try"), (search, "_eligible"), (fit, "candidates")):
+        for module, asked in ((search, "_simulate"), (search, "_eligible"), (fit, "candidates")):
             patched.setattr(module, asked, fail)
         assert search.search(config) == found
         assert fit.resolve(config)[1] == found.best[0].layout
