@@ -184,9 +184,9 @@ class Sharing:
 
     @torch.no_grad()
     def update(self, scale: float) -> None:
-        """Updates the matrices in Gram form, interleaved in the order of `planner.order.shared_order`, and writes
-        their weights. Matrices that cannot be updated in this form are left to `update_alone`. Collective
-        over the TP ranks."""
+        """Updates the matrices in Gram form, interleaved in the order of `planner.order.shared_order`, and
+        writes their weights. Matrices that cannot be updated in this form are left to `update_alone`.
+        Collective over the TP ranks."""
         running: dict[int, Turns[None]] = {}
         pending: dict[int, Sequence[Wait] | None] = {}
         for place, part in shared_order(self._parts):
