@@ -42,7 +42,7 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     has_own = any(not recipe.builtin for recipe in recipes)
     table = Table()
     table.add_column("recipe", no_wrap=True)
-    table.add_numbers("parameters", "ranks")
+    table.add_numbers("params", "ranks")
     for title in ("cluster", "optimizer"):
         table.add_column(title, no_wrap=True)
     table.add_words("description", *["from"] * has_own)

@@ -33,8 +33,9 @@ def resume(
     """
     from canzona_cli.checkpoint.manifest import step_of
     from canzona_cli.commands.train import train
-    from canzona_cli.config.compose import WRITTEN, load_resolved
+    from canzona_cli.config.compose import load_resolved
     from canzona_cli.config.overrides import key_of, text_value
+    from canzona_cli.config.recipes import WRITTEN
     from canzona_cli.errors import ConfigError, Problem
     from canzona_cli.run.summary import suggest_run_dir
 

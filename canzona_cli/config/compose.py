@@ -4,11 +4,11 @@ values to their types and checks them together."""
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final
 
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.overrides import key_of, parse_overrides
 from canzona_cli.config.recipes import (
+    WRITTEN,
     builtin_recipes_dir,
     display_path,
     find_options,
@@ -26,9 +26,6 @@ from canzona_cli.config.tree import compose_files, with_values
 from canzona_cli.config.typed import build, stand_in, type_problems
 from canzona_cli.config.unused import config_warnings, unused_problems
 from canzona_cli.errors import ConfigError, Problem, refuse
-
-WRITTEN: Final = "config.yaml"
-"""The file in a run directory that records the settings of the run, with all automatic choices filled in."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,12 @@
 """Parses `KEY=VALUE` arguments one by one, so that all bad arguments are reported together."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from canzona_cli.config.recipes import GROUPS
+from canzona_cli.config.recipes import GROUPS, WRITTEN
 from canzona_cli.config.secrets import resolver_problem, target_problem
 from canzona_cli.config.settings import mapping_key, setting_of, settings
 from canzona_cli.config.unknown_keys import closest_key, unknown_key
@@ -169,6 +171,10 @@ def _sweep_problem(key: str, text: str) -> Problem:
 
 
 def _not_an_override(argument: str) -> Problem:
+    if argument and (Path(argument) / WRITTEN).is_file():
+        run, settings_file = shlex.quote(argument), shlex.quote(str(Path(argument) / WRITTEN))
+        fix = f"write recipe={settings_file} for another run with its settings, or canzona resume {run} to continue it"
+        return Problem(key=argument, reason="is a run directory, not a setting", fix=fix)
     if argument.endswith((".yaml", ".yml")) or closest(argument, ("qwen3-tiny",), cutoff=0.5) is not None:
         return Problem(key=argument, reason="is not of the form KEY=VALUE", fix=f"write recipe={argument}")
     key, colon, value = argument.partition(":")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
 from canzona_cli.errors import ConfigError, Problem, closest, refuse
@@ -20,6 +20,8 @@ _FAMILIES = ("qwen3-", "llama3-")
 """The prefixes that users may omit from names. The first prefix that gives an existing name is used."""
 FROM_FILES = ("recipe", "cluster")
 """The groups whose option may also be the path of a file."""
+WRITTEN: Final = "config.yaml"
+"""The file in a run directory that records the settings of the run, with all automatic choices filled in."""
 
 
 def builtin_recipes_dir() -> Path:
@@ -157,10 +159,8 @@ def find_options(
 def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
     """Returns a problem for an unknown option. The fix suggests the closest option and lists all options."""
     options = group_options(group, dirs)
-    if group == "recipe" and Path(choice).expanduser().is_dir() and (Path(choice) / "config.yaml").is_file():
-        return Problem(
-            key=group, value=choice, reason="is a folder", fix=f"write recipe={Path(choice) / 'config.yaml'}"
-        )
+    if group == "recipe" and (Path(choice).expanduser() / WRITTEN).is_file():
+        return Problem(key=group, value=choice, reason="is a folder", fix=f"write recipe={Path(choice) / WRITTEN}")
     for file in (f"{choice}.yaml", f"{choice}.yml") if group in FROM_FILES else ():
         if Path(file).expanduser().is_file():
             reason = f"there is no {group} of this name, but there is a file {file}"

@@ -42,8 +42,11 @@ _NAMES: Final[Mapping[str, str]] = {
     "train.recompute": (
         "recompute_granularity activation_checkpoint activation_checkpointing activation_checkpoint.mode"
     ),
-    "train.eval_interval": "eval_steps eval_every eval_freq val_check_interval val_every val_interval",
-    "train.eval_batches": "eval_iters limit_val_batches",
+    "train.eval_interval": (
+        "eval_steps eval_every eval_freq val_check_interval val_every val_interval val_steps val_freq "
+        "validation_every validation_interval validation_steps validation_freq"
+    ),
+    "train.eval_batches": "eval_iters limit_val_batches val_iters val_batches validation_batches",
     "name": "run_name experiment_name",
     "optimizer": "optim optimizer_type",
     "optimizer.momentum": "muon_momentum",

@@ -58,8 +58,10 @@ class Resumption:
     @property
     def words(self) -> str:
         """The start of the run as text: `continue from step 30 (step-00000030)`."""
+        if self.weights_only and self.of_this_run and step_of(self.checkpoint.name) == 0:  # where `init` imports to
+            return f"start at step 1 with the imported weights ({self.origin})"
         if self.weights_only:
-            return f"start at step 1 from the weights of {self.origin}"
+            return f"start at step 1 with the weights of {self.origin}"
         return f"continue from step {self.step:,} ({self.origin})"
 
     @property

@@ -15,7 +15,7 @@ from canzona_cli.planner.measures import UpdateKind, kinds
 from canzona_cli.report.charts import MEMORY, Bar, Bars, Lanes, LoadMap, LoadMaps, phase_bar, planned_lanes
 from canzona_cli.report.curves import Curve, Curves
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
-from canzona_cli.report.page import Page, Screen, items, labelled_rows, note, paragraph, section_head
+from canzona_cli.report.page import Page, Paragraph, Screen, items, labelled_rows, note, paragraph, section_head
 from canzona_cli.report.tables import GroupedTable, column, rows_table
 from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.corpus import PreparedCorpus, supply
@@ -50,7 +50,7 @@ class PlanView(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         study = self.study
         compared = [] if self.compare is None else [phases if self.compare == "strategies" else variants]
-        yield paragraph(self._title(screen))
+        yield self._title()
         sections = compared or [summary]
         if self.verbose:
             yield from labelled_rows(self._rows())
@@ -70,13 +70,14 @@ class PlanView(Page):
     def _unit(self) -> str:
         return rank_word(self.study.config.cluster.device)
 
-    def _title(self, screen: Screen) -> Text:
+    def _title(self) -> Paragraph:
         study, config = self.study, self.study.config
-        return Text.assemble(
+        text = Text.assemble(
             (f"Plan {study.plan.name}", "bold"),
             f"  {clean(config.name)}, {self._optimizer()}, "
             f"{describe_layout(study.layout, self._unit)} on {clean(config.cluster.name)}",
         )
+        return paragraph(text, rest="  ")
 
     def _optimizer(self) -> str:
         algorithm = self.study.plan.subject.optimizer

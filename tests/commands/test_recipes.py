@@ -1,5 +1,6 @@
 """`canzona recipes`: list, show, copy and layouts, with built-in recipes and the user's own."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ def test_list_fits_80_columns_and_names_every_recipe() -> None:
         (line,) = (line for line in result.stdout.splitlines() if line.startswith(f"{name} "))
         assert size in line
     assert max(map(len, result.stdout.splitlines())) <= 80
+    recipes = json.loads(canzona("recipes", "list", "--json", code=0).stdout)["recipes"]
+    assert len(result.stdout.splitlines()) == 2 + len(recipes), "one line for each recipe"
 
 
 def test_list_marks_own_and_shadowing_recipes(tmp_path: Path) -> None:

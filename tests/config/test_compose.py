@@ -134,6 +134,16 @@ class TestHints:
     def test_a_bare_recipe_name_is_understood(self) -> None:
         assert problems("qwen3-mini")["qwen3-mini"].fix == "write recipe=qwen3-mini"
 
+    def test_a_bare_run_directory_is_answered_with_both_things_it_can_mean(self, tmp_path: Path) -> None:
+        run = tmp_path / "my run"
+        run.mkdir()
+        (run / "config.yaml").touch()
+        (problem,) = problems(str(run)).values()
+        assert problem.fix == (
+            f"write recipe='{run}/config.yaml' for another run with its settings, "
+            f"or canzona resume '{run}' to continue it"
+        )
+
     def test_a_setting_of_another_optimizer_names_its_owner(self) -> None:
         problem = problems("recipe=tiny", "optimizer=adamw", "optimizer.ns_steps=3")["optimizer.ns_steps"]
         assert "belongs to muon" in problem.reason

@@ -56,7 +56,7 @@ def test_a_run_begins_with_its_weights_imported_once(folder: Path, tmp_path: Pat
     files, inode = RunFiles(tmp_path / "run"), None
     for _ in range(2):
         done = canzona(*typed, code=0)
-        assert "start at step 1 from the weights of step-00000000" in " ".join(done.stderr.split())
+        assert "start at step 1 with the imported weights (step-00000000)" in " ".join(done.stderr.split())
         point = json.loads(files.resume.read_text())
         assert (point["weights_only"], point["step"]) == (True, 0)
         assert Path(point["checkpoint"]) == files.checkpoints / "step-00000000"

@@ -181,7 +181,7 @@ def test_a_dry_run_says_that_a_run_would_begin_with_other_weights_or_why_not(tmp
     new = ("train", *other, "--weights-from", str(root), "--dry-run")
     would = canzona(*new, code=0)
     newest = root / "checkpoints" / f"step-{STEPS:08d}"
-    assert f"the run would start at step 1 from the weights of {newest}" in would.stderr
+    assert f"the run would start at step 1 with the weights of {newest}" in would.stderr
     refused = canzona(*new, "model.num_layers=3", code=2)
     assert "is 4 for the weights in" in " ".join(refused.stderr.split())
 
