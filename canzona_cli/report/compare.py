@@ -151,9 +151,9 @@ class RunTableView(Page):
         ]
         styles = ["bold green" if run is best else "" if run.status == "done" else "yellow" for run in comparison.runs]
         yield GroupedTable(head="run", labels=names, groups=columns(heads, rows), styles=styles)
-        if len(comparison.settings) > len(shown):
-            rest = plural(len(comparison.settings) - len(shown), "more setting")
-            yield paragraph(f"{rest} differ: --json lists all of them", "dim", first="  ")
+        if hidden := len(comparison.settings) - len(shown):
+            differ = "differs" if hidden == 1 else "differ"
+            yield paragraph(f"{plural(hidden, 'more setting')} {differ}: --json lists all of them", "dim", first="  ")
         if best is not None:
             yield Text()
             by = "validation loss" if best.best_validation is not None else "loss"

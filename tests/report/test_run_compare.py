@@ -166,6 +166,15 @@ def test_of_many_runs_settings_and_results_are_columns_and_the_best_is_named(tmp
         assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= width
 
 
+@pytest.mark.parametrize(
+    ("more", "said"), [(1, "1 more setting differs: --json"), (2, "2 more settings differ: --json")]
+)
+def test_settings_beyond_the_columns_are_counted(runs: tuple[Path, Path], more: int, said: str) -> None:
+    comparison = load_runs(runs)
+    settings = {f"train.made_up_{index}": (1, 2) for index in range(8 + more)}
+    assert said in printed(RunTableView(comparison=replace(comparison, settings=settings)), 80)
+
+
 @pytest.mark.parametrize(("calibrated", "shown"), [(True, 0.05), (False, None)])
 def test_a_share_of_an_unmeasured_peak_is_no_figure(tmp_path: Path, calibrated: bool, shown: float | None) -> None:
     files = RunFiles(make_run(tmp_path / "one", CONFIG, {1: 5.0}))
