@@ -52,7 +52,8 @@ class TuneView(Page):
 
     def _facts(self) -> Iterator[tuple[str, Text | str]]:
         result = self.result
-        yield from predictions(result, f"fitted to steps of {clean(result.fitted_on) or 'none'}").items()
+        fitted = f"fitted to steps of {clean(result.fitted_on)}" if result.fitted_on else "not fitted to whole steps"
+        yield from predictions(result, fitted).items()
         selection = "all of them" if result.everything else "the predicted fastest"
         yield (
             "measured",
@@ -103,9 +104,12 @@ def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     scope = "" if unseen == layouts else f" {plural(unseen, 'layout')} that the profile was not fitted to"
     yield section_head("Errors of the predictions", f":{scope or ' all layouts'}")
     rows = {"step": accuracy.step, **{PHASES[name].name: errors for name, errors in accuracy.phases.items()}}
-    heads = ("layouts", "share of step", "MAPE", "mean", "worst", "at")
+    heads = ("layouts", "share of step", "MAPE", "mean", "worst", "layout")
     yield rows_table(heads, ((name, _error_cells(errors)) for name, errors in rows.items()), bold=0, needed=5)
-    yield note(f"phases: only layouts that spend at least {LEAST_SHARE:.0%} of the step there; mean: mean signed error")
+    yield note(
+        f"phases: only layouts that spend at least {LEAST_SHARE:.0%} of the step there; mean: mean signed error; "
+        "layout: that of the worst error"
+    )
     yield paragraph(
         f"{plural(accuracy.pairs, 'pair')} of layouts differ by more than {ORDER_MARGIN:.0%} when measured; "
         f"{accuracy.in_order} of them were predicted in the right order."

@@ -156,9 +156,15 @@ def test_all_columns_of_a_layout_are_in_one_line(width: int) -> None:
     lines = text.splitlines()
     assert [head.split() for head, below in pairwise(lines) if below.startswith("───")] == [
         ["batch", "recompute", "ms/step", "plan", "error", "slower"],
-        ["layouts", "share", "of", "step", "MAPE", "mean", "worst", *(["at"] if width > 80 else [])],
+        ["layouts", "share", "of", "step", "MAPE", "mean", "worst", *(["layout"] if width > 80 else [])],
     ], "no table is continued below"
     assert ("fastest, simulator's choice" in text) is (width == 140)
+
+
+@pytest.mark.parametrize(("fitted_on", "said"), [("DP2", "fitted to steps of DP2"), ("", "not fitted to whole steps")])
+def test_what_the_profile_was_fitted_to_is_named(fitted_on: str, said: str) -> None:
+    found = replace(result(one(DP4, 1.0, predicted=1.1)), fitted_on=fitted_on)
+    assert f"by profile here, {said}" in printed(TuneView(result=found), 120)
 
 
 def test_predictions_of_a_cpu_profile_that_nobody_measured_are_not_shown() -> None:
