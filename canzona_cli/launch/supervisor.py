@@ -40,7 +40,7 @@ from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.run.codec import record_dict, save
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles, StopReason, try_append_json_line
-from canzona_cli.run.records import FIRST_STAGE, Incident, StageEvent
+from canzona_cli.run.records import FIRST_STAGE, WAITING, Incident, StageEvent
 from canzona_cli.run.words import plural
 
 STOP_GRACE_S = 60.0
@@ -139,7 +139,7 @@ class Supervision:
         waiting = watch.describe_slow_start()
         if waiting is not None:
             detail = f"{waiting}; torchrun's output: {self.files.agent_log(self._machines.node_rank)}"
-            slow = Incident(time=time.time(), event="waiting", detail=detail, level="info")
+            slow = Incident(time=time.time(), event=WAITING, detail=detail, level="info")
             try_append_json_line(self.files.events, slow.line())
         if hang is None or (hang.elsewhere and self._machines.others_may_report()):
             return False

@@ -187,6 +187,8 @@ class ValidationLoss:
 
 FIRST_STAGE: Final = "start workers"
 """The first stage of every launch of a run."""
+WAITING: Final = "waiting"
+"""The event of a launcher that has seen no progress for a while."""
 
 
 @dataclass(frozen=True, kw_only=True)

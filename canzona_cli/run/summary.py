@@ -16,7 +16,9 @@ from canzona_cli.run.corpus import PreparedCorpus, Supply, supply
 from canzona_cli.run.files import RunFiles, sweep_root
 from canzona_cli.run.records import (
     FIRST_STAGE,
+    WAITING,
     Event,
+    Incident,
     RankError,
     RankResult,
     RunResult,
@@ -107,17 +109,25 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
         records: the records of all launches, in any order.
     """
     moments = sorted(
-        (record.time, isinstance(record, StageEvent) and record.stage == FIRST_STAGE)
+        (
+            record.time,
+            isinstance(record, StageEvent) and record.stage == FIRST_STAGE,
+            isinstance(record, Incident) and record.event == WAITING,
+        )
         for record in records
         if record.time is not None
     )
     if not moments:
         return None
-    # A gap that ends with a launch's first event is time between launches and is not added, unless it also
-    # begins with such an event: both the launcher and its first rank announce that workers start.
-    return math.fsum(
-        later - earlier for (earlier, from_start), (later, to_start) in pairwise(moments) if from_start or not to_start
-    )
+    # A gap that ends with a launch's first event is time between launches and is not added, unless workers are
+    # already starting: both the launcher and its first rank announce it, and the launcher may report a slow start
+    # in between.
+    seconds, starting = [], False
+    for (now, started, waits), (then, starts, _) in pairwise(moments):
+        starting = started or (starting and waits)
+        if starting or not starts:
+            seconds.append(then - now)
+    return math.fsum(seconds)
 
 
 def earlier_events(files: RunFiles) -> list[Event]:
