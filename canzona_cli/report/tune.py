@@ -110,10 +110,11 @@ def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
         f"phases: only layouts that spend at least {LEAST_SHARE:.0%} of the step there; mean: mean signed error; "
         "layout: that of the worst error"
     )
-    yield paragraph(
-        f"{plural(accuracy.pairs, 'pair')} of layouts differ by more than {ORDER_MARGIN:.0%} when measured; "
-        f"{accuracy.in_order} of them were predicted in the right order."
-    )
+    if accuracy.pairs:
+        yield paragraph(
+            f"Predicted in the right order: {accuracy.in_order} of {plural(accuracy.pairs, 'pair')} of layouts whose "
+            f"measured times differ by more than {ORDER_MARGIN:.0%}."
+        )
 
 
 def _error_cells(errors: Errors) -> tuple[Cell, ...]:

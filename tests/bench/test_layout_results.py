@@ -161,6 +161,13 @@ def test_all_columns_of_a_layout_are_in_one_line(width: int) -> None:
     assert ("fastest, simulator's choice" in text) is (width == 140)
 
 
+def test_the_order_of_predictions_is_judged_where_there_are_pairs() -> None:
+    alone, two = (one(DP4, 1.0, predicted=1.1),), (one(DP4, 1.0, predicted=1.1), one(TP4, 0.8, predicted=0.9))
+    said = [" ".join(printed(TuneView(result=result(*layouts)), 120).split()) for layouts in (alone, two)]
+    assert ["Predicted in the right order" in text for text in said] == [False, True]
+    assert "order: 1 of 1 pair of layouts whose measured times differ by more than 10%." in said[1]
+
+
 @pytest.mark.parametrize(("fitted_on", "said"), [("DP2", "fitted to steps of DP2"), ("", "not fitted to whole steps")])
 def test_what_the_profile_was_fitted_to_is_named(fitted_on: str, said: str) -> None:
     found = replace(result(one(DP4, 1.0, predicted=1.1)), fitted_on=fitted_on)
