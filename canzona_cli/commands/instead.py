@@ -118,7 +118,12 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
     if parameter.param_type_name == "option":
         name = max(parameter.opts, key=len)
     if getattr(error, "message", "") in ("", None):
-        words = [part.metavar or part.name.upper() for part in context.command.params if part.required]
+        words = [
+            f"{max(part.opts, key=len)} {value}" if part.param_type_name == "option" else value
+            for part in sorted(context.command.params, key=lambda part: part.param_type_name == "option")
+            if part.required
+            for value in (part.metavar or part.name.upper(),)
+        ]
         return Problem(key=name, reason="is missing", fix=f"write {path} {' '.join(words)}")
     return Problem(key=name, reason=_sentence(error.message), fix=fix)
 

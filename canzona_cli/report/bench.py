@@ -286,9 +286,8 @@ def _difference_text(result: BenchResult, name: str) -> str:
 
 
 def phase_name(phase: str) -> str:
-    """Returns a phase's label. A total has the label ` with overlap`, because it is listed below its
-    phase."""
-    return "  with overlap" if phase.endswith("_total") else PHASES[phase].name if phase in PHASES else phase
+    """Returns a phase's label: its bare name, or for a total the label that a breakdown has below its phase."""
+    return PHASES[phase].name if phase in PHASES else LABELS.get(phase, phase)
 
 
 def shown_strategies(result: BenchResult) -> tuple[str, ...]:

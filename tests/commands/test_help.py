@@ -35,6 +35,8 @@ def test_version() -> None:
         (["recipes", "lst"], "write canzona recipes list"),
         (["data", "list"], "there are canzona data prepare"),
         (["checkpoint", "export", "run"], "write canzona checkpoint export RUN_OR_CHECKPOINT OUT"),
+        (["data", "prepare"], "write canzona data prepare INPUT... --output PREFIX"),
+        (["data", "prepare", "a.txt"], "write canzona data prepare INPUT... --output PREFIX"),
         (["checkpoint", "export", "run", "out", "--step", "x"], "--step"),
         (["plan", "--compare", "rows", "recipe=tiny"], "--compare"),
         (["plan", "recipe=tiny", "--compare"], "needs a value"),
