@@ -54,7 +54,11 @@ class SimulationView(Page):
         yield Text()
         for text in self._legend():
             yield paragraph(text, "dim")
-        yield from items("Assumptions", simulation.assumptions, "dim")
+        if screen.page:
+            yield from items("Assumptions", simulation.assumptions, "dim")
+        else:
+            number = len(simulation.assumptions)
+            yield paragraph(f"The times are simulated under {number} assumptions; --html and --json list them.", "dim")
 
     def _size(self, recipe: str) -> Iterator[RenderableType]:
         cells = self.simulation.cells_of(recipe)

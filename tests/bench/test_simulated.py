@@ -181,10 +181,14 @@ def test_no_line_is_wider_than_the_terminal(muon: Simulation, width: int) -> Non
     assert "not measured" in text.splitlines()[0]
 
 
-def test_what_the_numbers_rest_on_is_printed(muon: Simulation) -> None:
+def test_what_the_numbers_rest_on_is_counted_in_a_terminal_and_listed_elsewhere(muon: Simulation) -> None:
     text = shown(SimulationView(muon), 400)
     assert muon.assumptions == assumptions()
-    assert all(line in " ".join(text.split()) for line in muon.assumptions)
+    assert f"under {len(muon.assumptions)} assumptions; --html and --json list them" in text
+    assert not any(line[:60] in text for line in muon.assumptions)
+    assert muon.as_json()["assumptions"] == list(muon.assumptions)
+    page = read_page(document("canzona bench --simulate", SimulationView(muon)).text())
+    assert all(line in page.words for line in muon.assumptions)
     assert "not calibrated" in text
 
 
