@@ -41,7 +41,9 @@ def use_in_megatron_lm(*settings: str) -> None:
         config: MegatronOptimizerConfig,
         args: Namespace,
     ) -> list[DistributedDataParallel]:
-        engine = Engine(config, f"train.micro_batch_size={args.micro_batch_size}", *settings)
+        # A model may have positions for longer sequences than those that are trained.
+        sizes = (f"train.micro_batch_size={args.micro_batch_size}", f"train.seq_length={args.seq_length}")
+        engine = Engine(config, *sizes, *settings)
         wrapped = engine.wrap(chunks, ddp_config)
         engines[wrapped[0]] = engine, config
         return wrapped

@@ -137,7 +137,7 @@ class TorchDistFolder:
 
         Args:
             at: An index on the first axis, to read only this slice, without the axis; None for the whole
-            tensor.
+                tensor.
 
         Raises:
             CheckpointInvalid: a chunk is missing, overlaps another one, or cannot be read.

@@ -98,6 +98,15 @@ def test_overlap_and_evaluations_change_no_bit() -> None:
 
 
 @pytest.mark.sweep
+def test_the_plan_is_for_the_sequences_that_are_trained() -> None:
+    """The model has positions for sequences whose activations fit in no memory."""
+    from tests.library.pretraining import LOOP, MUON, QWEN3, pretrain
+
+    long = ("--max-position-embeddings", str(1 << 22), "--train-iters", "3")
+    assert len(pretrain(*QWEN3, *LOOP, *MUON, *FP32, *SHARDED, *long, canzona=())[0].losses) == 3
+
+
+@pytest.mark.sweep
 def test_weights_go_through_megatrons_checkpoints(tmp_path: object) -> None:
     """The way out that refusals of `--save` and `--load` name: with it a run goes on from the saved weights."""
     from tests.library.pretraining import LOOP, MUON, QWEN3, pretrain
