@@ -270,19 +270,12 @@ def _hosting(
     gather_masters(wiring, hosts, matrices)
     finite = torch.ones(sum(map(len, hosted)), device=device)
     places = [place for place, matrix in enumerate(matrices) if hosts[matrix.index] == rank]
-    groups = [
-        HostedGroup(
-            wiring,
-            group,
-            AllToAll(out[number], sent, number, wiring.tp_group),
-            AllToAll(back[number], returned, number, wiring.tp_group),
-            scratch,
-            part,
-        )
-        for number, (group, part) in enumerate(
-            zip(hosted, finite.split([len(group) for group in hosted]), strict=True)  # type: ignore[no-untyped-call]
-        )
-    ]
+    flags = finite.split([len(group) for group in hosted])  # type: ignore[no-untyped-call]
+    groups = []
+    for number, group in enumerate(hosted):
+        gradients = AllToAll(out[number], sent, number, wiring.tp_group)
+        weights = AllToAll(back[number], returned, number, wiring.tp_group)
+        groups.append(HostedGroup(wiring, group, gradients, weights, scratch, flags[number]))
     return Hosting(
         wiring=wiring,
         matrices=matrices,

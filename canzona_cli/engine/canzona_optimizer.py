@@ -235,10 +235,11 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
     def _gradient_problem(self) -> Problem:
         """Returns a problem that names a parameter with non-finite gradients and the ranks that have such
         gradients. Every rank returns the same problem. Collective."""
-        gradients = (
-            (name, getattr(parameter, "main_grad", None)) for name, parameter in global_parameters(self._chunks)
-        )
-        bad = [name for name, gradient in gradients if gradient is not None and not bool(gradient.isfinite().all())]
+        bad = []
+        for name, parameter in global_parameters(self._chunks):
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None and not bool(gradient.isfinite().all()):
+                bad.append(name)
         members = torch.distributed.get_process_group_ranks(self._stats_group)
         bad_by_rank = [record.names for record in gather(_Culprits(names=tuple(bad)), group=self._stats_group)]
         ranks = [rank for rank, names in zip(members, bad_by_rank, strict=True) if names]

@@ -143,25 +143,28 @@ def _try_kernels(
 
 
 def _merge(choices: Sequence[KernelChoice]) -> KernelChoice:
-    """Merges all ranks' trials of one shape and chooses its kernel. Each kernel is judged by its time on the
-    slowest rank; a kernel that any rank refuses is refused."""
-    trials = {}
-    for name in dict.fromkeys(trial.kernel for choice in choices for trial in choice.trials):
-        kernel_trials = [trial for choice in choices for trial in choice.trials if trial.kernel == name]
-        reason = next((trial.refused for trial in kernel_trials if trial.refused), "")
-        times = [trial.seconds for trial in kernel_trials if trial.seconds is not None]
-        trials[name] = KernelTrial(kernel=name, seconds=None if reason else max(times), refused=reason)
-    usable = {name: trial.seconds for name, trial in trials.items() if trial.seconds is not None}
-    best = min(usable, key=lambda name: usable[name], default=PLAIN)
-    if best != PLAIN and usable[best] > GAIN * usable[PLAIN]:
+    """Merges all ranks' trials of one shape and chooses its kernel. A kernel that any rank refuses is
+    refused."""
+    by_kernel: dict[str, list[KernelTrial]] = {}
+    for choice in choices:
+        for trial in choice.trials:
+            by_kernel.setdefault(trial.kernel, []).append(trial)
+    merged = {name: _merge_trials(name, trials) for name, trials in by_kernel.items()}
+    times = {name: trial.seconds for name, trial in merged.items() if trial.seconds is not None}
+    best = min(times, key=lambda name: times[name], default=PLAIN)
+    if best != PLAIN and times[best] > GAIN * times[PLAIN]:
         best = PLAIN
-    explained = (
-        KernelTrial(kernel=name, seconds=usable[name], refused=f"slower than {best}, or hardly faster")
-        if name in usable and name != best
-        else trial
-        for name, trial in trials.items()
-    )
-    return replace(choices[0], kernel=best, trials=tuple(explained))
+    for name in times.keys() - {best}:
+        merged[name] = replace(merged[name], refused=f"slower than {best}, or hardly faster")
+    return replace(choices[0], kernel=best, trials=tuple(merged.values()))
+
+
+def _merge_trials(name: str, trials: Sequence[KernelTrial]) -> KernelTrial:
+    """Merges all ranks' trials of one kernel: its time on the slowest rank, or the reason why a rank refuses
+    it."""
+    reason = next((trial.refused for trial in trials if trial.refused), "")
+    times = [trial.seconds for trial in trials if trial.seconds is not None]
+    return KernelTrial(kernel=name, seconds=None if reason else max(times), refused=reason)
 
 
 class _Case:

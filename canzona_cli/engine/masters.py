@@ -200,8 +200,8 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
     @property
     def workspace_bytes(self) -> int:
         """The bytes of the optimizers' scratch; a workspace that several optimizers share is counted once."""
-        scratch = (getattr(group.optimizer, "workspace", None) for group in (*self.groups, *self.sharing))
-        return sum(space.nbytes for space in {space for space in scratch if isinstance(space, Workspace)})
+        workspaces = {getattr(optimizer, "workspace", None) for optimizer in self._optimizers()}
+        return sum(workspace.nbytes for workspace in workspaces if isinstance(workspace, Workspace))
 
     def set_gradient_scale(self, scale: float) -> None:
         """Sets the clipping coefficient that the next step multiplies gradients by."""
@@ -217,16 +217,18 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
     def param_groups(self) -> list[dict[str, object]]:
         """The parameter groups of all optimizers of this rank's matrices; a schedule sets their `lr` and
         `weight_decay`."""
-        optimizers = [group.optimizer for group in (*self.groups, *self.sharing)]
-        return [params for optimizer in optimizers if optimizer is not None for params in optimizer.param_groups]
+        return [params for optimizer in self._optimizers() for params in optimizer.param_groups]
 
     @property
     def optimizer(self) -> AllOptimizers:
         """The optimizers of this rank's matrices as a single optimizer. Adding entries to its `state` has no
         effect."""
-        optimizers = [group.optimizer for group in (*self.groups, *self.sharing) if group.optimizer is not None]
-        states = {master: state for optimizer in optimizers for master, state in optimizer.state.items()}
+        states = {master: state for optimizer in self._optimizers() for master, state in optimizer.state.items()}
         return AllOptimizers(param_groups=self.param_groups, state=states)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """Returns the optimizers of all groups in which this rank updates matrices."""
+        return [group.optimizer for group in (*self.groups, *self.sharing) if group.optimizer is not None]
 
     @property
     def fragments(self) -> list[HeldFragment]:

@@ -190,13 +190,14 @@ class Muon(MatrixOptimizer):
         """Returns a key that contains everything that a captured update of these matrices depends on and that
         may change, except `_rates`. If the key differs from the previous step's key, the graph must not be
         replayed."""
-        state = [value for p in matrices for value in self.state[p].values() if isinstance(value, torch.Tensor)]
-        gradients = [p.grad for p in matrices if p.grad is not None]
-        places = tuple(tensor.data_ptr() for tensors in (matrices, gradients, state) for tensor in tensors)
+        addresses = [p.data_ptr() for p in matrices]
+        for p in matrices:
+            tensors = (p.grad, *self.state[p].values())
+            addresses += [tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)]
         in_gram_form = any(self._form(p) == "gram" for p in matrices)
         # In Gram form `_move` passes the weight decay as a host number, which a graph would freeze.
         decay = group["weight_decay"] if in_gram_form else None
-        return group["momentum"], decay, self.workspace.nbytes, places
+        return group["momentum"], decay, self.workspace.nbytes, tuple(addresses)
 
     def _batch_size(self, same_kind: Sequence[torch.Tensor]) -> int:
         """Returns the maximum number of matrices to update in one batch, given matrices of one shape."""

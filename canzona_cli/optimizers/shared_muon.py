@@ -119,6 +119,7 @@ class SharedMuon(muon.Muon):
             distrust(self.state[p])
 
     def _settings(self, p: torch.Tensor) -> Mapping[str, float]:
+        """Returns the parameter group of `p`."""
         return next(group for group in self.param_groups if any(member is p for member in group["params"]))
 
 
