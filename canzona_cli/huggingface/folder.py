@@ -60,7 +60,7 @@ class FolderTensor:
     dtype: str
     shape: tuple[int, ...]
     stacked: StackSlice | None = None
-    """The tensor's place in a stack of all experts' tensors; None if the tensor is stored by itself."""
+    """The tensor's place in a stack of all experts' tensors; None if the tensor is stored separately."""
 
 
 @dataclass(frozen=True, kw_only=True)

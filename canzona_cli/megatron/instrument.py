@@ -197,8 +197,8 @@ def _time_dispatch(timer: PhaseTimer, world: World) -> None:
 
 
 def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) -> None:
-    """Runs the methods in which Megatron's dispatchers read each expert's token count from the device inside
-    `timer.waiting`. In these methods the host waits for the preceding collectives, and thus for other ranks,
+    """Wraps, with `timer.waiting`, the methods in which Megatron's dispatchers read each expert's token count
+    from the device. In these methods the host waits for the preceding collectives, and thus for other ranks,
     once per layer and pass."""
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     for dispatcher in (layer.token_dispatcher for layer in layers):

@@ -95,7 +95,7 @@ class Shampoo(KroneckerOptimizer):
             if not good[index]:
                 if self.roots == "newton":
                     self._report_divergence(p, side)
-                root = self._by_eigenvalues(p, side, factors[index])
+                root = self._root_by_eigenvalues(p, side, factors[index])
             if root is not None:
                 pack(root.contiguous(), self.state[p][f"root_{side}"])
 
@@ -108,7 +108,7 @@ class Shampoo(KroneckerOptimizer):
         if self.roots == "newton":
             self._iterate(p, side, [step for step in range(steps) if parts[step] == part])
         elif part == 0:
-            new = self._by_eigenvalues(p, side, self._unpacked(p, side))
+            new = self._root_by_eigenvalues(p, side, self._unpacked(p, side))
             following.copy_(root) if new is None else pack(new.contiguous(), following)
             residual.copy_(_identity(p, p.size(SIDES.index(side))))
         if part != parts[-1]:
@@ -117,7 +117,7 @@ class Shampoo(KroneckerOptimizer):
             root.copy_(following)
             return True
         self._report_divergence(p, side)
-        new = self._by_eigenvalues(p, side, self._unpacked(p, side))
+        new = self._root_by_eigenvalues(p, side, self._unpacked(p, side))
         if new is not None:
             pack(new.contiguous(), root)
         return True
@@ -158,7 +158,7 @@ class Shampoo(KroneckerOptimizer):
         """Returns the order of the roots of `p`."""
         return 4 if len(self._sides(p)) == 2 else 2
 
-    def _by_eigenvalues(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> torch.Tensor | None:
+    def _root_by_eigenvalues(self, p: torch.Tensor, side: Side, factor: torch.Tensor) -> torch.Tensor | None:
         """Returns the inverse root of a factor, computed from eigenvalues; None if that fails."""
         compute = partial(roots_by_eigenvalues, order=self._order(p), eps=self.shampoo_eps)
         return compute_with_fallback(compute, factor, f"the eigendecomposition of {side}", partial(self._report, p))
