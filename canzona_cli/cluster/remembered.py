@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 SECTIONS: Final = ("gpus", "model", "train", "optimizer", "engine", "cluster", "parallel")
-"""The sections of a run's settings that a search may depend on."""
+"""The sections of a run's settings on which a search may depend."""
 CODE: Final = ("config", "optimizers", "model", "costs", "planner", "simulate", "cluster")
-"""The folders with code that a search may depend on."""
+"""The folders with code on which a search may depend."""
 MAX_FILES: Final = 500
 """The maximum number of search results in the cache folder; older results are deleted."""
 
 
 def search_file(config: RunConfig, count: int) -> Path:
-    """Returns the file for the result of a search. Its name is a hash of everything that the result depends
-    on.
+    """Returns the file for the result of a search. Its name is a hash of everything on which the result
+    depends.
 
     Args:
         count: the number of layouts that the search returns.

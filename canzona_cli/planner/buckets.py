@@ -126,7 +126,7 @@ def typical_pools(matrices: Sequence[Matrix]) -> list[Pool]:
 def cut(
     parameters: Sequence[Parameter], bucket_elements: int | None, *, stage: int, even: int = 1
 ) -> list[list[Parameter]]:
-    """Cuts a stage's parameters into buckets, the parameters registered last first.
+    """Cuts a stage's parameters into buckets, starting with the parameter that was registered last.
 
     `bucket_elements` applies only to the first stage. In the other stages, as in Megatron, every model chunk
     is one bucket.

@@ -110,7 +110,7 @@ def _fill(problem: PoolProblem, busy: Sequence[float], room: list[int]) -> dict[
 
     Args:
         busy: the seconds that each owner already has.
-        room: the elements that each owner may still hold.
+        room: the elements that each owner may still hold; updated by the function.
     """
     heap = [(seconds, owner) for owner, seconds in enumerate(busy)]
     heapq.heapify(heap)

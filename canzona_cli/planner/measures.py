@@ -80,8 +80,7 @@ class Communication:
     """The balance of communication: the elements of each bucket's fullest owner, summed over buckets,
     relative to the sum with equal shares. 1.0 is perfect. alpha trades this balance against load balance."""
     padding_fraction: float
-    """The padding in the matrices' buffers, in elements per element of a matrix; 0.5 means 50% more
-    memory."""
+    """The padding in the matrices' buffers relative to the matrices; 0.5 means 50% more memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,7 +181,7 @@ class Subject:
     buffers: Mapping[str, Scalar]
     """The bucket size and the types of weights and reduced gradients."""
     profile: Mapping[str, Scalar]
-    """The values of the hardware profile that costs depend on."""
+    """The values of the hardware profile on which costs depend."""
 
     def content(self) -> dict[str, dict[str, Scalar]]:
         """Returns each field as a dictionary of plain values; `layout.ep` is left out if it is 1."""
