@@ -45,7 +45,8 @@ EOD_CANDIDATES = (
     "<|eot_id|>",
     "[SEP]",
 )
-"""The names of end-of-document tokens in published tokenizers, with those of base models first."""
+"""The names of end-of-document tokens in published tokenizers, in the order in which they are tried; those of
+base models come first."""
 
 BYTE_VALUES = 256
 REPLACEMENT = "\ufffd"

@@ -20,14 +20,14 @@ END = "[end of document]"
 
 @dataclass(frozen=True, kw_only=True)
 class ShownDocument:
-    """The beginning of a document."""
+    """The beginning of a document, as text."""
 
     number: int
     """The index of the document in the data."""
     tokens: int
     """The number of tokens of the whole document, including the end-of-document token."""
     text: str
-    """The decoded text of its first tokens."""
+    """The text of the document's first tokens."""
     cut: bool
     """True if the document has more tokens than are shown."""
 

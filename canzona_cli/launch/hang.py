@@ -49,8 +49,8 @@ class HangReport:
     step: int
     where: str
     reason: str
-    """The rank's activity and its duration, then the activity of the other ranks. The rank itself is not
-    named."""
+    """A sentence without its subject, the rank: what it is doing and for how long, then what the other ranks
+    are doing."""
     elsewhere: bool = False
     """True if all ranks of this machine only wait, for the network or for a rank of another machine."""
 

@@ -316,7 +316,7 @@ _BETWEEN: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LoadMap:
-    """The load of every rank, as measured or planned, under a title such as a strategy."""
+    """The measured or planned load of every rank, with a title such as the name of a strategy."""
 
     title: str
     loads: Sequence[float]

@@ -90,7 +90,7 @@ def _hash(text: str) -> str:
 
 
 def document(kind: str, view: Page) -> Document:
-    """Returns a terminal view as an HTML page; the view's first line is the title.
+    """Converts a terminal view to an HTML page. The first line of the view becomes the title.
 
     Args:
         kind: the command, such as `canzona plan`.

@@ -1,4 +1,5 @@
-"""The markup of HTML pages: elements whose text is escaped, and tables made from the terminal's tables."""
+"""Makes the markup of HTML pages: elements whose text is escaped, and tables that are converted from the
+terminal's tables."""
 
 from abc import abstractmethod
 from collections.abc import Iterable

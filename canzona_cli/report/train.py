@@ -428,8 +428,8 @@ def closing_line(state: TrainState, status: RunStatus, message: str, *, short: s
     """Returns one line that describes how the run ended.
 
     Args:
-        short: the name of the run, with which the line then begins, and to which the losses are added; empty
-            if other lines show them.
+        short: the name of the run. The line then begins with it and also has the losses. Empty if other lines
+            show them.
     """
     if short:
         parts = [closing_line(state, status, message)]

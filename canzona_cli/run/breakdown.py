@@ -48,7 +48,8 @@ def streams_of(events: Sequence[SimulatedEvent]) -> Iterator[tuple[int, Stream, 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The predicted time of a step with one strategy on a cluster profile, by phase. Times are in seconds."""
+    """The predicted time of a step, by phase, for one strategy and one cluster profile. Times are in
+    seconds."""
 
     VERSION: ClassVar[int] = 1
 

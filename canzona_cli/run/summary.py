@@ -193,7 +193,7 @@ class RunSummary:
     """The seconds from the first to the last record of each launch, added up; the time between launches is
     excluded."""
     errors: tuple[RankResult, ...]
-    """The results of ranks that failed, in the order of their errors."""
+    """The results of the ranks that failed, the first error first."""
     breakdown: Breakdown | None
     config: RunConfig | None
     go_on: str | None = None

@@ -148,7 +148,8 @@ def plural(amount: int, noun: str) -> str:
 
 
 def layout_words(layout: "Layout", *, times: str = "x") -> str:
-    """Formats a layout for a sentence: `TP 2 x DP 4`, `TP 2 x PP 4 (2 chunks each) x DP 1`."""
+    """Formats a layout for a sentence, with the sign `times` between the axes: `TP 2 x DP 4`, `TP 2 x PP 4 (2
+    chunks each) x DP 1`."""
     chunks = {"PP": f" ({layout.vpp} chunks each)"} if layout.vpp > 1 else {}
     return f" {times} ".join(f"{name} {ranks}{chunks.get(name, '')}" for name, ranks in layout.axes)
 

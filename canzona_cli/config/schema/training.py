@@ -274,5 +274,5 @@ class DataConfig:
 
     @property
     def cache_root(self) -> Path:
-        """The folder for cached files, all of which canzona can create again."""
+        """The folder of the cache. canzona can create all files in it again."""
         return Path(self.cache_dir or os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").expanduser().absolute()
