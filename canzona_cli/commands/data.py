@@ -73,7 +73,7 @@ def prepare(
         Literal["file", "line"],
         typer.Option(
             help="Make each plain text file, or each of its lines, a document. In JSONL and Parquet, each "
-            "line or row always is one."
+            "line or row is always a document."
         ),
     ] = "file",
     max_bad: Annotated[

@@ -35,7 +35,8 @@ _REPLACED_SETTINGS = (
     *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
 )
 """The settings that replace settings of the saved run. An evaluation needs no optimizer, and must not run the
-code of a custom optimizer. With `train.recompute=full`, the memory estimate includes no saved activations."""
+code of a custom optimizer. With `train.recompute=full`, the memory estimate has the fewest activations: an
+evaluation saves none for a backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)

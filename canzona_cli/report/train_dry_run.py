@@ -229,7 +229,7 @@ class DryRun(Page):
         else:
             yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
         if self.config_yaml is None:
-            yield "Add --config to print every setting, what is updated as a matrix, and the command's environment."
+            yield "Add --config to print every setting, the matrices, and the environment of the command."
 
 
 def _assignments(environment: Mapping[str, str]) -> list[str]:
