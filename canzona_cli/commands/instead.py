@@ -139,10 +139,11 @@ def _other_option(command: Command, option: str, value: str) -> Problem:
         return Problem(key=option, value=value or None, reason="was removed", fix=REMOVED_OPTIONS[option])
     near = closest(option, command.options, cutoff=0.75)
     hint = as_override(option, value, exact=near is not None) if command.takes_overrides else None
-    shown = value if hint is not None else None
-    reason = f"is not an option of {command.name}" + ("; settings are written KEY=VALUE" if hint is not None else "")
-    if option.startswith("--resume") and hint is not None:
+    reason = f"is not an option of {command.name}"
+    if hint is None:
+        fix = f"did you mean {near}?" if near else f"see {command.name} --help"
+        return Problem(key=option, reason=reason, fix=fix)
+    if option.startswith("--resume"):
         hint += ": a run continues in its directory"
-    fix = f"did you mean {near}?" if near else f"see {command.name} --help"
-    fix = fix if hint is None else f"write {hint}"
-    return Problem(key=option, value=shown or None, reason=reason, fix=fix)
+    reason += "; settings are written KEY=VALUE"
+    return Problem(key=option, value=value or None, reason=reason, fix=f"write {hint}")

@@ -97,9 +97,9 @@ def _expand(argument: str, problems: list[Problem]) -> tuple[str, ...]:
         reason = "is not a fixed list of values"
         problems.append(Problem(key=key, value=text, reason=reason, fix=f"list the values: {key}=A,B,C"))
         return ()
-    twice = sorted(value for value, count in Counter(values).items() if count > 1)
-    if twice:
-        reason = f"lists the same value several times: {', '.join(twice)}"
+    repeated = sorted(value for value, count in Counter(values).items() if count > 1)
+    if repeated:
+        reason = f"lists the same value several times: {', '.join(repeated)}"
         problems.append(Problem(key=key, value=text, reason=reason, fix="list each value once"))
     if key == "run.dir":
         reason = "all runs of a sweep are in subdirectories of one directory"

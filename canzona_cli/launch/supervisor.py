@@ -289,14 +289,14 @@ def run_ranks(
     if outcome.status == "interrupted":
         raise KeyboardInterrupt
     if outcome.failed:
-        raise _failure(outcome)
+        raise _rank_error(outcome)
     return run.files
 
 
-def _failure(outcome: Outcome) -> CanzonaError:
+def _rank_error(outcome: Outcome) -> CanzonaError:
     """Returns the error of the rank that failed, with its traceback and the path of its log."""
     error = outcome.error()
     first, *others = error.problems
     log = "" if outcome.log is None else f"its full output: {outcome.log}"
-    named = replace(first, reason="\n".join([first.reason, *outcome.traceback]), fix=first.fix or log)
-    return type(error)(named, *others)
+    detailed = replace(first, reason="\n".join([first.reason, *outcome.traceback]), fix=first.fix or log)
+    return type(error)(detailed, *others)
