@@ -300,8 +300,8 @@ def load_breakdown(run_dir: Path) -> Breakdown:
     try:
         measured = load(files.breakdown, MeasuredBreakdown, key="RUN_DIR", value=run_dir, fix=fix)
     except FileNotFoundError:
-        reason = "it has no step times yet (breakdown.json)"
-        fix = "it is written when training ends after the warm-up steps; give the directory of such a run"
+        reason = "it has no breakdown.json, which is written when training ends"
+        fix = "give the directory of a run that ended after its warm-up steps"
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix)) from None
     try:
         planned = load_prediction(run_dir)

@@ -124,7 +124,7 @@ def test_a_failed_run_shows_the_first_failing_rank_before_anything_else(tmp_path
     assert "line 4" not in short
     assert "line 29" in everything
     assert "failed, exit code 70" in done.stdout
-    assert "no breakdown of the step: it has no step times yet" in " ".join(done.stdout.split())
+    assert "no breakdown of the step: it has no breakdown.json, which is written" in " ".join(done.stdout.split())
 
 
 def test_a_killed_run_with_a_torn_line_is_still_read(tmp_path: Path) -> None:
