@@ -245,7 +245,7 @@ def test_one_that_hangs_is_ended(files: RunFiles, monkeypatch: pytest.MonkeyPatc
         started.append(process)
         return process
 
-    monkeypatch.setattr(processes, "_tracker", start)
+    monkeypatch.setattr(processes, "_start_tracker", start)
     monkeypatch.setattr(processes, "PATIENCE_S", 0.1)
     said: list[str] = []
     with run_trackers(files, ("wandb",), start=0, environment={}, say=said.append):
