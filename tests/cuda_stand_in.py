@@ -25,6 +25,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch._C._distributed_c10d import Backend
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -146,6 +147,9 @@ class _Device:
         self.current: list[str] = [COMPUTE]
         self.accesses: dict[int, dict[str, list[Access]]] = defaultdict(lambda: defaultdict(list))
         self.made_on: dict[int, str] = {}
+        self.known: dict[int, StorageWeakRef] = {}
+        """By address: whose memory the entries of the others are about. torch makes some memory unseen, as for a number
+        that is filled in, and it may lie where other memory lay before."""
         self.on_host: set[int] = set()
         self.pinned: set[int] = set()
         self.works: dict[int, tuple[object, Operation]] = {}
@@ -166,6 +170,7 @@ class _Device:
             storage = tensor.untyped_storage().data_ptr()
             if not storage or not tensor.numel():
                 continue
+            self._know(storage, tensor)
             storages.add(storage)
             start = int(tensor.storage_offset()) * tensor.itemsize
             place = (start, tuple(tensor.shape), tensor.stride(), tensor.itemsize)
@@ -189,12 +194,25 @@ class _Device:
                 if (found.writes or access.writes) and found.meets(access):
                     self.record.races.append(f"{found.what} | {access.what}")
 
+    def _know(self, storage: int, tensor: torch.Tensor) -> None:
+        """Memory in use: if what was here has been freed, this is new."""
+        known = self.known.get(storage)
+        if known is None or known.expired():  # type: ignore[no-untyped-call]
+            self._new(storage, tensor)
+
+    def _new(self, storage: int, tensor: torch.Tensor) -> None:
+        """A device's allocator gives what a stream has freed to nobody else."""
+        if storage in self.known:
+            self.accesses.pop(storage, None)
+            self.made_on.pop(storage, None)
+            self.on_host.discard(storage)
+            self.pinned.discard(storage)
+        self.known[storage] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
     def made(self, tensor: torch.Tensor) -> None:
-        """New memory: a device's allocator gives what a stream has freed to nobody else."""
+        """Memory that the current stream has allocated."""
         storage = tensor.untyped_storage().data_ptr()
-        self.accesses.pop(storage, None)
-        self.on_host.discard(storage)
-        self.pinned.discard(storage)
+        self._new(storage, tensor)
         self.made_on[storage] = self.current[-1]
         self.record.made_bytes.append(tensor.nbytes)
 
