@@ -47,3 +47,15 @@ def test_arguments_are_described_by_a_noun_or_a_condition() -> None:
         if re.match(r"\s+\w+(, \w+)*: ([Oo]f|[Ww]hat|[Ww]hether) ", line)
     ]
     assert wrong == []
+
+
+def test_lists_and_tables_have_a_line_for_each_entry() -> None:
+    """A wrapped list loses its form: "; - second entry", or "| cell | | cell |"."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{text.lineno}: {line.strip()}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for text in docstrings(ast.parse(path.read_bytes()))
+        for line in str(text.value).splitlines()
+        if re.search(r"[.;:] - [a-z`]|\| \| ", line)
+    ]
+    assert wrong == []
