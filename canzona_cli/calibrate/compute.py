@@ -186,7 +186,7 @@ _NEVER = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """An implementation of an optimizer's algorithm, with the run's configuration for it."""
+    """An implementation of an optimizer's algorithm, and the configuration of a run to measure it with."""
 
     config: RunConfig
     label: str

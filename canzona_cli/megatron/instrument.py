@@ -64,7 +64,7 @@ def attach(
     if isinstance(watcher, CudaWatcher) and not watcher.waits:
         _log.warning(
             "%s=1 keeps communication from overlapping with computation; the times of communication in flight are "
-            "upper bounds, measured until the step waited for it",
+            "upper bounds, because each is measured until the step waits for that communication",
             CONNECTIONS,
         )
     _time_dispatch(timer, world)

@@ -222,8 +222,11 @@ class View:
 
 
 def locate_in_parameter(matrix: Matrix, model: ModelConfig, tp: int) -> View:
-    """Locates the fragment of a matrix in the parameter that one of its holders stores. The view has the
-    shape (repeats or parts, rows, columns), or (rows, columns) if two dimensions suffice.
+    """Locates the fragment of a matrix in the parameter that one of its holders stores.
+
+    Returns:
+        A view of shape (rows, columns) for a single head or a matrix cut by columns, and otherwise of shape
+        (repeats or parts, rows, columns), whose first dimension may be 1.
     """
     everything = slice(None)
     weight = _weight_with(matrix, model)

@@ -62,8 +62,8 @@ def describe_optimizer(config: RunConfig) -> str:
 
 
 def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
-    """Returns `Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`; without a corpus,
-    the counts are missing."""
+    """Describes the data: `Python standard library, byte tokenizer, 12.3 M tokens, 1,204 documents`. Without
+    a corpus, the counts are missing, and so is the tokenizer unless the data is the built-in corpus."""
     source = "Python standard library" if config.data.source == "stdlib" else (config.data.path or "prepared")
     if corpus is not None and len(corpus.sets) > 1:
         source = " + ".join(f"{part.share:.1%} {part.name} ({count(part.tokens)} tokens)" for part in corpus.sets)

@@ -123,8 +123,8 @@ class TrainState:
             self._weight = (1 - _SMOOTHING) * self._weight + _SMOOTHING
             share = _SMOOTHING / self._weight
             self.smoothed = loss if self.smoothed is None else self.smoothed + share * (loss - self.smoothed)
-        for rate, window in ((metrics.tokens_per_s, self._rates), (metrics.step_s, self._step_times)):
-            value = finite_or_none(rate)
+        for measured, window in ((metrics.tokens_per_s, self._rates), (metrics.step_s, self._step_times)):
+            value = finite_or_none(measured)
             if value is not None and value > 0:
                 window.append(value)
         written = finite_or_none(metrics.time)

@@ -199,7 +199,7 @@ class RunSettings:
 
 
 class Execution(Enum):
-    """The way to execute a run's updates: which ranks update each weight, and with which code."""
+    """The way a run's updates are executed: which ranks update each weight, and with which code."""
 
     PLANNED = "planned"
     """Strategies canzona, paper and asc: a plan gives each matrix an owner and a host, and canzona's engine
@@ -259,7 +259,7 @@ class RunConfig(HashedOnce):
 
     @property
     def execution(self) -> Execution:
-        """The way to execute the run's updates. With AdamW, `engine.strategy` has no effect."""
+        """The way the run's updates are executed. With AdamW, `engine.strategy` has no effect."""
         if self.optimizer.name == "adamw":
             return Execution.ADAMW
         match self.engine.strategy:
