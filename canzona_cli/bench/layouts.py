@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from canzona_cli.bench.lineup import Entrant, entrant
+from canzona_cli.bench.lineup import Entrant, entrant, entrant_name
 from canzona_cli.bench.results import Measured, Predicted, TurnsResult
 from canzona_cli.bench.session import (
     Say,
@@ -44,14 +44,6 @@ ORDER_MARGIN = 0.10
 """The relative difference between two measured times above which predictions should have the same order."""
 LEAST_SHARE = 0.01
 """The share of a step below which a phase's error is only noise."""
-
-
-def layout_name(layout: Layout) -> str:
-    """Returns the name of a layout in file names. It is unique among a run's layouts:
-    `tp2-pp1-cp1-dp2-mb4-none`, `tp1-pp2-vpp2-...`."""
-    chunks = f"vpp{layout.vpp}-" if layout.vpp > 1 else ""
-    mesh = f"tp{layout.tp}-pp{layout.pp}-{chunks}cp{layout.cp}-dp{layout.dp}"
-    return f"{mesh}-mb{layout.micro_batch_size}-{layout.recompute}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +80,13 @@ class LayoutBench:
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """The measured seconds of each phase of the step: the mean over ranks, then the median over
-        rounds."""
+        """The measured seconds of each phase: the mean over ranks, then the median over rounds."""
         means = [turn.means for turn in self.measured]
         present = [phase for phase in IN_STEP if any(phase in turn for turn in means)]
         return {phase: statistics.median(turn.get(phase, 0.0) for turn in means) for phase in present}
 
     def phase_error(self, phase: str) -> float | None:
-        """Returns the prediction error of a phase; None if the phase takes less than `LEAST_SHARE` of the
-        step."""
+        """Returns the prediction error of a phase; None if it takes less than `LEAST_SHARE` of the step."""
         seconds = self.phases.get(phase, 0.0)
         if seconds < LEAST_SHARE * self.median_s:
             return None
@@ -127,7 +117,7 @@ class Errors:
             mape=statistics.fmean(abs(error) for _, error, _ in predictions),
             mean=statistics.fmean(error for _, error, _ in predictions),
             worst=error,
-            worst_layout=layout_name(worst.layout),
+            worst_layout=entrant_name(worst.layout),
             share=statistics.fmean(share for *_, share in predictions),
         )
 
@@ -161,7 +151,7 @@ class TuneResult(TurnsResult):
     chosen: str
     """The layout that a run gets without tuning, because the simulator predicts that it is the fastest."""
     layouts: Mapping[str, LayoutBench]
-    """The measured layouts by `layout_name`, in the order of predicted time; at least one."""
+    """The measured layouts by `entrant_name`, in the order of predicted time; at least one."""
     failed: Mapping[str, str]
     """The reason why each failed layout failed, by name. Failed layouts are not in `layouts`."""
 
@@ -349,9 +339,9 @@ def prepare(
     entrants, notes = list[Entrant](), list[str]()
     for layout in chosen:
         try:
-            entrants.append(entrant(fill(short, layout), layout, layout_name(layout)))
+            entrants.append(entrant(fill(short, layout), layout, entrant_name(layout)))
         except (ConfigError, DoesNotFit) as error:
-            notes.append(f"without {layout_name(layout)}: {error.problems[0].reason}")
+            notes.append(f"without {entrant_name(layout)}: {error.problems[0].reason}")
     preflight.check_machine(resolved, layout_of_run)
     check_free(config)
     entrants.sort(key=lambda entry: entry.predicted.iteration_s / entry.layout.global_batch_size)
@@ -359,7 +349,7 @@ def prepare(
         overrides=tuple(overrides),
         config=config,
         entrants={entry.name: entry for entry in entrants},
-        chosen=layout_name(layout_of_run),
+        chosen=entrant_name(layout_of_run),
         legal=len(fitting),
         everything=count is None,
         rounds=rounds,
@@ -433,8 +423,7 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
 
 
 def _unsettled_notes(layouts: Mapping[str, LayoutBench], turns: Turns) -> Iterator[str]:
-    """Yields a note with the layouts, if there are any, whose updates were still redone after all warm-up
-    steps."""
+    """Yields a note with the layouts, if any, whose updates were still redone after all warm-up steps."""
     limit = turns.steps_per_turn + turns.settling
     names = [name for name, layout in layouts.items() if any(len(turn.losses) == limit for turn in layout.measured)]
     if names:

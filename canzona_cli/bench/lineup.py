@@ -284,6 +284,14 @@ def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, la
     return replace(first, train=changed)
 
 
+def entrant_name(layout: Layout) -> str:
+    """Returns the name of a layout, also for its files; unique among a run's layouts:
+    `tp2-pp1-cp1-dp2-mb4-none`, `tp1-pp2-vpp2-...`."""
+    chunks = f"vpp{layout.vpp}-" if layout.vpp > 1 else ""
+    mesh = f"tp{layout.tp}-pp{layout.pp}-{chunks}cp{layout.cp}-dp{layout.dp}"
+    return f"{mesh}-mb{layout.micro_batch_size}-{layout.recompute}"
+
+
 def entrant(config: RunConfig, layout: Layout, name: str) -> Entrant:
     """Makes the plan of a resolved run, if the strategy executes one, and estimates its memory.
 

@@ -73,8 +73,7 @@ experts of Qwen3-30B-A3B would be a fifth cheaper according to the model, but th
 
 
 COST_DIGITS = 9
-"""The significant digits of a cost. The last bit of a logarithm depends on the processor, but plans must
-not."""
+"""The significant digits of a cost. A logarithm's last bit depends on the processor, but plans must not."""
 ROUNDING = 1e-9
 """The relative tolerance for sums of the same numbers in a different order."""
 
@@ -317,8 +316,7 @@ def _interpolated(table: tuple[tuple[int, float], ...], size: float) -> float:
 
 
 def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: Unit) -> float:
-    """Returns the seconds of one (m, k) by (k, n) matmul, at the rate of a square matmul of the same
-    volume."""
+    """Returns the seconds of an (m, k) by (k, n) matmul, at the rate of a square one of the same volume."""
     volume = m * k * n
     return 2.0 * volume / matmul_rate(cluster, volume ** (1 / 3), unit)
 
@@ -367,8 +365,7 @@ def _modelled(
 
 
 def _measured(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
-    """Returns the profile's measured seconds of one update; None without a measurement of exactly this
-    update."""
+    """Returns the profile's measured seconds of one update; None if it did not measure this very update."""
     if not cluster.measured_updates:
         return None
     key = (prefix + label(algorithm), rows, cols)

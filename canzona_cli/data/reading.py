@@ -47,16 +47,14 @@ _UNREAD = {b"PAR1": "Parquet", b"PK\x03\x04": "a zip archive"}
 _UTF8_BOM = b"\xef\xbb\xbf"
 _SNIFF = 8192
 _BATCH_BYTES: Final = 2 << 20
-"""The bytes of text that are tokenised in one call: enough to use all cores, and few enough that Ctrl-C takes
-effect at once."""
+"""The bytes of text tokenised in one call: enough to use all cores, few enough for Ctrl-C to act at once."""
 _BATCH_ITEMS: Final = 8192
 _PARQUET_ROWS: Final = 128
 
 _POLL_S = 0.2
 """The interval in seconds at which a read of a pipe checks for signals."""
 LONGEST_LINE = 128 << 20
-"""The maximum length of a line in bytes. A longer line is skipped as a bad line, because parsing it would
-need several times as much memory."""
+"""The most bytes of a line. A longer one is skipped: parsing it would take several times as much memory."""
 
 MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
@@ -90,8 +88,7 @@ class Batch:
 
     label: str
     form: Literal["pieces", "lines", "jsonl", "rows"]
-    """The kind of the items: pieces of one document, or lines or rows from which the text has not been
-    extracted yet."""
+    """The kind of the items: pieces of one document, or lines or rows whose text is not extracted yet."""
     items: Sequence[bytes | None]
     """The pieces, lines or rows; None for a row without text."""
     first: int = 1
@@ -101,8 +98,7 @@ class Batch:
 
 
 def piece_bytes(sources: Sequence[Source]) -> int:
-    """Returns the maximum length of a piece for these inputs in bytes: about 1/256 of the total, so that 1%
-    of the text can be held out."""
+    """Returns the most bytes of a piece: about 1/256 of these inputs, so that 1% of them can be held out."""
     if any(source.size is None for source in sources):
         return STREAM_PIECE
     return min(MAX_PIECE, max(MIN_PIECE, sum(source.size or 0 for source in sources) // 256))
@@ -282,8 +278,7 @@ def _in_groups[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[li
 
 
 def _read_lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a stream with their line ends. A line that is too long is cut after `LONGEST_LINE`
-    + 1 bytes."""
+    """Yields the lines of a stream with their line ends. Longer ones end after `LONGEST_LINE` + 1 bytes."""
     while line := stream.readline(LONGEST_LINE + 1):
         if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
             while (rest := stream.readline(_SNIFF)) and not rest.endswith(b"\n"):
@@ -440,8 +435,7 @@ def _binary_error(label: str, head: bytes) -> ConfigError:
 
 
 def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
-    """Checks that a Parquet file has exactly one column of this name, and that it contains text; raises a
-    ConfigError otherwise."""
+    """Raises a ConfigError unless a Parquet file has exactly one column of this name, with text."""
     from pyarrow import types
 
     schema = file.schema_arrow

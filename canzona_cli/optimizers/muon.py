@@ -145,8 +145,7 @@ class Muon(MatrixOptimizer):
         self.form = form
         self.on_fallback = on_fallback
         self._trusted: dict[torch.Tensor, torch.Tensor] = {}
-        """A flag for each matrix on CUDA, () bool on the device: true if its last update in Gram form could
-        be trusted."""
+        """The flag of each matrix on CUDA, () bool: true if its last update in Gram form could be trusted."""
         self.graph = graph
         self._replayed: dict[int, Replayed] = {}
         self._rates: dict[int, torch.Tensor] = {}
@@ -180,8 +179,7 @@ class Muon(MatrixOptimizer):
                     super()._update_group(batch, group)
 
     def _set_rates(self, p: torch.Tensor, group: Mapping[str, float]) -> None:
-        """Copies the group's learning rate and weight decay to the device, where a captured graph reads
-        them."""
+        """Copies the group's learning rate and weight decay to where a captured graph reads them."""
         if id(group) not in self._rates:
             self._rates[id(group)] = p.new_empty(3)
         muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
@@ -350,8 +348,7 @@ class Muon(MatrixOptimizer):
         return sum(replayed.captures for replayed in self._replayed.values())
 
     def is_distrusted(self, p: torch.Tensor) -> bool:
-        """Returns True if the next update of `p` is in standard form because an earlier update was not
-        trusted."""
+        """Returns True if an earlier update was not trusted, so that the next one is in standard form."""
         return steps_left(self.state[p]) > 0
 
     def _form(self, p: torch.Tensor) -> Form:
@@ -423,8 +420,7 @@ class Muon(MatrixOptimizer):
 
 
 def _parts(x: torch.Tensor, stack_runs: Sequence[Run]) -> Iterator[torch.Tensor]:
-    """Yields the part of a stack (matrices, rows, cols) that belongs to each of its runs, in the shape of the
-    run's weights."""
+    """Yields each run's part of a stack (matrices, rows, cols), in the shape of the run's weights."""
     start = 0
     for run in stack_runs:
         end = start + len(run.matrices)

@@ -23,8 +23,6 @@ from canzona_cli.run.words import milliseconds, step_time
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _GUTTER: Final = 23
 """The number of characters in front of a bar or a lane."""
-
-
 MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
     {
         name: Ink(letter=letter, style=style, colour=colour, css=f"m-{name}", name=name.replace("_", " "))
@@ -44,8 +42,7 @@ MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
         )
     }
 )
-"""The parts of a rank's memory, in drawing order. Without a plan, one part (`optimizer`) stands for all of
-the optimizer's memory."""
+"""The parts of a rank's memory in drawing order; without a plan, `optimizer` is all of the optimizer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +191,7 @@ class Lane:
     label: str
     intervals: Sequence[Interval]
     rank: str = ""
-    """The rank, for pages that show several ranks: they write it in front of the label. Empty for a single
-    rank."""
+    """The rank, written in front of the label on pages that show several ranks; empty for a single rank."""
     begins: bool = False
     """True if this is the first lane of a rank."""
 
@@ -282,9 +278,8 @@ def draw_lane(intervals: Iterable[Interval], start: float, end: float, width: in
 
 
 def _visible(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """Yields the parts of the intervals between start and end that a screen can show. Neighbours with the
-    same name are joined, and an interval that is too short to see is dropped if it closely follows
-    another."""
+    """Yields what a screen can show of the intervals between start and end: joins neighbours of the same
+    name, and drops an interval that is too short to see if it closely follows another."""
     finest = (end_s - start_s) / _FINEST
     last: Interval | None = None
     for interval in sorted(intervals, key=lambda part: part.start_s):
@@ -295,7 +290,7 @@ def _visible(intervals: Iterable[Interval], start_s: float, end_s: float) -> Ite
             last = Interval(name=last.name, start_s=last.start_s, end_s=max(end, last.end_s))
             continue
         if last is not None:
-            if end - begin < finest and begin - last.end_s < finest:
+            if max(end - begin, begin - last.end_s) < finest:
                 continue
             yield last
         last = Interval(name=interval.name, start_s=begin, end_s=end)

@@ -1,5 +1,4 @@
-"""The live views of a run: a frame that is redrawn below the printed lines in a terminal, or plain lines in a
-pipe."""
+"""The live views of a run: in a terminal, a frame redrawn below the printed lines; in a pipe, plain lines."""
 
 import math
 import threading
@@ -150,8 +149,7 @@ class Frame:
         return [*lines, *self._sets(width)]
 
     def _sets(self, width: int) -> Iterator[Text]:
-        """Yields a line with the newest validation loss of each data set of a blend, and nothing without a
-        blend."""
+        """Yields a line with the newest validation loss of each data set of a blend, if there is a blend."""
         if self.state.sets:
             line = Text.assemble("  ", ("validation of  ", "dim"), set_losses(self.state.sets), no_wrap=True)
             line.truncate(width, overflow="ellipsis")
@@ -329,8 +327,7 @@ class LiveView(ConsoleView):
 
 
 class PlainView(ConsoleView):
-    """A view that prints plain lines: a step every two seconds at most, the last step, and every
-    validation."""
+    """A view that prints plain lines: a step at most every two seconds, the last step, all validations."""
 
     _printed_at: float | None = None
     _lines = 0
@@ -437,10 +434,8 @@ def closing_line(state: TrainState, status: RunStatus, message: str, *, short: s
         parts += [f"validation {number(state.validations[-1][1], '.4f')}"] if state.validations else []
         return f"{short}: {', '.join(parts)}"
     elapsed = duration(state.elapsed)
-    experts = (state.experts,) if state.experts else ()
-    remarks = (f": {clean(message)}" if message else "") + "".join(
-        f"; {done}" for done in (*state.guard_lines, *experts)
-    )
+    details = (*state.guard_lines, *((state.experts,) if state.experts else ()))
+    remarks = (f": {clean(message)}" if message else "") + "".join(f"; {detail}" for detail in details)
     if status == "done":
         return f"done, {state.step:,} steps in {elapsed}{remarks}"
     return f"{status} at step {state.step:,} of {state.total:,} after {elapsed}{remarks}"
