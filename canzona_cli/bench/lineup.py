@@ -161,8 +161,8 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
 def make_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting, ...]:
     """Puts each strategy into the first measurement group with enough free memory.
 
-    The reference is the first strategy of every measurement group. A strategy that does not fit together with
-    the reference is the only strategy of its measurement group.
+    Every measurement group starts with the reference, which is the first strategy of the line-up. The only
+    exception is a strategy that does not fit into memory together with the reference: it is measured alone.
 
     Args:
         available_bytes: the machine's free memory, which CPU ranks share; None for GPU ranks.

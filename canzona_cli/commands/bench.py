@@ -57,7 +57,11 @@ def bench(
         typer.Option("--values", metavar="VALUE,VALUE", help="The values for --sweep. [default: chosen for the run]"),
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Only predict: the recipe, or every Qwen3 size, on --gpus.")
+        bool,
+        typer.Option(
+            "--simulate",
+            help="Only predict, for each count in --gpus: the given recipe or, without one, every Qwen3 size.",
+        ),
     ] = False,
     gpus: Annotated[
         str | None,

@@ -220,8 +220,8 @@ class Polynomial:
 
     def mean_square_part(self, rows: slice) -> Number:
         """Returns the contribution of `rows` to an estimate of the mean square of the singular values after
-        the steps. The contributions of all rows add up to the estimate, which uses some rows of the last
-        step's Gram matrix."""
+        the steps. The contributions of all rows add up to the estimate, which samples the rows of the last
+        step's polynomial."""
         p, value, r, alpha = self.last
         side = p.size(-1)
         distance = _sample_distance(side)

@@ -132,14 +132,16 @@ def _in_one_pass(a: Algorithm) -> bool:
 
 
 def _normuon(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]]:
-    """Counts NorMuon's work: Muon's, and per element w bytes (see `_muon`) for the norms of rows and w + 4
-    for their scaling, or 4 and 8 if the iteration's result is fp32. Decay and weight then take 20 bytes, or
-    12 in one pass."""
+    """Counts NorMuon's work: Muon's, and two more passes for the norms and the scaling of the rows.
+
+    Bytes per element, with w as in `_muon`: norms w and scaling w + 4, or 4 and 8 if Newton-Schulz returns
+    fp32. The scaled update is fp32, so weight decay and weight take 20, or 12 if they take one pass.
+    """
     muon, none = _muon(a, rows, cols)
     w = matmul_bytes(a)
     zeroing = 2 * w if a.form == "gram" and a.stack is True else 0
     scaled = 12 if _in_one_pass(a) else 2 * w + 4
-    traffic = muon.traffic + (scaled + (12 if a.form == "gram" else 20) + zeroing - _move_bytes(a)) * rows * cols
+    traffic = muon.traffic + (scaled + (12 if _in_one_pass(a) else 20) + zeroing - _move_bytes(a)) * rows * cols
     return replace(muon, traffic=traffic, launches=muon.launches + 8), none
 
 

@@ -178,7 +178,7 @@ class SharedCores:
         ranks_per_host: the number of ranks of each group that one host represents: 1, or tp if all ranks do
             the same work.
         after: the task after which each host starts, by host.
-        norm_s: the least seconds of norm and clipping.
+        norm_s: the seconds of norm and clipping, if no other task slows them down.
         adamw_s: the seconds of AdamW's update, which follows norm and clipping.
     """
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from canzona_cli.bench.layouts import LayoutBench, TuneResult, content_of, layout_name
+from canzona_cli.bench.layouts import LayoutBench, TuneResult, content_of
+from canzona_cli.bench.lineup import entrant_name
 from canzona_cli.bench.results import Measured, Predicted
 from canzona_cli.config.schema import Layout
 from canzona_cli.report.tune import TuneView
@@ -69,8 +70,8 @@ def result(*layouts: LayoutBench, chosen: Layout = DP4) -> TuneResult:
         warm_up_steps=2,
         legal=117,
         everything=False,
-        chosen=layout_name(chosen),
-        layouts={layout_name(found.layout): found for found in layouts},
+        chosen=entrant_name(chosen),
+        layouts={entrant_name(found.layout): found for found in layouts},
         failed={},
     )
 
@@ -87,7 +88,7 @@ def test_errors_are_those_of_layouts_that_nothing_was_fitted_to() -> None:
     assert found.step.mape == pytest.approx((0.1 + 0.25 + 0.0) / 3)
     assert found.step.mean == pytest.approx((0.1 - 0.25 + 0.0) / 3)
     assert found.step.worst == pytest.approx(-0.25)
-    assert found.step.worst_layout == layout_name(TP4)
+    assert found.step.worst_layout == entrant_name(TP4)
 
 
 def test_without_such_layouts_there_is_no_error_to_tell() -> None:
@@ -108,8 +109,8 @@ def test_layouts_are_compared_by_sequence() -> None:
     twice = layout(dp=4, micro=2)
     assert twice.global_batch_size == 2 * DP4.global_batch_size
     found = result(one(DP4, 1.0, predicted=1.0), one(twice, 1.5, predicted=1.5))
-    assert found.best == layout_name(twice)
-    assert found.slower(layout_name(DP4)) == pytest.approx(1.0 / 0.75 - 1)
+    assert found.best == entrant_name(twice)
+    assert found.slower(entrant_name(DP4)) == pytest.approx(1.0 / 0.75 - 1)
 
 
 def test_errors_of_a_phase_are_told_of_steps_that_spend_time_there() -> None:
@@ -128,7 +129,7 @@ def test_errors_of_a_phase_are_told_of_steps_that_spend_time_there() -> None:
 def test_a_faster_layout_is_certain_where_quartiles_are_apart() -> None:
     slow = one(DP4, 1.0, 1.2, 1.1, predicted=1.0)
     near, far = (one(TP4, *(by * step for step in (1.0, 1.2, 1.1)), predicted=2.0) for by in (0.97, 0.7))
-    assert result(slow, near).best == result(slow, far).best == layout_name(TP4)
+    assert result(slow, near).best == result(slow, far).best == entrant_name(TP4)
     assert (result(slow, near).certain, result(slow, far).certain) == (False, True)
     assert result(slow, far, chosen=TP4).certain, "of what was chosen there is nothing to doubt"
 
@@ -144,8 +145,8 @@ def test_what_is_shown_keeps_its_width_and_has_what_json_has(width: int) -> None
     assert f"{content['accuracy']['step']['mape']:.1%}" in text
     assert "+11.1% slower" in " ".join(text.split())
     assert content["chosen_slower"] == pytest.approx(1 / 0.9 - 1)
-    assert (content["best"], content["recipe_file"]) == (layout_name(TP4), "mine.yaml")
-    assert len(content["result"]["layouts"][layout_name(DP4)]["measured"]) == 1, "raw numbers are kept"
+    assert (content["best"], content["recipe_file"]) == (entrant_name(TP4), "mine.yaml")
+    assert len(content["result"]["layouts"][entrant_name(DP4)]["measured"]) == 1, "raw numbers are kept"
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])
@@ -184,5 +185,5 @@ def test_predictions_of_a_cpu_profile_that_nobody_measured_are_not_shown() -> No
 
 
 def test_layouts_that_differ_in_their_model_chunks_alone_have_names_of_their_own() -> None:
-    assert layout_name(layout(pp=2, dp=2, count=2)) == "tp1-pp2-cp1-dp2-mb1-none"
-    assert layout_name(layout(pp=2, vpp=2, dp=2, count=2)) == "tp1-pp2-vpp2-cp1-dp2-mb1-none"
+    assert entrant_name(layout(pp=2, dp=2, count=2)) == "tp1-pp2-cp1-dp2-mb1-none"
+    assert entrant_name(layout(pp=2, vpp=2, dp=2, count=2)) == "tp1-pp2-vpp2-cp1-dp2-mb1-none"

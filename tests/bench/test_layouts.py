@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.layouts import SETTLING_STEPS, Tuning, layout_name, prepare, tuned_recipe
+from canzona_cli.bench.layouts import SETTLING_STEPS, Tuning, prepare, tuned_recipe
+from canzona_cli.bench.lineup import entrant_name
 from canzona_cli.calibrate.calibrate import profile_text
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.cluster.search import candidates
@@ -23,7 +24,7 @@ def prepared(*overrides: str, count: int | None = 2) -> Tuning:
 
 def test_the_fastest_by_simulation_are_measured_and_what_a_run_gets_is_among_them() -> None:
     tuning = prepared()
-    own = layout_name(resolve(compose_run(TINY).config)[1])
+    own = entrant_name(resolve(compose_run(TINY).config)[1])
     assert tuning.chosen == own
     assert own in tuning.entrants
     assert 2 <= len(tuning.entrants) <= 3
@@ -35,7 +36,7 @@ def test_the_fastest_by_simulation_are_measured_and_what_a_run_gets_is_among_the
 def test_all_are_every_layout_that_what_is_typed_allows() -> None:
     typed = ("train.micro_batch_size=2", "train.recompute=none", "parallel.cp=1")
     tuning = prepared(*typed, count=None)
-    legal = {layout_name(found.layout) for found in candidates(compose_run([*TINY, *typed]).config)}
+    legal = {entrant_name(found.layout) for found in candidates(compose_run([*TINY, *typed]).config)}
     assert set(tuning.entrants) == legal
     assert {(found.layout.tp, found.layout.pp, found.layout.dp) for found in tuning.entrants.values()} == {
         (1, 1, 2),
@@ -48,7 +49,7 @@ def test_each_trains_the_runs_own_batch_at_its_own_rates_in_its_own_layout() -> 
     config = compose_run(TINY).config
     for name, found in prepared().entrants.items():
         run = found.config
-        assert layout_name(resolve(run)[1]) == name, "what a worker makes of the configuration"
+        assert entrant_name(resolve(run)[1]) == name, "what a worker makes of the configuration"
         assert found.layout.global_batch_size * run.train.seq_length == config.train.batch_tokens
         assert (run.train.steps, run.schedule.decay_steps) == (3 + SETTLING_STEPS, config.train.steps)
         assert found.plan is not None

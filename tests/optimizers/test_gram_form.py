@@ -183,7 +183,7 @@ class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize(
     ("form", "kind", "stack"), [("standard", Muon, False), ("standard", NorMuon, True), ("gram", Muon, True),
-                                ("gram", NorMuon, False)],
+                                ("gram", NorMuon, False), ("gram", NorMuon, True)],
 )  # fmt: skip
 def test_a_gpu_moves_around_the_iteration_what_plans_count(
     form: Form, kind: type[Muon], stack: bool, monkeypatch: pytest.MonkeyPatch
