@@ -26,6 +26,14 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
                     yield statement.value
 
 
+def lines() -> Iterator[tuple[str, str]]:
+    """Yields each line of every docstring with its place, `file:line of the docstring`."""
+    for path in sorted(ROOT.rglob("*.py")):
+        for text in docstrings(ast.parse(path.read_bytes())):
+            for line in str(text.value).splitlines():
+                yield f"{path.relative_to(ROOT)}:{text.lineno}", line
+
+
 def test_docstrings_begin_with_a_verb_or_an_article() -> None:
     every = [(path, text) for path in sorted(ROOT.rglob("*.py")) for text in docstrings(ast.parse(path.read_bytes()))]
     assert len(every) > 1000
@@ -39,23 +47,11 @@ def test_docstrings_begin_with_a_verb_or_an_article() -> None:
 
 def test_arguments_are_described_by_a_noun_or_a_condition() -> None:
     """`matrices: the matrices of the stage`, not `matrices: of the stage`; `True if`, not `whether`."""
-    wrong = [
-        f"{path.relative_to(ROOT)}: {line.strip()}"
-        for path in sorted(ROOT.rglob("*.py"))
-        for text in docstrings(ast.parse(path.read_bytes()))
-        for line in str(text.value).splitlines()
-        if re.match(r"\s+\w+(, \w+)*: ([Oo]f|[Ww]hat|[Ww]hether) ", line)
-    ]
-    assert wrong == []
+    pattern = re.compile(r"\s+\w+(, \w+)*: ([Oo]f|[Ww]hat|[Ww]hether) ")
+    assert [f"{place}: {line.strip()}" for place, line in lines() if pattern.match(line)] == []
 
 
 def test_lists_and_tables_have_a_line_for_each_entry() -> None:
     """A wrapped list loses its form: "; - second entry", or "| cell | | cell |"."""
-    wrong = [
-        f"{path.relative_to(ROOT)}:{text.lineno}: {line.strip()}"
-        for path in sorted(ROOT.rglob("*.py"))
-        for text in docstrings(ast.parse(path.read_bytes()))
-        for line in str(text.value).splitlines()
-        if re.search(r"[.;:] - [a-z`]|\| \| ", line)
-    ]
-    assert wrong == []
+    pattern = re.compile(r"[.;:] - [a-z`]|\| \| ")
+    assert [f"{place}: {line.strip()}" for place, line in lines() if pattern.search(line)] == []

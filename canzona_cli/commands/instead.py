@@ -114,18 +114,20 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
         return Problem(key=f"{path} {word}".strip(), reason="there is no such command", fix=fix)
     if parameter is None:
         return Problem(key=path, reason=_sentence(error.format_message()), fix=fix)
-    name = parameter.metavar or str(parameter.name).upper()
-    if parameter.param_type_name == "option":
-        name = max(parameter.opts, key=len)
+    option, value = _option_and_value(parameter)
+    name = option or value
     if getattr(error, "message", "") in ("", None):
-        words = [
-            f"{max(part.opts, key=len)} {value}" if part.param_type_name == "option" else value
-            for part in sorted(context.command.params, key=lambda part: part.param_type_name == "option")
-            if part.required
-            for value in (part.metavar or part.name.upper(),)
-        ]
-        return Problem(key=name, reason="is missing", fix=f"write {path} {' '.join(words)}")
+        required = [_option_and_value(other) for other in context.command.params if other.required]
+        required.sort(key=lambda other: other[0] != "")  # arguments before options
+        usage = [f"{option} {value}".strip() for option, value in required]
+        return Problem(key=name, reason="is missing", fix=f"write {path} {' '.join(usage)}")
     return Problem(key=name, reason=_sentence(error.message), fix=fix)
+
+
+def _option_and_value(parameter: Any) -> tuple[str, str]:
+    """Returns the longest name of an option, empty for an argument, and the word that stands for the value."""
+    option = max(parameter.opts, key=len) if parameter.param_type_name == "option" else ""
+    return option, parameter.metavar or str(parameter.name).upper()
 
 
 def _sentence(message: str) -> str:
