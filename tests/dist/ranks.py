@@ -4,16 +4,20 @@ Importing them takes seconds of a core; forking takes milliseconds. Each rank is
 process group over loopback, exactly as under torchrun.
 """
 
+import ctypes
 import gc
 import importlib.metadata
 import multiprocessing
 import os
 import random
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -41,6 +45,7 @@ def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float
     Raises:
         AssertionError: with the tracebacks of the ranks that failed, or the numbers of those that hung.
     """
+    _use_huge_pages()
     context = multiprocessing.get_context("fork")
     port = free_port()
     receivers, processes = [], []
@@ -60,9 +65,32 @@ def run_ranks[T](world_size: int, function: Callable[[], T], *, timeout_s: float
             process.join()
 
 
+MADV_COLLAPSE = 25
+"""The advice of Linux 6.1 that turns mapped memory into huge pages now (linux/mman.h); Python has no name for it."""
+HUGE_PAGE = 2 << 20
+
+
+@cache
+def _use_huge_pages() -> None:
+    """Moves this process's memory to huge pages, once, so that forks take less time.
+
+    A fork copies the page table, and half a gigabyte of Python, torch and Megatron has 120,000 small pages. With huge
+    ones, forking a rank and its first two steps take a fifth less. Kernels before 6.1 refuse the advice, and nothing
+    changes.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    for mapping in Path("/proc/self/maps").read_text().splitlines() if sys.platform == "linux" else ():
+        addresses, permissions, _, _, inode, *_ = mapping.split()
+        if permissions == "rw-p" and inode == "0":
+            start, end = (int(address, 16) // HUGE_PAGE for address in addresses.split("-"))
+            if end > start + 1:
+                first, size = (start + 1) * HUGE_PAGE, (end - start - 1) * HUGE_PAGE
+                madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), MADV_COLLAPSE)
+
+
 def free_port() -> int:
-    """Below the ports that outgoing connections take by themselves (32768 and up on Linux): one of those could have it
-    by the time rank 0 listens."""
+    """Returns a free port below those that Linux gives to outgoing connections (32768 and up): a connection could take
+    one of those before rank 0 listens."""
     while True:
         port = random.randrange(15_000, 32_000)
         try:
@@ -73,7 +101,7 @@ def free_port() -> int:
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """Returns the environment variables that torchrun sets for a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -85,7 +113,7 @@ def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def collect[T](receivers: Sequence[Connection], timeout_s: float) -> list[T]:
-    """What each rank has answered, in rank order.
+    """Collects each rank's result, in rank order.
 
     Raises:
         AssertionError: as `run_ranks`.
