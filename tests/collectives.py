@@ -1,4 +1,4 @@
-"""What puts something on the network, and what makes the host wait for a value: told by torch, for all who look."""
+"""The operations that use the network, and those that make the host wait for a value, by torch's names."""
 
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -19,14 +19,15 @@ RENAMED = {
 }
 """Names in torch 2.11 of the methods that 2.15 calls."""
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
-"""Of these, what ends only when another rank does something else."""
+"""The operations among these that end only when another rank does something else."""
 READS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero", "to")
 """Methods of `Tensor` for which the host waits until the device has come so far; of `to`, what `to_host` says."""
 _ON_THE_HOST = ("megatron.core.tensor_parallel.random", "torch.optim.")
 
 
 def on_the_host(frame: FrameType) -> bool:
-    """Whether what this code reads lies on the host anyway: random states, and torch's counts of steps."""
+    """Returns whether the tensor that this code reads lies on the host anyway: random states, and torch's counts of
+    steps."""
     return str(frame.f_globals.get("__name__")).startswith(_ON_THE_HOST)
 
 
@@ -41,5 +42,5 @@ def device_in(args: Sequence[object], kwargs: Mapping[str, object]) -> str | Non
 
 
 def to_host(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether `Tensor.to` waits, on a tensor of a device."""
+    """Returns whether `Tensor.to` waits when it is called on a tensor of a device."""
     return device_in(args, kwargs) == "cpu" and not kwargs.get("non_blocking")

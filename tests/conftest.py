@@ -1,4 +1,4 @@
-"""What several test folders share."""
+"""Fixtures that several test folders share."""
 
 import gc
 import signal

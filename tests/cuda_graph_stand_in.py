@@ -71,24 +71,24 @@ class Device:
     current: int = 0
     """The current stream; 0 is the default one."""
     streams: int = 0
-    """How many were handed out."""
+    """The number of streams handed out."""
     pools: dict[int, Pool] = field(default_factory=dict)
     handles: int = 0
     allocating: set[int] = field(default_factory=set)
     """Pools that the allocator believes are being captured into."""
     workspaces: dict[tuple[int, int], Workspace] = field(default_factory=dict)
-    """By cuBLAS handle, which is the thread's, and stream."""
+    """The workspaces, by cuBLAS handle (one per thread) and stream."""
     launches: dict[int, int] = field(default_factory=dict)
-    """By stream: how many products and replays there were."""
+    """The number of products and replays on each stream."""
     awaited: dict[tuple[int, int], int] = field(default_factory=dict)
-    """By stream, and another one that it waited for: how many launches the other one had then."""
+    """The number of launches of another stream when a stream waited for it, by (waiting, awaited) stream."""
     asked: dict[int, "ref[StandInGraph]"] = field(default_factory=dict)
-    """By pool: the graph that the host allocator asks whether pinned memory is allocated during its capture."""
+    """The graph, by pool, that the host allocator asks whether pinned memory is allocated during its capture."""
     capturing: Captured | None = None
     emptied: int = 0
-    """How often the allocator gave back what it had cached."""
+    """The number of times the allocator returned its cached memory."""
     waits: int = 0
-    """How often the host waited for the device."""
+    """The number of times the host waited for the device."""
 
     def product(self) -> None:
         """Does what every product does with cuBLAS's workspace."""
@@ -287,7 +287,7 @@ class StandInStreamContext:
 
 @contextmanager
 def cuda_graphs(version: Version = "2.11") -> Iterator[Device]:
-    """Inside, torch captures graphs of what runs on the CPU."""
+    """Lets torch capture graphs of work on the CPU while the context lasts."""
     device = Device(version)
     _devices.append(device)
     StandInCapture.default_stream = None

@@ -35,13 +35,13 @@ from tests.collectives import COLLECTIVES, POINT_TO_POINT, READS, device_in, on_
 DEVICE = torch.device("cuda", 0)
 COMPUTE = "compute"
 _ONLY_READ = {"c10d::_allgather_base_": 1}
-"""Of collectives, the place of the tensor that is sent and left as it is."""
+"""Collectives, and the position of the tensor that each sends and leaves unchanged."""
 _READS_NOTHING = {
     f"aten::{name}" for name in ("empty_like", "new_empty", "new_empty_strided", "new_zeros", "zeros_like")
 }
 """Operations that take a tensor's shape or kind and not its numbers."""
 Clock = dict[str, int]
-"""By stream: the number of the last operation that is known to be over."""
+"""The number, by stream, of the last operation that is known to be over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Access:
     """Bytes into the storage, sizes, strides in elements, bytes of an element."""
 
     def meets(self, other: "Access") -> bool:
-        """Whether there is a byte that both touch, in the same storage."""
+        """Returns whether both touch a common byte of the same storage."""
         (first, last, dense), (others_first, others_last, others_dense) = self.reach, other.reach
         if last < others_first or others_last < first:
             return False
@@ -87,7 +87,7 @@ class Access:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """In the host's order."""
+    """An operation, numbered in the host's order."""
 
     stream: str
     number: int
@@ -102,29 +102,29 @@ class Wait:
     stream: str
     collective: Operation
     position: int
-    """How many operations had been enqueued."""
+    """The number of operations that had been enqueued."""
 
 
 @dataclass
 class Record:
-    """What happened on this rank."""
+    """The events on this rank."""
 
     operations: list[Operation] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     races: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
-    """What used memory that another stream allocated during the record, and would need `record_stream`."""
+    """Operations that used memory allocated by another stream during the record, which would need `record_stream`."""
     host_waits: list[str] = field(default_factory=list)
     """The host waited: for an event that had not passed yet, or for the whole device."""
     host_reads: list[str] = field(default_factory=list)
     """The host read a tensor, other than through a copy that it had waited for."""
     made_bytes: list[int] = field(default_factory=list)
-    """Of each tensor that was made on the device."""
+    """The size of each tensor that was made on the device."""
     pinned: int = 0
     """Tensors that were asked for in pinned memory."""
 
     def landing(self) -> int:
-        """How many pinned tensors a stream may still be writing to."""
+        """Returns the number of pinned tensors that a stream may still be writing to."""
         return sum(map(_active().landing, _active().pinned))
 
     def forget(self) -> None:
@@ -142,19 +142,19 @@ class _Device:
     def __init__(self, record: Record) -> None:
         self.record = record
         self.done: dict[str, Clock] = defaultdict(dict)
-        """By stream, and "host": what comes before its next operation."""
+        """The operations that precede the next one, by stream and for "host"."""
         self.count: dict[str, int] = defaultdict(int)
         self.current: list[str] = [COMPUTE]
         self.accesses: dict[int, dict[str, list[Access]]] = defaultdict(lambda: defaultdict(list))
         self.made_on: dict[int, str] = {}
         self.known: dict[int, StorageWeakRef] = {}
-        """By address: whose memory the entries of the others are about. torch makes some memory unseen, as for a number
-        that is filled in, and it may lie where other memory lay before."""
+        """The storage, by address, that the other entries describe. torch allocates some memory unseen, as for a number
+        that is filled in, and that memory may lie where other memory lay before."""
         self.on_host: set[int] = set()
         self.pinned: set[int] = set()
         self.works: dict[int, tuple[object, Operation]] = {}
         self.travelling: set[int] = set()
-        """Of these works, what gloo has not been waited for yet."""
+        """The works among these that gloo has not been waited for yet."""
         self.together: list[torch.distributed.Work] | None = None
         """Works that are being coalesced."""
         self.launched: Operation | None = None
@@ -227,7 +227,7 @@ class _Device:
             self.record.host_waits.append(what)
 
     def landing(self, storage: int) -> bool:
-        """Whether the host has not waited for all that is written to this memory."""
+        """Returns whether some write to this memory has not been waited for by the host."""
         writes = ((stream, found) for stream, each in self.accesses[storage].items() for found in each)
         return any(found.writes and found.number > self.done["host"].get(stream, 0) for stream, found in writes)
 
@@ -414,7 +414,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def _is_mask(index: object) -> bool:
-    """Whether a number that is set there is filled in, by the device."""
+    """Returns whether a number set at this index is filled in by the device."""
     return any(tensor.dtype is torch.bool for tensor in tensors_in(index))
 
 

@@ -1,4 +1,4 @@
-"""What canzona says of a run that it refuses."""
+"""The output of canzona for a run that it refuses."""
 
 from collections.abc import Callable
 

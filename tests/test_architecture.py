@@ -48,7 +48,7 @@ TREES = {module: ast.parse(path.read_bytes()) for module, path in SOURCES.items(
 
 
 def imported(module: str) -> Iterator[str]:
-    """What a module imports, inside functions too: modules, and names of modules as `module.name`."""
+    """Yields the imports of a module, inside functions too: modules, and names of modules as `module.name`."""
     package = module if SOURCES[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):

@@ -44,7 +44,7 @@ def test_every_test_file_has_tests() -> None:
 
 
 def test_what_is_swept_says_so_in_its_own_file() -> None:
-    """Of all others `make test-sweep` imports none."""
+    """`make test-sweep` imports no other files."""
     marked = [path for path in FILES if "mark.sweep" in path.read_text() and path != Path(__file__)]
     assert marked
     assert set(marked) <= set(TESTS)

@@ -68,7 +68,7 @@ def engine_of(trainee: Trainee) -> CanzonaOptimizer:
 
 
 def parameter(trainee: Trainee, name: str) -> torch.nn.Parameter | None:
-    """By its name in the whole model; None on other stages."""
+    """Returns a parameter by its name in the whole model, or None on other stages."""
     return dict(named_parameters(trainee.chunks)).get(name)
 
 
@@ -152,7 +152,8 @@ def heard(name: str) -> Iterator[list[str]]:
 
 
 def tensor_bytes(trainee: Trainee) -> int:
-    """Of all this rank keeps from step to step, each storage once: buffers, masters, state, messages, scratch."""
+    """Returns the bytes that this rank keeps from step to step, each storage once: buffers, masters, state, messages,
+    scratch."""
     matrices = engine_of(trainee).matrices
     (model,) = trainee.chunks
     buffers = (*model.buffers, *model.expert_parallel_buffers)
@@ -170,7 +171,8 @@ def tensor_bytes(trainee: Trainee) -> int:
 
 
 def hosted_bytes(trainee: Trainee) -> int:
-    """Of masters and optimizer state of the matrices this rank updates, or fragments of them."""
+    """Returns the bytes of masters and optimizer state of the matrices, or fragments of them, that this rank
+    updates."""
     matrices = engine_of(trainee).matrices
     tensors: list[object] = list(matrices.masters.values())
     for group in (*matrices.groups, *matrices.sharing):

@@ -47,13 +47,14 @@ from tests.waiting import PATIENCE_S
 HALF = 2
 """Steps on each layout."""
 SLACK = {"bf16": 4.0, "fp32": 30.0}
-"""How many times what the control finds a case may be apart, by its precision. Seen in 300 cases: 1.5, as the control
-rounds no less than a run does, and, where a sum of a few terms stands for all, mostly 1 to 3, and once 21 (SOAP)."""
+"""The allowed distance of a case over the distance of the control, by precision. Seen in 300 cases: 1.5, because the
+control rounds no less than a run does; where a sum of a few terms stands for all, mostly 1 to 3, and once 21 (SOAP)."""
 CONTROLS = {"soap": 6}
-"""How many times gradients are shaken, by optimizer. SOAP's bases may turn at a rounding: of ten such controls of seed
-36 six were 3e-4 away from the unshaken run, and four 5e-2, as far, to two digits, as another layout."""
+"""The number of times gradients are perturbed, by optimizer. SOAP's bases may turn at a rounding: of ten such controls
+of seed 36, six were 3e-4 away from the unperturbed run and four 5e-2, which is, to two digits, as far as another
+layout."""
 FLOOR = 2e-6
-"""What any case may be, relative: masters are fp32."""
+"""The relative distance that any case may have, because masters are fp32."""
 MESHES = [
     (tp, pp, cp, dp)
     for tp, pp, cp, dp in product((1, 2, 3, 4), (1, 2, 3), (1, 2), (1, 2, 3, 4))
@@ -61,8 +62,8 @@ MESHES = [
 ]
 """(tp, pp, cp, dp)."""
 WIDTHS = {"bf16": 2.0**-8, "fp32": 2.0**-22}
-"""By the coarsest precision that a case rounds gradients in: what the control shakes them by, of their root mean
-square. Twice the largest rounding of an element, and, in fp32, of a sum of a few terms."""
+"""The perturbation of gradients in the control, relative to their root mean square, by the coarsest precision in which
+a case rounds gradients: twice the largest rounding of an element and, in fp32, of a sum of a few terms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +72,11 @@ class Case:
 
     seed: int
     shared: tuple[str, ...]
-    """Of both halves, and of the run on one rank: what decides about the numbers."""
+    """The settings that decide about the numbers, common to both halves and to the run on one rank."""
     halves: tuple[tuple[str, ...], tuple[str, ...]]
-    """Where and how each half of the steps is executed."""
+    """The layout and execution of each half of the steps."""
     noise: float
-    """What gradients are shaken by in the control, of their root mean square."""
+    """The perturbation of gradients in the control, relative to their root mean square."""
     broken: int | None
     """The step in which the last rank's first gradient is NaN."""
 
@@ -151,7 +152,8 @@ def draw(seed: int) -> Case:
 
 
 def _optimizer(dice: random.Random) -> tuple[str, dict[str, str | float]]:
-    """What keeps rounding from being amplified: see `tests.dist.trained.OPTIMIZERS`."""
+    """Returns an optimizer with settings that keep rounding from being amplified: see
+    `tests.dist.trained.OPTIMIZERS`."""
     name = dice.choice(("muon", "muon", "soap", "shampoo", "adamw"))
     settings: dict[str, str | float] = {"lr": 0.01, "eps": 1e-4}
     if name == "muon":
@@ -217,7 +219,8 @@ def _half(
 
 
 def _mode(dice: random.Random, half: tuple[str, ...]) -> tuple[str, ...]:
-    """Where there is a TP group to share with; few of these matrices are cut evenly, and some optimizers cannot."""
+    """Returns a mode where there is a TP group to share with; few of these matrices are cut evenly, and some optimizers
+    cannot share."""
     if "parallel.tp=1" in half or "engine.strategy=canzona" not in half:
         return ()
     return (f"engine.mode={dice.choice(('hosted', 'shared', 'shared', 'auto'))}",)
@@ -236,12 +239,12 @@ class Leg:
     layout: Layout
     plan: Plan | None
     store: Path
-    """Where it saves."""
+    """The folder it saves to."""
     steps: int
     start: Path | None
-    """What it goes on from; saved again, in `store`/read, before it does."""
+    """The checkpoint it continues from, which it first saves again to `store`/read."""
     shaken: int
-    """Which of the controls it is; 0 for none."""
+    """The number of the control that it is; 0 for none."""
 
     @property
     def mesh(self) -> tuple[int, ...]:
@@ -283,7 +286,7 @@ class Weighed:
     """A rank's weights."""
 
     read: Part | None
-    """As the checkpoint it went on from gave them."""
+    """The weights as they were restored from the checkpoint it continued from."""
     end: Part
 
 
@@ -348,7 +351,7 @@ def _go(one: Leg, world: World) -> Weighed:
 
 @contextmanager
 def _broken(trainee: Trainee) -> Iterator[None]:
-    """On the last rank a gradient is NaN."""
+    """Makes a gradient NaN on the last rank."""
     if trainee.world.rank != trainee.world.world_size - 1:
         yield
         return
@@ -371,15 +374,16 @@ def _shake(trainee: Trainee, noise: float, number: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """How a case went."""
+    """The result of a case."""
 
     case: Case
     wrong: tuple[str, ...]
-    """What must not be, a line each."""
+    """The properties that do not hold, one per line."""
     apart: float
-    """Of any master, its distance from that of one rank over what the control allows; up to 1 is well."""
+    """The largest distance of a master from that of one rank, over the distance that the control allows; up to 1 is
+    fine."""
     control: float
-    """Of all masters, the largest distance of the control, over their norm."""
+    """The largest distance of the control over all masters, relative to their norm."""
 
 
 def judge(cases: Sequence[Case], folder: Path) -> list[Judged]:

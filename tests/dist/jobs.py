@@ -46,7 +46,7 @@ SMALL = (
     "train.recompute=none",
 )
 EXPERTS = ("model.num_experts=8", "model.ffn_hidden_size=64")
-"""What makes `SMALL` a model with experts."""
+"""The settings that make `SMALL` a model with experts."""
 
 
 def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
@@ -63,7 +63,7 @@ def _resolved(overrides: tuple[str, ...]) -> tuple[RunConfig, Layout]:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """What one rank saw of a run."""
+    """The part of a run that one rank saw."""
 
     validation_before: float
     losses: list[float]
@@ -93,13 +93,13 @@ def train_each(cache: Path, *runs: tuple[str, ...]) -> list[list[Curve]]:
 
 
 def assemble(cache: Path, *overrides: str) -> tuple[Trainee, PreparedCorpus]:
-    """What a worker has before its first step."""
+    """Builds everything a worker has before its first step."""
     config, layout, corpus = prepare(cache, *overrides)
     return build(config, layout), corpus
 
 
 def prepare(cache: Path, *overrides: str) -> tuple[RunConfig, Layout, PreparedCorpus]:
-    """What the launcher of a run of `SMALL` hands to its workers."""
+    """Prepares a run of `SMALL` as its launcher does, before workers start."""
     config, layout = resolve(*SMALL, f"data.cache_dir={cache}", *overrides)
     return config, layout, ensure_corpus(config)
 
@@ -140,7 +140,7 @@ def on_ranks[K, T](cases: Mapping[K, tuple[RunConfig, Layout]], work: Callable[[
 
 
 class Runs[K: Hashable, T]:
-    """What runs come to: those on the same ranks are made together, once, when the first of them is asked for."""
+    """The results of runs: those on the same ranks are made together, once, when the first of them is requested."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ CUT_BY = ("gpus", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "
 
 
 def ranks_of(settings: Sequence[str]) -> frozenset[tuple[str, str]]:
-    """Of settings, of which the last ones count, those that say how a run is cut over ranks."""
+    """Returns the settings that decide how a run is cut over ranks; the last value of a setting counts."""
     values = dict(each.split("=", 1) for each in settings)
     return frozenset((key, values[key]) for key in CUT_BY if key in values)
 

@@ -155,7 +155,7 @@ def _loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Reference:
-    """Of every parameter: gradients as Megatron's all-reduce adds them up, and what bounds the error of other sums."""
+    """The gradients of every parameter as Megatron's all-reduce sums them, with bounds on the error of other sums."""
 
     reduced: Named
     exact: Named
@@ -165,7 +165,7 @@ class Reference:
 
 
 def reference(plain: DistributedDataParallel, world: World) -> Reference:
-    """After `iterate(plain, ...)`. Collective."""
+    """Computes the reference after `iterate(plain, ...)`. Collective."""
     group = world.groups.dp_cp
     local = {name: main_grad(param).double() / group.size() for name, param in global_parameters([plain])}
     exact, magnitude = local, {name: grad.abs() for name, grad in local.items()}
@@ -205,7 +205,7 @@ def _within(
 
 
 def equal_on_all_replicas(ddp: DistributedDataParallel, world: World) -> bool:
-    """Whether every data-parallel rank has bitwise the same parameters. Collective."""
+    """Returns whether every data-parallel rank has bitwise the same parameters. Collective."""
     flat = torch.cat([param.detach().view(-1) for param in ddp.module.parameters()])
     copies = [torch.empty_like(flat) for _ in range(world.groups.dp_cp.size())]
     torch.distributed.all_gather(copies, flat, group=world.groups.dp_cp)

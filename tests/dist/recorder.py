@@ -1,4 +1,5 @@
-"""What ranks of a large job do, without the job: real steps of single ranks on a process group that only writes down.
+"""Records the steps of single ranks of a large job, without the job: real steps on a process group that only writes
+down.
 
 A rank runs in a process of its own on torch's fake process group, whose collectives return at once and leave a rank
 with its own values, as if all ranks had the same. Every launch of a collective, every wait for one and every value the
@@ -28,7 +29,7 @@ Kind = Literal["launch", "wait", "read", "phase"]
 class Event:
     kind: Kind
     name: str
-    """Of a collective, of the operator that read a value, of the phase that begins."""
+    """The name of a collective, of the operator that read a value, or of the phase that begins."""
     phase: str = "other"
     group: tuple[int, ...] = ()
     """Global ranks of the communicator."""
@@ -37,7 +38,7 @@ class Event:
     root: int | None = None
     """Rank inside the group that a reduction ends at or a broadcast comes from."""
     number: int = -1
-    """Of a launch on this rank; a wait has that of what it waits for."""
+    """The number of a launch on this rank; a wait has the number of the launch it waits for."""
 
 
 class Recorder:
@@ -53,7 +54,8 @@ class Recorder:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """For the rest of the process' life in effect: what is wrapped is never unwrapped while it may be called."""
+        """Records for the rest of the process's life: wrapped functions are never unwrapped while they may be
+        called."""
         with pytest.MonkeyPatch.context() as patch:
             for name in COLLECTIVES:
                 patch.setattr(ProcessGroup, name, self._launching(name, getattr(ProcessGroup, name)))

@@ -27,5 +27,5 @@ class RandomTokens(torch.utils.data.Dataset[Batch]):
 
 
 def samples_of(config: RunConfig, count: int) -> RandomTokens:
-    """As long as the run's sequences, of its model's tokens."""
+    """Returns random samples with the length of the run's sequences and the vocabulary of its model."""
     return RandomTokens(samples=count, seq_length=config.train.seq_length, vocab_size=config.model.vocab_size)

@@ -34,7 +34,7 @@ from tests.waiting import PATIENCE_S
 
 FIXED = (*SMALL, "train.steps=40", "parallel.tp=1", "parallel.pp=1")
 Units = dict[str, np.ndarray]
-"""By unit and field, `layers.0.q/master`: what a checkpoint holds in model space."""
+"""The content of a checkpoint in model space, by unit and field, such as `layers.0.q/master`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class Case:
 
     @property
     def depth(self) -> int:
-        """How many runs come before it."""
+        """Returns the number of runs that come before it."""
         return 0 if self.start is None else self.start.depth + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What one rank saw."""
+    """The part of a run that one rank saw."""
 
     losses: list[float]
     part: Part
@@ -141,7 +141,8 @@ def save(trainee: Trainee, store: Path, step: int) -> None:
 
 @cache
 def units_of(checkpoint: Path, model: ModelConfig) -> Units:
-    """What a checkpoint holds, put together from its files alone; state that is no element of a matrix as it is."""
+    """Assembles the content of a checkpoint from its files alone; state that is no element of a matrix is left as it
+    is."""
     whole: Units = {}
     stored: dict[str, torch.Tensor] = {}
     for name, entry in read_manifest(checkpoint).tensors.items():

@@ -21,12 +21,13 @@ from tests.dist.jobs import on_ranks, planned
 from tests.dist.whole import Part, Weights, assemble, cut_of, named_parameters, part_of
 
 FARTHER, FARTHEST = 2.0, 4.0
-"""How many times as far from the exact update shared matrices may be as those of one process in the same form: all
-together, and any of them (`farther`). A contribution is rounded, and their sum: two roundings where one process has
-one, so 1.4 times. Of one matrix the smallest singular value decides, which is one random number against another."""
+"""The allowed distance of shared matrices from the exact update, over the distance of one process in the same form: all
+together, and any single one (`farther`). A contribution is rounded, and so is the sum: two roundings where one process
+has one, hence 1.4 times. For one matrix the smallest singular value decides, which is one random number against
+another."""
 
 Gradient = Callable[[str, tuple[int, ...], int], torch.Tensor]
-"""Of a whole weight: its Hugging Face name, its shape, the step."""
+"""A function that returns a whole weight's gradient from its Hugging Face name, its shape and the step."""
 
 
 def noise(name: str, shape: tuple[int, ...], step: int) -> torch.Tensor:
@@ -40,7 +41,7 @@ class Result:
     before: Weights
     after: Weights
     kept: list[object]
-    """What `look` found on each rank."""
+    """The results of `look`, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def optimizer_step(trainee: Trainee, step: int, gradient: Gradient = noise) -> N
 
 
 def finish_gathering(trainee: Trainee) -> None:
-    """What the next forward pass would wait for."""
+    """Waits for the gathering that the next forward pass would wait for."""
     config = trainee.chunks[0].ddp_config
     if not config.use_distributed_optimizer:
         return
@@ -220,7 +221,8 @@ def exact_muon(before: Weights, gradients: Iterable[Weights], lr: float) -> Weig
 
 
 def farther(found: Weights, other: Weights, exact: Weights) -> tuple[float, float]:
-    """How many times as far from `exact` as `other`: all matrices together, and the one of which it is most."""
+    """Returns the distance from `exact` over that of `other`: of all matrices together, and of the matrix where it is
+    largest."""
     ours, theirs = (
         torch.stack([(one[name].double() - right).norm() for name, right in exact.items()]) for one in (found, other)
     )

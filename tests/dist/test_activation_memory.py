@@ -47,7 +47,7 @@ def _saved_bytes(config: RunConfig, world: World) -> int:
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_estimated_activations_are_what_autograd_saves(cp: int) -> None:
-    """Within 2%: rotary tables, log-sum-exps and masks are left out of the formulas."""
+    """They agree within 2%: rotary tables, log-sum-exps and masks are left out of the formulas."""
     cases = [_resolve(cp, *case) for case in CASES]
 
     def rank() -> list[int]:

@@ -32,14 +32,14 @@ INTERLEAVED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank saw of a run."""
+    """The part of a run that one rank saw."""
 
     losses: list[float]
     weights: list[np.ndarray]
     events: list[tuple[str, int, int]]
     """The last step, in order: ("gather", model chunk, bucket) and ("forward", model chunk, number of the pass)."""
     buckets: list[int]
-    """By model chunk."""
+    """The number of buckets of each model chunk."""
 
 
 def _run(config: RunConfig, world: World) -> Seen:

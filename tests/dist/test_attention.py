@@ -35,9 +35,9 @@ class Found:
     """Relative errors against Megatron's attention in fp64: context, gradients of queries, keys and values."""
 
     alone: list[float]
-    """On one rank, in blocks of 40 queries."""
+    """The errors on one rank, in blocks of 40 queries."""
     shared: list[float]
-    """Of this rank's part, on all of them together."""
+    """The errors of this rank's part, when all ranks compute together."""
     kernel: list[float]
     """The same by torch's kernel, as on GPUs."""
     repeated: list[float]
@@ -47,7 +47,8 @@ class Found:
 
 
 def _chunks(whole: torch.Tensor, rank: int) -> torch.Tensor:
-    """What Megatron gives a rank of a sequence: two of 2 * cp pieces, as far from its start and from its end."""
+    """Returns a rank's pieces of a sequence as Megatron cuts it: two of 2 * cp pieces, equally far from its start and
+    its end."""
     pieces = whole.chunk(2 * CP)
     return torch.cat([pieces[rank], pieces[-1 - rank]])
 
@@ -114,7 +115,7 @@ def _compare(heads: int, groups: int, head_dim: int, dtype: torch.dtype, world: 
 
 @pytest.fixture(scope="module")
 def found() -> dict[tuple[str, torch.dtype], list[Found]]:
-    """Of every case, what each rank found."""
+    """Runs every case and returns each rank's result."""
     mesh = replace(layout(micro=BATCH), cp=CP)
     cases = [(name, dtype) for name in SHAPES for dtype in DTYPES]
 
@@ -134,8 +135,8 @@ def test_context_and_gradients_are_megatrons(shape: str, found: dict[tuple[str, 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bf16_loses_about_what_megatron_does(shape: str, found: dict[tuple[str, torch.dtype], list[Found]]) -> None:
-    """Which rounds scores and probabilities, and loses 0.7% to 2%. Products on a CPU use the rounded ones backwards
-    too, and lose up to 1.4 times as much; torch's kernel, which keeps them in fp32, loses 0.1% to 0.7%."""
+    """Megatron rounds scores and probabilities, and loses 0.7% to 2%. Products on a CPU use the rounded ones in the
+    backward pass too, and lose up to 1.4 times as much; torch's kernel keeps them in fp32 and loses 0.1% to 0.7%."""
     for rank in found[shape, torch.bfloat16]:
         for ours, share in ((rank.alone, 1.5), (rank.shared, 1.5), (rank.kernel, 1.0), (rank.repeated, 1.0)):
             assert all(mine < share * megatrons for mine, megatrons in zip(ours, rank.megatron, strict=True))

@@ -47,7 +47,7 @@ def configs(lined: LineUp) -> dict[str, RunConfig]:
 
 
 def running(lined: LineUp, chosen: Configs, world: World) -> dict[str, RunningStrategy]:
-    """What a worker builds; each reads the same samples for itself."""
+    """Builds the running strategies as a worker does; each reads the same samples for itself."""
     first = lined.reference.config
     # Four of the 384 tokens there are: it shows at once in the losses how fast that is learnt.
     samples = TOTAL * lined.layout.global_batch_size
@@ -73,7 +73,7 @@ def held(lined: LineUp, chosen: Configs) -> dict[str, Samples]:
 
 
 def losses_alone(lined: LineUp, strategy: str) -> tuple[float, ...]:
-    """Of a run that has the ranks for itself and never pauses."""
+    """Returns the losses of a run that has the ranks to itself and never pauses."""
 
     def rank() -> tuple[float, ...]:
         world = join(lined.reference.config, lined.layout)

@@ -53,9 +53,9 @@ def blend(folder: Path, weights: Mapping[str, float]) -> tuple[str, str]:
 @dataclass(frozen=True, kw_only=True)
 class Seen:
     letters: list[str]
-    """Of each sample that this rank read in all steps, in order."""
+    """The letter of each sample that this rank read in all steps, in order."""
     from_the_middle: list[str]
-    """Of a stream that a resumed run reads."""
+    """The letters of a stream that a resumed run reads."""
     validations: list[dict[str, object]]
     report: str
     summary: dict[str, object]

@@ -100,7 +100,7 @@ def test_collectives_are_measured_in_every_group_and_members_agree() -> None:
 
 
 def test_on_a_gpu_the_devices_clocks_time_buckets_as_the_engine_issues_them() -> None:
-    """On a stand-in. A row of every kind lies between two events, behind an all-reduce; nothing else is waited for."""
+    """Uses a stand-in. A row of every kind lies between two events, after an all-reduce; nothing else is waited for."""
 
     def ranks() -> tuple[list[Measurement], list[str], list[str]]:
         rank = joined()
@@ -133,7 +133,7 @@ def test_on_a_gpu_the_devices_clocks_time_buckets_as_the_engine_issues_them() ->
 
 
 def test_on_a_gpu_products_have_a_third_precision() -> None:
-    """On a stand-in, with a GPU's quantities in small; the host waits for the device between samples alone."""
+    """Uses a stand-in with small versions of a GPU's quantities; the host waits for the device only between samples."""
 
     def rank() -> tuple[list[Measurement], list[str], list[str]]:
         kept: list[Measurement] = []

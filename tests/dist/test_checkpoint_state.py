@@ -346,8 +346,8 @@ def test_a_checkpoint_of_chunks_is_that_of_every_layout(runs: Runs[Case, Outcome
 
 
 def test_uneven_stages_go_on_evenly_and_back(runs: Runs[Case, Outcome]) -> None:
-    """By way of even stages and back, values, the next loss and the next weights are those of never having left. Even
-    stages add up the global norm, by which gradients are clipped, in another order: seen 3e-9."""
+    """A run on even stages and back has the same values, next loss and next weights as one that never left. Even stages
+    sum the global norm, by which gradients are clipped, in another order: a difference of 3e-9 was seen."""
     model = resolve(*UNEVEN.settings)[0].model
     saved, there = (units_of(runs[case].checkpoint, model) for case in (UNEVEN, READ_EVENLY))
     _same(there, saved)
@@ -385,7 +385,7 @@ def test_a_checkpoint_is_as_large_as_what_it_has_to_keep(runs: Runs[Case, Outcom
 def test_what_gram_form_doubted_stays_in_standard_form_for_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on CUDA: an update that is left out, and what a run that goes on elsewhere makes of that matrix."""
+    """Leaves out an update as on CUDA, and checks how a run that continues in another layout treats that matrix."""
     monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     monkeypatch.setattr("canzona_cli.optimizers.gram_form.DOUBT", -1.0)
     gram = resolve("gpus=1", "optimizer.form=gram")
@@ -431,7 +431,8 @@ def test_what_gram_form_doubted_stays_in_standard_form_for_a_time(
 
 @pytest.mark.parametrize("mode", ["hosted", "shared"])
 def test_behind_a_doubt_a_run_goes_on_as_ever(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit: two steps more in standard form, as many in Gram form, on all ranks of a shared matrix alike."""
+    """Two more steps in standard form and two in Gram form are equal to the last bit, on all ranks of a shared
+    matrix."""
     monkeypatch.setattr(muon_facts, "STANDARD_STEPS", 2)
     run = resolve("gpus=2", "parallel.tp=2", "train.precision=fp32", "optimizer.form=gram", f"engine.mode={mode}")
     case = Case(settings=(), steps=1)

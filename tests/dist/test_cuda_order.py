@@ -46,7 +46,7 @@ SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class FoundOut:
-    """What a start finds out about grouped reductions."""
+    """The facts about grouped reductions that a run establishes when it starts."""
 
     said: str | None
     launches: int
@@ -60,9 +60,9 @@ class Stood:
     losses: list[float]
     weights: Digests
     saved: Digests
-    """What a checkpoint would hold."""
+    """The content of a checkpoint, if one were saved."""
     host: list[tuple[list[str], list[str]]]
-    """By step: where the host waited for the device, and where it read a tensor without."""
+    """The places, step by step, where the host waited for the device, and where it read a tensor without waiting."""
     races: list[str]
     foreign: list[str]
     unordered: list[str]
@@ -70,7 +70,7 @@ class Stood:
     early: list[str]
     """Waits of the computing stream with products between them and the first use of what was waited for."""
     waiting: dict[str, set[str]]
-    """By stream: the collectives it was told to wait for."""
+    """The collectives that each stream was made to wait for."""
     side_stream: list[str]
     """Operations on the stream beside."""
     timings: list[StepTiming]
@@ -80,7 +80,7 @@ class Stood:
     landing: int
     """Tensors that were still being copied when a save was given them to write."""
     unwaited: int
-    """As `landing`, of a save that does not wait for the device."""
+    """The same number as `landing`, for a save that does not wait for the device."""
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +258,7 @@ def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody() -> None
 
 
 def test_the_host_waits_once_a_step(stood: list[Stood]) -> None:
-    """For the gradient norm; with it have come the loss, requests and the failures of the last update."""
+    """The one wait is for the gradient norm; the loss, requests and failures of the last update come with it."""
     for rank in stood:
         for number, (waits, reads) in enumerate(rank.host):
             assert waits == ["event at megatron/timers.py:wait_for"]
@@ -303,7 +303,7 @@ def test_a_save_reads_what_has_been_copied(stood: list[Stood]) -> None:
 
 
 def test_ranks_find_out_how_buckets_are_reduced(small: tuple[RunConfig, Layout], stood: list[Stood]) -> None:
-    """By the reductions that the engine issues, many handed over together and waited for at once."""
+    """They time the reductions that the engine issues, many in a group and waited for at once."""
     assert small[0].cluster.grouped_collectives
     repeats = owner_bucket_group._REPEATS + 1
     for rank in stood:

@@ -75,12 +75,12 @@ SWEPT: set[Run] = {
     ("pp2, 5 layers", "adamw"),
     ("pp3, 7 layers", "muon"),
 }
-"""What only the sweep compares: every axis is cut in another run too."""
+"""Cases that only the sweep compares: another run cuts every axis too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What adding up in another order may come to, relative; more than it came to in four steps."""
+    """The relative difference that another order of summation may cause; more than was seen in four steps."""
 
     loss: float
     grad_norm: float
@@ -105,7 +105,7 @@ class MaskedTokens(RandomTokens):
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank saw of a run."""
+    """The part of a run that one rank saw."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -116,7 +116,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What all ranks of a run agree on."""
+    """The results that all ranks of a run agree on."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -182,7 +182,7 @@ RUNS = Runs(
 
 
 def _apart(one: Found, reference: Found) -> float:
-    """How far apart two runs ended over how far they went, in norms over all weights."""
+    """Returns the distance between two runs' ends over the distance they went, in norms over all weights."""
     between, way = (
         sum(float((one.after[name] - other[name]).square().sum()) for name in other)
         for other in (reference.after, reference.before)
@@ -220,7 +220,7 @@ def test_chunks_change_no_bit() -> None:
 
 
 class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Of operations, how many are started."""
+    """A counter of the operations that are started."""
 
     count = 0
 
@@ -232,7 +232,7 @@ class _Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_a_cut_layer_starts_as_many_more_operations_as_are_priced() -> None:
-    """Beside those of its modules, by torch's own count."""
+    """Counts operations by torch's own count, those of the layer's modules excluded."""
     config, layout = jobs.resolve("recipe=tiny", "optimizer=adamw", "gpus=2", "parallel.tp=1", "parallel.cp=1",
                                   "parallel.pp=1", "train.seq_length=256", "train.micro_batch_size=1")  # fmt: skip
 

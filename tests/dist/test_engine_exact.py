@@ -200,7 +200,7 @@ def _model(where: str) -> tuple[str, ...]:
 
 @cache
 def _single_process(name: str, model: tuple[str, ...] = ()) -> Weights:
-    """What an optimizer comes to in one process without the engine."""
+    """Returns the weights that an optimizer reaches in one process without the engine."""
     run = (WHOLE | KIN)[name]
     settings, steps = run
     before = next(RUNS[where, run].before for where, runs in COMPARED.items() if run in runs and _model(where) == model)
@@ -245,7 +245,7 @@ def test_every_splitting_gives_the_same_in_every_layout(splitting: str, where: s
 
 
 def test_splittings_differ() -> None:
-    """What the test above compares is not one thing under four names."""
+    """The test above compares four different splittings, not one under four names."""
     ends = [_on_one_rank(splitting) for splitting in SPLITTINGS]
     for number, first in enumerate(ends):
         for second in ends[number + 1 :]:
@@ -260,7 +260,8 @@ def test_who_updates_what_and_when_changes_nothing(run: Run) -> None:
 
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_refreshes_do_not_depend_on_the_layout(name: str) -> None:
-    """In parts or as a whole; in parts, the third refresh is used later. Both are an ordinary optimizer's, bitwise."""
+    """Refreshes in parts or as a whole are bitwise an ordinary optimizer's; in parts, the third refresh is used
+    later."""
     one, in_parts = (RUNS["one rank", runs[name]].after for runs in (AT_ONCE, STAGGERED))
     assert _different(one, in_parts, one) != []
     for runs, after in ((AT_ONCE, one), (STAGGERED, in_parts)):
@@ -280,7 +281,7 @@ def _exact() -> Weights:
 
 @cache
 def _in_gram_form() -> Weights:
-    """What the Gram form comes to in one process."""
+    """Returns the weights that the Gram form reaches in one process."""
     config, _ = _resolve(*SHARED[0], *LAYOUTS["one rank"])
     return single_process(
         RUNS["tp2 dp2", SHARED].before, config, 3,
@@ -311,7 +312,7 @@ def _as_near(found: Weights) -> None:
 
 
 def test_hosted_is_bitwise_what_one_process_comes_to_in_gram_form() -> None:
-    """Where nothing is shared: because nothing may be, or because nothing is cut."""
+    """Nothing is shared here, because nothing may be or because nothing is cut."""
     expected = _in_gram_form()
     for where, run in (("tp2 dp2", HOSTED), ("tp1 dp4", SHARED)):
         assert _planned_shares(where, run) == set()
@@ -349,7 +350,7 @@ def test_shared_masters_in_fp32_are_rounded_once_for_bf16_weights() -> None:
 
 
 def test_bf16_weights_are_the_rounded_masters() -> None:
-    """With bf16 weights a host's master is fp32 all along: the weights are its rounding, never rounded twice."""
+    """A host's master is fp32 all along while weights are bf16: the weights are its rounding, never rounded twice."""
     found = RUNS["tp2 dp2", BF16]
     config, _ = _resolve(*BF16[0], *LAYOUTS["tp2 dp2"])
     expected = single_process(

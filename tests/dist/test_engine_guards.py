@@ -1,4 +1,4 @@
-"""What is not finite stays out of the weights, on every rank alike, and is told by name."""
+"""Values that are not finite stay out of the weights, on every rank alike, and are reported by name."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class Stopped:
 OVERFLOWING = 1e30
 """Finite, and its square is not: the norm overflows, and no parameter is to blame."""
 Bad = tuple[str, str, float, int]
-"""Where a run is cut, the parameter whose gradient is bad in one element there, that element, the rank that has it."""
+"""A layout, the parameter whose gradient has one bad element there, that element, and the rank that has it."""
 BAD: list[Bad] = [
     ("tp2 dp2", FC1, float("nan"), 3),
     ("tp2 dp2", FC1, float("inf"), 0),
@@ -188,7 +188,7 @@ class Faulted:
     """One rank of a run in which some matrices' second update is not finite."""
 
     parts: list[Part]
-    """After each step."""
+    """The weights after each step."""
     fallbacks: list[int]
     averages: list[dict[str, float]]
     """Largest moment of each matrix hosted here, after each step."""
@@ -197,7 +197,7 @@ class Faulted:
 
 
 Hit = tuple[str, tuple[str, ...], bool]
-"""Where a run is cut, the matrices that are hit, and whether the host may look whether an update was finite."""
+"""A layout, the matrices that are hit, and whether the host may look whether an update was finite."""
 HIT: list[Hit] = [
     ("tp2 dp2", ("layers.0.proj",), True),
     ("tp2 dp2", ("layers.1.down",), False),
@@ -297,7 +297,7 @@ def test_an_update_that_is_not_finite_is_left_out(source: Path, faulted: Runs[Hi
 
 
 def _one_fresh_update(config: RunConfig, start: Weights, name: str, step: int) -> torch.Tensor:
-    """What Faulty makes of a bf16 weight without any state."""
+    """Returns Faulty's update of a bf16 weight without any state."""
     lr, decay = config.optimizer.lr, config.optimizer.weight_decay
     gradient = whole_gradients(start, config.model, step)[name]
     return start[name].clone().mul_(1 - lr * decay).sub_(gradient, alpha=lr).bfloat16().float()
@@ -309,11 +309,11 @@ class Repaired:
 
     owner: int
     silent: list[str]
-    """Of the matrices hosted here, the broken one whose flag no other rank is told."""
+    """The broken matrix among those hosted here whose flag is not sent to other ranks."""
     broken: list[str]
     """Hosted here."""
     repaired: list[list[str]]
-    """At each repair."""
+    """The matrices of each repair."""
     left: int
     """Fallbacks after the last step."""
 
@@ -434,7 +434,7 @@ def _break(trainee: Trainee, hit: tuple[str, ...]) -> None:
 
 
 def _wait(trainee: Trainee) -> None:
-    """Until this rank has all its parameters."""
+    """Waits until this rank has all its parameters."""
     if trainee.chunks[0].ddp_config.overlap_param_gather:
         for group in reversed(trainee.chunks[0].bucket_groups):
             group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -1,4 +1,4 @@
-"""Before the first step: what does not fit is refused on every rank, with its name; what is unusual but right works."""
+"""The checks before the first step: every rank refuses a plan that does not fit, by name; unusual plans work."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ Given = Callable[[int], Plan | None]
 
 
 def _refusals(config: RunConfig, layout: Layout, given: Sequence[Given]) -> list[list[str]]:
-    """What every rank says of the plan it is given, each time."""
+    """Returns every rank's refusals of each plan it is given."""
 
     def work(number: int, world: World) -> str:
         with pytest.raises(PlanRefused) as caught:
@@ -183,7 +183,8 @@ def test_without_overlap_a_missing_gradient_is_zero() -> None:
 
 
 def test_with_overlap_a_missing_gradient_is_named() -> None:
-    """In the first step, and in one whose order Megatron knows; also where it is all that a bucket holds."""
+    """The missing gradient is named in the first step, in a step whose order Megatron knows, and also where a bucket
+    holds nothing else."""
     alone = ("gpus=2", "parallel.tp=1", "parallel.pp=1", "train.micro_batch_size=4")
 
     def rank(setup: tuple[RunConfig, Layout, Plan], from_step: int) -> str:
@@ -218,7 +219,7 @@ def _source(folder: Path, name: str, body: str, arguments: str = "params, lr, we
 
 
 def _optimizer_refusals(configs: Sequence[RunConfig], layout: Layout) -> list[list[str]]:
-    """What every rank says of each run's optimizer."""
+    """Returns every rank's refusals of each run's optimizer."""
     plans = [make_plan(config, layout) for config in configs]
 
     def work(number: int, world: World) -> str:

@@ -52,7 +52,7 @@ EVERYWHERE = ("muon", "muon shared")
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What one rank holds, in bytes, and the weights it began with."""
+    """The bytes that one rank holds, and the weights it began with."""
 
     before: Part
     hosted: int
@@ -121,13 +121,13 @@ def _one_process(whole: dict[str, torch.Tensor], optimizer: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Living:
-    """What one rank has in memory after a step."""
+    """The memory of one rank after a step."""
 
     tensors: int
     objects: int
     """Blocks of Python's allocator."""
     bytes: int
-    """Of the C library's allocator, in use."""
+    """The bytes of the C library's allocator that are in use."""
 
 
 STEADY, LAST = 40, 110
@@ -177,7 +177,8 @@ def _living(trainee: Trainee) -> Living:
 
 
 def _tensors() -> int:
-    """How many live. A thread of gloo's may for a moment still have those of a collective that has ended."""
+    """Returns the number of live tensors. One of gloo's threads may briefly still hold those of a collective that has
+    ended."""
     time.sleep(0.05)
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 

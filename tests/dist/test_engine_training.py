@@ -100,7 +100,7 @@ USUAL, *OTHERWISE = (
         ("parallel.overlap_param_gather=false",),
     )
 )
-"""What only a real backward and forward pass could tell; `test_engine_exact` compares plans without."""
+"""The cases that need a real backward and forward pass; `test_engine_exact` compares plans without."""
 IN_BF16, REDUCED_IN_BF16 = (
     _run("optimizer=muon", *PRECISIONS[name], *LAYOUTS["tp2 dp2"], steps=EXACT)
     for name in ("bf16", "bf16 reduced in bf16")
@@ -153,7 +153,7 @@ def test_the_first_step_has_the_gradients_of_one_rank(optimizer: str, where: str
 
 @pytest.mark.parametrize(("optimizer", "where"), NORMAL)
 def test_matrices_are_what_an_ordinary_optimizer_makes_of_their_gradients(optimizer: str, where: str) -> None:
-    """To the last bit, after several real steps: nothing is lost on the way to hosts and back."""
+    """The weights are equal to the last bit after several real steps: nothing is lost on the way to hosts and back."""
     run = _there(optimizer, where)
     found = RUNS[run]
     expected = replay(found, _resolve(*run[0])[0])
@@ -183,7 +183,7 @@ def test_two_ranks_are_bitwise_one_rank_with_two_micro_batches(reduction: str, p
 
 @pytest.mark.parametrize("where", ["pp2", "pp2 dp2"])
 def test_stages_are_bitwise_one_rank(where: str) -> None:
-    """With an output layer of its own: a stage computes what it would alone."""
+    """A stage computes what one rank would alone, also with an output layer of its own."""
     one, found = RUNS[UNTIED["one"]], RUNS[UNTIED[where]]
     assert different(found.after, one.after) == []
     assert found.losses == one.losses

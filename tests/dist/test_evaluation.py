@@ -33,7 +33,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs[Case, Outcome]:
 
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_weights_are_those_that_were_trained_and_every_token_counts_once(where: str, runs: Runs[Case, Outcome]) -> None:
-    """In bf16: they are rounded as training rounds them, and the loss is that of a run that goes on from there."""
+    """Weights are bf16: they are rounded as training rounds them, and the loss is that of a run that continues from
+    there."""
     saved = runs[SAVED]
     config, layout = resolve(*SHAPE, *LAYOUTS[where])
     plan = planned(config, layout)

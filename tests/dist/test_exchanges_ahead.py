@@ -29,16 +29,16 @@ STEPS, BAD = 4, 1
 class Case(NamedTuple):
     name: str
     ahead: bool
-    """As the engine does it, or all behind the norm."""
+    """True for the engine's own order, False when every exchange comes after the norm."""
     broken: bool = False
-    """Whether gradients of step `BAD` are not finite."""
+    """True if gradients of step `BAD` are not finite."""
 
 
 class Found(NamedTuple):
     ends: list[tuple[Digests, Digests]]
-    """After each step: weights, and what optimizers keep."""
+    """The weights and the optimizer state after each step."""
     order: list[list[str]]
-    """By step: collectives over the TP ranks, and the norm, as this rank came to them."""
+    """The collectives over the TP ranks and the norm at each step, in the order in which this rank issued them."""
     begun: int
     """Groups whose gradients set out before the norm."""
 

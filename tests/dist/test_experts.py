@@ -104,7 +104,7 @@ class Found:
     routing: list[Routing]
     weights: Weights
     timings: list[StepTiming]
-    """Of the last step, by rank."""
+    """The timings of the last step, by rank."""
 
 
 def _resolve(run: Run) -> tuple[RunConfig, Layout]:
@@ -254,7 +254,7 @@ def test_other_optimizers_update_experts_too(how: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("where", ["dp2", "ep2"])
 def test_adamw_makes_steps_of_rounding_at_its_usual_eps(where: str) -> None:
-    """As much where experts are divided as where they are not."""
+    """Rounding is as large where experts are divided as where they are not."""
     _same(RUNS[where, "adamw, usual eps"], RUNS["one rank", "adamw, usual eps"], apart=AMPLIFIED)
 
 
@@ -290,14 +290,15 @@ def test_the_time_of_tokens_under_way_is_a_phase_of_its_own(run: Run) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("where", LAYERWISE)
 def test_the_layerwise_optimizer_trains_divided_experts(where: str) -> None:
-    """As sc does in the same layout, and up to the rounding of weights as one rank."""
+    """Its weights are those of sc in the same layout, and those of one rank up to the rounding of weights."""
     losses = RUNS[where, "layerwise"].losses
     assert losses == pytest.approx(RUNS[where, "sc, bf16"].losses, abs=1e-5)
     assert losses == pytest.approx(RUNS["one rank", "sc, bf16"].losses, abs=IN_BF16)
 
 
 def test_dispatchers_that_read_from_a_device_are_known_to_wait() -> None:
-    """As on GPUs: three methods of each layer, of two layers, for each of four micro-batches; and the step's own."""
+    """Each of two layers waits in three methods for each of four micro-batches, as on GPUs; the step's own waits come
+    on top."""
     run = ("one rank", "adamw")
     config, layout = _resolve(run)
 

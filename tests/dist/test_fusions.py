@@ -1,4 +1,5 @@
-"""What Megatron fuses by torch.compile on GPUs: the same loss as without, and the same choice on every rank."""
+"""The parts that Megatron fuses by torch.compile on GPUs have the same loss as without, and the same choice on every
+rank."""
 
 import importlib.util
 import os
@@ -162,7 +163,7 @@ def test_a_transformer_engine_without_the_setting_is_said(caplog: pytest.LogCapt
 
 
 def test_megatrons_own_fused_kernel_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it Megatron's output layer would raise."""
+    """Megatron's output layer would raise if the kernel were missing."""
 
     def rank() -> bool:
         world = replace(_start(), device=torch.device("cuda"))

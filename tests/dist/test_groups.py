@@ -24,7 +24,7 @@ MEMBERS = {
 }
 
 Sums = dict[str, dict[str, set[int]]]
-"""Per layout and purpose, the ranks that a sum over its group had numbers of."""
+"""The ranks whose numbers a sum over a group contains, by layout and purpose."""
 
 
 def _sums() -> Sums:

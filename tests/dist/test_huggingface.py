@@ -1,5 +1,5 @@
-"""From Hugging Face, trained on TP 2 x DP 2, with experts on EP 2 too, and back: transformers computes what the engine
-computes.
+"""A model from Hugging Face, trained on TP 2 x DP 2, with experts on EP 2 too, and exported again: transformers
+computes what the engine computes.
 
 Weights come in and go out by the commands people type. Which tensor is which is transformers' own word: it made the
 folder that is imported, and reads the one that is exported.
@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "experts": ("model.tied_embeddings=false", *EXPERTS, "parallel.ep=2"),
 }
 SWEPT = ("untied", "experts")
-"""Of the others one has tied embeddings, and one an output layer of its own."""
+"""The families that only the sweep runs. Of the others, one has tied embeddings and one an output layer of its own."""
 CLASSES: dict[str, type[Reference]] = {
     "tied": Qwen3ForCausalLM,
     "untied": Qwen3ForCausalLM,
@@ -54,12 +54,12 @@ RELATIVE = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank computed, before training and after."""
+    """The outputs of one rank, before training and after."""
 
     logits: tuple[np.ndarray, np.ndarray]
     """`[batch, seq_length, vocab_size / tp]`."""
     losses: tuple[float, float]
-    """Of validation, nats per token."""
+    """The validation losses, in nats per token."""
 
 
 @dataclass(frozen=True, kw_only=True)

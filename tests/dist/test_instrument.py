@@ -1,4 +1,5 @@
-"""Where Megatron-core's step is cut into phases: the names we wrap, and that the cuts fall where they should.
+"""The places where Megatron-core's step is cut into phases: the names we wrap, and that the cuts fall where they
+should.
 
 The first half pins what `canzona_cli.megatron.instrument` takes for granted about Megatron-core 0.19.2; the second
 half trains on two real ranks and looks at the phases.
@@ -56,7 +57,7 @@ def _batches(trainee: Trainee) -> BatchStream:
 
 
 def _each[K, T](cases: Mapping[K, tuple[RunConfig, Layout]], work: Callable[[K, Trainee], T]) -> dict[K, list[T]]:
-    """What `work` comes to with each case's trainee, on every rank."""
+    """Returns the results of `work` with each case's trainee, on every rank."""
     plans = {case: planned(*made) for case, made in cases.items()}
     return on_ranks(cases, lambda case, world: work(case, assemble(cases[case][0], world, plans[case])))
 

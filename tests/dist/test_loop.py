@@ -45,10 +45,10 @@ LAYOUTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run ended on one rank."""
+    """The end of a run on one rank."""
 
     how: str | None
-    """What `train` returned; None when it raised."""
+    """The value that `train` returned; None when it raised."""
     error: str | None
     step: int
     """The last one this rank recorded."""
@@ -88,7 +88,7 @@ def _run(
     prepare: Callable[[Trainee, RunFiles], None] = lambda trainee, files: None,
     on_step: Callable[[int, Trainee, RunFiles], None] = lambda step, trainee, files: None,
 ) -> list[Ending]:
-    """How training ended on each rank."""
+    """Runs training and returns its end on each rank."""
     [endings] = _train([Run(root=root, settings=overrides, validation=validation, prepare=prepare, on_step=on_step)])
     return endings
 
@@ -165,7 +165,7 @@ def test_a_loss_that_is_no_number_stops_every_rank_at_the_same_step(tmp_path: Pa
 
 
 def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path: Path) -> None:
-    """Under canzona, which looks before it changes anything; the step's line tells its loss all the same."""
+    """canzona checks before it changes anything; the step's line still has its loss."""
 
     def poison(step: int, trainee: Trainee, files: RunFiles) -> None:
         if step == 3 and trainee.world.rank == 1:
@@ -185,7 +185,7 @@ def test_gradients_that_are_no_numbers_stop_every_rank_before_the_step(tmp_path:
 
 
 def test_a_stop_request_ends_the_run_after_the_step_it_comes_in(tmp_path: Path) -> None:
-    """On all ranks, with that step's line on disk and no validation in the way."""
+    """All ranks stop, that step's line is on disk, and no validation gets in the way."""
 
     def ask(step: int, trainee: Trainee, files: RunFiles) -> None:
         if step == 3 and trainee.world.rank == trainee.world.world_size - 1:

@@ -1,4 +1,4 @@
-"""What ranks tell each other arrives as it was said, without a pickle: in every test here, reading one fails."""
+"""Messages between ranks arrive unchanged and without pickles: in every test here, reading a pickle fails."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from tests.dist.ranks import run_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """Of every kind that records have."""
+    """A message with a field of every kind that records have."""
 
     text: str
     number: float

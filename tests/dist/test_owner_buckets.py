@@ -52,8 +52,8 @@ class Case:
     apart: bool = False
     """Matrices' buckets have a communicator of their own, as on GPUs."""
     roundings: int | None = None
-    """As many roundings of what is at most the magnitude of what was added up may matrices' sums be off; None for
-    bitwise equality with a plain all-reduce."""
+    """The error that matrices' sums may have, in roundings of a value of at most the sum of the terms' magnitudes; None
+    for bitwise equality with a plain all-reduce."""
 
 
 @cache
@@ -138,7 +138,7 @@ CASES: dict[str, Case] = {
 
 
 def _each[T](cases: Sequence[Case], work: Callable[[Case, RunConfig, World, Plan], T]) -> list[list[T]]:
-    """What `work` of each case came to on every rank."""
+    """Returns the results of each case's `work` on every rank."""
     made = {one: _made(one) for one in cases}
 
     def with_plan(one: Case, world: World) -> T:
@@ -160,13 +160,13 @@ def _run(cases: Sequence[Case]) -> list[list[int]]:
 
 
 BUCKETS = Runs(CASES.values(), lambda one: ranks_of(one.settings), _run)
-"""How many buckets of matrices each rank had, nothing being wrong with their sums."""
+"""The number of buckets of matrices on each rank whose sums are all correct."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_owners_get_the_sums_of_a_plain_all_reduce(name: str) -> None:
-    """Of two ranks bitwise, as two numbers have one sum and the scale is a power of two; of four within the rounding of
-    three additions."""
+    """Sums of two ranks are bitwise equal, because two numbers have one sum and the scale is a power of two; sums of
+    four are within the rounding of three additions."""
     _, _, plan = _made(CASES[name])
     assert min(BUCKETS[CASES[name]]) > 0
     if CASES[name].alternating:
@@ -374,7 +374,7 @@ MISMATCHES: list[tuple[Callable[[Plan], Plan], str, str]] = [
 
 
 def test_a_plan_for_something_else_is_refused() -> None:
-    """By every rank, with the first difference between its model and the plan as changed."""
+    """Every rank refuses it, with the first difference between its model and the plan as changed."""
     made = case("gpus=2")
     plan = planned(*made)
 

@@ -31,9 +31,9 @@ class Used:
     """The bytes of tensors of one rank."""
 
     kept: int
-    """From step to step."""
+    """The bytes kept from step to step."""
     peak: int
-    """At most, in a step."""
+    """The largest number of bytes within a step."""
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ class Used:
     ],
 )
 def test_a_step_takes_the_memory_that_its_plan_says(size: str, cut: str, precision: str, sequences: int) -> None:
-    """Within 5% on the rank that needs most (seen 2.8%), with and without what is kept from step to step."""
+    """They agree within 5% on the rank that needs most (seen 2.8%), with and without what is kept from step to step."""
     config, layout = jobs.resolve(
         *f"recipe=qwen3-{size}".split(),
         "gpus=2",

@@ -28,7 +28,7 @@ RELATIVE = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What one rank of ours computed."""
+    """The outputs of one rank of ours."""
 
     part: Part
     losses: np.ndarray
@@ -111,7 +111,7 @@ def test_logits_and_losses_are_those_of_hugging_face(kind: str) -> None:
 
 @pytest.mark.parametrize("queries_per_group", [1, 8], ids=["mha", "mqa"])
 def test_every_kind_of_head_grouping(queries_per_group: int) -> None:
-    """As many key/value heads as queries, and one for all; half as many is what all other tests have."""
+    """One case has as many key/value heads as queries, the other one for all; all other tests have half as many."""
     outputs, weights, logits, _ = _run_ours(
         "gpus=1", "model.num_attention_heads=8", f"model.num_query_groups={8 // queries_per_group}"
     )

@@ -44,7 +44,8 @@ SHAPE = (
 OF_MATRICES = {"reduce", "broadcast", "all_to_all_single", "reduce_scatter_single", "all_gather_single"}
 """Collectives that Megatron's own buckets, of what AdamW updates, do not use: theirs are coalesced."""
 READS = [("tolist", "norm_clip"), ("tolist", "other")]
-"""What a host waits for in a step: the gradient norm before anything changes, and the step's loss at its end."""
+"""The values that a host waits for in a step: the gradient norm before anything changes, and the step's loss at its
+end."""
 Recorded = dict[int, list[Event]]
 
 
@@ -53,7 +54,8 @@ def resolve(*overrides: str) -> tuple[RunConfig, Layout]:
 
 
 def recorded(runs: Sequence[tuple[RunConfig, Layout]], ranks: list[int]) -> list[Recorded]:
-    """Of several runs that are cut over ranks alike, the second step of these ranks: no first times in it."""
+    """Records the second step of these ranks, in which nothing happens for the first time, for several runs that are
+    cut over ranks alike."""
     found = run_ranks(len(ranks), partial(_rank, runs, ranks))
     return [dict(zip(ranks, events, strict=True)) for events in zip(*found, strict=True)]
 
@@ -93,7 +95,7 @@ def launches(events: list[Event]) -> list[Event]:
 
 
 def assert_members_agree(found: Recorded) -> None:
-    """Of each communicator, every member that was recorded calls the same collectives in the same order."""
+    """Asserts that all recorded members of a communicator call the same collectives in the same order."""
     calls: dict[tuple[int, ...], dict[int, list[tuple[object, ...]]]] = defaultdict(lambda: defaultdict(list))
     for rank, events in found.items():
         for event in launches(events):
@@ -124,7 +126,7 @@ def assert_nothing_waits_early(events: list[Event], dp: int) -> None:
 
 
 def under_updates(events: list[Event]) -> list[bool]:
-    """Of each exchange, whether this rank updates matrices while it travels."""
+    """Returns, for each exchange, whether this rank updates matrices while it travels."""
     places = {event.number: place for place, event in enumerate(events) if event.kind == "launch"}
     waits = {event.number: place for place, event in reversed([*enumerate(events)]) if event.kind == "wait"}
     return [
@@ -135,7 +137,7 @@ def under_updates(events: list[Event]) -> list[bool]:
 
 
 def gathered_beside_others(events: list[Event]) -> Iterator[bool]:
-    """Of each gather of squares, whether something else sets out before it is waited for."""
+    """Yields, for each gather of squares, whether another collective starts before it is waited for."""
     waits = {event.number: place for place, event in reversed([*enumerate(events)]) if event.kind == "wait"}
     for place, event in enumerate(events):
         if (event.kind, event.phase, event.name) == ("launch", "exchange", "all_gather_single"):

@@ -1,5 +1,5 @@
-"""What a model in training writes: the text that Hugging Face's Qwen3 writes greedily with the same weights, on every
-layout; and training goes on as if nobody had looked."""
+"""The text that a model writes during training is the one that Hugging Face's Qwen3 writes greedily with the same
+weights, on every layout; and training continues as if no text had been written."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -51,12 +51,12 @@ ROOM = 32 - len(PROMPT)
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank saw of a run."""
+    """The part of a run that one rank saw."""
 
     written: list[list[int]]
-    """Before each step and after the last; nothing where nobody looked."""
+    """The texts written before each step and after the last; empty for a run that wrote no text."""
     ended: list[int]
-    """Before the first step, were the fifth token of that the end of a document."""
+    """The text before the first step, if its fifth token were the end of a document."""
     losses: list[float]
     random: dict[str, list[float]]
     before: Part
@@ -65,12 +65,12 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of all ranks."""
+    """The results of all ranks."""
 
     config: RunConfig
     looked: list[Seen]
     other: list[Seen]
-    """Where nobody looked."""
+    """The same of a run that wrote no text."""
 
     def weights(self, when: str) -> Weights:
         return whole.assemble([getattr(seen, when) for seen in self.looked], self.config.model)

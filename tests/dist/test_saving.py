@@ -47,10 +47,10 @@ TEXTS = {"config.yaml": "name: test\n"}
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run ended on one rank."""
+    """The end of a run on one rank."""
 
     how: str
-    """What `train` returned, or the error."""
+    """The value that `train` returned, or the error."""
     code: int
     step: int
     checkpoint: str | None
@@ -91,7 +91,8 @@ class Samples(RandomTokens):
 
 
 def train(folder: Path, runs: Mapping[str, Run]) -> dict[str, list[Ending]]:
-    """How each run ended on every rank: one after another on the same ranks, each in a directory of its name."""
+    """Runs one training after another on the same ranks, each in a directory of its name, and returns how each ended on
+    every rank."""
     made = {name: jobs.resolve(*FIXED, *run.settings) for name, run in runs.items()}
     plans = {name: planned(*case) for name, case in made.items()}
     for name in runs:
@@ -220,7 +221,7 @@ def test_stopping_and_going_on_changes_nothing(tmp_path: Path) -> None:
 
 
 BEGUN = threading.Event()
-"""Of a rank: step 5 of the run whose saves are put off has begun."""
+"""An event on a rank: step 5 of the run whose saves are put off has begun."""
 
 
 def settle_at_5(rank: Rank, step: int) -> None:
@@ -235,7 +236,7 @@ def hold_rank_0(rank: Rank) -> None:
 
 
 def fail_the_second(rank: Rank) -> None:
-    """Of rank 1's writes."""
+    """Lets the second of rank 1's writes fail."""
     calls: list[Path] = []
 
     def spoil(partial: Path) -> None:
@@ -331,7 +332,7 @@ def test_a_save_due_by_time_at_the_last_step_is_not_put_off(ended: dict[str, lis
 
 
 def test_a_save_that_fails_costs_that_checkpoint_and_nothing_else(ended: dict[str, list[Ending]], folder: Path) -> None:
-    """Of rank 1, the second of three."""
+    """The second of rank 1's three saves fails."""
     root = folder / "failed"
     assert {ending.how for ending in ended["failed"]} == {"done"}
     assert names(root) == ["step-00000002", "step-00000006"]

@@ -1,4 +1,4 @@
-"""What goes wrong with a shared matrix: all its ranks leave it alike, update it in another way, or end together."""
+"""Faults of a shared matrix: all its ranks leave it alike, update it in another way, or end together."""
 
 import os
 import signal
@@ -33,20 +33,20 @@ SETTINGS = (
 )
 HIT, NAME = "layers.1.gate", "model.layers.1.mlp.gate_proj.weight"
 STEPS, STANDARD = 4, 1
-"""Of the steps one behind a doubt is made in standard form."""
+"""The number of steps, and of those that are made in standard form after a doubt."""
 Fault = Literal["none", "nan", "doubt", "doubt on a device", "marked"]
-"""In the second step: a momentum that is no number on one rank; an update not to be trusted, which a GPU's host does
-not learn in this step; the mark that such an update leaves, as an old checkpoint brings it."""
+"""A fault in the second step: momentum that is not a number on one rank; an update not to be trusted, which a GPU's
+host does not learn in this step; the mark that such an update leaves, restored from an old checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faulted:
     parts: list[Part]
-    """Before, and after each step."""
+    """The weights before the first step and after each step."""
     fallbacks: list[int]
     log: list[str]
     worked: list[int]
-    """In each step: how often this rank updated `HIT` in Gram form."""
+    """The number of times this rank updated `HIT` in Gram form, at each step."""
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def faulted() -> dict[Fault, list[Faulted]]:
 
 
 def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
-    """Against one after another, each with its own scratch too."""
+    """Matrices that take turns are compared with matrices updated one after another, with separate scratch too."""
     config, layout = resolve(*SETTINGS, "train.precision=bf16", "model.num_query_groups=8")
     plan = planned(config, layout)
 
@@ -176,8 +176,8 @@ def test_taking_turns_changes_no_bit_of_a_matrix() -> None:
 
 
 def test_what_travels_of_products_in_fp16_is_not_rounded_to_the_messages_bf16() -> None:
-    """On GPUs squares are fp16 (`optimizers.gram_form`). Updates of masters are off those in fp32 by 0.15 of what
-    they are off in bf16, and by 0.20 to 0.23 where squares are rounded to bf16 on the way."""
+    """Squares are fp16 on GPUs (`optimizers.gram_form`). Relative to bf16, updates of masters differ from those in fp32
+    by a factor of 0.15, and by 0.20 to 0.23 where squares are rounded to bf16 on the way."""
     precisions = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}
     settings = (*SETTINGS, "model.num_query_groups=8")
     made = {dtype: resolve(*settings, f"train.precision={name}") for dtype, name in precisions.items()}
@@ -228,7 +228,8 @@ def test_a_momentum_that_is_no_number_on_one_rank_leaves_the_weight_on_all(fault
 
 
 def test_an_update_that_is_not_trusted_is_made_up_for_in_standard_form(faulted: dict[Fault, list[Faulted]]) -> None:
-    """In the same step, and to rounding: 1e-4 of a step, as of other kinds of Muon."""
+    """The same step makes the update again in standard form; weights differ by rounding: 1e-4 of a step, as for other
+    kinds of Muon."""
     found, healthy = faulted["doubt"], _steps(faulted["none"])
     steps = _steps(found)
     _others_are_untouched(steps, healthy, since=2)

@@ -46,7 +46,8 @@ Update = Callable[[], None]
 
 
 _known: dict[tuple[object, ...], tuple[Weights, Weights, list[float]]] = {}
-"""By what they depend on, references that a test has had already: where they started, and `_reference`'s result."""
+"""References that a test has already computed, by what they depend on: the starting weights, and `_reference`'s
+result."""
 
 
 def _reference(
@@ -145,7 +146,7 @@ def _muon(params: Parameters, config: RunConfig) -> Update:
 
 
 def _stacked(config: RunConfig) -> bool:
-    """Whether `[gate; up]` is one matrix."""
+    """Returns whether `[gate; up]` is one matrix."""
     return config.engine.strategy == "sc"
 
 

@@ -66,13 +66,13 @@ OPTIMIZERS = {
 ROUNDING = {"muon": 1e-3, "shampoo": 6e-2, "soap": 3e-3}
 GRAM = ("optimizer=muon", "optimizer.form=gram")
 MODES = {mode: (*GRAM, f"engine.mode={mode}") for mode in ("hosted", "shared", "auto")}
-"""Of Muon, the one optimizer that shares matrices; in the form in which it does."""
+"""The modes of Muon, the one optimizer that shares matrices, in the form in which it does."""
 CUT = {where: layout for where, layout in LAYOUTS.items() if "tp" in where and "tp1" not in where} | {
     "tp2": ("gpus=2", "parallel.tp=2"),
     "tp2 cp2": ("gpus=4", "parallel.tp=2", "parallel.cp=2"),
     "tp2 pp2 dp2": ("gpus=8", "parallel.tp=2", "parallel.pp=2"),
 }
-"""Where there are TP ranks to share with."""
+"""The layouts with TP ranks to share with."""
 
 _Recorded = dict[str, list[np.ndarray]]
 _WEIGHTS = {
@@ -89,15 +89,15 @@ _WEIGHTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Where training started and ended, and what each step found: its loss and the gradient norm before clipping."""
+    """The start and end of training, with the loss and the gradient norm before clipping of each step."""
 
     before: Weights
     after: Weights
     losses: list[float]
     grad_norms: list[float]
     gradients: list[Weights]
-    """Of the matrices, at each step, as the optimizer was given them: whole, clipped. Under canzona and asc, with
-    splitting=split; else empty."""
+    """The matrices' gradients at each step, as the optimizer received them: whole and clipped. Recorded under canzona
+    and asc with splitting=split; else empty."""
     shared: frozenset[str]
     """Matrices that TP groups updated together."""
     fallbacks: int
@@ -110,13 +110,13 @@ def one_rank(where: str) -> tuple[str, ...]:
 
 
 def samples(config: RunConfig, layout: Layout, steps: int) -> RandomTokens:
-    """As many as `steps` need."""
+    """Returns as many samples as `steps` need."""
     return samples_of(config, steps * layout.global_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """What one rank saw of a run."""
+    """The part of a run that one rank saw."""
 
     before: Part
     after: Part
@@ -124,7 +124,7 @@ class _Rank:
     """Each step's loss, gradient norm and fallbacks."""
     recorded: _Recorded
     fragments: _Recorded
-    """Of shared matrices: whole ones, that are 0 but for this rank's fragments."""
+    """The fragments of shared matrices, as whole matrices that are 0 elsewhere."""
 
 
 def run_trainings(runs: Sequence[tuple[RunConfig, Layout, int]]) -> list[Trained]:
@@ -179,7 +179,7 @@ def _trained(ranks: list[_Rank], config: RunConfig, steps: int) -> Trained:
 
 
 def _record_gradients(trainee: Trainee) -> _Recorded:
-    """By matrix hosted on this rank, the gradient of each step to come."""
+    """Records the gradient of each step to come, by matrix hosted on this rank."""
     recorded: _Recorded = defaultdict(list)
     optimizer = trainee.optimizer
     if not isinstance(optimizer, CanzonaOptimizer) or trainee.config.engine.splitting != "split":
@@ -203,7 +203,7 @@ def _hugging_face_name(matrix: Matrix) -> str:
 
 
 def _record_fragments(trainee: Trainee) -> _Recorded:
-    """By shared matrix, of which this rank has a fragment, that of the gradient of each step to come."""
+    """Records the gradient's fragment of each step to come, by shared matrix of which this rank has a fragment."""
     recorded: _Recorded = defaultdict(list)
     optimizer, world = trainee.optimizer, trainee.world
     held = optimizer.matrices.fragments if isinstance(optimizer, CanzonaOptimizer) else []
