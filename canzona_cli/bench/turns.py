@@ -85,7 +85,7 @@ def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Sampl
             StepSample(step_s=timing.step_s, processor_s=processor_s, phases=dict(timing.phases))
             for timing, processor_s in zip(strategy.trainee.timer.timings(), strategy.processor_s, strict=True)
         )
-        by_rank = gather(_Measured(steps=steps, tensor_bytes=tensor_bytes(strategy.trainee)))
+        by_rank = gather(_Measured(steps=steps, tensor_bytes=tensor_bytes(strategy.trainee)), _Measured)
         samples[name] = Samples(
             losses=tuple(strategy.losses),
             tensor_bytes=tuple(measured.tensor_bytes for measured in by_rank),

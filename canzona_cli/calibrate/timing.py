@@ -3,7 +3,6 @@
 import datetime
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -12,13 +11,6 @@ import torch.distributed as dist
 from canzona_cli.megatron.parallel import gather
 
 Work = Callable[[], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Values:
-    """A member's measurements, as sent to the other members."""
-
-    values: tuple[float, ...]
 
 
 LEAST, MOST = 3, 400
@@ -45,9 +37,9 @@ class Team:
         if self.size > 1:
             dist.barrier(group=member_group(self._group))
 
-    def gather(self, values: Sequence[float]) -> list[tuple[float, ...]]:
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Gathers the values of all members on every member, in rank order."""
-        return [member.values for member in gather(_Values(values=tuple(values)), group=member_group(self._group))]
+        return gather([*values], list[float], group=member_group(self._group))
 
     def decide(self, value: float) -> float:
         """Returns the largest of all members' values, so that all members make the same decision."""

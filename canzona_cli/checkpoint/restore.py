@@ -8,7 +8,6 @@ tensor-parallel ranks, and gathered over the data-parallel ranks.
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from canzona_cli.checkpoint.reader import Reader, missing_tensor
 from canzona_cli.checkpoint.snapshot import MasterPiece, check_random_states, master_pieces, set_random_states
 from canzona_cli.checkpoint.verify import limit_problems, problem_of, read_manifest, table_problems, verify_file
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.masters import HeldFragment, MasterOptimizer
+from canzona_cli.engine.masters import MasterOptimizer, UpdatedMatrix
 from canzona_cli.errors import CheckpointInvalid, Problem, refuse
 from canzona_cli.megatron.holdings import copy_masters_to_model, gather_parameters
 from canzona_cli.megatron.matrix_buffers import global_parameters
@@ -90,13 +89,6 @@ def restore(trainee: Trainee, folder: Path, manifest: Manifest, *, weights_only:
         set_random_states(states)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Problems:
-    """The problems of one rank, as a record that the ranks exchange."""
-
-    problems: tuple[Problem, ...]
-
-
 @contextmanager
 def raise_on_all_ranks(world: World, folder: Path) -> Iterator[None]:
     """Raises CheckpointInvalid on all ranks if the block raises an exception on any rank.
@@ -113,8 +105,8 @@ def raise_on_all_ranks(world: World, folder: Path) -> Iterator[None]:
         _log.exception("rank %d cannot read %s", world.rank, folder)
         reason = f"rank {world.rank} cannot read it: {type(error).__name__}: {error}"
         problems.append(problem_of(folder, MANIFEST, reason))
-    by_rank = gather(_Problems(problems=tuple(problems)))
-    distinct = {(problem.key, problem.reason): problem for reported in by_rank for problem in reported.problems}
+    by_rank = gather(problems, list[Problem])
+    distinct = {(problem.key, problem.reason): problem for reported in by_rank for problem in reported}
     if distinct:
         raise CheckpointInvalid(*distinct.values())
 
@@ -130,7 +122,7 @@ def _restore_master(pieces: list[MasterPiece], reader: Reader, *, weights_only: 
     fields = [MASTER] if weights_only else reader.unit_fields(unit)
     if MASTER not in fields:
         raise CheckpointInvalid(missing_tensor(f"{unit}/{MASTER}"))
-    if isinstance(item, HeldFragment) and isinstance(item.optimizer, MatrixOptimizer):
+    if isinstance(item, UpdatedMatrix) and isinstance(item.optimizer, MatrixOptimizer):
         expected = {MASTER: None, **(item.optimizer.state_shapes(item.master) or {})}
         if foreign := sorted(set(fields) - expected.keys()):
             raise CheckpointInvalid(reader.problem(f"{unit}: {foreign[0]} is not part of the optimizer state"))
@@ -142,7 +134,7 @@ def _restore_master(pieces: list[MasterPiece], reader: Reader, *, weights_only: 
     step = None if weights_only else reader.step(unit)
     if read or step is not None:
         item.replace_state({key: value.to(item.master.device) for key, value in read.items()}, step)
-    if isinstance(item, HeldFragment) and not weights_only:
+    if isinstance(item, UpdatedMatrix) and not weights_only:
         item.replace_marks(reader.marks(part.piece.unit for part in pieces))
 
 
@@ -150,35 +142,33 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
     """Restores the whole matrices that canzona's optimizers update on this rank."""
     state: dict[str, Mapping[str, object]] = {}
     problems: list[Problem] = []
-    for group in optimizer.groups:
-        for matrix in group.hosted:
-            fields, held_master = reader.fields(matrix.name), optimizer.masters[matrix.index]
-            scalars = reader.scalars(matrix.name)
-            if fields:
-                selected = [MASTER] if weights_only else fields
-                tensors = {field: reader.tensor(matrix.name, field) for field in selected}
-            elif weights_only or manifest.optimizer in ELEMENTWISE:
-                tensors, scalars = _assemble_from_units(matrix, reader, weights_only=weights_only)
-            else:
-                problems.append(_splitting_problem(matrix, manifest))
-                continue
-            master = tensors.pop(MASTER, None)
-            if master is None or master.shape != held_master.shape:
-                problems.append(missing_tensor(f"{matrix.name}/{MASTER} of shape {matrix.shape}"))
-                continue
-            if weights_only:
-                held_master.copy_(master)
-                continue
-            counts = {key: value for key, value in scalars.items() if not key.startswith(GROUP)}
-            shared = {key.removeprefix(GROUP): value for key, value in scalars.items() if key.startswith(GROUP)}
-            assert group.optimizer is not None
-            if isinstance(group.optimizer, MatrixOptimizer):
-                tensors = dict(group.optimizer.convert_state(held_master, tensors))
-            if mismatch := state_mismatch(group.optimizer, held_master, tensors, counts, shared):
-                problems.append(reader.problem(f"{matrix.name}: {mismatch}"))
-                continue
-            moved = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
-            state[matrix.name] = {"master": master, "state": {**moved, **counts}, "group": shared}
+    for updated in optimizer.whole:
+        matrix, held_master = updated.matrix, updated.master
+        fields, scalars = reader.fields(matrix.name), reader.scalars(matrix.name)
+        if fields:
+            selected = [MASTER] if weights_only else fields
+            tensors = {field: reader.tensor(matrix.name, field) for field in selected}
+        elif weights_only or manifest.optimizer in ELEMENTWISE:
+            tensors, scalars = _assemble_from_units(matrix, reader, weights_only=weights_only)
+        else:
+            problems.append(_splitting_problem(matrix, manifest))
+            continue
+        master = tensors.pop(MASTER, None)
+        if master is None or master.shape != held_master.shape:
+            problems.append(missing_tensor(f"{matrix.name}/{MASTER} of shape {matrix.shape}"))
+            continue
+        if weights_only:
+            held_master.copy_(master)
+            continue
+        counts = {key: value for key, value in scalars.items() if not key.startswith(GROUP)}
+        shared = {key.removeprefix(GROUP): value for key, value in scalars.items() if key.startswith(GROUP)}
+        if isinstance(updated.optimizer, MatrixOptimizer):
+            tensors = dict(updated.optimizer.convert_state(held_master, tensors))
+        if mismatch := state_mismatch(updated.optimizer, held_master, tensors, counts, shared):
+            problems.append(reader.problem(f"{matrix.name}: {mismatch}"))
+            continue
+        moved = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
+        state[matrix.name] = {"master": master, "state": {**moved, **counts}, "group": shared}
     refuse(problems, CheckpointInvalid)
     if not weights_only:
         optimizer.load_state_dict(state)

@@ -23,7 +23,7 @@ from canzona_cli.checkpoint.manifest import Buffer, Piece, Scalar, Shard
 from canzona_cli.checkpoint.shard_file import raw_bytes
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.masters import HeldFragment
+from canzona_cli.engine.masters import UpdatedMatrix
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.megatron.holdings import MasterRange, megatron_masters
 from canzona_cli.megatron.model import Trainee
@@ -130,7 +130,7 @@ class Snapshots:
         changed = torch.full((1,), float(holding != self._holding), device=self._trainee.world.device)
         torch.distributed.all_reduce(changed, op=torch.distributed.ReduceOp.MAX)
         if any(self._trainee.timer.read(changed)):
-            self._writers = assign_writers(gather(holding), self._trainee.config.model)
+            self._writers = assign_writers(gather(holding, Holding), self._trainee.config.model)
             self._holding = holding
         return self._writers
 
@@ -160,7 +160,7 @@ class MasterPiece:
     """A piece of a unit, and its position in one of this rank's masters."""
 
     piece: Piece
-    master: MasterRange | HeldFragment
+    master: MasterRange | UpdatedMatrix
     offset: int
     """The index of the piece's first element in the flattened master and state."""
 
@@ -211,10 +211,10 @@ def _pieces(trainee: Trainee) -> Iterator[_Contents]:
                     tensors[piece.name(field)] = part
         scalars: dict[str, Scalar] = {}
         if piece.row == piece.col == piece.start == 0:  # a unit's scalars are stored with its first piece
-            if item.master.step is not None:
-                scalars[f"{piece.unit}/step"] = item.master.step
-            if isinstance(item.master, HeldFragment):
+            if isinstance(item.master, UpdatedMatrix):
                 scalars |= {f"{piece.unit}/{key}": value for key, value in item.master.marks.items()}
+            elif item.master.step is not None:
+                scalars[f"{piece.unit}/step"] = item.master.step
         part_of_unit = Part(name=piece.unit, piece=piece)
         yield _Contents(part=part_of_unit, tensors=tensors, scalars=scalars, piece=None if is_whole else piece)
 

@@ -1,8 +1,8 @@
 """The checks before the engine is built: all ranks have the same plan, the plan is for this model and these
 ranks, and a user's own optimizer works."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Final
 
 import torch
@@ -35,16 +35,11 @@ def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
         PlanRefused: on all ranks together, with the first problem of each rank that has a problem, or with
             the first difference between two ranks' plans.
     """
-    checks = gather(
-        _RankCheck(digest=None if plan is None else plan.hash, problem=_plan_problem(plan, chunks, world, fix))
-    )
-    problems = [check.problem for check in checks if check.problem is not None]
-    if not problems and len({check.digest for check in checks}) > 1:
-        problems = _disagreement(plan, checks)
-    if problems:
-        # A problem that several ranks have is reported once.
-        raise PlanRefused(*dict.fromkeys(problems))
+    agree_on_problem(_plan_problem(plan, chunks, world, fix), PlanRefused)
     assert plan is not None
+    digests = gather(plan.hash, str)
+    if len(set(digests)) > 1:
+        raise PlanRefused(_disagreement(plan, digests))
     return plan
 
 
@@ -86,24 +81,9 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
 
 def agree_on_problem(problem: Problem | None, kind: type[CanzonaError]) -> None:
     """Raises an error of type `kind` on all ranks if any rank has a problem. The error lists the problems of
-    all ranks. Collective."""
-    refuse(dict.fromkeys(rank.problem for rank in gather(_RankCheck(problem=problem)) if rank.problem), kind)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RankCheck:
-    """The result of one rank's checks, which all ranks exchange."""
-
-    digest: str | None = None
-    """The digest of the rank's plan."""
-    problem: Problem | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Content:
-    """The content of one rank's plan, as a record that the ranks exchange."""
-
-    plan: Mapping[str, object]
+    all ranks; a problem that several ranks have is listed once. Collective."""
+    by_rank = gather([] if problem is None else [problem], list[Problem])
+    refuse(dict.fromkeys(chain.from_iterable(by_rank)), kind)
 
 
 def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World, fix: str) -> Problem | None:
@@ -127,20 +107,17 @@ def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: W
     return None
 
 
-def _disagreement(plan: Plan | None, checks: "list[_RankCheck]") -> list[Problem]:
+def _disagreement(plan: Plan, digests: Sequence[str]) -> Problem:
     """Describes the first difference between rank 0's plan and the first plan that differs from it.
     Collective."""
-    other = next(rank for rank, check in enumerate(checks) if check.digest != checks[0].digest)
-    assert plan is not None
-    plans = gather(_Content(plan=plan.content()))
-    first, second = Plan.from_content(plans[0].plan), Plan.from_content(plans[other].plan)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    plans = gather(dict(plan.content()), dict[str, object])
+    first, second = Plan.from_content(plans[0]), Plan.from_content(plans[other])
     difference = first_difference(first, second)
     description = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
-    return [
-        Problem(
-            key="plan",
-            value=f"{first.name} and {second.name}",
-            reason=f"ranks 0 and {other} have different plans; the first difference is {description}",
-            fix="use the same canzona version and the same run directory on every machine",
-        )
-    ]
+    return Problem(
+        key="plan",
+        value=f"{first.name} and {second.name}",
+        reason=f"ranks 0 and {other} have different plans; the first difference is {description}",
+        fix="use the same canzona version and the same run directory on every machine",
+    )

@@ -273,8 +273,8 @@ def _hosting(
     flags = finite.split([len(group) for group in hosted])  # type: ignore[no-untyped-call]
     groups = []
     for number, group in enumerate(hosted):
-        gradients = AllToAll(out[number], sent, number, wiring.tp_group)
-        weights = AllToAll(back[number], returned, number, wiring.tp_group)
+        gradients = AllToAll(out[number], sent, number, wiring)
+        weights = AllToAll(back[number], returned, number, wiring)
         groups.append(HostedGroup(wiring, group, gradients, weights, scratch, flags[number]))
     return Hosting(
         wiring=wiring,
@@ -308,17 +308,19 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
     Raises:
         UnusableOptimizer: A user's own class cannot update 2-D parameters with `step()` alone.
     """
-    chosen = config.optimizer
+    chosen, update = config.optimizer, algorithm_of(config)
     if isinstance(chosen, CustomConfig):
         return _custom_factory(chosen, torch.device(config.cluster.device))
-    kind = _class_of(chosen)
-    if isinstance(chosen, MomentumConfig):
-        return _orthogonal_factory(config, chosen, kind, on_fallback)
-    if isinstance(chosen, KroneckerConfig):
-        return _preconditioned_factory(config, chosen, kind, on_fallback)
+    kind, settings = _class_of(chosen), _settings(config, on_fallback)
 
-    def make(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return kind(params, chosen.lr, weight_decay=chosen.weight_decay, **_specific_settings(chosen))
+    def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        by_shape: dict[str, object] = {}
+        if isinstance(chosen, MomentumConfig):
+            shapes = {matrix.shape for matrix in matrices}
+            by_shape["stack"] = {shape: stack_of(update, *shape, config.cluster) for shape in shapes}
+            by_shape["form"] = {shape: form_of(update, *shape, config.cluster) for shape in shapes}
+        # The schedule replaces this learning rate before the first step.
+        return kind(params, chosen.lr, weight_decay=chosen.weight_decay, **settings, **by_shape)
 
     return make
 
@@ -332,61 +334,23 @@ def _class_of(chosen: OptimizerBase) -> OptimizerClass:
     return optimizer_class
 
 
-def _specific_settings(chosen: OptimizerBase) -> dict[str, object]:
-    """Returns the settings that are arguments of the optimizer's class, under the same names."""
+def _settings(config: RunConfig, on_fallback: OnFallback | None) -> dict[str, object]:
+    """Returns the arguments of the optimizer's class that are the same for all matrices."""
+    chosen, update = config.optimizer, algorithm_of(config)
     names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
-    return {name: getattr(chosen, name) for name in names}
-
-
-def _orthogonal_factory(
-    config: RunConfig, chosen: MomentumConfig, kind: OptimizerClass, on_fallback: OnFallback | None
-) -> MakeOptimizer:
-    """Implements `optimizer_factory` for Muon and NorMuon."""
-    workspace, update = Workspace(), algorithm_of(config)
-
-    def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        shapes = {(matrix.rows, matrix.cols) for matrix in matrices}
-        return kind(
-            params,
-            chosen.lr,  # replaced by the schedule before the first step
-            weight_decay=chosen.weight_decay,
-            precision=config.train.precision,
-            graph=update.graph,
-            stack={shape: stack_of(update, *shape, config.cluster) for shape in shapes},
-            form={shape: form_of(update, *shape, config.cluster) for shape in shapes},
-            on_fallback=on_fallback,
-            workspace=workspace,
-            **_specific_settings(chosen),
-        )
-
-    return make
-
-
-def _preconditioned_factory(
-    config: RunConfig, chosen: KroneckerConfig, kind: OptimizerClass, on_fallback: OnFallback | None
-) -> MakeOptimizer:
-    """Implements `optimizer_factory` for optimizers with Kronecker factors."""
-    workspace, settings = Workspace(), _specific_settings(chosen)
+    settings: dict[str, object] = {name: getattr(chosen, name) for name in names}
+    if isinstance(chosen, MomentumConfig | KroneckerConfig):
+        settings |= {"on_fallback": on_fallback, "workspace": Workspace()}
+    if isinstance(chosen, MomentumConfig):
+        settings |= {"precision": config.train.precision, "graph": update.graph}
+    if isinstance(chosen, KroneckerConfig):
+        settings |= {"betas": (chosen.beta1, chosen.beta2), "eps": chosen.eps, "spread": chosen.stagger}
+        settings["precision"] = "tf32" if chosen.tf32 else "fp32"
+        if isinstance(chosen, NewtonSchulzConfig):
+            settings["iterated_in"] = config.train.precision
     if "roots" in settings:
-        settings["roots"] = algorithm_of(config).roots
-    if isinstance(chosen, NewtonSchulzConfig):
-        settings["iterated_in"] = config.train.precision
-
-    def make(_: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return kind(
-            params,
-            chosen.lr,  # replaced by the schedule before the first step
-            weight_decay=chosen.weight_decay,
-            betas=(chosen.beta1, chosen.beta2),
-            eps=chosen.eps,
-            spread=chosen.stagger,
-            on_fallback=on_fallback,
-            precision="tf32" if chosen.tf32 else "fp32",
-            workspace=workspace,
-            **settings,
-        )
-
-    return make
+        settings["roots"] = update.roots
+    return settings
 
 
 def _custom_factory(chosen: CustomConfig, device: torch.device) -> MakeOptimizer:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -33,13 +32,6 @@ class NonFiniteGradients(Diverged):
     def __init__(self, *problems: Problem, loss: float | None = None) -> None:
         super().__init__(*problems)
         self.loss = loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Culprits:
-    """The parameters with non-finite gradients on one rank, as a record that the ranks exchange."""
-
-    names: tuple[str, ...]
 
 
 class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
@@ -235,13 +227,13 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
     def _gradient_problem(self) -> Problem:
         """Returns a problem that names a parameter with non-finite gradients and the ranks that have such
         gradients. Every rank returns the same problem. Collective."""
-        bad = []
+        bad: list[str] = []
         for name, parameter in global_parameters(self._chunks):
             gradient = getattr(parameter, "main_grad", None)
             if gradient is not None and not bool(gradient.isfinite().all()):
                 bad.append(name)
         members = torch.distributed.get_process_group_ranks(self._stats_group)
-        bad_by_rank = [record.names for record in gather(_Culprits(names=tuple(bad)), group=self._stats_group)]
+        bad_by_rank = gather(bad, list[str], group=self._stats_group)
         ranks = [rank for rank, names in zip(members, bad_by_rank, strict=True) if names]
         culprits = list(dict.fromkeys(name for names in bad_by_rank for name in names))
         reason = (

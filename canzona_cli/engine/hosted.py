@@ -20,7 +20,6 @@ from canzona_cli.engine.wire import (
     join_writes,
     write_finite,
 )
-from canzona_cli.megatron.timers import Span
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.runs import runs, view_run
 from canzona_cli.planner.exchange import Parcel, senders, to_hosts
@@ -57,7 +56,6 @@ class HostedGroup:
     ) -> None:
         self.hosted = hosted
         self._wiring, self._gradients, self._weights = wiring, gradients, weights
-        self._spans: dict[AllToAll, Span] = {}
         # With one TP rank nothing is sent, and the time for copies is attributed to the update.
         self._moving: Phase = "exchange" if wiring.tp_group is not None else "matrix_update"
         self._on_host = wiring.device.type == "cpu"
@@ -167,7 +165,7 @@ class HostedGroup:
         with self._wiring.timer.phase(self._moving), self._wiring.side_stream.work():
             for copy in self._grad_pack:
                 copy.run()
-            self._start(self._gradients)
+            self._gradients.start()
 
     def receive_gradients(self, scale: float) -> None:
         """Waits for the gradient fragments and assembles the hosted matrices' gradients, multiplied by
@@ -176,7 +174,7 @@ class HostedGroup:
             # A rank that receives nothing only reuses the message buffer, so only the stream that packs
             # messages waits.
             with nullcontext() if self._grad_unpack else self._wiring.side_stream.work():
-                self._finish(self._gradients)
+                self._gradients.wait()
             for copy in self._grad_unpack:
                 copy.run(scale)
             if scale != 1.0:
@@ -186,7 +184,7 @@ class HostedGroup:
     def discard(self) -> None:
         """Waits for the gradient fragments without using them."""
         with self._wiring.timer.phase(self._moving):
-            self._finish(self._gradients)
+            self._gradients.wait()
 
     def step(self) -> None:
         """Updates the hosted matrices, and writes into `finite` a number for each of them, which is finite if
@@ -212,34 +210,17 @@ class HostedGroup:
                 copy.run()
             for flags in self._flag_sends:
                 flags.copy_(self._finite)
-            self._start(self._weights)
+            self._weights.start()
             write_finite(self._own_weights, self._finite, on_host=self._on_host)
 
     def receive_weights(self) -> None:
         """Waits for the new weight fragments and writes them; weights whose update was not finite stay
         unchanged."""
         with self._wiring.timer.phase(self._moving), self._wiring.side_stream.work():
-            self._finish(self._weights)
+            self._weights.wait()
             if self._weight_unpack:
                 flags = self._weights.receive.index_select(0, self._flag_places)
                 write_finite(self._weight_unpack, flags, on_host=self._on_host)
-
-    def _start(self, exchange: AllToAll) -> None:
-        """Starts an exchange and times it in flight."""
-        begin = self._wiring.timer.now()
-        work = exchange.start()
-        if work is not None:
-            span = self._wiring.timer.span("exchange_total", begin)
-            self._wiring.watcher.watch(span, work)
-            self._spans[exchange] = span
-
-    def _finish(self, exchange: AllToAll) -> None:
-        """Waits for an exchange, and ends its time in flight if it had not ended before."""
-        span = self._spans.pop(exchange, None)
-        in_flight = span is not None and span.end is None
-        exchange.wait()
-        if in_flight and span is not None:
-            self._wiring.watcher.waited(span)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +251,7 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
     # In batches, because this allocates messages in addition to the pipeline's.
     for batch in (matrices[part] for part in batch_slices([matrix.elements for matrix in matrices])):
         route = to_hosts(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp)
-        exchange = AllToAll(route, Messages.for_routes([route], torch.float32, wiring.device), 0, wiring.tp_group)
+        exchange = AllToAll(route, Messages.for_routes([route], torch.float32, wiring.device), 0, wiring)
         for parcel in route.sends:
             weight = fragments.weight(parcel.matrix)
             exchange.send[parcel.offset : parcel.offset + parcel.elements].view(weight.shape).copy_(weight)

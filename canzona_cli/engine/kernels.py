@@ -100,7 +100,7 @@ def choose_kernels(
         begin(f"{shape[0]} x {shape[1]} in {_NAMES[shape[2]]}")
         choices_here.append(_try_kernels(shape, calls, device, loaded, refused, seconds))
     refusal = graphs.try_out(device) if algorithm_of(config).graph else ""
-    all_kernels = gather(Kernels(choices=tuple(choices_here), no_graphs=refusal))
+    all_kernels = gather(Kernels(choices=tuple(choices_here), no_graphs=refusal), Kernels)
     choices = tuple(_merge(by_rank) for by_rank in zip(*(rank.choices for rank in all_kernels), strict=True))
     symmetric.use({shape: loaded[c.kernel] for shape, c in zip(shapes, choices, strict=True) if c.kernel != PLAIN})
     return Kernels(choices=choices, no_graphs=next((rank.no_graphs for rank in all_kernels if rank.no_graphs), ""))

@@ -32,39 +32,46 @@ class MatrixGroup(Protocol):
         """The optimizer; None if this rank does not update any matrix of the group."""
 
 
+type Mark = bool | int | float | str
+"""A value of an optimizer's state that is not a tensor, such as a counter."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class HeldFragment:
-    """This rank's fragment of a shared matrix: the elements of `Fragments.view_in_parameter`, as a 2-D
-    matrix."""
+class UpdatedMatrix:
+    """A matrix that this rank updates, or this rank's fragment of a shared matrix (the elements of
+    `Fragments.view_in_parameter`, as a 2-D matrix)."""
 
     matrix: Matrix
     master: torch.nn.Parameter
-    """The fp32 weights of the fragment, 2-D."""
+    """The fp32 weights of the matrix or the fragment, 2-D."""
     optimizer: torch.optim.Optimizer
 
     @property
     def state(self) -> Mapping[str, object]:
-        """The optimizer's state of the fragment; empty before the first step."""
+        """The optimizer's state; empty before the first step."""
         state: Mapping[str, object] = self.optimizer.state.get(self.master, {})
         return state
 
     @property
-    def marks(self) -> Mapping[str, bool | int | float | str]:
-        """The values of the fragment's state that are not tensors."""
+    def marks(self) -> dict[str, Mark]:
+        """The values of the state that are not tensors."""
         return {key: value for key, value in self.state.items() if isinstance(value, bool | int | float | str)}
 
-    @property
-    def step(self) -> None:
-        """Always None: the optimizers of shared matrices do not count steps."""
-
     def replace_state(self, tensors: Mapping[str, torch.Tensor], step: float | None) -> None:
-        """Stores `tensors`, each with as many elements as the master, in the fragment's state; other entries
-        are kept. `step` is ignored."""
+        """Stores `tensors`, each with as many elements as the master, in the state; other entries are kept.
+        `step` is ignored, because the optimizers of fragments do not count steps."""
         state = self.optimizer.state[self.master]
         state.update({key: value.view(self.master.shape) for key, value in tensors.items()})
 
-    def replace_marks(self, marks: Mapping[str, bool | int | float | str | None]) -> None:
-        """Stores `marks`, values that are not tensors, in the fragment's state; other entries are kept."""
+    def reset(self) -> None:
+        """Deletes the state after an update that was not finite; the caller has restored the weights."""
+        self.optimizer.state.pop(self.master, None)
+        _log.warning(
+            "%s keeps its weight because its update was not finite; its optimizer state is reset", self.matrix.name
+        )
+
+    def replace_marks(self, marks: Mapping[str, Mark | None]) -> None:
+        """Stores `marks`, values that are not tensors, in the state; other entries are kept."""
         self.optimizer.state[self.master].update(marks)
 
 
@@ -81,13 +88,10 @@ def skipped_updates(groups: Sequence[MatrixGroup], device: torch.device) -> torc
 def distrust_skipped(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
     """Switches matrices whose last update was skipped to the standard form for their next updates, and logs
     their names. The host waits for the device."""
+    names = {id(masters[matrix.index]): matrix.name for group in groups for matrix in group.hosted}
     for group in groups:
-        if not isinstance(group.optimizer, Muon):
-            continue
-        skipped = {id(master) for master in group.optimizer.distrust_skipped()}
-        for matrix in group.hosted:
-            if id(masters[matrix.index]) in skipped:
-                _log.warning("%s: the last update was skipped because %s", matrix.name, LOST)
+        for master in group.optimizer.distrust_skipped() if isinstance(group.optimizer, Muon) else ():
+            _log.warning("%s: the last update was skipped because %s", names[id(master)], LOST)
 
 
 class Fallbacks:
@@ -231,11 +235,19 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
         return [group.optimizer for group in (*self.groups, *self.sharing) if group.optimizer is not None]
 
     @property
-    def fragments(self) -> list[HeldFragment]:
+    def whole(self) -> list[UpdatedMatrix]:
+        """The whole matrices that this rank updates."""
+        return self._updated(self.groups)
+
+    @property
+    def fragments(self) -> list[UpdatedMatrix]:
         """The fragments of shared matrices that this rank has."""
+        return self._updated(self.sharing)
+
+    def _updated(self, groups: Sequence[MatrixGroup]) -> list[UpdatedMatrix]:
         return [
-            HeldFragment(matrix=matrix, master=self.masters[matrix.index], optimizer=group.optimizer)
-            for group in self.sharing
+            UpdatedMatrix(matrix=matrix, master=self.masters[matrix.index], optimizer=group.optimizer)
+            for group in groups
             for matrix in group.hosted
             if group.optimizer is not None
         ]
@@ -262,15 +274,12 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
         """
         self.repair()
         saved: dict[str, object] = {}
-        for group in self.groups:
-            for matrix in group.hosted:
-                assert group.optimizer is not None
-                master = self.masters[matrix.index]
-                saved[matrix.name] = {
-                    "master": master.detach(),
-                    "state": dict(group.optimizer.state.get(master, {})),
-                    "group": _changed_values(group.optimizer),
-                }
+        for updated in self.whole:
+            saved[updated.matrix.name] = {
+                "master": updated.master.detach(),
+                "state": dict(updated.state),
+                "group": _changed_values(updated.optimizer),
+            }
         return saved
 
     @torch.no_grad()
@@ -280,20 +289,17 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
         Raises:
             KeyError: a matrix that this rank hosts is missing.
         """
-        for group in self.groups:
-            for matrix in group.hosted:
-                assert group.optimizer is not None
-                saved = state_dict[matrix.name]
-                master, weights, state = self.masters[matrix.index], saved["master"], saved["state"]
-                assert isinstance(weights, torch.Tensor)
-                assert isinstance(state, Mapping)
-                master.copy_(weights)
-                group.optimizer.state[master] = {
-                    key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
-                }
-                changed = saved.get("group", {})
-                assert isinstance(changed, Mapping)
-                group.optimizer.param_groups[0].update(changed)
+        for updated in self.whole:
+            saved = state_dict[updated.matrix.name]
+            weights, state, changed = saved["master"], saved["state"], saved.get("group", {})
+            assert isinstance(weights, torch.Tensor)
+            assert isinstance(state, Mapping)
+            assert isinstance(changed, Mapping)
+            updated.master.copy_(weights)
+            updated.optimizer.state[updated.master] = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
+            }
+            updated.optimizer.param_groups[0].update(changed)
 
 
 def _changed_values(optimizer: torch.optim.Optimizer) -> dict[str, object]:

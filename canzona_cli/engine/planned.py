@@ -1,7 +1,6 @@
 """The part of an optimizer step that updates matrices as planned: this rank's experts, a pipeline over
 micro-groups, shared matrices, and the gathering of weights from their owners."""
 
-import logging
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -10,15 +9,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters
-from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, distrust_skipped, skipped_updates
+from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, UpdatedMatrix, distrust_skipped, skipped_updates
 from canzona_cli.engine.shared import Sharing
 from canzona_cli.megatron.owner_bucket_group import gathering_order, gathers_ahead, matrix_groups
 from canzona_cli.model.geometry import Block
-from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.order import entries_before_norm, order
 from canzona_cli.planner.reduction import GATHERED_AHEAD
-
-_log = logging.getLogger(__name__)
 
 
 class PlannedOptimizer(MasterOptimizer):
@@ -141,9 +137,9 @@ class PlannedOptimizer(MasterOptimizer):
         The masters are copied from the model's weights, which still have their previous values, because
         fragments of such an update are not written.
         """
-        distrust_skipped(self.groups, self.masters)
+        distrust_skipped((*self.groups, *self.sharing), self.masters)
         if self._sharing is not None:
-            self._sharing.repair(self.masters)
+            self._sharing.repair()
         for hosting in (self._experts, self._hosting):
             self._restore(hosting)
 
@@ -165,15 +161,9 @@ class PlannedOptimizer(MasterOptimizer):
         if not broken:
             return
         gather_masters(wiring, hosting.hosts, sorted(broken, key=lambda matrix: matrix.index))
-        for group in hosting.groups:
-            for matrix in group.hosted:
-                if matrix in broken:
-                    assert group.optimizer is not None
-                    group.optimizer.state.pop(wiring.masters[matrix.index], None)
-                    _log.warning(
-                        "%s keeps its weight because its update was not finite; its optimizer state is reset",
-                        matrix.name,
-                    )
+        for updated in self._updated(hosting.groups):
+            if updated.matrix in broken:
+                updated.reset()
         hosting.finite.fill_(1.0)
 
     # --- whole matrices ---
@@ -190,14 +180,12 @@ class PlannedOptimizer(MasterOptimizer):
                 matrix.publish()
         self._wiring.side_stream.join()
 
-    def placements(self) -> Iterator[tuple[torch.optim.Optimizer, Matrix, torch.nn.Parameter, tuple[Block, ...]]]:
-        """Yields, for each matrix or fragment that this rank updates, its optimizer, the matrix, the master,
-        and the positions of the master's rows in the parameter as a single TP rank would store it."""
-        for group in (*self.groups, *self.sharing):
-            for matrix in group.hosted:
-                assert group.optimizer is not None
-                blocks = self._wiring.fragments.blocks(matrix, whole=group not in self.sharing)
-                yield group.optimizer, matrix, self.masters[matrix.index], tuple(blocks)
+    def placements(self) -> Iterator[tuple[UpdatedMatrix, tuple[Block, ...]]]:
+        """Yields each matrix or fragment that this rank updates, with the positions of the master's rows in the
+        parameter as a single TP rank would store it."""
+        for is_whole, matrices in ((True, self.whole), (False, self.fragments)):
+            for updated in matrices:
+                yield updated, tuple(self._wiring.fragments.blocks(updated.matrix, whole=is_whole))
 
     # --- set-up ---
 

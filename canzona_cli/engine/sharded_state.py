@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.optimizer import (
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from canzona_cli.engine.masters import MasterOptimizer
+from canzona_cli.engine.masters import Mark, MasterOptimizer, UpdatedMatrix
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.stored_state import (
     ADAMWS_MASTER,
@@ -54,22 +54,12 @@ _WEIGHTS_ALONE: Final = "load only the weights: --no-load-optim"
 type StateDict = Mapping[object, object]
 type Entry = ShardedTensor | ShardedTensorFactory
 """The entry of a parameter in a model's `sharded_state_dict`."""
-type Count = bool | int | float | str
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Counts:
-    """The state of one rank's matrices that is not stored as tensors, such as counters, by matrix name."""
+class _PlacedMatrix(UpdatedMatrix):
+    """An updated matrix or fragment, and its place in the parameter."""
 
-    matrices: Mapping[str, Mapping[str, Count]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _UpdatedMatrix:
-    """A matrix, or a fragment of a shared matrix, that this rank updates."""
-
-    matrix: Matrix
-    master: torch.nn.Parameter
     optimizer: MatrixOptimizer
     blocks: tuple[Block, ...]
     """The positions of the master's rows in the whole parameter."""
@@ -81,7 +71,7 @@ class _UpdatedMatrix:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The master and the state's tensors; zeros for tensors that do not exist yet."""
-        state = self.optimizer.state.get(self.master, {})
+        state = self.state
         missing = {key: shape for key, shape in self.shapes.items() if shape is not None and key not in state}
         return {
             MUONS_MASTER: self.master.detach(),
@@ -89,18 +79,12 @@ class _UpdatedMatrix:
             **{key: value for key, value in state.items() if isinstance(value, torch.Tensor)},
         }
 
-    @property
-    def counts(self) -> dict[str, Count]:
-        """The values of the state that are not tensors."""
-        state = self.optimizer.state.get(self.master, {})
-        return {key: value for key, value in state.items() if isinstance(value, bool | int | float | str)}
-
-    def replace_state(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Count]) -> None:
-        """Replaces the optimizer's state by the state from a checkpoint. If counts that the optimizer needs
+    def adopt(self, tensors: Mapping[str, torch.Tensor], marks: Mapping[str, Mark]) -> None:
+        """Replaces the optimizer's state by the state from a checkpoint. If counters that the optimizer needs
         are missing, the checkpoint was saved before the matrix's first step, and nothing changes."""
-        if all(shape is not None or key in counts for key, shape in self.shapes.items()):
+        if all(shape is not None or key in marks for key, shape in self.shapes.items()):
             state = {key: tensor for key, tensor in tensors.items() if key != MUONS_MASTER}
-            self.optimizer.state[self.master] = {**state, **counts}
+            self.optimizer.state[self.master] = {**state, **marks}
 
     def pieces(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str, Block | None, torch.Tensor]]:
         """Yields the state's pieces as (name, field, position in the whole parameter, rows). State that is
@@ -152,8 +136,8 @@ def state_problem(
         fix = f"save with {SHARDING} (Megatron-LM: --dist-ckpt-optim-fully-reshardable)"
         return Problem(key="sharded_state_dict", value=sharding, reason=reason, fix=fix)
     if isinstance(matrices, PlannedOptimizer) and all(
-        isinstance(optimizer, MatrixOptimizer) and optimizer.state_shapes(master) is not None
-        for optimizer, _, master, _ in matrices.placements()
+        isinstance(updated.optimizer, MatrixOptimizer) and updated.optimizer.state_shapes(updated.master) is not None
+        for updated in (*matrices.whole, *matrices.fragments)
     ):
         return None
     reason = "the shapes of the state of its matrices are not known"
@@ -178,9 +162,9 @@ class ShardedState:
     ) -> None:
         self._adamw, self._matrices, self._chunks, self._stored = adamw, matrices, chunks, stored
         self._updated = [
-            _UpdatedMatrix(matrix=matrix, master=master, optimizer=optimizer, blocks=blocks)
-            for optimizer, matrix, master, blocks in matrices.placements()
-            if isinstance(optimizer, MatrixOptimizer)
+            _PlacedMatrix(**vars(updated), blocks=blocks)
+            for updated, blocks in matrices.placements()
+            if isinstance(updated.optimizer, MatrixOptimizer)
         ]
         self._targets: dict[str, dict[str, torch.Tensor]] = {}
         """The tensors that each matrix's state is loaded into, by matrix name."""
@@ -199,10 +183,10 @@ class ShardedState:
         state: dict[str, ShardedTensor] = {}
         for updated in self._updated:
             state |= updated.entries(updated.tensors, names, weights[updated.matrix.parameter])
-        counts: dict[str, Mapping[str, Count]] = {}
-        own_counts = {updated.matrix.name: updated.counts for updated in self._updated if updated.counts}
-        for rank in gather(_Counts(matrices=own_counts)):
-            counts |= rank.matrices
+        counts: dict[str, dict[str, Mark]] = {}
+        counts_here = {updated.matrix.name: updated.marks for updated in self._updated if updated.marks}
+        for counts_of_rank in gather(counts_here, dict[str, dict[str, Mark]]):
+            counts |= counts_of_rank
         adamw = self._adamw.sharded_state_dict(model, metadata=metadata)
         for group in adamw["optimizer"]["param_groups"]:
             group["optimizer"] = "adam"  # as Megatron marks AdamW's groups next to Muon's
@@ -260,7 +244,7 @@ class ShardedState:
             for name, _, _, piece in updated.pieces(tensors):
                 if (source := entries["matrices"][name]).data_ptr() != piece.data_ptr():
                     piece.copy_(source.view_as(piece))
-            updated.replace_state(tensors, counts.get(updated.matrix.name, {}))
+            updated.adopt(tensors, counts.get(updated.matrix.name, {}))
         step = stored_step({key: value for key, value in state.items() if key != _ENTRIES})
         if step is None:
             reason = "it does not contain the number of AdamW's steps"

@@ -2,22 +2,19 @@
 (`optimizers/shared_muon`), with their optimizer and scratch, and the handling of updates that cannot be
 trusted."""
 
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 
-from canzona_cli.engine.masters import distrust_skipped, skipped_updates
+from canzona_cli.engine.masters import UpdatedMatrix, skipped_updates
 from canzona_cli.engine.wire import Copy, Wiring, Write, join_writes, write_finite
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.matrix_optimizer import Workspace
 from canzona_cli.optimizers.shared_muon import SharedMuon
 from canzona_cli.optimizers.shared_rows import FragmentGroup, Turns, Wait
 from canzona_cli.planner.order import LANES, shared_order
-
-_log = logging.getLogger(__name__)
 
 
 class SharedMatrix:
@@ -158,20 +155,15 @@ class Sharing:
     def _timed(self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]) -> Callable[..., Wait]:
         """Returns a function that starts the named collective over the TP ranks, and whose result is a
         function that waits for the collective. Both are timed as exchanges."""
-        timer, watcher = self._wiring.timer, self._wiring.watcher
+        timer = self._wiring.timer
 
         def begin(*tensors: torch.Tensor) -> Wait:
             with timer.phase("exchange"):
-                span = timer.span("exchange_total", timer.now())
-                work = getattr(torch.distributed, name)(*tensors, group=self._wiring.tp_group, async_op=True)
-                watcher.watch(span, work)
+                finish = self._wiring.start(getattr(torch.distributed, name), *tensors)
 
             def wait() -> None:
                 with timer.phase("exchange"):
-                    in_flight = span.end is None
-                    work.wait()
-                    if in_flight:
-                        watcher.waited(span)
+                    finish()
 
             return wait
 
@@ -232,20 +224,15 @@ class Sharing:
         return count if self._wiring.rank == 0 else torch.zeros_like(count)
 
     @torch.no_grad()
-    def repair(self, masters: Mapping[int, torch.nn.Parameter]) -> None:
+    def repair(self) -> None:
         """Restores the previous weights of matrices whose last update was not finite, and resets their
         optimizer state. No communication is needed, because every rank has its fragment of the previous
         weight. The host waits for the device."""
-        distrust_skipped((self,), masters)
         for shared, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
             if math.isfinite(total):
                 continue
             shared.reload()
-            self.optimizer.state.pop(shared.master, None)
-            _log.warning(
-                "%s keeps its weight because its update was not finite; its optimizer state is reset",
-                shared.matrix.name,
-            )
+            UpdatedMatrix(matrix=shared.matrix, master=shared.master, optimizer=self.optimizer).reset()
         self._sums.zero_()
 
 

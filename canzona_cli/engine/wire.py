@@ -12,6 +12,7 @@ from canzona_cli.megatron.timers import PhaseTimer, Watcher
 from canzona_cli.model import geometry
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.runs import runs, view_run
+from canzona_cli.optimizers.shared_rows import Wait
 from canzona_cli.planner.exchange import Route
 
 
@@ -106,8 +107,6 @@ class Messages:
 
     sends: tuple[torch.Tensor, ...]
     receives: tuple[torch.Tensor, ...]
-    last: list[torch.distributed.Work | None]
-    """The last exchange that used each set; None before the first."""
 
     @classmethod
     def for_routes(cls, routes: Sequence[Route], dtype: torch.dtype, device: torch.device) -> "Messages":
@@ -119,7 +118,6 @@ class Messages:
         return cls(
             sends=tuple(torch.zeros(sent, dtype=dtype, device=device) for _ in range(sets)),
             receives=tuple(torch.zeros(received, dtype=dtype, device=device) for _ in range(sets)),
-            last=[None] * sets,
         )
 
     @property
@@ -135,41 +133,30 @@ class AllToAll:
 
     Args:
         number: the index of the micro-group; even and odd micro-groups use different buffers.
-        group: the TP ranks; None if there is only one.
     """
 
-    def __init__(
-        self, route: Route, messages: Messages, number: int, group: torch.distributed.ProcessGroup | None
-    ) -> None:
-        self.route, self._group = route, group
-        self._work: torch.distributed.Work | None = None
-        self._last, self._place = messages.last, number % max(1, len(messages.sends))
+    def __init__(self, route: Route, messages: Messages, number: int, wiring: "Wiring") -> None:
+        self.route, self._wiring = route, wiring
+        self._wait: Wait | None = None
         if not messages.sends:
             self.send = self.receive = torch.empty(0)
             return
-        self.send = messages.sends[self._place][: route.sent]
-        self.receive = messages.receives[self._place][: route.received]
+        place = number % len(messages.sends)
+        self.send = messages.sends[place][: route.sent]
+        self.receive = messages.receives[place][: route.received]
 
-    def start(self) -> torch.distributed.Work | None:
-        """Starts sending the packed message. Returns the handle to wait for; None if nothing is
-        communicated."""
-        if self.route.travels:
-            self._work = torch.distributed.all_to_all_single(
-                self.receive,
-                self.send,
-                list(self.route.receive_splits),
-                list(self.route.send_splits),
-                group=self._group,
-                async_op=True,
-            )
-            self._last[self._place] = self._work
-        return self._work
+    def start(self) -> None:
+        """Starts sending the packed message, if anything is communicated."""
+        route = self.route
+        if route.travels:
+            splits = list(route.receive_splits), list(route.send_splits)
+            self._wait = self._wiring.start(torch.distributed.all_to_all_single, self.receive, self.send, *splits)
 
     def wait(self) -> None:
         """Waits until the message has arrived. On a GPU the current stream waits, not the host."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
 
 MakeOptimizer = Callable[[Sequence[Matrix], list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -199,6 +186,24 @@ class Wiring:
     def as_single_rank(self) -> "Wiring":
         """Returns the wiring for matrices that this rank stores whole, which need no communication."""
         return replace(self, fragments=self.fragments.as_single_rank(), rank=0, tp_group=None)
+
+    def start(self, collective: Callable[..., torch.distributed.Work | None], *arguments: object) -> Wait:
+        """Starts a collective over the TP ranks, and times it in flight.
+
+        Returns:
+            A function that waits for the collective. On a GPU the current stream waits, not the host.
+        """
+        begin = self.timer.now()
+        work = collective(*arguments, group=self.tp_group, async_op=True)
+        assert work is not None
+        span = self.timer.span("exchange_total", begin)
+        self.watcher.watch(span, work)
+
+        def wait() -> None:
+            work.wait()
+            self.watcher.waited(span)
+
+        return wait
 
 
 @dataclass(frozen=True, slots=True)

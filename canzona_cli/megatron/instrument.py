@@ -147,10 +147,9 @@ class _Communication:
         return result
 
     def finish(self, *args: object, **kwargs: object) -> object:
-        already_ended = self._span is not None and self._span.end is not None
         with self._timer.phase(self._phase):
             result = self._finish(*args, **kwargs)
-        if self._span is not None and not already_ended:
+        if self._span is not None:
             self._watcher.waited(self._span)
         self._span = None
         return result

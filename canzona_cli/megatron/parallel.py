@@ -4,9 +4,9 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,7 @@ from canzona_cli.config.schema import Device, Layout, ModelConfig
 from canzona_cli.megatron import cpu_backend
 from canzona_cli.model.geometry import is_expert
 from canzona_cli.planner.reduction import adamw_apart
-from canzona_cli.run.codec import parse, record_dict
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from canzona_cli.run.codec import parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,17 +113,21 @@ def initialize(
     if world_size != layout.world_size:
         raise RuntimeError(f"torchrun started {world_size} ranks, but the layout needs {layout.world_size}")
     timeout = timedelta(minutes=timeout_minutes)
-    meeting = _Meeting(store=_store(turn), rank=rank, world_size=world_size) if turn else _Meeting()
     if device == "cuda":
         local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(local)
-        # With a device_id, every group would create its communicator at once, in a call that all ranks have
-        # to join. Without it, a group creates its communicator at its first use.
-        torch.distributed.init_process_group("nccl", timeout=timeout, **meeting)
     else:
         cpu_backend.install()
         local = torch.device("cpu")
-        torch.distributed.init_process_group("gloo", timeout=timeout, **meeting)
+    # With a device_id, every group would create its communicator at once, in a call that all ranks have to
+    # join. Without it, a group creates its communicator at its first use.
+    torch.distributed.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        timeout=timeout,
+        store=_store(turn) if turn else None,
+        rank=rank,
+        world_size=world_size,
+    )
     groups = make_groups(layout, timeout=timeout, alive=alive)
     model_parallel_cuda_manual_seed(seed)
     return world_of(groups, layout, local, timeout=timeout)
@@ -170,14 +171,6 @@ def duplicate_group(group: ProcessGroup, timeout: timedelta | None) -> ProcessGr
     second = torch.distributed.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="OWNERS")
     assert isinstance(second, ProcessGroup)
     return second
-
-
-class _Meeting(TypedDict, total=False):
-    """The rendezvous arguments of `init_process_group`; empty to use the launcher's environment."""
-
-    store: PrefixStore
-    rank: int
-    world_size: int
 
 
 def _store(turn: str) -> PrefixStore:
@@ -270,17 +263,24 @@ def _share_groups(layout: Layout, timeout: timedelta, alive: Callable[[], None])
         parallel_state.create_group = original
 
 
-def gather[T: DataclassInstance](record: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns the records of all ranks of the group, in rank order. Collective.
+def gather[T](value: T, kind: type[T], *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns the values of all ranks of the group, in rank order. Collective.
 
     Args:
-        record: a dataclass instance, sent as JSON.
+        value: plain data, which may contain dataclass instances; sent as JSON.
+        kind: the type of the value.
         group: None for all ranks of the job.
 
     Raises:
-        Damaged: A rank sent data that is not a record of the same type.
+        Damaged: A rank sent data that is not of this type.
     """
-    return [parse(type(record), text) for text in _gather(json.dumps(record_dict(record), default=str).encode(), group)]
+    content = json.dumps(value, default=_plain_value).encode()
+    return [parse(kind, text) for text in _gather(content, group)]
+
+
+def _plain_value(value: object) -> object:
+    """Converts a value that JSON cannot represent: a dataclass instance to a dict, anything else to text."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
         phases=mean_phases([step.phases for step in measured]),
         peak_memory=_peak_memory(world),
     )
-    rank_means = gather(means)
+    rank_means = gather(means, _RankMeans)
     if world.rank != 0 or not measured:
         return None
     step = _phase_time([rank.step_s for rank in rank_means])

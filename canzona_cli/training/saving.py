@@ -45,13 +45,6 @@ class _Save:
     """True if an event has already reported that the next save waits for this save."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Failure:
-    """The reason why a rank could not save (None if it could), as a record that the ranks exchange."""
-
-    reason: str | None
-
-
 class Saver:
     """The writer of a run's checkpoints. All ranks must call its collective methods in the same order.
 
@@ -135,11 +128,9 @@ class Saver:
             SaveFailed: on every rank together; the message names the last checkpoint.
         """
         failure = self.wait_until_written()
-        failed = _Failure(
-            reason=None if failure is None else f"{failure.problems[0].reason}; {self._last_checkpoint()}"
-        )
-        agreed = gather(failed)[0].reason  # rank 0 completes checkpoints, so its result decides
-        if agreed is not None:
+        reason = "" if failure is None else f"{failure.problems[0].reason}; {self._last_checkpoint()}"
+        agreed = gather(reason, str)[0]  # rank 0 completes checkpoints, so its result decides
+        if agreed:
             raise SaveFailed(
                 Problem(
                     key="checkpoint",

@@ -33,8 +33,8 @@ def work() -> tuple[list[Said], float, list[object]]:
     """A record of another length on each rank; a number that JSON has no word for; what Megatron asks."""
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
-    heard = gather(said(rank))
-    odd = gather(Said(text="", number=math.inf, large=0, found={"x": math.nan}))[1 - rank]
+    heard = gather(said(rank), Said)
+    odd = gather(Said(text="", number=math.inf, large=0, found={"x": math.nan}), Said)[1 - rank]
     assert math.isnan(odd.found["x"])
     own: object = [(None, False), ((("lr", 0.1 * rank),), True)]
     everyone: list[object] = [None, None]
