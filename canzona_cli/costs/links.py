@@ -24,7 +24,6 @@ from functools import lru_cache
 from typing import Literal
 
 from canzona_cli.config.schema import ClusterConfig, Collective, Layout
-from canzona_cli.model.family import Copies
 
 Link = Literal["machine", "network"]
 
@@ -135,10 +134,6 @@ class Groups:
     @classmethod
     def of(cls, layout: Layout, cluster: ClusterConfig) -> "Groups":
         return _groups(layout.tp, layout.cp, layout.dp, layout.pp, layout.ep, cluster.gpus_per_node)
-
-    def of_copies(self, copies: Copies) -> Group:
-        """Returns the group whose ranks have copies of a tensor and sum its gradients."""
-        return self.data if copies == "data" else self.tp
 
 
 @lru_cache(maxsize=1024)

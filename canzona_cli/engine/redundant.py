@@ -87,32 +87,40 @@ class RedundantUpdate:
         self._matrix, self._gathering = matrix, gathering
         self._master = wiring.masters[matrix.index]
         self.hosted, self.optimizer = (matrix,), wiring.make_optimizer((matrix,), [self._master])
-        self._fragment = wiring.fragments.gradient(matrix) if _stores(wiring, matrix) else scratch[:0]
+        self.stored = wiring.rank in matrix.holders(wiring.fragments.tp)
+        """True if this TP rank stores a part of the weight."""
+        self.travels = gathering.travels(matrix)
+        self.fragment = wiring.fragments.gradient(matrix) if self.stored else scratch[:0]
+        """This rank's fragment of the reduced gradient; empty if the rank does not store a part."""
         self._in_place = gathering.needs_no_copy(matrix)
-        whole = self._fragment if self._in_place else scratch[: matrix.elements]
+        whole = self.fragment if self._in_place else scratch[: matrix.elements]
         self._gradient = whole.view(matrix.rows, matrix.cols)
 
     def run(self, scale: float) -> None:
         """Gathers the gradient, multiplies it by `scale` (clipping), updates the master, and writes this
         rank's fragment of the new weight."""
-        matrix, gathering, master = self._matrix, self._gathering, self._master
         # If nothing is gathered, the time for copies is attributed to the update.
-        with self._wiring.timer.phase("exchange" if gathering.travels(matrix) else "matrix_update"):
+        with self._wiring.timer.phase("exchange" if self.travels else "matrix_update"):
             if not self._in_place:
-                gathering.gather(matrix, self._fragment, self._gradient)
+                self._gathering.gather(self._matrix, self.fragment, self._gradient)
         with self._wiring.timer.phase("matrix_update"):
             if scale != 1.0:
                 self._gradient.mul_(scale)
-            master.grad = self._gradient
+            self._master.grad = self._gradient
             self.optimizer.step()
-            master.grad = None
+            self._master.grad = None
             self.publish()
 
     def publish(self) -> None:
         """Writes this rank's fragment of the master into the model's weight."""
         matrix, fragments = self._matrix, self._wiring.fragments
-        if _stores(self._wiring, matrix):
+        if self.stored:
             fragments.weight(matrix).copy_(fragments.view_in_whole(matrix, self._master.detach(), self._wiring.rank))
+
+    def reload(self) -> None:
+        """Copies the model's weight into the master. Collective over the TP ranks."""
+        weight = self._wiring.fragments.weight(self._matrix) if self.stored else self.fragment
+        self._gathering.gather(self._matrix, weight, self._master.detach())
 
 
 class RedundantOptimizer(MasterOptimizer):
@@ -138,32 +146,24 @@ class RedundantOptimizer(MasterOptimizer):
         fallbacks: Fallbacks,
     ) -> None:
         super().__init__(config, chunks, wiring.masters, wiring.device)
-        self._matrices, self._world, self._fallbacks = matrices, world, fallbacks
+        self._world, self._fallbacks = world, fallbacks
         dense = [matrix for matrix in matrices if matrix.expert_rank is None]
         experts = [matrix for matrix in matrices if matrix.expert_rank is not None]
         self._dense, self._experts = FragmentGather(wiring, dense), FragmentGather(wiring.as_single_rank(), experts)
-        copied = [matrix.elements for matrix in matrices if not self._gathering(matrix).needs_no_copy(matrix)]
+        gathered = [(m, self._dense if m.expert_rank is None else self._experts) for m in matrices]
+        copied = [matrix.elements for matrix, gathering in gathered if not gathering.needs_no_copy(matrix)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
+        self.groups: list[RedundantUpdate] = [RedundantUpdate(*each, self._scratch) for each in gathered]
         self.reload_model_params()
-        self.groups: list[RedundantUpdate] = [
-            RedundantUpdate(matrix, self._gathering(matrix), self._scratch) for matrix in matrices
-        ]
-
-    def _gathering(self, matrix: Matrix) -> FragmentGather:
-        return self._dense if matrix.expert_rank is None else self._experts
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
         """Returns the gradient fragments that this rank contributes to the norm. Only one rank of the stats
         group contributes each element."""
-        return [
-            self._gathering(matrix).wiring.fragments.gradient(matrix)
-            for matrix in self._matrices
-            if _stores(self._gathering(matrix).wiring, matrix) and self._counts_fragment(matrix)
-        ]
+        return [group.fragment for group in self.groups if group.stored and self._counts_fragment(group)]
 
-    def _counts_fragment(self, matrix: Matrix) -> bool:
-        travels = self._gathering(matrix).travels(matrix)  # if True, each TP rank has different elements
-        return counts_dense(self._world) if travels else counts_update(matrix, self._world)
+    def _counts_fragment(self, group: RedundantUpdate) -> bool:
+        # If a matrix travels, each TP rank has different elements.
+        return counts_dense(self._world) if group.travels else counts_update(group.hosted[0], self._world)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -188,11 +188,8 @@ class RedundantOptimizer(MasterOptimizer):
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:
         """Copies the model's weights into the masters. Collective over the TP ranks."""
-        for matrix in self._matrices:
-            gathering = self._gathering(matrix)
-            stored = _stores(gathering.wiring, matrix)
-            fragment = gathering.wiring.fragments.weight(matrix) if stored else self._scratch[:0]
-            gathering.gather(matrix, fragment, self.masters[matrix.index].detach())
+        for group in self.groups:
+            group.reload()
 
     @property
     def exchange_bytes(self) -> int:
@@ -215,8 +212,3 @@ def counts_update(matrix: Matrix, world: World) -> bool:
     if matrix.expert_rank is not None:
         return world.expert_owner == 0
     return world.tp_rank == 0 and counts_dense(world)
-
-
-def _stores(wiring: Wiring, matrix: Matrix) -> bool:
-    """Returns True if this TP rank stores a part of the weight."""
-    return wiring.rank in matrix.holders(wiring.fragments.tp)

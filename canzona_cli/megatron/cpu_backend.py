@@ -8,7 +8,7 @@ contract test (`tests/megatron/test_cpu_backend.py`) that runs the Megatron code
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -35,26 +35,21 @@ class CpuStream:
 _STREAM = CpuStream()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Replacement:
     """The replacement of a name that Megatron-core uses and that does not work without CUDA."""
 
     owner: ModuleType | type
     name: str
-    make: Callable[[Callable[..., object]], object]
-    """A function that returns the CPU version, given the original."""
+    on_cpu: object
+    """The CPU version."""
     used_by: str
     """The Megatron-core code that needs the replacement."""
 
     @property
     def label(self) -> str:
-        """The name with its module or class, as `install` returns it."""
+        """The name with its module or class."""
         return f"{self.owner.__name__}.{self.name}"
-
-
-def _returning(value: object) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Returns a `Replacement.make` whose CPU version ignores its arguments and returns `value`."""
-    return lambda original: lambda *args, **kwargs: value
 
 
 def _is_cuda(device: object) -> bool:
@@ -92,39 +87,19 @@ def _megatron_type_name(original: Callable[..., object]) -> Callable[..., object
     return type_name
 
 
-def _counts_as_numpy(original: Callable[..., object]) -> Callable[..., object]:
+def _counts_to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     """Replaces the function that copies token counts to the host. Megatron's function converts only GPU
     tensors to numpy arrays; the replacement converts CPU tensors, because collectives do not accept tensors
     as sizes."""
-
-    @functools.wraps(original)
-    def counts_to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
-
-    return counts_to_host
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
-def _set_rng_state(original: Callable[..., object]) -> Callable[..., None]:
-    def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
-        del device, graph_safe
-        torch.set_rng_state(new_state)
-
-    return set_state
+def _set_rng_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
 
 
-def _get_rng_state(original: Callable[..., object]) -> Callable[..., torch.Tensor]:
-    return lambda *args, **kwargs: torch.get_rng_state()
-
-
-def _manual_seed(original: Callable[..., object]) -> Callable[..., object]:
-    return lambda seed: torch.manual_seed(seed)
-
-
-def _tensor_cuda(original: Callable[..., object]) -> Callable[..., torch.Tensor]:
-    def cuda(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        return tensor
-
-    return cuda
+def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
+    return torch.get_rng_state()
 
 
 def _replacements() -> tuple[Replacement, ...]:
@@ -132,59 +107,41 @@ def _replacements() -> tuple[Replacement, ...]:
     import megatron.core.tensor_parallel.random as mcore_random
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
-    cuda = torch.cuda
-    table: tuple[tuple[ModuleType | type, str, Callable[[Callable[..., object]], object], str], ...] = (
-        (cuda, "current_device", _returning(CPU), "every `device=torch.cuda.current_device()`"),
-        (cuda, "current_stream", _returning(_STREAM), "distributed.param_and_grad_buffer"),
-        (
-            dispatcher.MoEAlltoAllTokenDispatcher,
-            "cuda_dtoh_stream",
-            lambda original: _STREAM,
-            "transformer.moe.token_dispatcher, which would create one",
-        ),
-        (dispatcher, "maybe_move_tensor_to_cpu", _counts_as_numpy, "transformer.moe.token_dispatcher"),
-        (cuda, "manual_seed", _manual_seed, "tensor_parallel.random"),
-        (cuda, "get_rng_state", _get_rng_state, "tensor_parallel.random"),
-        (mcore_random, "_get_cuda_rng_state", _get_rng_state, "tensor_parallel.random fork"),
-        (mcore_random, "_set_cuda_rng_state", _set_rng_state, "tensor_parallel.random fork"),
-        (torch.Tensor, "type", _megatron_type_name, "optimizer.optimizer, .distrib_optimizer, .clip_grads"),
-        (torch.Tensor, "cuda", _tensor_cuda, "models.common.language_module (tied weights)"),
-        (
-            torch,
-            "tensor",
-            _factory_on_cpu,
-            "optimizer.optimizer (found_inf, loss scale), rotary tables under cp",
-        ),
-        (torch, "zeros", _factory_on_cpu, "pipeline_parallel.schedules (token count), optimizer.clip_grads"),
-        (torch, "ones", _factory_on_cpu, "transformer.utils (attention masks)"),
-    )
-    return tuple(
-        Replacement(owner=owner, name=name, make=make, used_by=used_by) for owner, name, make, used_by in table
+    cuda, tokens = torch.cuda, "transformer.moe.token_dispatcher"
+    type_name, create = _megatron_type_name(torch.Tensor.type), _factory_on_cpu
+    return (
+        Replacement(cuda, "current_device", lambda: CPU, "every `device=torch.cuda.current_device()`"),
+        Replacement(cuda, "current_stream", lambda device=None: _STREAM, "distributed.param_and_grad_buffer"),
+        Replacement(dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", _STREAM, f"{tokens}, which creates one"),
+        Replacement(dispatcher, "maybe_move_tensor_to_cpu", _counts_to_host, tokens),
+        Replacement(cuda, "manual_seed", torch.manual_seed, "tensor_parallel.random"),
+        Replacement(cuda, "get_rng_state", _get_rng_state, "tensor_parallel.random"),
+        Replacement(mcore_random, "_get_cuda_rng_state", _get_rng_state, "tensor_parallel.random fork"),
+        Replacement(mcore_random, "_set_cuda_rng_state", _set_rng_state, "tensor_parallel.random fork"),
+        Replacement(torch.Tensor, "type", type_name, "optimizer.optimizer, .distrib_optimizer, .clip_grads"),
+        Replacement(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor, "models.common.language_module"),
+        Replacement(torch, "tensor", create(torch.tensor), "optimizer.optimizer (loss scale), rotary tables under cp"),
+        Replacement(torch, "zeros", create(torch.zeros), "pipeline_parallel.schedules, optimizer.clip_grads"),
+        Replacement(torch, "ones", create(torch.ones), "transformer.utils (attention masks)"),
     )
 
 
-_originals: dict[str, Callable[..., object]] = {}
+_originals: dict[str, object] = {}
 """The original of each replaced name, by `Replacement.label`, while the replacements are installed."""
 
 
-def install() -> Mapping[str, str]:
+def install() -> None:
     """Replaces every name by its CPU version. Further calls have no effect.
-
-    Returns:
-        The replaced names, each with the Megatron-core code that needs the replacement.
 
     Raises:
         RuntimeError: CUDA is available, so the replacements would move GPU work to the CPU.
     """
     if torch.cuda.is_available():
         raise RuntimeError("the CPU backend must not be installed where CUDA is available")
-    replacements = _replacements()
-    for item in replacements:
+    for item in _replacements():
         if item.label not in _originals:
-            original = getattr(item.owner, item.name)
-            _originals[item.label] = original
-            setattr(item.owner, item.name, item.make(original))
-    return {item.label: item.used_by for item in replacements}
+            _originals[item.label] = getattr(item.owner, item.name)
+            setattr(item.owner, item.name, item.on_cpu)
 
 
 def uninstall() -> None:

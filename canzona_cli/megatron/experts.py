@@ -8,7 +8,6 @@ weight is one block of the gradient buffer.
 """
 
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -105,11 +104,9 @@ class RoutingMeter:
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, TopKRouter):
-                    module.register_forward_hook(partial(self._count, module))
+                    module.register_forward_hook(self._count)
 
-    def _count(
-        self, router: TopKRouter, module: object, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def _count(self, router: TopKRouter, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
         # With full recomputation, the first of two forward passes has no gradients.
         if router.training and torch.is_grad_enabled():
             self._tokens[router.layer_number - 1] += outputs[1].sum(0)

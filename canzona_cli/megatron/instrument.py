@@ -8,7 +8,7 @@ wait for it. The wrapped names are pinned by `tests/dist/test_instrument.py`.
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -76,7 +76,7 @@ def attach(
     if optimizer is None:
         return
     # Megatron's optimizers read the norm from the device in this method, so the host may wait here.
-    optimizer.get_grad_norm = _wrap_in_context(timer.waiting, optimizer.get_grad_norm)
+    optimizer.get_grad_norm = _wrap_in_context(lambda *_, **__: timer.waiting(), optimizer.get_grad_norm)
     for leaf in leaves(optimizer):
         phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
         leaf.step_with_ready_grads = _wrap_in_context(functools.partial(timer.phase, phase), leaf.step_with_ready_grads)
@@ -156,13 +156,14 @@ class _Communication:
 
 
 def _wrap_in_context(
-    context: Callable[[], AbstractContextManager[None]], original: Callable[..., object]
+    context: Callable[..., AbstractContextManager[None]], original: Callable[..., object]
 ) -> Callable[..., object]:
-    """Wraps `original` so that each call runs inside a new context manager, which `context` creates."""
+    """Wraps `original` so that each call runs inside a new context manager, which `context` creates from the
+    call's arguments."""
 
     @functools.wraps(original)
     def called(*args: object, **kwargs: object) -> object:
-        with context():
+        with context(*args, **kwargs):
             return original(*args, **kwargs)
 
     return called
@@ -175,24 +176,18 @@ def _time_dispatch(timer: PhaseTimer, world: World) -> None:
         return
     groups = (world.groups.ep, world.groups.tp_ep)
 
-    def attribute_time(original: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(original)
-        def collective(*args: object, **kwargs: object) -> object:
-            # DeepEP's functions get the group as a positional argument, and are used only to send tokens.
-            group = kwargs.get("group", world.groups.ep)
-            if timer.current not in ("forward", "backward") or all(group is not tokens for tokens in groups):
-                return original(*args, **kwargs)
-            with timer.phase("dispatch"):
-                return original(*args, **kwargs)
+    def dispatch(*_: object, **kwargs: object) -> AbstractContextManager[None]:
+        # DeepEP's functions get the group as a positional argument, and are used only to send tokens.
+        group = kwargs.get("group", world.groups.ep)
+        sends_tokens = timer.current in ("forward", "backward") and any(group is tokens for tokens in groups)
+        return timer.phase("dispatch") if sends_tokens else nullcontext()
 
-        return collective
-
-    torch.distributed.all_to_all_single = attribute_time(torch.distributed.all_to_all_single)  # type: ignore[assignment]
+    torch.distributed.all_to_all_single = _wrap_in_context(dispatch, torch.distributed.all_to_all_single)  # type: ignore[assignment]
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        setattr(mappings, name, attribute_time(getattr(mappings, name)))
+        setattr(mappings, name, _wrap_in_context(dispatch, getattr(mappings, name)))
     for function in (fused_a2a.FusedDispatch, fused_a2a.FusedCombine):
         for name in ("forward", "backward"):
-            setattr(function, name, staticmethod(attribute_time(getattr(function, name))))
+            setattr(function, name, staticmethod(_wrap_in_context(dispatch, getattr(function, name))))
 
 
 def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) -> None:
@@ -202,21 +197,16 @@ def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) ->
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     for dispatcher in (layer.token_dispatcher for layer in layers):
         for name in ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"):
-            setattr(dispatcher, name, _wrap_in_context(timer.waiting, getattr(dispatcher, name)))
+            setattr(dispatcher, name, _wrap_in_context(lambda *_, **__: timer.waiting(), getattr(dispatcher, name)))
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:
     """Wraps `torch.distributed.all_gather`, with which Megatron's Muon in mode `duplicated` gathers TP
-    fragments within an update, so that its time is attributed to `exchange`."""
-    original: Callable[..., object] = torch.distributed.all_gather
+    fragments within an update, so that its time is attributed to `exchange`. The call is synchronous."""
 
-    @functools.wraps(original)
-    def all_gather(tensor_list: list[torch.Tensor], *args: object, **kwargs: object) -> object:
+    def exchange(tensor_list: list[torch.Tensor], *_: object, **__: object) -> AbstractContextManager[None]:
         # With one TP rank Megatron still calls it, but nothing is communicated.
-        if timer.current != "matrix_update" or len(tensor_list) == 1:
-            return original(tensor_list, *args, **kwargs)
-        # The call is synchronous, so the step waits for all of it.
-        with timer.phase("exchange"):
-            return original(tensor_list, *args, **kwargs)
+        communicates = timer.current == "matrix_update" and len(tensor_list) > 1
+        return timer.phase("exchange") if communicates else nullcontext()
 
-    torch.distributed.all_gather = all_gather  # type: ignore[assignment]
+    torch.distributed.all_gather = _wrap_in_context(exchange, torch.distributed.all_gather)  # type: ignore[assignment]

@@ -60,7 +60,7 @@ def check_model(chunks: Sequence[torch.nn.Module], plan: Plan, world: World) -> 
     for name, param in trainable.items():
         if name not in members and _is_matrix(name, param):
             raise PlanMismatch(key=name, planned="nothing", actual=f"a matrix of shape {tuple(param.shape)}")
-    places = placements(plan, world.pp_rank, world.expert_rank)
+    places = placements(plan, stage_buckets(plan, world.pp_rank, world.expert_rank))
     placed = [name for bucket in places for name in bucket]
     if sorted(placed) != sorted(members):
         different = next(iter(sorted(set(placed) ^ set(members)) or sorted(placed)))
@@ -129,15 +129,21 @@ def full_param_layout(
     return FullParamLayout(layouts=layouts)
 
 
-def placements(plan: Plan, stage: int, expert_rank: int = 0) -> tuple[Mapping[str, tuple[int, int]], ...]:
+def placements(plan: Plan, buckets: Sequence[Bucket]) -> tuple[Mapping[str, tuple[int, int]], ...]:
     """Returns the elements [start, end) of each parameter within its bucket, by the parameter's name, for
-    each bucket of `stage_buckets`.
+    each of `buckets`, all of one stage.
 
     Raises:
         PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to
             their owner.
     """
-    return _placements(plan, stage_buckets(plan, stage, expert_rank))
+    if not buckets:
+        return ()
+    names = {name for bucket in buckets for name in bucket.parameters}
+    matrices = [matrix for matrix in plan.matrices if matrix.parameter in names]
+    parameters = stage_parameters(matrices, buckets[0].stage, plan.subject.layout.tp)
+    by_name = {parameter.name: parameter for parameter in parameters}
+    return tuple(_bucket_placements(bucket, plan, by_name) for bucket in buckets)
 
 
 def stage_buckets(plan: Plan, stage: int, expert_rank: int = 0, chunk: int | None = None) -> tuple[Bucket, ...]:
@@ -161,17 +167,6 @@ def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, 
 def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:
     parts = name.split(".")
     return param.dim() == 2 and "layers" in parts and "router" not in parts
-
-
-def _placements(plan: Plan, buckets: Sequence[Bucket]) -> tuple[Mapping[str, tuple[int, int]], ...]:
-    """Implements `placements` for `buckets`, all of one stage."""
-    if not buckets:
-        return ()
-    names = {name for bucket in buckets for name in bucket.parameters}
-    matrices = [matrix for matrix in plan.matrices if matrix.parameter in names]
-    parameters = stage_parameters(matrices, buckets[0].stage, plan.subject.layout.tp)
-    by_name = {parameter.name: parameter for parameter in parameters}
-    return tuple(_bucket_placements(bucket, plan, by_name) for bucket in buckets)
 
 
 def _bucket_placements(bucket: Bucket, plan: Plan, parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, int]]:
@@ -253,7 +248,7 @@ def _matrix_layout(
     bounds: list[tuple[int, int]] = []
     used: list[int] = []
     offset = 0
-    for index, (bucket, places) in enumerate(zip(buckets, _placements(plan, buckets), strict=True)):
+    for index, (bucket, places) in enumerate(zip(buckets, placements(plan, buckets), strict=True)):
         for name, (start, end) in places.items():
             where[matrices[name]] = (offset + start, offset + end, index)
         bounds.append((offset, offset + bucket.elements))

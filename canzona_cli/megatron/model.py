@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -24,29 +23,17 @@ from torch.autograd.function import FunctionCtx
 from canzona_cli.cluster.machine import missing_for_compiling
 from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
 from canzona_cli.config.stages import count_parts_as_layers
-from canzona_cli.megatron import dense, moe
+from canzona_cli.megatron import layers
 from canzona_cli.megatron.experts import RoutingMeter, leave_routers_to_adamw
 from canzona_cli.megatron.parallel import World
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Weight
 from canzona_cli.model.geometry import weight_of
-from canzona_cli.model.llama import LLAMA
-from canzona_cli.model.qwen3 import QWEN3
-from canzona_cli.model.qwen3_moe import QWEN3_MOE
 
 _LOG = logging.getLogger(__name__)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)")
-
-
-_LAYERS = {QWEN3.name: dense, LLAMA.name: dense, QWEN3_MOE.name: moe}
-"""The module that builds the layers of each model family, by the family's name."""
-
-
-def layers_of(model: ModelConfig) -> ModuleType:
-    """Returns the module that builds the layers of the model's family."""
-    return _LAYERS[family_of(model).name]
 
 
 def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> TransformerConfig:
@@ -73,7 +60,7 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_dim,
-        **layers_of(model).transformer_settings(config, layout),
+        **layers.transformer_settings(config, layout),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bias_activation_fusion=compiled,
@@ -116,7 +103,7 @@ def build_model(config: RunConfig, world: World) -> list[torch.nn.Module]:
     weights. Returns the model chunks in forward order; there are several only with an interleaved pipeline.
     Collective."""
     mcore = transformer_config(config, world, compiled=world.device.type == "cuda" and can_compile(world))
-    spec = layers_of(config.model).layer_spec(config.model, transformer_engine=config.cluster.fused_layers)
+    spec = layers.layer_spec(config.model, transformer_engine=config.cluster.fused_layers)
     return [_build_chunk(config, world, mcore, spec, chunk) for chunk in range(world.layout.vpp)]
 
 
@@ -132,7 +119,7 @@ def _build_chunk(
         post_process=world.is_last_stage and chunk == world.layout.vpp - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=config.model.tied_embeddings,
-        **layers_of(config.model).model_settings(config.model),
+        **layers.model_settings(config.model),
         pg_collection=world.groups,
         vp_stage=chunk if world.layout.vpp > 1 else None,
     )
@@ -147,10 +134,10 @@ def _build_chunk(
 
 
 def _block_with_rms_norm(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
-    """Returns the specification of a model chunk: its layers, and `dense.rms_norm` as the norm after the last
+    """Returns the specification of a model chunk: its layers, and `layers.rms_norm` as the norm after the last
     layer."""
-    layers = get_num_layers_to_build(mcore, vp_stage=chunk if mcore.virtual_pipeline_model_parallel_size else None)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=dense.rms_norm)
+    count = get_num_layers_to_build(mcore, vp_stage=chunk if mcore.virtual_pipeline_model_parallel_size else None)
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=layers.rms_norm)
 
 
 def fuse_weight_gradients(model: torch.nn.Module) -> None:
@@ -161,10 +148,10 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
     `gradient_accumulation_fusion` would also enable this, but then Megatron's output layer, which is not from
     Transformer Engine, raises an error without APEX. Logs a warning if no layer supports the fusion.
     """
-    layers = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
-    for layer in layers:
+    fusible = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
+    for layer in fusible:
         layer.fuse_wgrad_accumulation = True  # type: ignore[assignment]
-    if not layers:
+    if not fusible:
         _LOG.warning(
             "weight gradients are not fused: this Transformer Engine has no layer with fuse_wgrad_accumulation"
         )
@@ -229,9 +216,9 @@ def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Paramet
     of layers and experts in the whole model."""
     first_layer = first_expert = 0
     for module in model.modules():
-        layers = getattr(module, "layers", None)
-        if isinstance(layers, torch.nn.ModuleList) and len(layers) > 0:
-            layer_number = layers[0].layer_number  # counted from 1 over all stages
+        modules = getattr(module, "layers", None)
+        if isinstance(modules, torch.nn.ModuleList) and len(modules) > 0:
+            layer_number = modules[0].layer_number  # counted from 1 over all stages
             assert isinstance(layer_number, int)
             first_layer = layer_number - 1
         if isinstance(module, MoELayer):

@@ -147,9 +147,9 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
     """Builds Megatron's own optimizer for the run's strategy: AdamW for all parameters, or Muon with AdamW.
     Collective."""
     optimizer = config.optimizer
-    settings = _adamw_settings(config)
+    changes: dict[str, object] = {}
     if isinstance(optimizer, MuonConfig):
-        settings |= {
+        changes = {
             "optimizer": "muon",
             "muon_momentum": optimizer.momentum,
             "muon_nesterov": optimizer.nesterov,
@@ -167,19 +167,19 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig
         }
     with exchange_objects_as_json():
         return get_megatron_optimizer(
-            MegatronOptimizerConfig(**settings), list(chunks), use_gloo_process_groups=False, pg_collection=world.groups
+            adamw_settings(config, changes), list(chunks), use_gloo_process_groups=False, pg_collection=world.groups
         )
 
 
-def adamw_settings(config: RunConfig) -> MegatronOptimizerConfig:
+def adamw_settings(config: RunConfig, changes: Mapping[str, object] | None = None) -> MegatronOptimizerConfig:
     """Returns Megatron's settings for AdamW: sharded by `DistributedOptimizer`, or not sharded with strategy
-    sc."""
-    return MegatronOptimizerConfig(**_adamw_settings(config))
+    sc.
 
-
-def _adamw_settings(config: RunConfig) -> dict[str, object]:
+    Args:
+        changes: the settings in which another optimizer differs.
+    """
     optimizer, bf16 = config.optimizer, config.train.precision == "bf16"
-    return {
+    settings = {
         "optimizer": "adam",
         "lr": optimizer.lr,
         "min_lr": optimizer.min_lr,
@@ -193,6 +193,7 @@ def _adamw_settings(config: RunConfig) -> dict[str, object]:
         "use_distributed_optimizer": not config.execution.everywhere,
         "overlap_param_gather": overlaps_param_gather(config),
     }
+    return MegatronOptimizerConfig(**{**settings, **(changes or {})})
 
 
 def adamw_part(config: MegatronOptimizerConfig) -> MegatronOptimizerConfig:

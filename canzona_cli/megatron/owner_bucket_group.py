@@ -75,7 +75,12 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         self.all_groups: Sequence[_ParamAndGradBucketGroup] = (self,)
         """All bucket groups of the rank. With them, a bucket without gradients can be distinguished from a
         step without a backward pass."""
-        self._check_plan()
+        if bucket.grad_data.numel() != planned.elements:
+            raise PlanMismatch(
+                key=f"bucket {planned.index} of stage {planned.stage}",
+                planned=f"{planned.elements} elements",
+                actual=f"{bucket.grad_data.numel()} elements",
+            )
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         if force_all_reduce:
@@ -154,13 +159,6 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
                 "parallel.overlap_grad_reduce=false, which treats missing gradients as zero",
             )
         )
-
-    def _check_plan(self) -> None:
-        """Raises PlanMismatch if the bucket does not have the planned size."""
-        planned, actual = self.planned, self._bucket.grad_data.numel()
-        if actual != planned.elements:
-            where = f"bucket {planned.index} of stage {planned.stage}"
-            raise PlanMismatch(key=where, planned=f"{planned.elements} elements", actual=f"{actual} elements")
 
 
 def install(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World) -> None:

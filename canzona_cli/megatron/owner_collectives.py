@@ -7,9 +7,9 @@ the result of an earlier one without waiting for it. gloo runs collectives in th
 collective is launched after waiting for the first.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup, Work
@@ -22,18 +22,22 @@ Collective = Callable[[torch.Tensor, int, ProcessGroup], Work]
 """A function that starts a collective of a tensor, to or from the given rank of a group."""
 
 
-class BucketMethod(Protocol):
+class BucketMethod(ABC):
     """A method of reducing or gathering a bucket, used once in each step."""
 
-    buffers: list[torch.Tensor]
-    """The temporary memory that must not be freed before `finish`."""
+    def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
+        self._bucket, self._group = bucket, group
+        self.buffers: list[torch.Tensor] = []
+        """The temporary memory that must not be freed before `finish`."""
 
+    @abstractmethod
     def start(self, data: torch.Tensor) -> list[Work]:
         """Starts the collectives on the bucket's flat buffer and returns the handles to wait for."""
 
     def finish(self, data: torch.Tensor) -> None:
         """Completes the method after the handles have been waited for. Does nothing without a preceding
         `start`."""
+        self.buffers = []
 
 
 def reduction_method(bucket: Bucket, group: ProcessGroup) -> BucketMethod:
@@ -41,14 +45,14 @@ def reduction_method(bucket: Bucket, group: ProcessGroup) -> BucketMethod:
     ranges that the rank owns."""
     if bucket.reduction == "ring" and group.size() > 1:
         return _RingReduction(bucket, group)
-    return _PerOwner(_ranges(bucket), group, _reduce)
+    return _PerOwner(bucket, group, _reduce)
 
 
 def gathering_method(bucket: Bucket, group: ProcessGroup) -> BucketMethod:
     """Returns the method that gathers a bucket's weights. Afterwards every rank has all ranges."""
     if bucket.gathering == "ring" and group.size() > 1:
         return _RingGathering(bucket, group)
-    return _PerOwner(_ranges(bucket), group, _broadcast)
+    return _PerOwner(bucket, group, _broadcast)
 
 
 def reduce_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup) -> list[Work]:
@@ -63,21 +67,19 @@ def broadcast_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGrou
     return _start_each(parts, group, _broadcast)
 
 
-class _PerOwner:
+class _PerOwner(BucketMethod):
     """The method that starts one collective for each range. The backend determines the precision of partial
     sums."""
 
-    def __init__(self, ranges: Sequence[tuple[slice, int]], group: ProcessGroup, collective: Collective) -> None:
-        self.buffers: list[torch.Tensor] = []
-        self._ranges, self._group, self._collective = ranges, group, collective
+    def __init__(self, bucket: Bucket, group: ProcessGroup, collective: Collective) -> None:
+        super().__init__(bucket, group)
+        self._collective = collective
 
     def start(self, data: torch.Tensor) -> list[Work]:
         if self._group.size() == 1:
             return []
-        return _start_each([(data[part], owner) for part, owner in self._ranges], self._group, self._collective)
-
-    def finish(self, data: torch.Tensor) -> None:
-        pass
+        parts = [(data[part.start : part.end], part.owner) for part in self._bucket.ranges]
+        return _start_each(parts, self._group, self._collective)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +120,12 @@ class _Handover:
         return cls(part=part, to_owners=to_owners, share=share, from_ranks=from_ranks)
 
 
-class _Ring:
+class _Ring(BucketMethod):
     """The base class of the methods that use ring collectives on equal parts of the buffer, and `handovers`
     between these parts and the owners."""
 
     def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
-        self.buffers: list[torch.Tensor] = []
-        self._group = group
+        super().__init__(bucket, group)
         self._handovers = [_Handover.from_runs(runs, group.rank()) for runs in handovers(bucket, group.size())]
         part = bucket.elements // group.size()
         self._part = slice(group.rank() * part, (group.rank() + 1) * part)
@@ -162,7 +163,7 @@ class _RingReduction(_Ring):
             self._start_handover = None
         for received, handover in zip(self.buffers, self._handovers, strict=False):
             _unpack(received, data, handover.share)
-        self.buffers = []
+        super().finish(data)
 
 
 class _RingGathering(_Ring):
@@ -183,9 +184,6 @@ class _RingGathering(_Ring):
         assert gathered is not None
         return [*works, gathered]
 
-    def finish(self, data: torch.Tensor) -> None:
-        self.buffers = []
-
 
 def _unpack(packed: torch.Tensor, data: torch.Tensor, pieces: Sequence[slice]) -> None:
     """Copies the elements of `packed` to the ranges `pieces` of `data`, in order."""
@@ -194,11 +192,6 @@ def _unpack(packed: torch.Tensor, data: torch.Tensor, pieces: Sequence[slice]) -
         size = piece.stop - piece.start
         data[piece].copy_(packed[position : position + size])
         position += size
-
-
-def _ranges(bucket: Bucket) -> list[tuple[slice, int]]:
-    """Returns the elements and the owner of each range of the bucket."""
-    return [(slice(part.start, part.end), part.owner) for part in bucket.ranges]
 
 
 def _start_each(parts: Sequence[tuple[torch.Tensor, int]], group: ProcessGroup, collective: Collective) -> list[Work]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final
 
 from canzona_cli.config.schema import ModelConfig
-from canzona_cli.model.family import Activations, Attention, Band, Family, Foreign, Norm, Weight, Work
+from canzona_cli.model.family import Activations, Attention, Band, Norm, Weight, Work
 
 QK_NORMS: Final = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
 LAYER_NAMES: Final[Mapping[str, str]] = {
@@ -24,21 +24,6 @@ LAYER_NAMES: Final[Mapping[str, str]] = {
     "down": "mlp.down_proj",
 }
 """Hugging Face's names within a layer by unit, in the order of the model."""
-
-
-def dense_family(*, name: str, title: str, foreign: Foreign, published: Mapping[str, tuple[str, str | None]]) -> Family:
-    """Returns a family of dense decoders."""
-    return Family(
-        name=name,
-        title=title,
-        weights=weights,
-        norms=norms,
-        modules=modules,
-        activations=activations,
-        forward_flops=forward_flops,
-        foreign=foreign,
-        published=published,
-    )
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from canzona_cli.config.schema import ModelConfig
 from canzona_cli.errors import Problem
-from canzona_cli.model.family import Copies, Family, Kind
+from canzona_cli.model.family import Family, Kind
 from canzona_cli.model.llama import LLAMA
 from canzona_cli.model.qwen3 import QWEN3
 from canzona_cli.model.qwen3_moe import QWEN3_MOE
@@ -84,13 +84,6 @@ def parameter_count(model: ModelConfig) -> ParameterCount:
 def replicated_parameters(model: ModelConfig) -> int:
     """Counts the elements of one layer's norms and routers."""
     return sum(parameter.elements for parameter in family_of(model).replicated(model))
-
-
-def matrix_copies(model: ModelConfig) -> Copies:
-    """Returns the group over which the gradients of all matrices are reduced. There is only one group,
-    because all matrices share one buffer and one plan."""
-    [copies] = {weight.copies for weight in family_of(model).weights(model)}
-    return copies
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 Face formats need to know about it.
 
 Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch, so they
-are in `canzona_cli.megatron.model`, by the family's name. Parameters have Megatron's names, without the
+are in `canzona_cli.megatron.layers`. Parameters have Megatron's names, without the
 prefix of the layer.
 """
 
@@ -16,8 +16,6 @@ Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other
 """The kind of a matrix; `other` for user-defined matrices and for the matrices of the vocabulary."""
 Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
 """A module of the model, with one 2-D weight."""
-Copies = Literal["data", "tp"]
-"""A group of ranks that hold copies of a tensor and sum its gradients (`canzona_cli.costs.links.Groups`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +44,6 @@ class Weight:
     cut: Literal["repeats", "parts", "cols"]
     """The way tensor parallelism divides the weight: by consecutive repeats, by rows of each part, or by
     columns."""
-    copies: Copies = "data"
-    """The group of ranks that have copies of each fragment."""
     expert: int | None = None
     """The index of the expert in its layer; None for weights outside experts."""
 
@@ -96,7 +92,6 @@ class Norm:
     elements: int
     part: Part
     """The module that uses the norm's output."""
-    copies: tuple[Copies, ...] = ("data", "tp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +104,6 @@ class Router:
     cols: int
     part: Part
     """The module with the experts, which uses the router's choice."""
-    copies: tuple[Copies, ...] = ("data", "tp")
 
     @property
     def elements(self) -> int:

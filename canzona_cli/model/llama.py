@@ -5,9 +5,11 @@ Source: The Llama 3 Herd of Models, arXiv 2407.21783, the published `config.json
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from canzona_cli.model.dense import LAYER_NAMES, QK_NORMS, dense_family
+from canzona_cli.model.dense import LAYER_NAMES, QK_NORMS
 from canzona_cli.model.family import Foreign
+from canzona_cli.model.qwen3 import QWEN3
 
 
 def _defaults(tree: Mapping[str, object]) -> Mapping[str, object]:
@@ -22,7 +24,8 @@ def _defaults(tree: Mapping[str, object]) -> Mapping[str, object]:
     }
 
 
-LLAMA = dense_family(
+LLAMA = replace(
+    QWEN3,
     name="llama",
     title="Llama",
     foreign=Foreign(

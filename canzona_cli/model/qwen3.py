@@ -4,12 +4,17 @@ Source: Qwen3 Technical Report, arXiv 2505.09388, the published `config.json` fi
 and `Qwen3Config` of transformers 4.51 and later.
 """
 
-from canzona_cli.model.dense import LAYER_NAMES, dense_family
-from canzona_cli.model.family import Foreign
+from canzona_cli.model import dense
+from canzona_cli.model.family import Family, Foreign
 
-QWEN3 = dense_family(
+QWEN3 = Family(
     name="qwen3",
     title="Qwen3",
+    weights=dense.weights,
+    norms=dense.norms,
+    modules=dense.modules,
+    activations=dense.activations,
+    forward_flops=dense.forward_flops,
     foreign=Foreign(
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
@@ -26,7 +31,7 @@ QWEN3 = dense_family(
         },
         fixed={"qk_norm": True},
         written={"use_sliding_window": False, "sliding_window": None},
-        layer=LAYER_NAMES,
+        layer=dense.LAYER_NAMES,
     ),
     published={
         "qwen3-0.6b": ("0.6 B", "0.44 B"),

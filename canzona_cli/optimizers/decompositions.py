@@ -18,7 +18,8 @@ def eigh(symmetric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         LinAlgError: The decomposition did not converge, or the result is not finite.
     """
     values, vectors = torch.linalg.eigh(symmetric)
-    _require_finite(values, vectors)
+    if not bool(values.isfinite().all() & vectors.isfinite().all()):
+        raise LinAlgError("the result is not finite")
     return values, vectors
 
 
@@ -154,11 +155,6 @@ def compute_with_fallback(
         return None
     report(f"{name} failed in fp32 ({fp32_error}); it was computed in fp64")
     return result
-
-
-def _require_finite(*tensors: torch.Tensor) -> None:
-    if not bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all()):
-        raise LinAlgError("the result is not finite")
 
 
 def _line(error: Exception) -> str:

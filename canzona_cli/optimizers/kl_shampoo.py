@@ -1,12 +1,13 @@
 """KL-Shampoo: Shampoo whose two factors are estimated jointly, by minimising a KL divergence (Lin et al.
 2025, arXiv:2509.03378)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from .decompositions import rounding
-from .kronecker import LONGEST, KroneckerOptimizer, Side, unpack
+from .eigenbasis import EigenbasisOptimizer
+from .kronecker import LONGEST, Side
 from .matrix_optimizer import matmul_precision
 
 NO_FACTOR = 0.2
@@ -14,7 +15,7 @@ NO_FACTOR = 0.2
 (arXiv:2502.16982)."""
 
 
-class KLShampoo(KroneckerOptimizer):
+class KLShampoo(EigenbasisOptimizer):
     """KL-Shampoo: each factor averages the gradient whitened by the other factor. Together they minimise the
     KL divergence between the normal distributions of covariance E[g g^T] and L (x) R (the Kronecker product).
     In Shampoo, each factor ignores the other.
@@ -35,22 +36,20 @@ class KLShampoo(KroneckerOptimizer):
     bounded by `LONGEST`, because for some steps after a refresh l and r still belong to the old basis.
 
     Settings are those of KroneckerOptimizer; `betas[1]` and `eps` are not used. State besides that of
-    KroneckerOptimizer: `exp_avg`, M (rows, cols); `Q_L` (rows, rows), `Q_R` (cols, cols); `eigenvalues_L`, l
-    (rows,); `eigenvalues_R`, r (cols,). `L` and `R` are stored without the divisions by cols and rows,
+    EigenbasisOptimizer: `exp_avg`, M (rows, cols); `eigenvalues_L`, l (rows,); `eigenvalues_R`, r (cols,).
+    `L` and `R` are stored without the divisions by cols and rows,
     because only their eigenvectors are used.
     """
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
+        super()._start(p, state)
         state["exp_avg"] = torch.zeros_like(p)
         for side, length in self._lengths(p):
-            state[f"Q_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
             state[f"eigenvalues_{side}"] = p.new_zeros(length)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
-        names = ("Q_", "next_Q_") if self.spread else ("Q_",)
-        bases = {f"{name}{side}": (length, length) for side, length in self._lengths(p) for name in names}
         vectors = {f"eigenvalues_{side}": (length,) for side, length in self._lengths(p)}
-        return {**super().state_shapes(p), **bases, **vectors, "exp_avg": tuple(p.shape)}
+        return {**super().state_shapes(p), **vectors, "exp_avg": tuple(p.shape)}
 
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         """Returns, for each side, the gradient whitened on the other side, and updates the eigenvalues with
@@ -102,24 +101,6 @@ class KLShampoo(KroneckerOptimizer):
         values: torch.Tensor = self.state[p][f"eigenvalues_{side}"]
         least = (rounding(len(values)) * values.amax()).clamp_min_(torch.finfo(values.dtype).tiny)
         return torch.maximum(values, least).rsqrt_()
-
-    def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
-        if self.state[stack[0][0]]["step"] == 1:
-            self._store_bases(stack, self._eigenbases(stack, factors))
-            return
-        bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
-        self._store_bases(stack, self._orthonormalise(stack, factors @ bases, bases))
-
-    def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        state = self.state[p]
-        basis = state[f"Q_{side}"]
-        if part == 0:
-            factor = unpack(state[side], self._square(p, 1, len(basis))[0])
-            torch.mm(factor, basis, out=state[f"next_Q_{side}"])
-        new = self._orthonormalise_part(p, side, part)
-        if new is not None:
-            basis.copy_(new)
-        return new is not None
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state, beta1, out = self.state[p], self.betas[0], self.workspace.like("turned", p)

@@ -3,22 +3,13 @@ and the schedule for refreshing the roots or eigenbases that are computed from t
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Literal, TypedDict
 
 import torch
 from torch.optim.optimizer import ParamsT
 
-from .decompositions import (
-    LinAlgError,
-    complete_basis,
-    compute_with_fallback,
-    eigenbasis,
-    orthonormalise,
-    orthonormalise_panel,
-)
 from .matrix_optimizer import MatmulPrecision, MatrixOptimizer, OnFallback, Workspace, matmul_precision
-from .shampoo_facts import STACKED_SQUARES, packed_elements, panel
+from .shampoo_facts import STACKED_SQUARES, packed_elements
 
 Side = Literal["L", "R"]
 """A side of a matrix. L: its rows, with a factor from G G^T. R: its columns, with a factor from G^T G."""
@@ -288,64 +279,6 @@ class KroneckerOptimizer(MatrixOptimizer):
             out = self.workspace.like(f"sandwich_{side}", p)
             x = torch.mm(square, x, out=out) if side == "L" else torch.mm(x, square, out=out)
         return x
-
-    def _eigenbases(
-        self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor
-    ) -> Sequence[torch.Tensor | None]:
-        """Returns the eigenvectors of each factor (length, length); None if its decomposition failed."""
-        return [
-            compute_with_fallback(eigenbasis, factor, f"the eigendecomposition of {side}", partial(self._report, p))
-            for (p, side), factor in zip(stack, factors, strict=True)
-        ]
-
-    def _orthonormalise(
-        self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor
-    ) -> Sequence[torch.Tensor | None]:
-        """Returns each matrix of `powered` (a factor times its basis) with its columns made orthonormal; None
-        for a matrix whose QR decomposition failed."""
-        try:
-            return orthonormalise(powered, bases).unbind()
-        except LinAlgError:
-            return [
-                compute_with_fallback(
-                    partial(orthonormalise, previous=basis), new, f"the QR of {side}", partial(self._report, p)
-                )
-                for (p, side), basis, new in zip(stack, bases, powered, strict=True)
-            ]
-
-    def _orthonormalise_part(self, p: torch.Tensor, side: Side, part: int) -> torch.Tensor | None:
-        """Orthonormalises the columns of `next_Q` that belong to a part of a refresh. Before the first part,
-        `next_Q` is the factor times its eigenbasis.
-
-        Returns:
-            After the last part the new eigenbasis (length, length), or None if it is not finite; None after
-            other parts.
-        """
-        state, period, report = self.state[p], self.precondition_frequency, partial(self._report, p)
-        basis, following, name = state[f"Q_{side}"], state[f"next_Q_{side}"], f"the QR of {side}"
-        if part == 0:
-            longest = torch.linalg.vector_norm(following, dim=0).amax()
-            following.div_(longest.where(longest > 0, 1.0))
-        low, high = panel(len(basis), part, period)
-        if low < high:
-            compute = partial(orthonormalise_panel, before=following[:, :low])
-            columns = compute_with_fallback(compute, following[:, low:high], name, report)
-            if columns is None:
-                following.copy_(basis)  # already orthonormal, so later parts do not change it
-            else:
-                following[:, low:high] = columns
-        if part < period - 1:
-            return None
-        try:
-            return complete_basis(following, basis)
-        except LinAlgError as error:
-            report(f"{name} failed: {error}; the previous one is kept")
-            return None
-
-    def _store_bases(self, stack: Sequence[tuple[torch.Tensor, Side]], bases: Sequence[torch.Tensor | None]) -> None:
-        for (p, side), new in zip(stack, bases, strict=True):
-            if new is not None:
-                self.state[p][f"Q_{side}"].copy_(new)
 
     def _report_bound(self, p: torch.Tensor, size: torch.Tensor, limit: float, words: str) -> None:
         """Reports that an update was bounded, if `size` exceeds the limit. `words` is a format string for

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .decompositions import rounding
-from .kronecker import LONGEST, KroneckerOptimizer, Side, unpack
+from .eigenbasis import EigenbasisOptimizer
+from .kronecker import LONGEST, Side
 
 RESOLVED = torch.finfo(torch.float32).eps ** 0.5
 """The fraction of the largest singular value below which singular vectors cannot be resolved, because the
@@ -26,7 +27,7 @@ def _order(powered: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
     return order
 
 
-class SOAP(KroneckerOptimizer):
+class SOAP(EigenbasisOptimizer):
     """SOAP: runs Adam in the slowly changing basis of the eigenvectors of Shampoo's factors.
 
         L, R = averages of G G^T (rows, rows) and G^T G (cols, cols)                       decay shampoo_beta
@@ -43,27 +44,18 @@ class SOAP(KroneckerOptimizer):
     by rounding stay closer together than they would without these rules.
 
     Settings are those of KroneckerOptimizer; `betas` and `eps` are Adam's. State besides that of
-    KroneckerOptimizer: `exp_avg` and `exp_avg_sq` (rows, cols), in the eigenbasis; `Q_L` (rows, rows), `Q_R`
-    (cols, cols); if refreshes are spread, `next_Q_L` and `next_Q_R`, of the same shapes.
+    EigenbasisOptimizer: `exp_avg` and `exp_avg_sq` (rows, cols), in the eigenbasis.
     """
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
+        super()._start(p, state)
         state["exp_avg"] = torch.zeros_like(p)
         state["exp_avg_sq"] = torch.zeros_like(p)
-        for side, length in self._lengths(p):
-            state[f"Q_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
 
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
-        names = ("Q_", "next_Q_") if self.spread else ("Q_",)
-        bases = {f"{name}{side}": (length, length) for side, length in self._lengths(p) for name in names}
-        return {**super().state_shapes(p), **bases, **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
+        return {**super().state_shapes(p), **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
 
-    def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
-        if self.state[stack[0][0]]["step"] == 1:  # both moments are still zero: nothing to carry over
-            self._store_bases(stack, self._eigenbases(stack, factors))
-            return
-        bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
-        powered = factors @ bases
+    def _renew(self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor) -> None:
         order = _order(powered, bases)
         powered = powered.take_along_dim(order[:, None], -1)
         bases = bases.take_along_dim(order[:, None], -1)
@@ -89,22 +81,14 @@ class SOAP(KroneckerOptimizer):
             torch.mm(torch.mm(first, basis.mT, out=turned), new, out=first)
         basis.copy_(new)
 
-    def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        """Computes a part of a refresh. The first part also reorders the columns of the basis in use, and the
-        moments."""
-        state = self.state[p]
-        if part == 0:
-            basis, following = state[f"Q_{side}"], state[f"next_Q_{side}"]
-            torch.mm(unpack(state[side], self._square(p, 1, len(basis))[0]), basis, out=following)
-            order = _order(following, basis)
-            for moment in ("exp_avg", "exp_avg_sq"):
-                self._reorder(p, side, order, moment)
-            basis.copy_(basis[:, order])
-            following.copy_(following[:, order])
-        new = self._orthonormalise_part(p, side, part)
-        if new is not None:
-            self._turn(p, side, new)
-        return new is not None
+    def _begin_refresh(self, p: torch.Tensor, side: Side) -> None:
+        """Reorders the columns of the basis in use and of the next one, and the moments."""
+        basis, following = self.state[p][f"Q_{side}"], self.state[p][f"next_Q_{side}"]
+        order = _order(following, basis)
+        for moment in ("exp_avg", "exp_avg_sq"):
+            self._reorder(p, side, order, moment)
+        basis.copy_(basis[:, order])
+        following.copy_(following[:, order])
 
     def _after_refresh(self, p: torch.Tensor) -> None:
         """Bounds the updates after a refresh; without this, they could exceed Adam's.

@@ -6,7 +6,7 @@ CPUs compute large matmuls in strips of rows. On CUDA a measurement at the start
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 
 import torch
@@ -143,25 +143,16 @@ def _has_amx() -> bool:
     return bool(capabilities().get("amx_bf16"))
 
 
-def load_quack() -> Kernel:
-    """Loads QuACK's CuTe kernel (package quack-kernels), which also supports B that is not A's transpose.
+def load_quack(module: str) -> Kernel:
+    """Loads QuACK's CuTe kernel, which also supports B that is not A's transpose.
+
+    Args:
+        module: The module in the package quack-kernels, or in the copy that is part of torch's compiler,
+            which needs nvidia-cutlass-dsl.
 
     Raises:
-        ImportError: The package is not installed.
+        ImportError: The package is not installed, or this torch has no such copy.
     """
-    return _quack("quack.gemm_interface")
-
-
-def load_torchs_quack() -> Kernel:
-    """Loads the copy of QuACK's kernel that is part of torch's compiler; needs nvidia-cutlass-dsl.
-
-    Raises:
-        ImportError: This torch has no such copy, or nvidia-cutlass-dsl is not installed.
-    """
-    return _quack("torch._vendor.quack.gemm_interface")
-
-
-def _quack(module: str) -> Kernel:
     gemm: Callable[..., object] = import_module(module).gemm_symmetric
 
     def kernel(
@@ -172,7 +163,10 @@ def _quack(module: str) -> Kernel:
     return kernel
 
 
-LADDER: Mapping[str, Callable[[], Kernel]] = {"quack": load_quack, "torch's quack": load_torchs_quack}
+LADDER: Mapping[str, Callable[[], Kernel]] = {
+    "quack": partial(load_quack, "quack.gemm_interface"),
+    "torch's quack": partial(load_quack, "torch._vendor.quack.gemm_interface"),
+}
 """The loaders of other packages' kernels by name, in the order in which they are tried. A loader raises an
 error, usually ImportError, if its kernel cannot be used here. If no kernel can, matmuls use `full_matmul`,
 which calls cuBLAS."""

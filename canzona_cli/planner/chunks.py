@@ -17,7 +17,7 @@ from canzona_cli.config.stages import stage_layers
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.links import Group, Groups, Links, Transfer, strided_group
 from canzona_cli.costs.model import StageTime
-from canzona_cli.model.families import family_of
+from canzona_cli.model.families import family_of, replicated_parameters
 from canzona_cli.model.family import Part
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.plan import Bucket, rank_buckets
@@ -96,9 +96,8 @@ def seconds_after_reduction(config: RunConfig, layout: Layout, stage: int) -> fl
     links, grad = Links(cluster=cluster), config.train.gradient_bytes
     total = 0.0
     if layout.sequence_parallel and layout.tp > 1:
-        copied = sum(each.elements for each in family_of(model).replicated(model) if "tp" in each.copies)
-        size = stage_layers(model.num_layers, layout, stage) * copied * grad
-        total += links.all_reduce(size, Groups.of(layout, cluster).of_copies("tp")).seconds
+        size = stage_layers(model.num_layers, layout, stage) * replicated_parameters(model) * grad
+        total += links.all_reduce(size, Groups.of(layout, cluster).tp).seconds
     if model.tied_embeddings and layout.pp > 1 and stage in (0, layout.pp - 1):
         apart = layout.owners * layout.tp * (layout.pp - 1)
         ends = strided_group(apart, 2, layout.world_size, cluster.gpus_per_node)

@@ -26,7 +26,6 @@ from typing import Literal, NamedTuple
 from canzona_cli.config.schema import Device, Gathering, Layout, Reduction, RunConfig
 from canzona_cli.costs.links import Group, Groups, Links, Transfer
 from canzona_cli.costs.update import memory_rate
-from canzona_cli.model.families import matrix_copies
 from canzona_cli.planner.plan import Bucket, Plan, PlanSettings, Range
 
 
@@ -228,7 +227,7 @@ class ReductionModel:
 
     def __init__(self, config: RunConfig, layout: Layout) -> None:
         groups = Groups.of(layout, config.cluster)
-        self._links, self._group = Links(cluster=config.cluster), groups.of_copies(matrix_copies(config.model))
+        self._links, self._group = Links(cluster=config.cluster), groups.data
         self._experts = groups.experts
         self._width, self._grad = config.train.weight_bytes, config.train.gradient_bytes
         self._rate = memory_rate(config.cluster)

@@ -14,7 +14,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from canzona_cli.config.schema import RunConfig
+from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.errors import write_error
 from canzona_cli.megatron.parallel import World
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
@@ -166,16 +166,9 @@ class BatchStream(Iterator[Batch]):
     """
 
     def __init__(self, dataset: torch.utils.data.Dataset[Batch], world: World, *, first_sample: int = 0) -> None:
-        layout = world.layout
         self._world = world
-        indices = _indices(
-            first_sample=first_sample,
-            total=len(dataset),  # type: ignore[arg-type]
-            global_batch_size=layout.global_batch_size,
-            micro_batch_size=layout.micro_batch_size,
-            dp=layout.dp,
-            dp_rank=world.dp_rank,
-        )
+        total = len(dataset)  # type: ignore[arg-type]
+        indices = _indices(world.layout, world.dp_rank, first_sample=first_sample, total=total)
         on_gpu = world.device.type == "cuda"
         self._batches = iter(
             torch.utils.data.DataLoader(
@@ -203,16 +196,13 @@ class BatchStream(Iterator[Batch]):
         return {**batch, "counted": counted}
 
 
-def _indices(
-    *, first_sample: int, total: int, global_batch_size: int, micro_batch_size: int, dp: int, dp_rank: int
-) -> list[list[int]]:
+def _indices(layout: Layout, dp_rank: int, *, first_sample: int, total: int) -> list[list[int]]:
     """Returns the sample indices of each micro-batch of one data-parallel rank, in order."""
-    per_step = global_batch_size // (micro_batch_size * dp)
     micro_batches = []
-    for batch_start in range(first_sample, total - global_batch_size + 1, global_batch_size):
-        for micro in range(per_step):
-            start = batch_start + (micro * dp + dp_rank) * micro_batch_size
-            micro_batches.append(list(range(start, start + micro_batch_size)))
+    for batch_start in range(first_sample, total - layout.global_batch_size + 1, layout.global_batch_size):
+        for micro in range(layout.num_microbatches):
+            start = batch_start + (micro * layout.dp + dp_rank) * layout.micro_batch_size
+            micro_batches.append(list(range(start, start + layout.micro_batch_size)))
     return micro_batches
 
 

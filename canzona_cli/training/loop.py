@@ -234,7 +234,8 @@ class Training:
         Collective."""
         if self.saver is not None:
             self.journal.stage("save", f"step {self.progress.step}")
-            self.record.checkpoint = self.saver.save_now(self.progress)
+            self.saver.save(self.progress)
+            self.record.checkpoint = self.saver.wait(self.progress)
         is_preempted = float(self.record.preempted.is_set() or self.files.stop_reason() == "preempted")
         preempted = torch.full((1,), is_preempted, device=self.trainee.world.device)
         torch.distributed.all_reduce(preempted)

@@ -106,18 +106,6 @@ class Saver:
         if not self._trainee.config.checkpoint.asynchronous:
             self.wait_until_written()
 
-    def save_now(self, progress: Progress) -> str:
-        """Saves a run that is about to end, and waits until the checkpoint is complete. Collective.
-
-        Returns:
-            The checkpoint's name.
-
-        Raises:
-            SaveFailed: on every rank together; the message names the last checkpoint.
-        """
-        self._start(progress)
-        return self.wait(progress)
-
     def wait(self, progress: Progress) -> str:
         """Waits until the save of `progress`, which must have been started, is complete. Collective.
 

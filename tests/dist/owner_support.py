@@ -60,7 +60,7 @@ def planned(config: RunConfig, layout: Layout, reduction: Reduction | None = Non
 def alternating(plan: Plan) -> Plan:
     """Every parameter of a bucket of the first stage a range of its own, owned by ranks 1, 0, 1, 0 and so on."""
     cells, buckets = list(plan.assignment.cells), []
-    for bucket, places in zip(stage_buckets(plan, 0), placements(plan, 0), strict=True):
+    for bucket, places in zip(stage_buckets(plan, 0), placements(plan, stage_buckets(plan, 0)), strict=True):
         ranges = []
         for number, (name, (start, end)) in enumerate(places.items()):
             owner = (number + 1) % 2

@@ -1,0 +1,119 @@
+"""The base class of SOAP and KL-Shampoo, which keep an eigenbasis of each Kronecker factor."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from .decompositions import (
+    LinAlgError,
+    complete_basis,
+    compute_with_fallback,
+    eigenbasis,
+    orthonormalise,
+    orthonormalise_panel,
+)
+from .kronecker import KroneckerOptimizer, Side, unpack
+from .shampoo_facts import panel
+
+
+class EigenbasisOptimizer(KroneckerOptimizer):
+    """The base class of optimizers that work in the eigenbases of the factors. The first bases come from an
+    eigendecomposition; a refresh is one power iteration and a QR.
+
+    State besides that of KroneckerOptimizer: `Q_L` (rows, rows), `Q_R` (cols, cols); if refreshes are spread,
+    `next_Q_L` and `next_Q_R`, of the same shapes.
+    """
+
+    def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:
+        for side, length in self._lengths(p):
+            state[f"Q_{side}"] = torch.eye(length, dtype=p.dtype, device=p.device)
+
+    def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
+        names = ("Q_", "next_Q_") if self.spread else ("Q_",)
+        bases = {f"{name}{side}": (length, length) for side, length in self._lengths(p) for name in names}
+        return {**super().state_shapes(p), **bases}
+
+    def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
+        if self.state[stack[0][0]]["step"] > 1:
+            bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
+            self._renew(stack, factors @ bases, bases)
+            return
+        for (p, side), factor in zip(stack, factors, strict=True):
+            name, report = f"the eigendecomposition of {side}", partial(self._report, p)
+            new = compute_with_fallback(eigenbasis, factor, name, report)
+            if new is not None:  # there is nothing to carry over from the identity
+                self.state[p][f"Q_{side}"].copy_(new)
+
+    def _renew(self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor) -> None:
+        """Makes the columns of `powered` orthonormal and puts them in use as new bases.
+
+        Args:
+            powered: The factors times their bases (len(stack), length, length).
+            bases: The bases in use, of the same shape.
+        """
+        for (p, side), new in zip(stack, self._orthonormalise(stack, powered, bases), strict=True):
+            if new is not None:
+                self._turn(p, side, new)
+
+    def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
+        state = self.state[p]
+        if part == 0:
+            basis, following = state[f"Q_{side}"], state[f"next_Q_{side}"]
+            torch.mm(unpack(state[side], self._square(p, 1, len(basis))[0]), basis, out=following)
+            self._begin_refresh(p, side)
+        new = self._orthonormalise_part(p, side, part)
+        if new is not None:
+            self._turn(p, side, new)
+        return new is not None
+
+    def _begin_refresh(self, p: torch.Tensor, side: Side) -> None:
+        """Does nothing here. Called when `next_Q` of a spread refresh is the factor times its eigenbasis."""
+
+    def _turn(self, p: torch.Tensor, side: Side, new: torch.Tensor) -> None:
+        """Puts a new basis of one side in use."""
+        self.state[p][f"Q_{side}"].copy_(new)
+
+    def _orthonormalise(
+        self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """Returns each matrix of `powered` (a factor times its basis) with its columns made orthonormal; None
+        for a matrix whose QR decomposition failed."""
+        try:
+            return orthonormalise(powered, bases).unbind()
+        except LinAlgError:
+            return [
+                compute_with_fallback(
+                    partial(orthonormalise, previous=basis), new, f"the QR of {side}", partial(self._report, p)
+                )
+                for (p, side), basis, new in zip(stack, bases, powered, strict=True)
+            ]
+
+    def _orthonormalise_part(self, p: torch.Tensor, side: Side, part: int) -> torch.Tensor | None:
+        """Orthonormalises the columns of `next_Q` that belong to a part of a refresh. Before the first part,
+        `next_Q` is the factor times its eigenbasis.
+
+        Returns:
+            After the last part the new eigenbasis (length, length), or None if it is not finite; None after
+            other parts.
+        """
+        state, period, report = self.state[p], self.precondition_frequency, partial(self._report, p)
+        basis, following, name = state[f"Q_{side}"], state[f"next_Q_{side}"], f"the QR of {side}"
+        if part == 0:
+            longest = torch.linalg.vector_norm(following, dim=0).amax()
+            following.div_(longest.where(longest > 0, 1.0))
+        low, high = panel(len(basis), part, period)
+        if low < high:
+            compute = partial(orthonormalise_panel, before=following[:, :low])
+            columns = compute_with_fallback(compute, following[:, low:high], name, report)
+            if columns is None:
+                following.copy_(basis)  # already orthonormal, so later parts do not change it
+            else:
+                following[:, low:high] = columns
+        if part < period - 1:
+            return None
+        try:
+            return complete_basis(following, basis)
+        except LinAlgError as error:
+            report(f"{name} failed: {error}; the previous one is kept")
+            return None
