@@ -106,7 +106,7 @@ def tensor_bytes(trainee: Trainee) -> int:
         if isinstance(optimizer, CanzonaOptimizer) and leaf is optimizer.matrices:
             tensors += [master.detach() for master in leaf.masters.values()]
             states = [group.optimizer.state for group in leaf.groups if group.optimizer is not None]
-            extra += leaf.exchange_bytes + leaf.workspace_bytes
+            extra += leaf.scratch_bytes
         else:
             tensors += leaf.get_parameters()
             states = [leaf.optimizer.state]

@@ -135,7 +135,7 @@ def _section_problems(
             key, inner = f"{key}.{location[1]}", inner[location[1]]
         if key not in lists:
             lists.add(key)
-            bound = _bound_text(detail["type"], detail.get("ctx", {}), entry)
+            bound = bound_text(detail["type"], detail.get("ctx", {}), entry)
             reason = f"contains {entry}, which must be {bound}" if bound else ""
             yield _bad_entry(key, inner, reason, texts, where)
 
@@ -149,7 +149,7 @@ _BOUNDS = {
 """The bound that each pydantic error type reports: pydantic's name for it, and the words used in messages."""
 
 
-def _bound_text(error: str, context: Mapping[str, float], value: float) -> str:
+def bound_text(error: str, context: Mapping[str, float], value: float) -> str:
     """Describes the bound that a number in a list or mapping violates; returns an empty text for other
     errors."""
     if error not in _BOUNDS:

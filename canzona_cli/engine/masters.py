@@ -197,13 +197,9 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
         """Rounds the masters into the model's weights, as an update does. Collective over the TP ranks."""
 
     @property
-    @abstractmethod
-    def exchange_bytes(self) -> int:
-        """The bytes of message buffers and gradient scratch."""
-
-    @property
-    def workspace_bytes(self) -> int:
-        """The bytes of the optimizers' scratch; a workspace that several optimizers share is counted once."""
+    def scratch_bytes(self) -> int:
+        """The bytes of message buffers and scratch; a workspace that several optimizers share is counted
+        once."""
         workspaces = {getattr(optimizer, "workspace", None) for optimizer in self._optimizers()}
         return sum(workspace.nbytes for workspace in workspaces if isinstance(workspace, Workspace))
 

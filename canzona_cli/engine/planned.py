@@ -207,15 +207,9 @@ class PlannedOptimizer(MasterOptimizer):
         return slices
 
     @property
-    def exchange_bytes(self) -> int:
-        """The bytes of message buffers and gradient scratch."""
-        shared = self._sharing.gradient_bytes if self._sharing is not None else 0
-        return self._experts.bytes + self._hosting.bytes + shared
-
-    @property
-    def workspace_bytes(self) -> int:
-        extra = () if self._sharing is None else self._sharing.extra_workspaces
-        return super().workspace_bytes + sum(workspace.nbytes for workspace in extra)
+    def scratch_bytes(self) -> int:
+        shared = self._sharing.scratch_bytes if self._sharing is not None else 0
+        return super().scratch_bytes + self._experts.bytes + self._hosting.bytes + shared
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: object = None) -> None:

@@ -192,8 +192,8 @@ class RedundantOptimizer(MasterOptimizer):
             group.reload()
 
     @property
-    def exchange_bytes(self) -> int:
-        return self._dense.bytes + self._experts.bytes + self._scratch.nbytes
+    def scratch_bytes(self) -> int:
+        return super().scratch_bytes + self._dense.bytes + self._experts.bytes + self._scratch.nbytes
 
 
 def counts_dense(world: World) -> bool:

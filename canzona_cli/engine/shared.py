@@ -137,7 +137,7 @@ class Sharing:
             SharedMatrix(matrix, master, optimizer, weight=weight, reduced=reduced, scratch=self._scratch)
             for matrix, master, (reduced, weight) in zip(matrices, masters, views, strict=True)
         ]
-        self.extra_workspaces = [Workspace() for _ in range(LANES - 1)]
+        self._extra_workspaces = [Workspace() for _ in range(LANES - 1)]
         """The scratch of matrices whose updates are interleaved, except for the matrix that uses the
         optimizer's own scratch."""
         self._lanes = [
@@ -149,7 +149,7 @@ class Sharing:
                 gather=self._timed("all_gather_into_tensor"),
                 workspace=workspace,
             )
-            for workspace in (None, *self.extra_workspaces)
+            for workspace in (None, *self._extra_workspaces)
         ]
 
     def _timed(self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]) -> Callable[..., Wait]:
@@ -170,9 +170,9 @@ class Sharing:
         return begin
 
     @property
-    def gradient_bytes(self) -> int:
-        """The bytes of the scratch for gradients that the optimizer cannot read in Megatron's buffer."""
-        return self._scratch.nbytes
+    def scratch_bytes(self) -> int:
+        """The bytes of the scratch, except for the optimizer's own."""
+        return self._scratch.nbytes + sum(workspace.nbytes for workspace in self._extra_workspaces)
 
     @torch.no_grad()
     def update(self, scale: float) -> None:

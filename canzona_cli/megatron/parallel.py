@@ -82,9 +82,6 @@ class World:
             return 1, 0
         return self.layout.tp, self.tp_rank
 
-    def describe(self) -> str:
-        return f"rank {self.rank} (dp {self.dp_rank}, tp {self.tp_rank}, pp {self.pp_rank})"
-
 
 def initialize(
     layout: Layout,

@@ -20,31 +20,43 @@ differ, `blocks:` is a list of consecutive blocks of layers, each with its `laye
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
+from annotated_types import MinLen
+
+from canzona_cli.config.reading import LARGEST_YAML, Unreadable, adapter, parse_yaml, read_plain
 from canzona_cli.config.schema import Layout, ModelConfig
+from canzona_cli.config.typed import bound_text
 from canzona_cli.errors import ConfigError, Problem, refuse
+from canzona_cli.fields import Range, Side
 from canzona_cli.model.family import Kind
 from canzona_cli.model.matrices import LayerBlock, LayerMatrix, Matrix, number_matrices
 
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 _SHARDS: Mapping[str, Literal[0, 1] | None] = {"rows": 0, "cols": 1, "none": None}
-_TOP = ("name", "hidden_size", "embedding", "output", "heads", "kv_heads", "head_dim", "layers", "other", "matrices")
-_MATRIX = ("name", "rows", "cols", "shard", "unit", "parameter", "count")
-_LONGEST = 1 << 24
-"""The maximum number of rows, and of columns, of a matrix."""
-_LARGEST = 10**12
-"""The maximum number of elements of the embedding, of the output layer, and of `other`."""
-_MOST = 2048
-"""The maximum number of layers in a block, and the maximum `count`."""
 _MOST_MATRICES = 500_000
 """The maximum number of matrices in a model; a plan of this size takes a minute."""
 _HEAD_DIM = 128
 """The width of a head in a model that does not give one."""
+_NO_OTHER_KEYS = {"extra": "forbid"}
+_Text = Annotated[str, MinLen(1)]
+_Number = Annotated[int, Range(at_least=1, at_most=2048)]
+"""The number of layers in a block, or of equal matrices."""
+_Elements = Annotated[int, Range(at_least=0, at_most=10**12)]
+_REASONS = {
+    "missing": "has no value",
+    "unexpected_keyword_argument": "is not one of the keys that a file of shapes has",
+    "int_type": "is not a whole number",
+    "string_type": "is not text",
+    "list_type": "is not a list",
+    "too_short": "is empty",
+}
+"""The reasons to show, by pydantic's name for the error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +128,45 @@ class ModelShapes:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _MatrixEntry:
+    """The entry of a matrix, or of several equal matrices, in a file."""
+
+    __pydantic_config__ = _NO_OTHER_KEYS
+    name: _Text
+    rows: Side
+    cols: Side
+    shard: Literal["rows", "cols", "none"]
+    unit: _Text | None = None
+    parameter: _Text | None = None
+    count: _Number = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockEntry:
+    """The entry of a block of equal layers in a file."""
+
+    __pydantic_config__ = _NO_OTHER_KEYS
+    layers: _Number
+    other: _Elements = 0
+    matrices: Annotated[list[_MatrixEntry], MinLen(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """The contents of a file, with a single block of layers if the file does not list blocks."""
+
+    __pydantic_config__ = _NO_OTHER_KEYS
+    name: _Text = "shapes"
+    hidden_size: Side
+    embedding: _Elements
+    output: _Elements = 0
+    heads: Side | None = None
+    kv_heads: Side | None = None
+    head_dim: Side = _HEAD_DIM
+    blocks: Annotated[list[_BlockEntry], MinLen(1)]
+
+
 def load_shapes(path: Path) -> ModelShapes:
     """Reads a file of shapes.
 
@@ -123,149 +174,90 @@ def load_shapes(path: Path) -> ModelShapes:
         ConfigError: the file cannot be read, or its values are incomplete or impossible. The error lists
             every problem.
     """
+    from pydantic import ValidationError
+
     try:
         tree = parse_yaml(read_plain(path, most=LARGEST_YAML))
     except Unreadable as error:
         fix = "give a YAML file with name, hidden_size, embedding, output, layers and matrices"
         raise ConfigError(Problem(key="--shapes", value=str(path), reason=f"{error}", fix=fix)) from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(
-            Problem(
-                key="--shapes",
-                value=str(path),
-                reason="is not a mapping of names to values",
-                fix="start it with `name: my-model`, then give hidden_size, embedding, output, layers and matrices",
+        fix = "start it with `name: my-model`, then give hidden_size, embedding, output, layers and matrices"
+        reason = "is not a mapping of names to values"
+        raise ConfigError(Problem(key="--shapes", value=str(path), reason=reason, fix=fix))
+    prefix = ""
+    if "blocks" not in tree:
+        block = {key: tree[key] for key in ("layers", "other", "matrices") if key in tree}
+        tree = {**{key: value for key, value in tree.items() if key not in block}, "blocks": [block]}
+        prefix = "blocks.0."
+    try:
+        file = adapter(_File).validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(*_type_problems(error, prefix, path.name)) from None
+    refuse(_matrix_problems(file, prefix, path.name))
+    heads = file.heads or max(1, file.hidden_size // file.head_dim)
+    return ModelShapes(
+        name=file.name,
+        hidden_size=file.hidden_size,
+        embedding=file.embedding,
+        output=file.output,
+        heads=heads,
+        kv_heads=file.kv_heads or heads,
+        head_dim=file.head_dim,
+        blocks=tuple(LayerBlock(layers=each.layers, matrices=tuple(_matrices(each))) for each in file.blocks),
+        others=tuple(each.other for each in file.blocks),
+    )
+
+
+def _type_problems(error: "ValidationError", prefix: str, file: str) -> Iterator[Problem]:
+    """Yields a problem for each value that pydantic refused.
+
+    Args:
+        prefix: the prefix of keys that the file itself does not have.
+    """
+    for detail in error.errors(include_url=False):
+        context, value = detail.get("ctx", {}), detail["input"]
+        reason = _REASONS.get(detail["type"], "")
+        if detail["type"] == "literal_error":
+            reason = f"must be {context['expected']}".replace("'", "")
+        elif bound := bound_text(detail["type"], context, value):
+            reason = f"must be {bound}"
+        shown = value if isinstance(value, str | int | float) else None
+        key = ".".join(map(str, detail["loc"])).removeprefix(prefix)
+        yield Problem(key=key, value=shown, reason=f"{reason or detail['msg'].lower()} (in {file})")
+
+
+def _matrix_problems(file: _File, prefix: str, where: str) -> Iterator[Problem]:
+    """Yields a problem for each name that two matrices of a layer have, and one if there are too many
+    matrices."""
+    for number, block in enumerate(file.blocks):
+        names = [entry.name for entry in block.matrices]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                key = f"blocks.{number}.matrices.{index}.name".removeprefix(prefix)
+                yield Problem(key=key, value=name, reason=f"is the name of two matrices in one layer (in {where})")
+    total = sum(block.layers * sum(entry.count for entry in block.matrices) for block in file.blocks)
+    if total > _MOST_MATRICES:
+        reason = f"must be at most {_MOST_MATRICES:,} in all layers (in {where})"
+        yield Problem(key="matrices", value=total, reason=reason)
+
+
+def _matrices(block: _BlockEntry) -> Iterator[LayerMatrix]:
+    """Yields the matrices of one layer."""
+    units: dict[str, int] = {}
+    for entry in block.matrices:
+        for copy in range(entry.count):
+            suffix = f".{copy}" if entry.count > 1 else ""
+            unit = (entry.unit or f"{entry.name}:own") + suffix
+            yield LayerMatrix(
+                name=entry.name + suffix,
+                kind=_kind(entry.name),
+                rows=entry.rows,
+                cols=entry.cols,
+                shard_dim=_SHARDS[entry.shard],
+                parameter=(entry.parameter or f"{entry.name}.weight") + suffix,
+                unit=units.setdefault(unit, len(units)),
             )
-        )
-    reader = _Reader(where=path.name)
-    shapes = reader.model(tree)
-    refuse(reader.problems)
-    return shapes
-
-
-class _Reader:
-    """A reader of values that collects all problems. It replaces each invalid value with a valid value, so
-    that it can go on."""
-
-    def __init__(self, where: str) -> None:
-        self.problems: list[Problem] = []
-        self._where = where
-
-    def model(self, tree: Mapping[object, object]) -> ModelShapes:
-        parts = tree.get("blocks")
-        if parts is None:
-            self._check_keys(tree, _TOP, "")
-            parts = [tree]
-        else:
-            self._check_keys(tree, ("blocks", *(key for key in _TOP if key not in ("layers", "other", "matrices"))), "")
-        hidden = self._number(tree, "hidden_size", "", least=1)
-        head_dim = self._number(tree, "head_dim", "", least=1, default=_HEAD_DIM)
-        heads = self._number(tree, "heads", "", least=1, default=max(1, hidden // head_dim))
-        blocks, others = [], []
-        if not isinstance(parts, list) or not parts:
-            self._report("blocks", parts, "is not a list of blocks of layers")
-            parts = []
-        for index, part in enumerate(parts):
-            prefix = "" if part is tree else f"blocks.{index}."
-            if not isinstance(part, Mapping):
-                self._report(prefix.rstrip("."), part, "is not a block of layers with its matrices")
-                continue
-            if part is not tree:
-                self._check_keys(part, ("layers", "other", "matrices"), prefix)
-            count = self._number(part, "layers", prefix, least=1, most=_MOST)
-            others.append(self._number(part, "other", prefix, least=0, most=_LARGEST, default=0))
-            blocks.append(
-                LayerBlock(
-                    layers=count,
-                    matrices=tuple(islice(self._matrices(part.get("matrices"), prefix), _MOST_MATRICES + 1)),
-                )
-            )
-            if (total := sum(block.layers * len(block.matrices) for block in blocks)) > _MOST_MATRICES:
-                self._report(f"{prefix}matrices", total, f"must be at most {_MOST_MATRICES:,} in all layers")
-                break
-        return ModelShapes(
-            name=self._text(tree, "name", "", default="shapes"),
-            hidden_size=hidden,
-            embedding=self._number(tree, "embedding", "", least=0, most=_LARGEST),
-            output=self._number(tree, "output", "", least=0, most=_LARGEST, default=0),
-            heads=heads,
-            kv_heads=self._number(tree, "kv_heads", "", least=1, default=heads),
-            head_dim=head_dim,
-            blocks=tuple(blocks),
-            others=tuple(others),
-        )
-
-    def _matrices(self, entries: object, prefix: str) -> Iterator[LayerMatrix]:
-        if not isinstance(entries, list) or not entries:
-            self._report(f"{prefix}matrices", entries, "is not a list of matrices")
-            return
-        units: dict[str, int] = {}
-        names: set[str] = set()
-        for index, entry in enumerate(entries):
-            at = f"{prefix}matrices.{index}."
-            if not isinstance(entry, Mapping):
-                self._report(at.rstrip("."), entry, "is not a matrix: {name: ..., rows: ..., cols: ..., shard: ...}")
-                continue
-            self._check_keys(entry, _MATRIX, at)
-            name = self._text(entry, "name", at)
-            if name in names:
-                self._report(f"{at}name", name, "is the name of two matrices in one layer")
-            names.add(name)
-            shard = self._text(entry, "shard", at)
-            if shard and shard not in _SHARDS:
-                self._report(f"{at}shard", shard, "must be rows, cols or none")
-            rows, cols = self._number(entry, "rows", at, least=1), self._number(entry, "cols", at, least=1)
-            copies = self._number(entry, "count", at, least=1, most=_MOST, default=1)
-            for copy in range(copies):
-                suffix = f".{copy}" if copies > 1 else ""
-                unit = self._text(entry, "unit", at, default=f"{name}:own") + suffix
-                yield LayerMatrix(
-                    name=name + suffix,
-                    kind=_kind(name),
-                    rows=rows,
-                    cols=cols,
-                    shard_dim=_SHARDS.get(shard),
-                    parameter=self._text(entry, "parameter", at, default=f"{name}.weight") + suffix,
-                    unit=units.setdefault(unit, len(units)),
-                )
-
-    def _number(
-        self,
-        tree: Mapping[object, object],
-        key: str,
-        at: str,
-        *,
-        least: int,
-        most: int = _LONGEST,
-        default: int | None = None,
-    ) -> int:
-        value = tree.get(key, default)
-        if value is None:
-            self._report(at + key, None, "has no value")
-        elif isinstance(value, bool) or not isinstance(value, int):
-            self._report(at + key, value, "is not a whole number")
-        elif value < least:
-            self._report(at + key, value, f"must be at least {least}")
-        elif value > most:
-            self._report(at + key, value, f"must be at most {most}")
-        else:
-            return value
-        return max(least, 1)
-
-    def _text(self, tree: Mapping[object, object], key: str, at: str, *, default: str | None = None) -> str:
-        value = tree.get(key, default)
-        if isinstance(value, str) and value:
-            return value
-        self._report(at + key, value, "has no value" if value is None else "is not text")
-        return ""
-
-    def _check_keys(self, tree: Mapping[object, object], keys: Sequence[str], at: str) -> None:
-        for key in tree:
-            if key not in keys:
-                self._report(f"{at}{key}", None, f"is not one of {', '.join(keys)}")
-
-    def _report(self, key: str, value: object, reason: str) -> None:
-        self.problems.append(Problem(key=key, value=value, reason=f"{reason} (in {self._where})"))
 
 
 def _kind(name: str) -> Kind:

@@ -167,7 +167,7 @@ def tensor_bytes(trainee: Trainee) -> int:
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)
     }
-    return sum(storages.values()) + hosted_bytes(trainee) + matrices.exchange_bytes + matrices.workspace_bytes
+    return sum(storages.values()) + hosted_bytes(trainee) + matrices.scratch_bytes
 
 
 def hosted_bytes(trainee: Trainee) -> int:
