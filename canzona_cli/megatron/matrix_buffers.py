@@ -213,14 +213,13 @@ def _bucket_placements(bucket: Bucket, plan: Plan, parameters: Mapping[str, Para
 
 
 def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:
-    """Checks the sizes and owners of a bucket's ranges.
+    """Checks the sizes of a bucket and its ranges.
 
     Args:
         where: the bucket's name in the error.
 
     Raises:
-        PlanMismatch: ranges overlap or exceed the bucket, its size is not a valid multiple, or an owner does
-            not exist.
+        PlanMismatch: ranges overlap or exceed the bucket, or its size is not a valid multiple.
     """
     ends = [0, *(position for part in bucket.ranges for position in (part.start, part.end)), bucket.elements]
     if any(before > after for before, after in pairwise(ends)):
@@ -230,9 +229,6 @@ def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:
         raise PlanMismatch(
             key=where, planned=f"a multiple of {owners} ranks and of {align(1)} elements", actual=bucket.elements
         )
-    outside = [part.owner for part in bucket.ranges if not 0 <= part.owner < owners]
-    if outside:
-        raise PlanMismatch(key=where, planned=f"owners below {owners}", actual=f"owner {outside[0]}")
 
 
 def _matrix_layout(

@@ -70,7 +70,7 @@ def test_records_are_gathered_through_the_device_over_nccl() -> None:
                 return empty(*sizes, **options)  # type: ignore[call-overload,no-any-return]
 
             patched.setattr(torch, "empty", noted)
-            found = parallel.gather(Place(number=torch.distributed.get_rank()))
+            found = parallel.gather(Place(number=torch.distributed.get_rank()), Place)
             assert record.races == []
         return [place.number for place in found], devices
 
