@@ -40,11 +40,6 @@ def folder(path: Path) -> None:
     path.mkdir()
 
 
-def huge(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 1 << 40)
-
-
 def holding(text: str | bytes) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -57,24 +52,18 @@ NO_FILES: dict[str, Callable[[Path], None]] = {
     "a link to itself": to_itself,
     "a folder": folder,
     "a pipe": os.mkfifo,
-    "a terabyte": huge,
-    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
 }
 NO_JSON = {
-    "nothing": holding(""),
     "half of it": holding('{"version": 3, "mat'),
     "a number that is none": holding('{"version": 3, "matrices": [], "hash": NaN}'),
     "infinity in digits": holding('{"version": 3, "matrices": [], "hash": 1e999}'),
-    "400 digits": holding('{"version": 3, "matrices": [], "hash": 1' + "0" * 400 + "}"),
     "10,000 digits": holding('{"version": 3, "matrices": [], "hash": 1' + "0" * 10_000 + "}"),
-    "1,500 levels": holding('{"version": 3, "matrices": ' + "[" * 1500 + "]" * 1500 + "}"),
     "a million levels": holding('{"version": 3, "matrices": ' + "[" * 1_000_000),
     "half a character": holding('{"version": 3, "matrices": "\\ud800"}'),
     "bytes": holding(bytes(range(256)) * 8),
     "a list": holding("[1, 2]"),
 }
 NO_YAML = {
-    "nothing": (holding(""), "contains no settings"),
     "a billion laughs": (holding(LAUGHS), f"expands to more than {MOST_VALUES:,} values"),
     "laughs in merges": (
         holding(
@@ -85,19 +74,11 @@ NO_YAML = {
     ),
     "itself": (holding("name: &a [x, *a]\n"), "refers to itself"),
     "1,500 brackets": (holding("name: " + "[" * 1500 + "]" * 1500), "levels deep"),
-    "500 levels": (holding("".join(" " * n + f"k{n}:\n" for n in range(500))), "levels deep"),
-    "200 aliases in a row": (
-        holding("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 200))),
-        "levels deep",
-    ),
     "400 digits": (holding("name: 1" + "0" * 400), "has an integer of 401 digits"),
     "10,000 digits": (holding("name: 1" + "0" * 10_000), "is not valid YAML"),
     "a set": (holding("name: !!set {a, b}"), "neither text nor a number: set"),
-    "bytes of a picture": (holding("name: !!binary R0lGODlhAQABAIAAAAUEBA=="), "neither text nor a number: bytes"),
     "a key of bytes": (holding("name: {!!binary R0lG: 1}"), "neither text nor a number: bytes"),
     "bytes": (holding(bytes(range(256)) * 8), "is not UTF-8 text"),
-    "zeros": (holding("name: \0\0\0"), "is not valid YAML"),
-    "a key twice": (holding("name: a\nname: b"), "duplicate key"),
 }
 
 
@@ -126,8 +107,7 @@ def test_an_odd_record_is_damaged_or_as_if_it_were_not_there(kind: str, tmp_path
     assert load_if_valid(path, RunResult) is None
     with pytest.raises((ConfigError, FileNotFoundError)):
         read_layout(path)
-    if kind != "a terabyte":  # a run's own lines have no largest size
-        assert read_lines(path, StepMetrics)[0] == []
+    assert read_lines(path, StepMetrics)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -150,8 +130,7 @@ def test_an_odd_yaml_file_is_refused_in_words(kind: str, tmp_path: Path) -> None
     for reader, read in readers.items():
         with pytest.raises(CanzonaError) as refused:
             read()
-        if reader != "shapes" or said != "contains no settings":
-            assert said in str(refused.value), reader
+        assert said in str(refused.value), reader
     if kind not in NO_FILES:
         (mine,) = (info for info in list_recipes([tmp_path]) if info.name == "mine")
         assert said in mine.error
@@ -166,34 +145,18 @@ def test_a_bomb_ends_a_command_with_exit_code_2(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_odd_files_in_plans_do_not_end_a_command(tmp_path: Path) -> None:
-    (tmp_path / "plans").mkdir()
-    for number, make in enumerate({**NO_FILES, **NO_JSON}.values()):
-        make(tmp_path / "plans" / f"qwen3-tiny-2gpus-{number}.json")
-    done = canzona("validate", "recipe=tiny", "engine=canzona", cwd=tmp_path)
-    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "OK")
-
-
 @pytest.mark.parametrize(
     ("overrides", "key"),
     mostly(
         pytest.mark.sweep,
         [
             ("model.num_layers=10000000", "model.num_layers"),
-            ("model.num_layers=1" + "0" * 400, "model.num_layers"),
             ("model.num_layers=1" + "0" * 5000, "model.num_layers"),
-            ("model.num_attention_heads=10000000000 model.num_query_groups=10000000000", "model.num_query_groups"),
             ("gpus=1" + "0" * 30, "gpus"),
-            ("train.steps=1" + "0" * 400, "train.steps"),
-            ("train.batch_tokens=1000000000000", "train.batch_tokens"),
             ("optimizer.lr=1" + "0" * 400, "optimizer.lr"),
-            ("optimizer.lr=1e-400", "optimizer.lr"),
             ("optimizer.options=" + "[" * 1500 + "]" * 1500, "optimizer.options"),
             ("checkpoint.every_minutes=-5", "checkpoint.every_minutes"),
-            ("cluster.bf16_tflops=1e300", "cluster.bf16_tflops"),
             ("cluster.memory_gb_per_s=1e-300", "cluster.memory_gb_per_s"),
-            ("cluster.launch_us=1e300", "cluster.launch_us"),
-            ("cluster.step_factors={exchange:0}", "cluster.step_factors.exchange"),
             ("cluster.step_factors={exchange:nan}", "cluster.step_factors.exchange"),
             ("description=${description}", "description"),
             ("description=${data.path} data.path=${description}", "description"),

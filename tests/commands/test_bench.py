@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.options import read_options
-from canzona_cli.bench.results import content_of, load
-from canzona_cli.commands.bench import write_json
+from canzona_cli.bench.results import load
 from canzona_cli.planner.plan_file import read_plan
-from tests.bench.benches import bench, with_measured
 from tests.commands.support import canzona, canzona_process
 
 RUN = (
@@ -72,10 +69,3 @@ def test_mistakes_are_told_at_once_and_leave_nothing(tmp_path: Path) -> None:
         assert word in told.stderr
     assert "Traceback" not in told.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-
-
-def test_numbers_of_strategies_that_disagree_are_written_all_the_same(tmp_path: Path) -> None:
-    result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
-    options = read_options(strategies=[], rounds=2, steps_per_turn=2, out=tmp_path / "r.json")
-    write_json(content_of(result), options, as_json=False)
-    assert load(tmp_path / "r.json") == result

@@ -132,14 +132,6 @@ def test_show_names_the_tokenizer_of_the_runs_data(run: Path) -> None:
     assert "bpe-2048 tokenizer, 9 k tokens, 7 documents" in words(canzona("checkpoint", "show", str(run)).stdout)
 
 
-def test_show_of_a_damaged_one_is_exit_code_5_with_the_one_before(run: Path) -> None:
-    key = damage(run, 20, size=True)
-    done = canzona("checkpoint", "show", str(run), code=5)
-    assert key in done.stderr
-    assert "checkpoint.resume=step-00000010" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_settings_that_are_not_those_of_the_manifest_are_not_read(run: Path) -> None:
     path = run / "checkpoints" / "step-00000020" / "config.yaml"
     text = path.read_text()

@@ -275,9 +275,3 @@ def test_a_second_writer_of_the_same_output_is_refused(tmp_path: Path) -> None:
     first.communicate(b"text", timeout=PATIENCE_S)
     assert first.returncode == 0
     assert ids(tmp_path / "p") == [*b"text", 256]
-
-
-def test_help_shows_every_option() -> None:
-    done = canzona("--help", code=0)
-    for option in ("INPUT", "--output", "--tokenizer", "--vocab-size", "--eod", "--format", "--text-key", "--document"):
-        assert option in done.stdout

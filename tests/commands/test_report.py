@@ -241,13 +241,6 @@ def test_a_trace_is_of_one_run_and_no_json(tmp_path: Path) -> None:
     assert "--trace prints no report" in text
 
 
-def test_a_run_without_timelines_has_no_trace(tmp_path: Path) -> None:
-    files = make_run(tmp_path / "run", steps=3)
-    done = canzona("report", str(files.root), "--trace", str(tmp_path / "trace.json"), code=2)
-    assert "has no timelines" in " ".join(done.stderr.split())
-    assert not (tmp_path / "trace.json").exists()
-
-
 def test_a_damaged_prediction_is_noted(tmp_path: Path) -> None:
     files = make_run(tmp_path / "run")
     shutil.copy(FIXTURE, files.breakdown)

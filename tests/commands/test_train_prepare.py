@@ -2,38 +2,13 @@
 
 from pathlib import Path
 
-import pytest
-
-from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.planner.plan import Plan
 from canzona_cli.run.codec import read_lines
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import StepMetrics, read_rank
-from canzona_cli.simulate import predict
-from canzona_cli.simulate.step import StrategyResult
 from tests.commands.support import canzona, ran
 
 TINY = ("recipe=qwen3-tiny", "gpus=1", "model.num_layers=1", "train.seq_length=16", "train.global_batch_size=2")
-TYPED = ("parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "train.micro_batch_size=1", "train.recompute=none")
-"""With which there is nothing to search for."""
 SHORT = ("train.steps=2", "train.eval_interval=0", "checkpoint.every_minutes=null")
-
-
-def test_a_step_is_simulated_once(tmp_path: Path, corpus_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated, of_run = tmp_path / "simulated", predict.simulate_run
-
-    def counted(config: RunConfig, layout: Layout, plan: Plan | None) -> StrategyResult:
-        with simulated.open("a") as file:  # in a process of its own
-            file.write("once\n")
-        return of_run(config, layout, plan)
-
-    monkeypatch.setattr(predict, "simulate_run", counted)
-    canzona(
-        *("train", "--prepare-only", *TINY, *SHORT, *TYPED),
-        *(f"data.cache_dir={corpus_cache}", f"run.dir={tmp_path}/run"),
-        code=0,
-    )
-    assert simulated.read_text() == "once\n"
 
 
 def test_what_is_printed_trains_the_prepared_run_to_its_end(tmp_path: Path, corpus_cache: Path) -> None:

@@ -81,11 +81,6 @@ def test_a_place_that_cannot_be_written_is_an_environment_problem(tmp_path: Path
         assert "file" in refused.value.problems[0].reason
 
 
-def test_a_kernel_file_system_is_refused_too() -> None:
-    with pytest.raises(EnvironmentProblem, match="cannot be created"):
-        RunDirectory.create(run_config(run_dir=Path("/proc/run")))
-
-
 def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("SLURM_JOB_ID", "42")

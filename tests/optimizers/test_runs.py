@@ -11,8 +11,6 @@ from canzona_cli.optimizers import Muon, NorMuon
 from canzona_cli.optimizers.facts import Form
 from canzona_cli.optimizers.runs import runs, view_run
 
-from .operations import Counted
-
 STEPS = 4
 ROWS, COLS = 12, 40
 Precision = Literal["bf16", "fp32"]
@@ -125,24 +123,3 @@ def test_norms_of_every_size_are_those_of_the_matrices(nesterov: bool) -> None:
         optimizer.step()
     for one, other in zip(*params, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("on_cuda", [False, True])
-@pytest.mark.parametrize("kind", [Muon, NorMuon])
-def test_more_matrices_take_as_many_operations(
-    kind: type[Muon], on_cuda: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if on_cuda:
-        monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
-    counts = []
-    for count in (2, 16):
-        params = experts(count, apart=False)
-        for p in params:
-            assert p.grad is not None
-            p.grad.fill_(1.0)
-        optimizer = kind(params, 0.02, stack=True)
-        optimizer.step()  # makes the state
-        with Counted() as counted:
-            optimizer.step()
-        counts.append(counted.count)
-    assert counts[0] == counts[1]

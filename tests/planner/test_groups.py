@@ -1,7 +1,6 @@
 """Micro-groups hold every matrix once, keep C_max, and auto is never slower than what it chose among."""
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -14,13 +13,11 @@ from canzona_cli.costs.buffers import stage_weights
 from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.sharing import Share, shares
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner import groups as groups_module
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.groups import CLOSE, GroupSearch, check_capacity, held_jobs, micro_groups
-from canzona_cli.planner.make import attempt, planned_matrices
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.packing import HostPacker
-from canzona_cli.planner.pipeline import HostedPipeline, Job, Load, Loads, planning_config
+from canzona_cli.planner.pipeline import HostedPipeline, Job, planning_config
 from canzona_cli.planner.plan import Assignment, Cell, MicroGroup, Plan, PlanSettings
 from tests import sizes
 from tests.planner.planning import (
@@ -210,39 +207,3 @@ def test_a_row_is_close_to_the_best_of_all_ways(costs: list[int], possible: dict
     assert rows[0].height >= best * (1 - 1e-9)
     hosted = HostPacker([float(cost) for cost in costs], tp).rows(range(len(costs)))[0]
     assert rows[0].height <= hosted.height * (1 + 1e-9)
-
-
-def test_nothing_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choosing modes makes micro-groups, most owners are alike, and most ways to cut come to the same groups."""
-    config = sizes.run("32b", 1024, strategy="canzona", tp=8)
-    mesh = layout(tp=8, dp=128)
-    searched: list[Hashable] = []
-    timed: list[list[Hashable]] = []
-    priced: list[int] = []
-    search, seconds, load = groups_module._find_groups, HostedPipeline.seconds, HostedPipeline._new_load
-
-    def groups_of(
-        jobs: Sequence[Job], asked: PlanSettings, pipeline: HostedPipeline, first: Sequence[float]
-    ) -> tuple[float, list[list[Job]]]:
-        searched.append(tuple((job.host, job.seconds, job.matrix.shape, job.share) for job in jobs))
-        timed.append([])
-        return search(jobs, asked, pipeline, first)
-
-    def noted(
-        self: HostedPipeline, groups: Sequence[Sequence[Job]], known: Loads | None = None, first: Sequence[float] = ()
-    ) -> float:
-        timed[-1].append(tuple(tuple(job.matrix.index for job in group) for group in groups))
-        return seconds(self, groups, known, first)
-
-    def load_of(self: HostedPipeline, group: Sequence[Job]) -> Load:
-        priced.append(1)
-        return load(self, group)
-
-    monkeypatch.setattr(groups_module, "_find_groups", groups_of)
-    monkeypatch.setattr(HostedPipeline, "seconds", noted)
-    monkeypatch.setattr(HostedPipeline, "_new_load", load_of)
-    plan = attempt(config, mesh, None, planned_matrices(config, mesh, None), None)
-    assert set(plan.modes) == {"hosted", "shared"}
-    assert len(searched) == len(set(searched)) > 3
-    assert all(len(ways) == len(set(ways)) for ways in timed)
-    assert len(priced) < 0.75 * sum(len(way) for ways in timed for way in ways if isinstance(way, tuple))

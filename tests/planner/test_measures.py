@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.config.schema import Layout, MuonConfig, Recompute, RunConfig, SoapConfig
+from canzona_cli.config.schema import Layout, MuonConfig, Recompute, RunConfig, ShampooConfig, SoapConfig
 from canzona_cli.costs.memory import GIB, estimate
 from canzona_cli.costs.update import algorithm_of, form_of, seconds, stack_of
 from canzona_cli.errors import DoesNotFit
@@ -113,8 +113,6 @@ def test_memory_adds_up_and_agrees_with_the_estimate_that_chose_the_layout(layou
 
 @pytest.mark.parametrize("name", ["shampoo", "soap"])
 def test_preconditioners_count_by_the_sides_that_have_them(name: str) -> None:
-    from canzona_cli.config.schema import ShampooConfig, SoapConfig
-
     config, layout, _ = planned("tiny", 4, tp=2)
     kind = ShampooConfig if name == "shampoo" else SoapConfig
     config = replace(config, optimizer=kind(name=name, lr=1e-3))  # type: ignore[arg-type]

@@ -115,13 +115,6 @@ def test_every_process_computes_the_same_hash(planned: tuple[RunConfig, Layout, 
     assert result.stdout.strip() == planned[2].hash
 
 
-def test_planning_twice_gives_the_same_plan(planned: tuple[RunConfig, Layout, Plan]) -> None:
-    config, layout, plan = planned
-    planner._make_plan.cache_clear()
-    planner._unbounded.cache_clear()
-    assert make_plan(config, layout) == plan
-
-
 def test_layouts_of_one_mesh_share_candidates_and_get_the_plans_that_they_would_get_alone() -> None:
     """Whatever batch, recomputation and slices; and memory changes nothing unless a rank lacks some."""
     config, layout = resolved()

@@ -12,7 +12,7 @@ from canzona_cli.costs.scratch import BATCH_BYTES, least_workspace_bytes
 from canzona_cli.costs.update import algorithm_of
 from canzona_cli.model.matrices import layer_shapes
 from canzona_cli.planner.make import plan_unbounded
-from canzona_cli.planner.memory import batch_bytes, plan_memory, step_buffers
+from canzona_cli.planner.memory import batch_bytes, step_buffers
 from canzona_cli.planner.plan import MicroGroup, Plan
 from tests import sizes
 
@@ -140,9 +140,3 @@ def test_the_estimate_before_a_plan_counts_the_least_buffers_one_can_have(tp: in
         assert found == pytest.approx(least, rel=0.25)
     else:
         assert found <= max(1.3 * least, least + 4 * largest)
-
-
-def test_buffers_are_there_all_the_time() -> None:
-    config, layout, plan = planned("8b", 64, 4)
-    memory = plan_memory(config, layout, plan)
-    assert memory.parts["exchange"] == memory.buffers.lasting > 0

@@ -1,12 +1,19 @@
 """Maps, bars and lanes of the plan's report: they keep their widths and show what they claim."""
 
-import io
+from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
+from canzona_cli.cluster.fit import resolve
+from canzona_cli.config.compose import compose_run
+from canzona_cli.config.schema import CustomConfig
 from canzona_cli.report.charts import draw_lane, heat_map, legend_lines, owners_per_column, stacked_bar
+from canzona_cli.report.header import describe_optimizer
+from canzona_cli.report.plan import PlanView
 from canzona_cli.run.phases import Ink, Interval
+from canzona_cli.simulate.compare import study_run
+from tests import sizes
+from tests.report.terminal import printed
 
 INKS = {
     name: Ink(letter=name.upper(), style=style, colour="#000000", css=name, name=name)
@@ -77,56 +84,27 @@ def test_a_lane_shows_little_as_faint() -> None:
 
 
 def test_the_report_of_a_study_fits_its_terminal() -> None:
-    from dataclasses import replace
-
-    from canzona_cli.cluster.fit import resolve
-    from canzona_cli.report.plan import PlanView
-    from canzona_cli.simulate.compare import study_run
-    from tests import sizes
-
     config = sizes.run("tiny", 8, strategy="canzona", tp=2)
     study = study_run(*resolve(replace(config, cluster=replace(config.cluster, gpus_per_node=4))), "alpha")
-    for width in (80, 120):
-        for colour in (None, "truecolor"):
-            console = Console(width=width, color_system=colour, force_terminal=colour is not None, legacy_windows=False)
-            with console.capture() as captured:
-                for compare in (None, "strategies", "alpha"):
-                    console.print(PlanView(study=study, compare=compare, verbose=compare is None))
-            lines = captured.get().splitlines() if colour is None else []
-            assert all(len(line) <= width and line == line.rstrip() for line in lines)
-            assert study.plan.name in captured.get()
+    for compare in (None, "strategies", "alpha"):
+        view = PlanView(study=study, compare=compare, verbose=compare is None)
+        for width in (80, 120):
+            text = printed(view, width)
+            assert all(len(line) <= width and line == line.rstrip() for line in text.splitlines())
+            assert study.plan.name in text
+            assert study.plan.name in printed(view, width, terminal=True)
 
 
 @pytest.mark.parametrize(("size", "doubted"), [("tiny", True), ("0.6b", False)])
 def test_times_on_a_cpu_that_nobody_measured_are_called_so(size: str, doubted: bool) -> None:
-    from canzona_cli.cluster.fit import resolve
-    from canzona_cli.config.compose import compose_run
-    from canzona_cli.report.plan import PlanView
-    from canzona_cli.simulate.compare import study_run
-
     study = study_run(*resolve(compose_run([f"recipe=qwen3-{size}", "gpus=2", "parallel.tp=2"]).config))
-    console = Console(width=80)
-    with console.capture() as captured:
-        console.print(PlanView(study=study))
-    assert ("on an uncalibrated CPU" in captured.get()) == doubted
+    assert ("on an uncalibrated CPU" in printed(PlanView(study=study))) == doubted
 
 
 def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:
-    from dataclasses import replace
-
-    from canzona_cli.cluster.fit import resolve
-    from canzona_cli.config.schema import CustomConfig
-    from canzona_cli.report.header import describe_optimizer
-    from canzona_cli.report.plan import PlanView
-    from canzona_cli.simulate.compare import study_run
-    from tests import sizes
-
     own = CustomConfig(name="custom", lr=1e-3, source="own.py:Own", cost_like="soap")
     config, layout = resolve(replace(sizes.run("tiny", 4, strategy="canzona", tp=2), optimizer=own))
     study = study_run(config, layout)
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(PlanView(study=study))
-    title = console.export_text().splitlines()[0]
-    assert "custom (cost model of soap)" in title
+    assert "custom (cost model of soap)" in printed(PlanView(study=study), 120).splitlines()[0]
     assert study.as_json()["optimizer"] == "custom"
     assert describe_optimizer(config).startswith("custom own.py:Own (canzona)")

@@ -1,7 +1,6 @@
 """Two runs side by side: settings that differ, losses at the same steps, ratios of times."""
 
 import json
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -105,13 +104,6 @@ def test_it_fits_the_width(runs: tuple[Path, Path], width: int) -> None:
     assert "…" not in "".join(lines)
 
 
-def test_equal_runs_are_told_to_be_equal(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    shutil.copytree(runs[0], tmp_path / "copy")
-    lines = shown((runs[0], tmp_path / "copy"))
-    assert "  all settings are equal" in lines
-    assert any("+0.00%" in line for line in lines)
-
-
 def test_runs_without_common_steps_or_breakdowns_are_still_compared(tmp_path: Path) -> None:
     one, other = make_run(tmp_path / "one", CONFIG, {1: 5.0}), make_run(tmp_path / "other", CONFIG, {2: 4.0})
     RunFiles(one).breakdown.unlink()
@@ -122,11 +114,6 @@ def test_runs_without_common_steps_or_breakdowns_are_still_compared(tmp_path: Pa
     text = " ".join(" ".join(shown((one, other))).split())
     assert "settings: not compared" in text
     assert "A: no breakdown" in text
-
-
-def test_all_that_are_missing_are_named(tmp_path: Path) -> None:
-    problems = refused(load_runs, (tmp_path / "one", tmp_path / "other"))
-    assert [problem.value for problem in problems] == [tmp_path / "one", tmp_path / "other"]
 
 
 def test_what_is_no_run_is_left_out_if_two_runs_remain(runs: tuple[Path, Path], tmp_path: Path) -> None:
