@@ -47,23 +47,18 @@ def listened_on(processes: Sequence[psutil.Process]) -> list[Address]:
 
 
 def test_garbage_to_every_listening_port_stops_nothing(tmp_path: Path) -> None:
-    run = LaunchedRun(tmp_path / "run", "endless")
-    try:
+    with LaunchedRun(tmp_path / "run", "endless") as run:
         run.wait_for_steps(2)
         family = run.family()
         listening = listened_on(family)
         assert {ip for ip, _ in listening} == {"127.0.0.1"}, "another machine could reach it"
         assert len(listening) >= 3, "torchrun's store, and each rank"
         opened = throw(listening)
-        steps = run.files.metrics.read_text().count("\n")
-        run.wait_for_steps(steps + 5)
+        run.wait_for_steps(run.steps + 5)
         run.process.send_signal(signal.SIGINT)
         code, output = run.finish()
-        assert code == 130, output
-        assert run.result()["step"] == run.files.metrics.read_text().count("\n")
-        assert not alive(family)
-        for connection in opened:
-            connection.close()
-    finally:
-        run.process.kill()
-        run.process.communicate()
+    assert code == 130, output
+    assert run.result()["step"] == run.steps
+    assert not alive(family)
+    for connection in opened:
+        connection.close()

@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Self
 
 import psutil
 
@@ -46,18 +48,26 @@ def run_config(*, run_dir: Path | None = None, root: Path = Path("runs"), gpus: 
 
 
 class Launched:
-    """A launcher in a process of its own, and its run directory."""
+    """A launcher in a process of its own, and its run directory; at the end of a `with`, it is gone."""
 
-    def __init__(self, run_dir: Path, *arguments: str) -> None:
+    def __init__(self, run_dir: Path, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self.files = RunFiles(run_dir)
+        path = (str(REPOSITORY), os.environ.get("PYTHONPATH", ""))
         self.process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
             cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
 
     def wait_for(self, condition: Callable[[], object], what: str = "what the run should do") -> None:
         wait_until(condition, what, self.process)
@@ -84,6 +94,18 @@ class Launched:
         record = read_json(self.files.result)
         assert record is not None, "no result.json"
         return record
+
+    def record(self, rank: int) -> dict[str, object]:
+        return read_json(self.files.rank(rank)) or {}
+
+    def pid(self, rank: int) -> int:
+        return int(str(self.record(rank)["pid"]))
+
+    def log(self, rank: int) -> str:
+        """What a worker of this machine printed."""
+        log = self.files.worker_log(0, rank)
+        assert log is not None
+        return log.read_text()
 
 
 class LaunchedRun(Launched):
@@ -116,11 +138,6 @@ class TrainingRun(Launched):
     def __init__(self, folder: Path, cache: Path, *overrides: str) -> None:
         places = (f"data.cache_dir={cache}", f"run.dir={folder / 'run'}")
         super().__init__(folder / "run", "canzona_cli.app", "train", *TRAINED, *overrides, *places)
-
-    def pid(self, rank: int) -> int:
-        record = read_json(self.files.rank(rank))
-        assert record is not None
-        return int(str(record["pid"]))
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -2,48 +2,21 @@
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import pytest
 
-from canzona_cli.config.schema.cluster import Device
 from canzona_cli.errors import ConfigError
 from canzona_cli.launch.run_dir import RunDirectory
 from canzona_cli.launch.torchrun import LOOPBACK_BACKEND
-from canzona_cli.run.files import read_json
 from tests.checkpoint.checkpoints import save
 from tests.faults.support import LaunchedRun, alive, run_config
 
 
-class Launch(Protocol):
-    def __call__(self, behaviour: str, *, grace_s: float = 60.0, device: Device = "cpu") -> LaunchedRun: ...
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Starts the test's one run; a test that fails midway leaves no run behind either."""
-    started: list[LaunchedRun] = []
-
-    def start(behaviour: str, *, grace_s: float = 60.0, device: Device = "cpu") -> LaunchedRun:
-        started.append(LaunchedRun(tmp_path / "run", behaviour, grace_s=grace_s, device=device))
-        return started[0]
-
-    yield start
-    for run in started:
-        run.process.kill()
-        run.process.communicate()
-
-
-def rank_statuses(run: LaunchedRun) -> list[object]:
-    return [(read_json(run.files.rank(rank)) or {}).get("status") for rank in range(2)]
-
-
-def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(launch: Launch) -> None:
-    run = launch("done")
-    code, output = run.finish()
+def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(tmp_path: Path) -> None:
+    with LaunchedRun(tmp_path / "run", "done") as run:
+        code, output = run.finish()
     assert code == 0, output
     assert run.result() | {"log": None} == {
         "status": "done",
@@ -59,15 +32,13 @@ def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(l
         "go_on": None,
     }
     for rank in range(2):
-        log = run.files.worker_log(0, rank)
-        assert log is not None
-        assert log.read_text() == f"rank {rank} starts\n"
+        assert run.log(rank) == f"rank {rank} starts\n"
 
 
 @pytest.mark.sweep  # workers that torchrun starts: seconds of imports each
-def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_connection(launch: Launch) -> None:
-    run = launch("raise", device="cuda")  # where torchrun starts programs, and forks none
-    code, output = run.finish()
+def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_connection(tmp_path: Path) -> None:
+    with LaunchedRun(tmp_path / "run", "raise", device="cuda") as run:  # where torchrun starts programs, and forks none
+        code, output = run.finish()
     assert "torch.distributed.run" in run.files.command.read_text()
     assert code == 70, output
     result = run.result()
@@ -77,62 +48,62 @@ def test_a_rank_that_raises_is_the_one_reported_not_its_neighbour_that_lost_the_
     assert "in train" in output, "the end of the traceback is missing"
 
 
-def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(launch: Launch) -> None:
-    run = launch("endless")
-    run.wait_for_steps(2)
-    family = run.family()
-    assert len(family) == 3, "torchrun and two workers"
-    assert {p.name() for p in family} >= {"rank 0", "rank 1"}
+def test_one_ctrl_c_stops_after_a_step_and_nothing_listened_beyond_this_machine(tmp_path: Path) -> None:
+    with LaunchedRun(tmp_path / "run", "endless") as run:
+        run.wait_for_steps(2)
+        family = run.family()
+        assert len(family) == 3, "torchrun and two workers"
+        assert {p.name() for p in family} >= {"rank 0", "rank 1"}
 
-    # Installed, as `make test` has it, canzona's rendezvous listens on 127.0.0.1; torchrun's own listens everywhere.
-    assert LOOPBACK_BACKEND in run.files.command.read_text(), "canzona is not installed here: `make setup`"
-    listening = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    assert listening, "torchrun's store listens somewhere"
-    assert set(listening) == {"127.0.0.1"}
+        # Installed, as by `make test`, canzona's rendezvous listens on 127.0.0.1; torchrun's own listens everywhere.
+        assert LOOPBACK_BACKEND in run.files.command.read_text(), "canzona is not installed here: `make setup`"
+        listening = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert listening, "torchrun's store listens somewhere"
+        assert set(listening) == {"127.0.0.1"}
 
-    with pytest.raises(ConfigError, match="already") as refused:
-        RunDirectory.create(run_config(run_dir=run.files.root))
-    assert "unfinished or still running" in refused.value.problems[0].reason
+        with pytest.raises(ConfigError, match="already") as refused:
+            RunDirectory.create(run_config(run_dir=run.files.root))
+        assert "unfinished or still running" in refused.value.problems[0].reason
 
-    run.process.send_signal(signal.SIGINT)
-    code, output = run.finish()
+        run.process.send_signal(signal.SIGINT)
+        code, output = run.finish()
     assert code == 130, output
     assert "stopping after this step, 60 s at most (press Ctrl-C again to stop at once)" in output
     assert not alive(family)
-    assert rank_statuses(run) == ["interrupted", "interrupted"]
+    assert [run.record(rank)["status"] for rank in range(2)] == ["interrupted", "interrupted"]
     result = run.result()
     assert (result["status"], result["exit_code"]) == ("interrupted", 130)
-    assert result["step"] == run.files.metrics.read_text().count("\n"), "a step was lost"
+    assert result["step"] == run.steps, "a step was lost"
 
 
-def test_a_second_ctrl_c_ends_everything_at_once(launch: Launch) -> None:
-    run = launch("deaf", grace_s=600)
-    run.wait_for_steps(1)
-    family = run.family()
-    run.process.send_signal(signal.SIGINT)
-    run.wait_for(run.files.stop.exists, "the request to stop")
-    run.process.send_signal(signal.SIGINT)
-    code, output = run.finish()
+def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
+    with LaunchedRun(tmp_path / "run", "deaf", grace_s=600) as run:
+        run.wait_for_steps(1)
+        family = run.family()
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for(run.files.stop.exists, "the request to stop")
+        run.process.send_signal(signal.SIGINT)
+        code, output = run.finish()
     assert code == 130, output
     assert "did not end within" not in output
     assert not alive(family)
     assert run.result()["status"] == "interrupted"
 
 
-def test_a_save_that_goes_on_is_waited_for_and_then_an_older_checkpoint_decides(launch: Launch) -> None:
+def test_a_save_that_goes_on_is_waited_for_and_then_an_older_checkpoint_decides(tmp_path: Path) -> None:
     """Workers that never end and a checkpoint that grows for longer than the grace period, beside one that is whole."""
-    run = launch("deaf", grace_s=2)
-    run.wait_for_steps(1)
-    family = run.family()
-    save(run.files.checkpoints, 3)
-    partial = run.files.checkpoints / ".step-00000004.partial"
-    partial.mkdir()
-    run.process.send_signal(signal.SIGTERM)
-    for size in range(1, 31):
-        (partial / "rank-00000.safetensors").write_bytes(bytes(size))
-        time.sleep(0.1)
-    assert run.process.poll() is None, "it was killed while it was being saved"
-    code, output = run.finish()
+    with LaunchedRun(tmp_path / "run", "deaf", grace_s=2) as run:
+        run.wait_for_steps(1)
+        family = run.family()
+        save(run.files.checkpoints, 3)
+        partial = run.files.checkpoints / ".step-00000004.partial"
+        partial.mkdir()
+        run.process.send_signal(signal.SIGTERM)
+        for size in range(1, 31):
+            (partial / "rank-00000.safetensors").write_bytes(bytes(size))
+            time.sleep(0.1)
+        assert run.process.poll() is None, "it was killed while it was being saved"
+        code, output = run.finish()
     assert code == 75, output
     assert "did not end within 2 s" in output
     assert "the checkpoint to continue from is step-00000003, and it is intact" in output

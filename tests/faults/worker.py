@@ -3,7 +3,6 @@ all-reduce. The run directory's file `behaviour` says how it ends."""
 
 import faulthandler
 import os
-import signal
 import sys
 import time
 import traceback
@@ -16,13 +15,9 @@ from canzona_cli.run.heartbeat import STACKS_SIGNAL, Heart
 from canzona_cli.run.orphan import die_with_parent
 from canzona_cli.run.records import RankError, RankResult, StepMetrics
 
-BEHAVIOURS = ("done", "raise", "mistake", "killed", "endless", "deaf", "stuck", "absent")
+BEHAVIOURS = ("done", "raise", "endless", "deaf", "stuck", "absent")
 STEPS = 4
 SLOW_IMPORTS = ("torch.distributed",)
-
-
-class Mistake(Exception):
-    exit_code = 2
 
 
 def main(files: RunFiles) -> int:
@@ -40,10 +35,9 @@ def main(files: RunFiles) -> int:
     try:
         ending = train(files, rank, behaviour, heart)
     except Exception as error:
-        code = getattr(error, "exit_code", 70)
         described = RankError(type=type(error).__name__, message=str(error), traceback=traceback.format_exc())
-        save(files.rank(rank), replace(state, status="failed", exit_code=code, error=described, time=time.time()))
-        return int(code)
+        save(files.rank(rank), replace(state, status="failed", exit_code=70, error=described, time=time.time()))
+        return 70
     save(files.rank(rank), replace(ending, pid=os.getpid(), time=time.time()))
     return ending.exit_code or 0
 
@@ -74,13 +68,8 @@ def train(files: RunFiles, rank: int, behaviour: str, heart: Heart) -> RankResul
         dist.all_reduce(value)
         if rank == 0:
             append_json_line(files.metrics, record_dict(StepMetrics(step=step, loss=1.0 / step, time=time.time())))
-        if step == 3 and rank == 1:
-            if behaviour == "raise":
-                raise ValueError("the loss is not finite")
-            if behaviour == "mistake":
-                raise Mistake("token id 300 >= vocabulary of 256")
-            if behaviour == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
+        if behaviour == "raise" and rank == 1 and step == 3:
+            raise ValueError("the loss is not finite")
         if behaviour in ("endless", "deaf"):
             time.sleep(0.1)
         stop = torch.tensor([float(behaviour != "deaf" and files.stop_requested())])
