@@ -17,7 +17,6 @@ from canzona_cli.costs.memory import (
     capacity,
     estimate,
     factor_bytes,
-    layerwise_placement,
     moment_bytes,
     placement,
 )
@@ -26,7 +25,7 @@ from canzona_cli.costs.update import STACK_BYTES, algorithm_of
 from canzona_cli.model.families import parameter_count
 from canzona_cli.model.matrices import layer_shapes, matrix_shapes
 from canzona_cli.optimizers.facts import Algorithm
-from tests.sizes import H100, layout, model, run
+from tests.sizes import H100, layout, run
 
 N = 596_049_920
 MATRICES = 440_401_920
@@ -90,14 +89,6 @@ def test_canzona_spreads_whole_matrices_over_the_grid() -> None:
     assert held is not None
     assert MATRICES / 8 <= held.worst < MATRICES / 8 + 3072 * 1024
     assert held.padded == 0
-
-
-@pytest.mark.parametrize(("dp", "padding"), [(32, 0.39), (64, 0.86)])
-def test_layerwise_padding_of_8b_is_what_megatron_lays_out(dp: int, padding: float) -> None:
-    """Measured with `LayerWiseDistributedOptimizer.compute_full_param_layout` of megatron-core 0.19.2 at tp 1."""
-    held = placement(run("8b", dp), layout(dp=dp), 0)
-    assert held is not None
-    assert held.padded / parameter_count(model("8b")).layer_matrices - 1 == pytest.approx(padding, abs=0.01)
 
 
 def test_pipeline_stages_hold_what_is_theirs() -> None:
@@ -214,20 +205,6 @@ def test_a_users_own_optimizer_holds_what_the_one_it_is_like_holds(like: str) ->
 
 def test_capacity_leaves_out_what_is_reserved() -> None:
     assert capacity(run("0.6b", 1)) == int((79.6 - 6.0) * GIB)
-
-
-@given(
-    sizes=st.lists(st.integers(1, 50).map(lambda n: 64 * n), min_size=1, max_size=6).map(tuple),
-    layers=st.integers(1, 12),
-    shards=st.integers(1, 40),
-    bucket=st.none() | st.integers(64, 10_000),
-)
-def test_layerwise_packing_loses_nothing(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> None:
-    held = layerwise_placement(sizes, layers, shards, bucket)
-    total = layers * sum(sizes)
-    assert held.padded >= total
-    assert held.padded % shards == 0
-    assert max(max(sizes), -(-total // shards)) <= held.worst <= held.padded // shards
 
 
 @given(

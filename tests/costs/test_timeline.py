@@ -13,13 +13,6 @@ def ends(timeline: Timeline) -> list[float]:
     return [ran.end for ran in timeline.run()]
 
 
-def test_a_stream_runs_one_task_after_another() -> None:
-    timeline = Timeline()
-    for seconds in (1.0, 2.0, 3.0):
-        timeline.add("work", "a", seconds=seconds)
-    assert ends(timeline) == [1.0, 3.0, 6.0]
-
-
 def test_a_task_takes_longer_by_the_share_of_its_units_that_transfers_take() -> None:
     timeline = Timeline()
     timeline.add("work", "compute", seconds=10.0)
@@ -123,13 +116,6 @@ def test_a_transfer_that_keeps_cores_busy_takes_them_from_who_computes() -> None
     timeline.add("move", "c", link="wire", link_s=1.0)
     # Three cores wanted of two; what keeps none busy has the link to itself.
     assert ends(timeline) == [3.0, 3.0, 1.0]
-
-
-def test_without_cores_nobody_is_slowed_down() -> None:
-    timeline = Timeline()
-    for name in "abcd":
-        timeline.add("work", name, seconds=1.0, cores=1.0)
-    assert ends(timeline) == [1.0] * 4
 
 
 @given(

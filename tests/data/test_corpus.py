@@ -205,17 +205,3 @@ def test_the_lock_excludes_and_dies_with_its_holder(tmp_path: Path) -> None:
         assert path.exists()
     assert not path.exists()
     holder.wait()
-
-
-def test_asking_for_a_corpus_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from canzona_cli.data.prepare import prepare, PrepareRequest\n"
-        "request = PrepareRequest(inputs=(sys.argv[1],), output=sys.argv[2], tokenizer='bpe', vocab_size=300)\n"
-        "print(prepare(request, lambda progress: None).sidecar.tokens)\n"
-        "print(sorted({'torch', 'megatron', 'hydra'} & set(sys.modules)))"
-    )
-    (tmp_path / "a.txt").write_text(LONG)
-    command = [sys.executable, "-c", code, str(tmp_path / "a.txt"), str(tmp_path / "p")]
-    tokens, imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert int(tokens) > 1000
-    assert imported == "[]"

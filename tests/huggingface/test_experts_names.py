@@ -12,47 +12,14 @@ from safetensors.torch import save_file
 from canzona_cli.checkpoint.contents import saved_run
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import ModelConfig
+from canzona_cli.huggingface.folder import read_object
 from canzona_cli.huggingface.foreign import config_json, read_model, tensor_names
 from tests.commands.support import canzona
 from tests.huggingface.folders import Weights, random_folder, stored
 from tests.refusals import refused
 
 # Of huggingface.co/Qwen/Qwen3-30B-A3B.
-PUBLISHED: dict[str, object] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+PUBLISHED = dict(read_object(Path(__file__).parent / "published" / "qwen3-30b-a3b.json"))
 
 
 def _model(recipe: str) -> ModelConfig:

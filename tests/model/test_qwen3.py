@@ -4,7 +4,6 @@ import pytest
 
 from canzona_cli.config.compose import compose_run
 from canzona_cli.model.families import family_of, flops_per_token, parameter_count
-from canzona_cli.model.matrices import layer_shapes
 from tests.sizes import Size, model
 
 CHECKPOINT_ELEMENTS: dict[Size, int] = {
@@ -45,14 +44,6 @@ def test_a_llama_has_the_published_number_of_elements(size: str, elements: int) 
     family, total = family_of(shape), parameter_count(shape).total
     assert (family.name, total) == ("llama", elements)
     assert family.published[f"llama3-{size}"][0] == f"{total / 1e9:.3g} B"
-
-
-@pytest.mark.parametrize("size", ["tiny", *CHECKPOINT_ELEMENTS])
-def test_fused_and_split_shapes_hold_the_same_elements(size: Size) -> None:
-    shape = model(size)
-    matrices = parameter_count(shape).layer_matrices
-    for shapes in (layer_shapes(shape, "fused"), layer_shapes(shape, "split")):
-        assert shape.num_layers * sum(rows * cols for rows, cols in shapes) == matrices
 
 
 def test_only_untied_models_have_an_output_weight() -> None:
