@@ -132,15 +132,6 @@ def test_what_two_ranks_write_is_refused(root: Path) -> None:
         assert error.problems[0].reason == f"rank 1: {name} is also written by another rank"
 
 
-def test_a_file_that_lost_bytes_since_its_rank_wrote_it_is_noticed(root: Path) -> None:
-    partial = begin(root, 30)
-    for rank in range(RANKS):
-        write_part(partial, rank, shard(rank, 30))
-    os.truncate(partial / "rank-00001.safetensors", 100)
-    error = raised(lambda: finish(partial, RANKS, header(30), TEXTS, 5.0))
-    assert error.problems[0].reason.startswith("rank 1: its file has 100 of the ")
-
-
 def test_saving_a_step_again_replaces_it_and_readers_always_find_one(root: Path) -> None:
     store, ended = CheckpointStore(root), threading.Event()
     seen: list[int | None] = []
@@ -175,23 +166,6 @@ def test_beginning_removes_what_killed_saves_left_and_nothing_else(root: Path) -
     error = raised(lambda: write_part(partial, 1, shard(1, 30)))
     assert "No such file or directory" in error.problems[0].reason, "a rank whose save was given up fails alone"
     assert os.listdir(root) == ["step-00000020"]
-
-
-def test_what_a_rank_makes_while_its_save_is_given_up_goes_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file comes after the folder was listed, and so does that which says that it could not be written."""
-    partial = begin(root, 30)
-    late = [partial / "part-00001.json", partial / "rank-00001.safetensors"]
-    remove = os.rmdir
-
-    def rmdir(*args: object, **kwargs: object) -> None:
-        if late:
-            late.pop().touch()
-        remove(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "rmdir", rmdir)
-    abandon(partial)
-    assert not late
-    assert os.listdir(root) == []
 
 
 def test_files_are_not_for_others_to_write(root: Path) -> None:

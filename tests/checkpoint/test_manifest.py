@@ -97,18 +97,11 @@ def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
         ({"version": 3}, "version 3; this canzona reads versions 1 and 2"),
         ({"world_size": 0}, "world_size: input should be greater than or equal to 1"),
         ({"created": math.nan}, "created: input should be"),
-        ({"created": 1e300}, "created: input should be less than"),
-        ({"world_size": "4"}, "world_size"),
         ({"progress": {"step": -1, "samples": 0, "tokens": 0}}, "progress.step: input should be greater"),
         ({"progress": {"step": 1, "samples": 0, "tokens": 0, "losses": {"excess": math.nan}}}, "losses.excess"),
-        ({"files": {"a": {"bytes": -1, "blake3": HASH}}}, "files.a"),
         ({"files": {"a": {"bytes": 1, "blake3": "0F" * 32}}}, "files.a"),
         ({"files": {}}, "not listed under files"),
         ({"tensors": {"t": {"file": "rank-00000.safetensors", "dtype": "F32", "shape": [101]}}}, "smaller than"),
-        (
-            {"tensors": {"t": {"file": "rank-00000.safetensors", "dtype": "F32", "shape": [-1, -1]}}},
-            "tensors.t.shape.0: input should be greater",
-        ),
         (
             {"tensors": {"t": {"file": "rank-00000.safetensors", "dtype": "object", "shape": [1]}}},
             "not a tensor's type and shape",
@@ -119,10 +112,3 @@ def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
 def test_a_manifest_that_makes_no_sense_is_refused_whatever_its_hash(change: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_manifest(signed(plain(MANIFEST) | change))
-
-
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'"format": 1', b"\xff}"])
-def test_a_manifest_that_is_no_json_is_refused_in_words(body: bytes) -> None:
-    text = b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'",\n' + body
-    with pytest.raises(ValueError, match="not JSON"):
-        parse_manifest(text)

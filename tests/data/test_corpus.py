@@ -161,13 +161,6 @@ def test_a_pair_of_another_tool_is_scanned_once(tmp_path: Path) -> None:
     assert len(scans) == 2
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format": 2}', "[]", "\xff"])
-def test_a_damaged_sidecar_is_told(tmp_path: Path, content: str) -> None:
-    run, built = prepared(tmp_path, LONG)
-    sidecar_path(built.prefix).write_text(content)
-    assert "damaged" in problems(run)["data.path"]
-
-
 def test_a_sidecar_of_other_data_is_told(tmp_path: Path) -> None:
     run, built = prepared(tmp_path, LONG)
     said = json.loads(sidecar_path(built.prefix).read_text()) | {"tokens": 1}

@@ -11,7 +11,7 @@ from canzona_cli.commands.train_end import _show_reason
 from canzona_cli.errors import CheckpointInvalid, ConfigError, Diverged, ExitCode, Problem, SaveFailed
 from canzona_cli.launch.outcome import Outcome, Workers, judge, killed_outcome
 from canzona_cli.run.codec import load_if_valid, save
-from canzona_cli.run.files import RunFiles, StopReason, write_json_atomic
+from canzona_cli.run.files import RunFiles, StopReason
 from canzona_cli.run.records import RankError, RankResult, RankStatus, RunResult
 from canzona_cli.training.records import RankRecord
 from tests.checkpoint import checkpoints
@@ -218,16 +218,3 @@ def test_a_run_that_ended_unsaved_says_that_and_a_damaged_checkpoint_keeps_its_c
         assert (outcome.status, outcome.exit_code) == ("failed", code)
         assert type(outcome.error()) is type(error)
         assert outcome.error().problems == error.problems
-
-
-def test_records_of_earlier_versions_have_no_problems_and_damaged_ones_count_as_missing(files: RunFiles) -> None:
-    record = {"rank": 0, "status": "failed", "exit_code": 70}
-    earlier: dict[str, object] = {"type": OWN.type, "message": OWN.message}
-    for error in (earlier, {**earlier, "problems": []}):
-        write_json_atomic(files.rank(0), {**record, "error": error})
-        assert verdict(files, ranks=1).problems == ()
-        assert "the loss is not finite" in str(verdict(files, ranks=1).error())
-    for damage in ({"problems": "x"}, {"problems": [3]}):
-        write_json_atomic(files.rank(0), {**record, "error": damage})
-        assert (verdict(files, ranks=1).status, verdict(files, ranks=1).exit_code) == ("failed", 70)
-        assert "rank 0 ended before it could start" in verdict(files, ranks=1).message

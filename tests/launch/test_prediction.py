@@ -38,7 +38,3 @@ def test_every_strategy_has_a_prediction_that_adds_up_and_is_read_as_written(
     save(RunFiles(tmp_path).predicted, planned)
     assert load_prediction(tmp_path) == planned
     json.dumps(planned.as_json())
-
-
-def test_runs_of_earlier_versions_have_none(tmp_path: Path) -> None:
-    assert load_prediction(tmp_path) is None

@@ -13,7 +13,8 @@ from canzona_cli.optimizers.matrix_optimizer import MatrixOptimizer, matmul_prec
 from . import reference as reference
 
 SHAPES = [(8, 12), (12, 8), (8, 12)]
-MAKES: dict[str, Callable[[list[torch.nn.Parameter]], MatrixOptimizer]] = {
+Make = Callable[[list[torch.nn.Parameter]], MatrixOptimizer]
+MAKES: dict[str, Make] = {
     "muon": lambda p: Muon(p, 0.02),
     "muon-stacked": lambda p: Muon(p, 0.02, stack=True),
     "normuon": lambda p: NorMuon(p, 0.02),
@@ -31,9 +32,7 @@ preconditioned = pytest.mark.parametrize("kind", [Shampoo, SOAP, KLShampoo])
 
 
 @every
-def test_deleting_a_state_restarts_one_matrix_alone(
-    make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
-) -> None:
+def test_deleting_a_state_restarts_one_matrix_alone(make: Make) -> None:
     """Afterwards it moves as one that was never stepped; its neighbours as if nothing had happened."""
     grads = reference.gradients(SHAPES, 9)
     params, undisturbed = reference.weights(SHAPES), reference.weights(SHAPES)
@@ -61,9 +60,7 @@ def test_deleting_a_state_restarts_one_matrix_alone(
         lambda p: KLShampoo(p, 0.02, max_preconditioner_dim=10),
     ],
 )
-def test_an_optimizer_says_what_it_keeps(
-    make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
-) -> None:
+def test_an_optimizer_says_what_it_keeps(make: Make) -> None:
     """A checkpoint is compared with this before anything in it is used."""
     params = reference.weights(SHAPES)
     optimizer = make(params)
@@ -78,9 +75,7 @@ def test_an_optimizer_says_what_it_keeps(
 
 
 @every
-def test_plain_state_goes_through_a_checkpoint(
-    make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer],
-) -> None:
+def test_plain_state_goes_through_a_checkpoint(make: Make) -> None:
     """Also between two parts of a refresh."""
     grads = reference.gradients(SHAPES, 8)
     params = reference.weights(SHAPES)
@@ -96,7 +91,7 @@ def test_plain_state_goes_through_a_checkpoint(
 
 
 @every
-def test_a_matrix_without_gradient_is_skipped(make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer]) -> None:
+def test_a_matrix_without_gradient_is_skipped(make: Make) -> None:
     params = reference.weights(SHAPES)
     before = [p.detach().clone() for p in params]
     optimizer = make(params)
@@ -108,7 +103,7 @@ def test_a_matrix_without_gradient_is_skipped(make: Callable[[list[torch.nn.Para
 
 
 @every
-def test_a_closure_is_refused(make: Callable[[list[torch.nn.Parameter]], MatrixOptimizer]) -> None:
+def test_a_closure_is_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="takes no closure"):
         make(reference.weights(SHAPES)).step(lambda: 0.0)  # type: ignore[arg-type]
 

@@ -223,20 +223,6 @@ def test_a_gpu_passes_over_squares_as_often_as_plans_count(steps: int, monkeypat
     assert found == pytest.approx(planned, rel=0.02)
 
 
-def test_alphas_are_numbers_of_bf16_near_to_any_mean_wherever_they_are_looked_up() -> None:
-    alphas = torch.tensor(gram_form.ALPHAS)
-    assert torch.equal(alphas.bfloat16().float(), alphas)
-    steps = coefficients("quintic", 3)
-    for mean in (0.0, 1e-30, 2.0**-24, 1 / 5120, 0.3, 0.5, 0.7499, 0.99, 1.0, 7.0, math.inf, math.nan):
-        given = torch.tensor([[[mean]]])
-        alpha = gram_form.alpha_numbers(steps, mean)[0]
-        assert [float(number) for number in gram_form.alpha_numbers(steps, given)] == pytest.approx(
-            [float(number) for number in gram_form.alpha_numbers(steps, mean)], rel=1e-6
-        )
-        if 2.0**-24 <= mean < 1.0:
-            assert alpha == pytest.approx(mean, rel=0.0625)
-
-
 def updated(x: torch.Tensor, form: Form, ns: CoefficientSet) -> tuple[torch.Tensor, bool]:
     """Returns what Muon makes of a gradient, of singular values about 1, and whether it fell back."""
     told: list[str] = []

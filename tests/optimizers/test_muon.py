@@ -8,7 +8,7 @@ from emerging_optimizers.orthogonalized_optimizers import Muon as EmergingMuon
 
 from canzona_cli.optimizers import Muon, Workspace
 from canzona_cli.optimizers.muon_facts import CoefficientSet, ScaleMode
-from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
+from canzona_cli.optimizers.newton_schulz import COEFFICIENTS, newton_schulz
 
 from . import reference as reference
 
@@ -142,15 +142,6 @@ def test_blocks_of_rows_are_the_whole_matrix(
         torch.testing.assert_close(a, b, rtol=RTOL, atol=ATOL if precision == "fp32" else BF16_ATOL)
 
 
-def test_polar_express_brings_singular_values_near_one() -> None:
-    """Its eight polynomials bring [1e-3, 1] to within 1 % (Amsel et al. 2025, figure 1), the last settling at 1."""
-    u, _, v = torch.linalg.svd(torch.randn(40, 60, generator=torch.Generator().manual_seed(3)), full_matrices=False)
-    x = (u * torch.logspace(-2.5, 0, 40)) @ v
-    result = newton_schulz((x / x.norm()).contiguous(), coefficients("polar_express", 8), Workspace())
-    torch.testing.assert_close(torch.linalg.svdvals(result), torch.ones(40), rtol=0, atol=0.01)
-    torch.testing.assert_close(result, u @ v, rtol=0, atol=0.01)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stack", [False, True])
 def test_zero_gradient_only_decays(precision: Literal["fp32", "bf16"], stack: bool) -> None:
@@ -187,16 +178,6 @@ def test_gradient_may_be_strided_and_is_only_read() -> None:
     Muon([q], 0.02).step()
     assert torch.equal(p, q)
     assert torch.equal(grad, kept)
-
-
-def test_learning_rate_and_decay_are_read_at_every_step() -> None:
-    (p,) = reference.weights([(12, 40)])
-    before = p.detach().clone()
-    optimizer = Muon([p], 0.02)
-    optimizer.param_groups[0].update(lr=0.0, weight_decay=5.0)
-    p.grad = torch.randn(12, 40)
-    optimizer.step()
-    assert torch.equal(p, before)
 
 
 def test_fp32_holds_whatever_the_process_has_set() -> None:

@@ -51,18 +51,6 @@ def test_product_of_polynomials_is_exact_to_rounding(shape: tuple[int, ...], dty
         assert_near(out, whole, full, shape[-1])
 
 
-@pytest.mark.parametrize("amx", [False, True])
-def test_strips_begin_where_they_were_measured_to_win(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("canzona_cli.optimizers.symmetric._has_amx", lambda: amx)
-    assert strip_count(1024, 3072) == (3 if amx else 5)
-    assert strip_count(768, 2560) == (3 if amx else 5)
-    assert strip_count(1024, 1024) == (1 if amx else 5)
-    assert strip_count(512, 512) == 1
-    x = random(1300, 1280, dtype=torch.bfloat16)
-    exact, out = x.double() @ x.double().mT, torch.empty(1300, 1300, dtype=torch.bfloat16)
-    assert_near(gram(x, out), exact, x.double().abs() @ x.double().mT.abs(), 1280)
-
-
 def test_a_chosen_kernel_multiplies_its_shape_and_type_alone() -> None:
     seen: list[tuple[object, ...]] = []
 

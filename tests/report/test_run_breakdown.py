@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 from canzona_cli.config.schema import Device
 from canzona_cli.errors import ConfigError
 from canzona_cli.report.run import BreakdownView
-from canzona_cli.run.breakdown import Breakdown, load_breakdown, load_prediction
-from tests.refusals import refused
+from canzona_cli.run.breakdown import Breakdown, load_breakdown
 from tests.report.terminal import printed
 
 DATA = Path(__file__).parent
@@ -101,50 +99,9 @@ def test_mfu_is_per_cent_of_the_peak(tmp_path: Path) -> None:
     assert "MFU 42.1%" in "\n".join(shown(load_breakdown(written(tmp_path, content)), device="cuda"))
 
 
-def test_phases_of_later_versions_keep_their_name(tmp_path: Path) -> None:
-    content = fixture()
-    content["phases"]["checkpoint[x]"] = content["phases"]["data"]
-    assert row(shown(load_breakdown(written(tmp_path, content))), "checkpoint[x]")
-
-
-def _with_phase(value: object) -> object:
-    content = fixture()
-    content["phases"]["forward"] = value
-    return content
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("", "is not JSON"),
-        ('{"version": 1, "strat', "is not JSON"),
-        ("[1, 2]", "expected a JSON object"),
-        ({"lr": 3}, "has no version"),
-        ({**fixture(), "version": 99}, "version 99"),
-        ({key: value for key, value in fixture().items() if key != "step"}, "step: field required"),
-        (_with_phase({"min_s": "x"}), r"phases\.forward\.min_s"),
-        (_with_phase(7), r"phases\.forward"),
-    ],
-)
-def test_what_is_not_a_breakdown_is_refused_with_its_reason(tmp_path: Path, content: object, reason: str) -> None:
-    (problem,) = refused(load_breakdown, written(tmp_path, content))
-    assert problem.key == "RUN_DIR"
-    assert problem.value == tmp_path
-    assert re.search(reason, problem.reason)
-    assert problem.fix
-
-
 def test_a_missing_breakdown_says_when_there_is_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="written when training ends"):
         load_breakdown(tmp_path)
-
-
-def test_what_was_loaded_is_what_was_written(tmp_path: Path) -> None:
-    shutil.copy(DATA / "breakdown.json", tmp_path)
-    breakdown, content = load_breakdown(tmp_path), fixture()
-    assert set(breakdown.phases) == set(content["phases"])
-    assert breakdown.in_step_share == pytest.approx(1.0, abs=1e-4)
-    assert breakdown.layout.world_size == len(breakdown.ranks) == 4
 
 
 def test_utilisation_names_the_peak_it_is_a_share_of(tmp_path: Path) -> None:
@@ -222,17 +179,6 @@ def test_json_has_the_plan_its_errors_and_why(tmp_path: Path) -> None:
     assert why["phase"] == "backward"
     older = load_breakdown(DATA).as_json()
     assert (older["planned"], older["why"]) == (None, None)
-
-
-@pytest.mark.parametrize("damage", ["", "[]", '{"version": 9}', '{"version": 1, "strategy": 3}'])
-def test_a_damaged_prediction_leaves_what_was_measured(tmp_path: Path, damage: str) -> None:
-    written(tmp_path, fixture())
-    (tmp_path / "predicted.json").write_text(damage)
-    breakdown = load_breakdown(tmp_path)
-    assert breakdown.planned is None
-    assert shown(breakdown) == shown(load_breakdown(DATA))
-    with pytest.raises(ConfigError, match=r"predicted\.json"):
-        load_prediction(tmp_path)
 
 
 def test_phases_without_a_plan_or_without_a_time_have_no_error(tmp_path: Path) -> None:

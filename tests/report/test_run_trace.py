@@ -1,7 +1,6 @@
 """Chrome traces are well-formed, tell ranks and tracks apart, and lay machines' clocks over each other."""
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +16,6 @@ from canzona_cli.report.run_trace import lanes, write_trace
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, write_json_atomic
 from canzona_cli.run.phases import Interval
-from canzona_cli.run.records import load_timelines
-from tests.refusals import refused
 from tests.run.runs import CONFIG, LAYOUT
 from tests.trace_events import Trace, read_trace
 
@@ -131,20 +128,7 @@ def test_a_run_without_timelines_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_every_damaged_timeline_is_named(tmp_path: Path) -> None:
-    files = run(tmp_path, timeline(0), {**timeline(1), "version": 7}, {**timeline(2), "steps": [{"number": 1}]})
-    files.timeline(3).write_text("{")
-    problems = refused(load_timelines, files)
-    assert [problem.value for problem in problems] == [files.timeline(rank) for rank in (1, 2, 3)]
-
-
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     files = run(tmp_path / "run", timeline(0))
     with pytest.raises(ConfigError, match="cannot be written"):
         write_trace(files.root, tmp_path / "absent" / "trace.json")
-
-
-def test_a_trace_is_plain_json(tmp_path: Path) -> None:
-    files = run(tmp_path, timeline(0))
-    drawn(files)
-    assert json.loads(files.trace.read_text())["displayTimeUnit"] == "ms"

@@ -12,7 +12,6 @@ from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.run.codec import JsonLines
 from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic, write_text_atomic
 from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
-from canzona_cli.run.summary import events_of, load_summary
 
 
 class Recorder(TrainView):
@@ -86,14 +85,6 @@ def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     assert read_json(tmp_path / "a.json") == {"loss": None, "all": [None, 1.5, {"x": None}]}
 
 
-@pytest.mark.parametrize("content", [None, "", '{"step": ', "[1, 2]"])
-def test_reading_what_is_no_object_gives_none(tmp_path: Path, content: str | None) -> None:
-    path = tmp_path / "a.json"
-    if content is not None:
-        path.write_text(content)
-    assert read_json(path) is None
-
-
 def test_a_line_counts_once_and_only_when_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path)
@@ -156,27 +147,3 @@ def test_events_that_are_no_stages_are_said_in_a_line_and_what_an_earlier_launch
         ("note", "saved step 30: 13.0 MiB in 2.50 s, training waited 4.00 ms"),
         ("note", "rank 2 is slow"),
     ]
-
-
-def test_lines_that_are_no_records_do_not_reach_the_view(tmp_path: Path) -> None:
-    files, view = RunFiles(tmp_path), Recorder()
-    monitor = Monitor(files, view)
-    for line in ({}, {"loss": 1.0}, {"step": "x", "loss": "y"}, {"step": 5, "loss": []}):
-        append_json_line(files.metrics, line)
-        append_json_line(files.validation, line)
-        append_json_line(files.events, {"event": "stage", **line})
-    monitor.poll()
-    assert view.seen == []
-    assert (monitor.last_step, monitor.last_validation) == (None, None)
-
-
-def test_broken_lines_of_events_are_left_out(tmp_path: Path) -> None:
-    """JSON of any shape, and none."""
-    files = RunFiles(tmp_path)
-    append_json_line(files.events, {"event": "stage", "stage": "train", "time": 1.0})
-    broken = ['{"event": ["stage"]}', '{"event": {"stage": 1}}', "[1]", "null", '{"event": "checkpoint"}', "{", "\x00"]
-    with files.events.open("a") as file:
-        file.write("\n".join(broken) + "\n")
-    append_json_line(files.events, {"event": "stage", "stage": "finish", "time": 2.0})
-    assert [event.stage for event in events_of(files) if isinstance(event, StageEvent)] == ["train", "finish"]
-    assert len(load_summary(tmp_path).events) == 2

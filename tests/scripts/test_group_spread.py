@@ -40,8 +40,3 @@ def test_the_table_has_quartiles(
     shown = " ".join(capsys.readouterr().out.split())
     assert "median and quartiles over process groups" in shown
     assert "qwen3-mini muon TP2 DP2 sc 3 5.00x [4.50, 5.50] 2.50x [2.25, 2.75]" in shown
-
-
-def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([tmp_path / "missing.json"]) == 2
-    assert "there is no such file" in capsys.readouterr().err

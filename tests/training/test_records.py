@@ -5,7 +5,6 @@ import json
 import math
 import os
 import resource
-import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -102,35 +101,6 @@ def test_a_failure_says_what_it_was_and_with_which_code_the_worker_ends(
     assert ("test_records.py" in described["traceback"]) == (not isinstance(error, CanzonaError))
 
 
-def test_a_record_with_a_loss_that_is_no_number_is_still_json(files: RunFiles) -> None:
-    record = RankRecord(files, 0)
-    record.step, record.loss = 4, math.nan
-    record.record_failure(NonFiniteLoss(4, math.nan))
-    assert _read(files.rank(0))["loss"] is None
-
-
-def test_a_reader_never_sees_half_a_record(files: RunFiles) -> None:
-    """The launcher polls these files while workers replace them."""
-    record = RankRecord(files, 0)
-    record.record_start()
-    seen = set()
-    finished = threading.Event()
-
-    def rewrite() -> None:
-        for step in range(100):
-            record.step = step
-            record.record_start()
-        finished.set()
-
-    writer = threading.Thread(target=rewrite)
-    writer.start()
-    while not finished.is_set():
-        seen.add(_read(files.rank(0))["status"])
-    writer.join()
-    assert seen == {"running"}
-    assert [path.name for path in files.ranks.iterdir()] == [files.rank(0).name], "a temporary file was left behind"
-
-
 def test_the_journal_appends_whole_lines(files: RunFiles) -> None:
     journal = Journal(files, writes=True)
     journal.stage("train", "2 steps")
@@ -208,14 +178,6 @@ def test_a_planted_link_is_not_followed(files: RunFiles) -> None:
     journal.step(_metrics(1))
     assert victim.read_text() == "mine"
     assert journal.lost == {"metrics.jsonl": 1}
-
-
-def test_events_that_cannot_be_written_are_counted_too(files: RunFiles) -> None:
-    files.events.mkdir()
-    journal = Journal(files, writes=True)
-    journal.stage("train")
-    journal.incident("retention", detail="x", level="info")
-    assert journal.lost == {"events.jsonl": 2}
 
 
 def test_a_breakdown_that_cannot_be_written_is_only_told(files: RunFiles) -> None:
