@@ -23,6 +23,12 @@ def problems(*overrides: str, recipes_dirs: tuple[Path, ...] = ()) -> dict[str, 
     return found
 
 
+def mine(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
 def recipe(folder: Path, name: str, text: str) -> Path:
     path = folder / "recipe" / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,8 +230,7 @@ class TestNothingIsRunOrLeaked:
 
     @pytest.mark.parametrize("value", ["${oc.${description}:PLANTED}", "${${description}:PLANTED}", "${oc.env:PLANTED"])
     def test_a_resolver_whose_name_is_put_together(self, value: str, tmp_path: Path) -> None:
-        path = tmp_path / "mine.yaml"
-        path.write_text(f"defaults: [qwen3-tiny]\ndescription: env\nrun: {{root: '{value}'}}\n")
+        path = mine(tmp_path, f"defaults: [qwen3-tiny]\ndescription: env\nrun: {{root: '{value}'}}\n")
         assert problems(f"recipe={path}").keys() & {"run.root", str(path)}
 
     def test_a_resolver_in_a_defaults_list_shows_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +251,8 @@ class TestNothingIsRunOrLeaked:
 
     def test_code_is_run_for_the_command_line_alone(self, tmp_path: Path) -> None:
         own = {"source": "torch.optim:SGD", "allow": ["torch"]}
-        path = tmp_path / "mine.yaml"
-        path.write_text(
-            yaml.safe_dump({"defaults": ["qwen3-tiny", {"override /optimizer": "custom"}], "optimizer": own})
+        path = mine(
+            tmp_path, yaml.safe_dump({"defaults": ["qwen3-tiny", {"override /optimizer": "custom"}], "optimizer": own})
         )
         problem = problems(f"recipe={path}")["optimizer.source"]
         assert "only runs if the command line names it" in problem.reason
@@ -257,14 +261,12 @@ class TestNothingIsRunOrLeaked:
 
     @pytest.mark.parametrize("name", ["..", "../../x", "/etc/x", "a\nb", "a/b", "-x", "a\x1bb", "x" * 101, " ", "ä"])
     def test_a_name_that_is_no_name_of_a_folder(self, name: str, tmp_path: Path) -> None:
-        path = tmp_path / "mine.yaml"
-        path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], "name": name}))
+        path = mine(tmp_path, yaml.safe_dump({"defaults": ["qwen3-tiny"], "name": name}))
         assert "name" in problems(f"recipe={path}")
 
     @pytest.mark.parametrize(("key", "value"), [("root", "../x"), ("dir", "a/../../x"), ("dir", "..")])
     def test_a_recipe_that_leads_out_of_its_folder(self, key: str, value: str, tmp_path: Path) -> None:
-        path = tmp_path / "mine.yaml"
-        path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], "run": {key: value}}))
+        path = mine(tmp_path, yaml.safe_dump({"defaults": ["qwen3-tiny"], "run": {key: value}}))
         assert "points outside" in problems(f"recipe={path}")[f"run.{key}"].reason
         typed = compose_run([f"recipe={path}", f"run.{key}={value}"]).config.run
         assert getattr(typed, key) == value, "whoever types it means it"
@@ -276,9 +278,8 @@ class TestNothingIsRunOrLeaked:
     )  # fmt: skip
     def test_a_character_that_hides_something(self, key: str, char: str, tmp_path: Path) -> None:
         section, _, name = key.partition(".")
-        path = tmp_path / "mine.yaml"
         source = {"source": "prepared"} if section == "data" else {}
-        path.write_text(yaml.safe_dump({"defaults": ["qwen3-tiny"], section: {**source, name: f"a{char}b"}}))
+        path = mine(tmp_path, yaml.safe_dump({"defaults": ["qwen3-tiny"], section: {**source, name: f"a{char}b"}}))
         assert "unprintable" in problems(f"recipe={path}")[key].reason
 
     @pytest.mark.parametrize(
@@ -292,9 +293,8 @@ class TestNothingIsRunOrLeaked:
         assert override.partition("=")[0] in problems("recipe=tiny", override)
 
     def test_both_in_a_recipe_file_at_any_depth(self, tmp_path: Path) -> None:
-        path = tmp_path / "mine.yaml"
         text = "defaults: [qwen3-tiny]\ntrain: {steps: {_target_: os.system}}\nrun: {root: '${oc.env:HOME}'}\n"
-        path.write_text(text)
+        path = mine(tmp_path, text)
         assert problems(f"recipe={path}").keys() == {"train.steps._target_", "run.root"}
 
     def test_both_in_a_users_group_file(self, tmp_path: Path) -> None:
@@ -313,8 +313,7 @@ class TestNothingIsRunOrLeaked:
 
 class TestOwnRecipes:
     def test_a_file_builds_on_a_built_in_recipe(self, tmp_path: Path) -> None:
-        path = tmp_path / "mine.yaml"
-        path.write_text("defaults:\n  - qwen3-8b\n  - override /cluster: h200\ntrain:\n  steps: 7\n")
+        path = mine(tmp_path, "defaults:\n  - qwen3-8b\n  - override /cluster: h200\ntrain:\n  steps: 7\n")
         before = sorted(tmp_path.rglob("*"))
         composed = compose_run([f"recipe={path}"])
         assert composed.config.name == "mine"
@@ -381,16 +380,14 @@ class TestOwnRecipes:
         ],
     )
     def test_a_broken_file_says_what_is_broken(self, tmp_path: Path, text: str, reason: str) -> None:
-        path = tmp_path / "mine.yaml"
-        path.write_text(text)
+        path = mine(tmp_path, text)
         (problem,) = problems(f"recipe={path}").values()
         assert reason in problem.reason
         assert "mine.yaml" in problem.key
         assert "canzona-" not in problem.reason, "our temporary folder is nobody's business"
 
     def test_a_file_that_chooses_no_groups_says_which(self, tmp_path: Path) -> None:
-        path = tmp_path / "mine.yaml"
-        path.write_text("gpus: 2\n")
+        path = mine(tmp_path, "gpus: 2\n")
         (problem,) = problems(f"recipe={path}").values()
         assert problem.reason == "has no value for model, train, cluster"
         assert "`defaults: [qwen3-tiny]`" in problem.fix
@@ -400,8 +397,7 @@ class TestOwnRecipes:
         assert [problem.reason[:30] for problem in found.values()] == ["has no value for gpus, model, "]
 
     def test_a_mistake_in_a_file_names_the_file(self, tmp_path: Path) -> None:
-        path = tmp_path / "mine.yaml"
-        path.write_text("defaults: [qwen3-tiny]\ntrain: {steps: many, stepz: 1}\n")
+        path = mine(tmp_path, "defaults: [qwen3-tiny]\ntrain: {steps: many, stepz: 1}\n")
         found = problems(f"recipe={path}")
         assert "mine.yaml" in found["train.steps"].reason
         assert "mine.yaml" in found["train.stepz"].reason

@@ -138,12 +138,6 @@ def test_what_a_recipe_itself_gives_out_of_range_hides_nothing(tmp_path: Path) -
     assert all("mine.yaml" in problem.reason for problem in problems if problem.key != "parallel.tp")
 
 
-def test_meanings_have_units_and_inherited_fields_are_found() -> None:
-    assert settings()["cluster.memory_gib"].meaning == "Memory of one GPU, or of one CPU rank. In GiB."
-    assert "Newton-Schulz" in settings()["optimizer.ns_steps"].meaning
-    assert "Decoupled" in settings()["optimizer.weight_decay"].meaning
-
-
 def test_a_resumed_run_is_judged_by_what_its_settings_say() -> None:
     old = compose_run(["recipe=tiny"]).config
     new = replace(

@@ -18,19 +18,9 @@ def test_a_run_that_ends_well_is_done_with_its_last_numbers_and_keeps_its_logs(t
     with LaunchedRun(tmp_path / "run", "done") as run:
         code, output = run.finish()
     assert code == 0, output
-    assert run.result() | {"log": None} == {
-        "status": "done",
-        "exit_code": 0,
-        "step": 4,
-        "loss": 0.25,
-        "validation_loss": None,
-        "message": "",
-        "rank": None,
-        "log": None,
-        "last_good": None,
-        "restarts": 0,
-        "go_on": None,
-    }
+    result = run.result()
+    assert {"status": "done", "exit_code": 0, "step": 4, "loss": 0.25}.items() <= result.items()
+    assert (result["message"], result["rank"], result["go_on"]) == ("", None, None)
     for rank in range(2):
         assert run.log(rank) == f"rank {rank} starts\n"
 

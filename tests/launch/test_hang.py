@@ -50,21 +50,6 @@ def test_a_stopped_process_is_the_culprit_though_others_have_waited_longer() -> 
     )
 
 
-def test_a_rank_stuck_in_its_own_work_is_the_culprit_not_those_that_wait_for_it() -> None:
-    rank, reason = blamed(sign(0, ago=80, waiting=True), sign(1, ago=70, where="train/data"))
-    assert rank == 1
-    assert reason == "is stuck in train/data of step 7 for 70 s; rank 0 waiting in train/forward of step 7"
-
-
-def test_a_process_that_never_started_is_named_with_the_time_since_the_launch() -> None:
-    absent = Sign(
-        rank=1, pid=0, step=0, steps=0, where="start workers", waiting=False, progress=0.0, beat=0.0, ended=False
-    )
-    rank, reason = blamed(sign(0, where="start workers", waiting=True), absent)
-    assert rank == 1
-    assert reason == "has not started after 300 s: its process has sent no heartbeat; rank 0 waiting in start workers"
-
-
 def test_where_all_wait_the_one_that_has_waited_longest_is_named_and_the_network_suspected() -> None:
     rank, reason = blamed(sign(0, waiting=True, ago=65), sign(1, waiting=True, ago=66))
     assert rank == 1

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -88,19 +89,7 @@ def test_inputs_repeat_the_run_and_leave_secrets_out(tmp_path: Path, monkeypatch
     run = RunDirectory.create(config)
     command = torchrun.build(config, run.path)
     run.write_inputs(config_yaml="name: tiny\n", layout=LAYOUT, corpus=CORPUS, command=command)
-    assert read_json(run.files.layout) == {
-        "tp": 1,
-        "pp": 1,
-        "vpp": 1,
-        "cp": 1,
-        "dp": 2,
-        "ep": 1,
-        "micro_batch_size": 1,
-        "num_microbatches": 1,
-        "global_batch_size": 2,
-        "recompute": "none",
-        "sequence_parallel": False,
-    }
+    assert read_json(run.files.layout) == asdict(LAYOUT)
     assert read_corpus(run.files) == CORPUS
     assert run.files.config.read_text() == "name: tiny\n"
     assert run.files.command.read_text() == command.shell() + "\n"
