@@ -99,8 +99,13 @@ def test_canzona_is_the_fastest_way_to_update_matrices(large: dict[str, dict[str
         ("recipe=tiny",),
         ("recipe=32b",),
         # Not in layouts of their own, nor with batches of their own, for which seconds are searched and simulated.
-        ("recipe=qwen3-235b-a22b", *ONE_LAYOUT, "parallel.ep=8", "train.global_batch_size=128"),
-        ("recipe=llama3-405b", "train.global_batch_size=128"),
+        *(
+            pytest.param(run, marks=pytest.mark.sweep)
+            for run in (
+                ("recipe=qwen3-235b-a22b", *ONE_LAYOUT, "parallel.ep=8", "train.global_batch_size=128"),
+                ("recipe=llama3-405b", "train.global_batch_size=128"),
+            )
+        ),
     ],
 )
 def test_a_plan_fits_a_terminal_of_25_lines(run: tuple[str, ...]) -> None:

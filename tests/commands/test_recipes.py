@@ -85,7 +85,7 @@ def test_a_misspelt_name_is_exit_code_2() -> None:
 
 def test_layouts_of_one_size(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"  # in which little is left to search
-    recipe.write_text("defaults: [qwen3-8b]\ntrain: {micro_batch_size: 1, recompute: full}\n")
+    recipe.write_text("defaults: [qwen3-0.6b]\ntrain: {micro_batch_size: 1, recompute: full}\n")
     result = canzona("recipes", "layouts", recipe, environment={"COLUMNS": "120"}, code=0)
-    assert "8.19" in result.stdout
+    assert "0.596" in result.stdout
     assert "1024" in result.stdout

@@ -14,15 +14,16 @@ from canzona_cli.cluster.search import fill
 from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
 from canzona_cli.costs.sharing import Share
 from canzona_cli.errors import ConfigError
-from canzona_cli.model.shapes import load_shapes
 from canzona_cli.planner import make as planner
 from canzona_cli.planner.make import attempt, make_plan, plannable, planned_matrices, subject
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import default_path, differences, find_plan, load_plan, read_plan
-from canzona_cli.simulate.compare import study_run, with_shapes
+from canzona_cli.simulate.compare import study_run
 from tests import sizes
 from tests.commands.support import ran
 from tests.refusals import refused
+
+Planned = tuple[RunConfig, Layout, Plan]
 
 
 def resolved(size: sizes.Size = "tiny", gpus: int = 8, **settings: object) -> tuple[RunConfig, Layout]:
@@ -32,13 +33,13 @@ def resolved(size: sizes.Size = "tiny", gpus: int = 8, **settings: object) -> tu
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[RunConfig, Layout, Plan]:
+def planned() -> Planned:
     config, layout = resolved()
     return config, layout, make_plan(config, layout)
 
 
 @pytest.fixture
-def written(planned: tuple[RunConfig, Layout, Plan], tmp_path: Path) -> Path:
+def written(planned: Planned, tmp_path: Path) -> Path:
     config, _, plan = planned
     path = tmp_path / default_path(config, plan).name
     path.write_text(plan.to_json(about={"recipe": config.name}), encoding="utf-8")
@@ -88,13 +89,6 @@ def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_b
     assert "or costs" in refusal(path, config, layout)
 
 
-def test_a_file_has_a_line_for_every_matrix(planned: tuple[RunConfig, Layout, Plan]) -> None:
-    _, _, plan = planned
-    lines = plan.to_json().splitlines()
-    for matrix in plan.matrices:
-        assert len([line for line in lines if f'"name": "{matrix.name}"' in line]) == 1
-
-
 def test_what_is_written_beside_the_content_does_not_change_the_hash(written: Path) -> None:
     plan = read_plan(written)
     assert json.loads(written.read_text())["hash"] == plan.hash
@@ -104,14 +98,13 @@ def test_what_is_written_beside_the_content_does_not_change_the_hash(written: Pa
     assert read_plan(written).hash == plan.hash
 
 
-@pytest.mark.parametrize("seed", ["0", "4711"])
-def test_every_process_computes_the_same_hash(planned: tuple[RunConfig, Layout, Plan], seed: str) -> None:
+def test_every_process_computes_the_same_hash(planned: Planned) -> None:
     script = (
         "from tests.planner.test_plan import resolved\n"
         "from canzona_cli.planner.make import make_plan\n"
         "print(make_plan(*resolved()).hash)"
     )
-    result = ran(sys.executable, "-c", script, environment={"PYTHONHASHSEED": seed})
+    result = ran(sys.executable, "-c", script, environment={"PYTHONHASHSEED": "4711"})
     assert result.stdout.strip() == planned[2].hash
 
 
@@ -129,7 +122,7 @@ def test_layouts_of_one_mesh_share_candidates_and_get_the_plans_that_they_would_
         assert attempt(run, one, None, matrices, most - 1) != shared
 
 
-def test_the_file_of_this_very_run_is_read(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
+def test_the_file_of_this_very_run_is_read(planned: Planned, written: Path) -> None:
     config, layout, plan = planned
     assert load_plan(written, config, layout) == plan
     found = find_plan(config, layout, written.parent)
@@ -137,7 +130,7 @@ def test_the_file_of_this_very_run_is_read(planned: tuple[RunConfig, Layout, Pla
     assert found.path == written
 
 
-def test_names_steps_and_data_do_not_matter_for_a_plan(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
+def test_names_steps_and_data_do_not_matter_for_a_plan(planned: Planned, written: Path) -> None:
     config, layout, plan = planned
     renamed = replace(
         config,
@@ -167,9 +160,7 @@ CHANGES: dict[str, Callable[[RunConfig], RunConfig]] = {
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_another_run_is_refused_by_name_of_the_difference(
-    planned: tuple[RunConfig, Layout, Plan], written: Path, key: str
-) -> None:
+def test_another_run_is_refused_by_name_of_the_difference(planned: Planned, written: Path, key: str) -> None:
     config, _, plan = planned
     free = replace(config, train=replace(config.train, micro_batch_size=None, global_batch_size=None))
     other, layout = resolve(CHANGES[key](free))
@@ -180,7 +171,7 @@ def test_another_run_is_refused_by_name_of_the_difference(
     assert find_plan(other, layout, written.parent) is None
 
 
-def test_many_differences_are_summed_up(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
+def test_many_differences_are_summed_up(planned: Planned, written: Path) -> None:
     config, layout = resolved("8b", 64)
     reason = refusal(written, config, layout)
     found = len(differences(planned[2].subject, subject(config, layout)))
@@ -189,7 +180,7 @@ def test_many_differences_are_summed_up(planned: tuple[RunConfig, Layout, Plan],
     assert "for a different model, layout" in reason
 
 
-def test_another_version_is_refused(planned: tuple[RunConfig, Layout, Plan], written: Path) -> None:
+def test_another_version_is_refused(planned: Planned, written: Path) -> None:
     content = json.loads(written.read_text())
     content["version"] = 99
     written.write_text(json.dumps(content))
@@ -200,9 +191,7 @@ def test_another_version_is_refused(planned: tuple[RunConfig, Layout, Plan], wri
     ("text", "words"),
     [("{", "is not JSON"), ("[]", "is not a plan"), ('{"version": 1}', "is not a plan"), (None, "cannot be read")],
 )
-def test_what_is_no_plan_is_refused(
-    planned: tuple[RunConfig, Layout, Plan], tmp_path: Path, text: str | None, words: str
-) -> None:
+def test_what_is_no_plan_is_refused(planned: Planned, tmp_path: Path, text: str | None, words: str) -> None:
     path = tmp_path / "plan.json"
     if text is not None:
         path.write_text(text)
@@ -233,7 +222,7 @@ DAMAGES: list[tuple[Callable[[Any], object], str]] = [
 
 @pytest.mark.parametrize(("damage", "words"), DAMAGES)
 def test_a_damaged_plan_is_refused_whatever_its_hash(
-    planned: tuple[RunConfig, Layout, Plan], damage: Callable[[Any], object], words: str
+    planned: Planned, damage: Callable[[Any], object], words: str
 ) -> None:
     content = json.loads(planned[2].to_json())
     assert content["buckets"][0]["ranges"][0][2] != 3
@@ -266,19 +255,6 @@ def test_fewer_matrices_than_ranks(tp: int, dp: int, layout_name: str) -> None:
     study = study_run(config, layout)
     assert study.balance.gap <= 1
     assert study.memory.total > 0
-
-
-def test_fewer_matrices_of_ones_own_than_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text(
-        "name: own\nhidden_size: 256\nembedding: 98304\nlayers: 1\nhead_dim: 32\nmatrices:\n"
-        "  - {name: up, rows: 512, cols: 256, shard: rows}\n  - {name: down, rows: 256, cols: 512, shard: cols}\n"
-    )
-    shapes = load_shapes(path)
-    config, layout = resolve(with_shapes(sizes.run("tiny", 32, strategy="canzona", tp=4), shapes))
-    plan = make_plan(config, layout, shapes)
-    assert len(plan.groups) == len(plan.matrices) == 2
-    assert study_run(config, layout, shapes=shapes).planned.result.iteration_s > 0
 
 
 def test_adamw_has_nothing_to_plan() -> None:
