@@ -1,14 +1,18 @@
 """A run's view stays inside the terminal, survives any record, and leaves its last frame; piped, it stays readable."""
 
+import fcntl
 import io
 import math
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -365,12 +369,9 @@ view.close("interrupted", "Ctrl-C")
 """
 
 
+@cache
 def on_terminal(width: int, **variables: str) -> str:
     """What the script writes to a real pseudo-terminal of that width."""
-    import fcntl
-    import struct
-    import termios
-
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     plain = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"}}
@@ -406,7 +407,7 @@ def screen(received: str, width: int) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.sweep)])
 def test_on_a_real_terminal_one_frame_is_redrawn_in_place_and_the_last_one_stays(width: int) -> None:
     received = on_terminal(width)
     shown = screen(received, width)
