@@ -89,9 +89,7 @@ def test_a_number_is_repeated_within_its_budget(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("threads", "of"), [(1, "processor"), (4, "wall clock")])
-def test_of_ranks_that_share_a_core_processor_time_counts(
-    monkeypatch: pytest.MonkeyPatch, threads: int, of: str
-) -> None:
+def test_where_ranks_share_a_core_its_own_time_counts(monkeypatch: pytest.MonkeyPatch, threads: int, of: str) -> None:
     """Calls of 2 ms between which the rank sometimes sleeps for 30 while another one runs."""
     wall = worked = 0.0
 

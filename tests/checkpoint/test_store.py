@@ -113,9 +113,7 @@ def test_a_run_that_goes_back_does_not_meet_its_later_checkpoints_again(store: C
     assert not (tmp_path / "attempts" / "2").exists()
 
 
-def test_every_way_to_name_a_checkpoint(
-    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ways_to_name_a_checkpoint(store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve(store.root, "auto") is None
     for step in (10, 20):
         save(store.root, step)

@@ -24,9 +24,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Com
     return folder, canzona_process("bench", *RUN, *turns, "--json", "--out", "out/r.json", cwd=folder)
 
 
-def test_json_has_every_strategy_measured_and_predicted(
-    done: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
+def test_json_has_every_strategy_measured_and_predicted(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, finished = done
     assert finished.returncode == 0, finished.stderr
     content = json.loads(finished.stdout)
@@ -45,9 +43,7 @@ def test_json_has_every_strategy_measured_and_predicted(
         assert len(found.measured.losses) == 6
 
 
-def test_the_bench_directory_keeps_settings_plan_and_result(
-    done: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
+def test_a_bench_directory_keeps_settings_plan_and_result(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = done
     (run,) = (folder / "bench").iterdir()
     assert run.name.startswith("qwen3-tiny-")

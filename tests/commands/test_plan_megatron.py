@@ -28,9 +28,7 @@ def test_a_command_line_is_one_screen(name: str, overrides: tuple[str, ...]) -> 
     ("name", "overrides", "in_megatrons_loop"),
     [("llama3-8b.sh", (), True), ("muon-621m.sh", ("model.vocab_size=128256",), False)],
 )
-def test_the_screen_says_which_loop_trains_the_model(
-    name: str, overrides: tuple[str, ...], in_megatrons_loop: bool
-) -> None:
+def test_it_says_which_loop_trains_the_model(name: str, overrides: tuple[str, ...], in_megatrons_loop: bool) -> None:
     """LayerNorm and a learning rate for the embedding exist in Megatron's loop only; the engine needs gated layers
     in both."""
     screen = canzona("plan", "--from-megatron", FILES / name, *overrides, code=0).stdout

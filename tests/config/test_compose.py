@@ -408,9 +408,7 @@ class TestOwnRecipes:
 
 
 @pytest.mark.parametrize(("before", "now"), [(True, ("tensorboard",)), (False, ())])
-def test_an_earlier_versions_run_had_tensorboard_or_not(
-    tmp_path: Path, before: bool, now: tuple[TrackerName, ...]
-) -> None:
+def test_an_older_run_had_tensorboard_or_not(tmp_path: Path, before: bool, now: tuple[TrackerName, ...]) -> None:
     config = compose_run(["recipe=qwen3-tiny"]).config
     tree = yaml.safe_load(dump_resolved(config))
     del tree["run"]["trackers"]

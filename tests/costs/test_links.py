@@ -118,9 +118,7 @@ def test_nothing_travels_alone() -> None:
     faster=st.floats(1.0, 10.0),
     group=st.sampled_from((PAIR, MACHINE, MACHINES, Group(size=64, per_machine=4))),
 )
-def test_more_bytes_take_no_less_and_faster_links_no_more(
-    size: float, more: float, faster: float, group: Group
-) -> None:
+def test_more_bytes_take_no_less_faster_links_no_more(size: float, more: float, faster: float, group: Group) -> None:
     quick = replace(H100, intra_node_gb_per_s=450 * faster, inter_node_gb_per_s=50 * faster)
     for kind in ("all_gather", "all_reduce", "ring_pass"):
         seconds = getattr(Links(cluster=H100), kind)(size, group).seconds
@@ -179,9 +177,7 @@ def test_reductions_to_several_owners_run_two_at_a_time_when_measured() -> None:
 
 
 @pytest.mark.parametrize("collectives", [(), (("reduce", 2, 8.0, 1e-5, 0.0), ("reduce", 2, 1e6, 1e-3, 0.0))])
-def test_gpus_reductions_share_a_groups_latency(
-    collectives: tuple[tuple[str, int, float, float, float], ...],
-) -> None:
+def test_gpus_reductions_share_a_groups_latency(collectives: tuple[tuple[str, int, float, float, float], ...]) -> None:
     grouped = Links(cluster=replace(H100, collectives=collectives))
     serial = Links(cluster=replace(grouped.cluster, grouped_collectives=False))
     one, five, apart = (

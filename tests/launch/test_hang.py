@@ -131,9 +131,7 @@ def test_a_long_start_says_once_which_ranks_it_waits_for(hearts: tuple[Heartbeat
     assert watch.describe_slow_start() is None, "it trains"
 
 
-def test_one_rank_that_goes_on_keeps_the_run_alive_and_ended_ones_do_not(
-    hearts: tuple[Heartbeats, list[Heart]],
-) -> None:
+def test_one_rank_that_goes_on_keeps_the_run_alive_but_no_ended_one(hearts: tuple[Heartbeats, list[Heart]]) -> None:
     beats, (first, second) = hearts
     clock = Clock()
     watch = HangWatch(beats, timeout_s=10, clock=clock)

@@ -116,9 +116,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads == {1: "12", 2: "6", 5: "2", 24: "1"}
 
 
-def test_a_gpu_run_has_a_queue_for_every_stream_and_memory_that_grows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_run_has_a_queue_for_every_stream_and_memory_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     config, cuda = run_config(), on_cuda()
     found = worker_environment(cuda)
     assert int(found["CUDA_DEVICE_MAX_CONNECTIONS"]) == 32, "the most CUDA has"

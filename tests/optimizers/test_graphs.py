@@ -88,9 +88,7 @@ def test_replays_are_the_steps_themselves(
     assert graph.replays == len(RATES) - 1, "all but the first step, which makes state and scratch"
 
 
-def test_in_gram_form_a_new_decay_is_captured_and_a_rate_is_not(
-    on_cuda: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_gram_form_a_new_decay_is_captured_a_rate_is_not(on_cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def descend(p: torch.Tensor, x: torch.Tensor, rate: torch.Tensor, decay: float, *, skip: torch.Tensor) -> None:
         p.copy_(torch.where(skip == 1, p, p - rate * (x + decay * p)))
 
@@ -106,9 +104,7 @@ def test_in_gram_form_a_new_decay_is_captured_and_a_rate_is_not(
 
 
 @pytest.mark.parametrize("standard", [100, 1])
-def test_what_is_left_out_is_left_out_of_replays(
-    standard: int, on_cuda: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replays_leave_out_what_is_left_out(standard: int, on_cuda: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Gram form's own verdict is on the device, and stays readable. A doubt costs no capture: the group runs kernel
     by kernel while one of its matrices is in standard form, and then replays the graph it had."""
     monkeypatch.setattr("canzona_cli.optimizers.muon_facts.STANDARD_STEPS", standard)

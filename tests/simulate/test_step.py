@@ -319,9 +319,7 @@ def test_aligned_gatherings_start_by_whole_model_chunks_on_all_stages_at_once() 
     assert made.phases(0)["param_gather"] == pytest.approx(0.5)
 
 
-def test_megatrons_own_strategies_gather_ahead_if_the_pipeline_is_interleaved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_megatrons_strategies_gather_ahead_if_the_pipeline_is_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     strategies: tuple[AnyStrategy, ...] = ("adamw", "layerwise", "canzona", "asc")
     interleaved, plain = layout(tp=4, pp=2, vpp=8, dp=32, count=8), layout(tp=4, pp=2, dp=32, count=8)
 

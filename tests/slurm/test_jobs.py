@@ -95,9 +95,7 @@ def test_a_job_with_a_container_and_set_up_lines_trains(slurm: Slurm, here: Path
     assert (read_json(RunFiles(here / "runs" / f"qwen3-tiny-{job_id}").result) or {})["status"] == "done"
 
 
-def test_a_failing_set_up_line_ends_the_job_before_it_trains(
-    slurm: Slurm, here: Path, environment: dict[str, str]
-) -> None:
+def test_a_failing_set_up_line_ends_the_job_at_once(slurm: Slurm, here: Path, environment: dict[str, str]) -> None:
     job_id = submit(slurm, here, environment, *SMALL, "cluster.setup=['true','module load no-such-module']")
     ended = slurm.wait_for(job_id, "FAILED")
     assert ended["ExitCode"] == "3:0"

@@ -187,9 +187,7 @@ def test_a_breakdown_that_cannot_be_written_is_only_told(files: RunFiles) -> Non
     assert "breakdown.json cannot be written" in str(_read(files.events)["detail"])
 
 
-def test_a_ranks_end_is_written_over_its_beginning_on_a_full_disk(
-    files: RunFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_full_disk_a_ranks_end_is_written_over_its_start(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     record = RankRecord(files, 0)
     record.record_start()
     monkeypatch.setattr("canzona_cli.run.files.write_json_atomic", _full)
