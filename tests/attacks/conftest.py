@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -33,13 +34,13 @@ def train(tmp_path: Path, files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> I
         streams: Streams,
         *overrides: str,
         ending: str = "stopped",
-        environment: Mapping[str, str | None] | None = None,
-        cwd: Path | None = None,
-        before: Callable[[], None] = lambda: None,
+        environment: Mapping[str, str | None] = MappingProxyType({}),
+        cwd: Path = tmp_path,
+        **more: Callable[[], None],
     ) -> Victim:
-        wanted = {"STAND_IN": ending, **(environment or {})}
+        wanted = {"STAND_IN": ending, **environment}
         arguments = ("train", *TINY, f"run.dir={files.root}", *overrides)
-        started.append(attacked(*arguments, streams=streams, cwd=cwd or tmp_path, environment=wanted, before=before))
+        started.append(attacked(*arguments, streams=streams, cwd=cwd, environment=wanted, **more))
         return started[-1]
 
     yield start

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import canzona_cli.app
 from canzona_cli.run.files import RunFiles
@@ -82,18 +81,8 @@ class Victim:
                 os.waitpid(self.pid, 0)
 
 
-class Attack(Protocol):
-    """Starts a run of `TINY` in the fixture's directory."""
-
-    def __call__(
-        self,
-        streams: Streams,
-        *overrides: str,
-        ending: str = "stopped",
-        environment: Mapping[str, str | None] | None = None,
-        cwd: Path | None = None,
-        before: Callable[[], None] = lambda: None,
-    ) -> Victim: ...
+Attack = Callable[..., Victim]
+"""Starts a run of `TINY` in the fixture's directory: `streams`, overrides, and what `attacked` takes."""
 
 
 def attacked(

@@ -23,7 +23,6 @@ from canzona_cli.errors import CheckpointInvalid
 from canzona_cli.model.geometry import unit_shape
 from canzona_cli.run.files import RunFiles
 from canzona_cli.torch_dist.folder import TorchDistFolder
-from canzona_cli.torch_dist.importing import import_torch_dist, plan_import
 from canzona_cli.torch_dist.names import Kind, parameters
 from tests.commands.support import canzona
 from tests.test_untrusted_files import Trap
@@ -216,18 +215,3 @@ def test_chunks_that_leave_gaps_are_refused(exported: Path, tmp_path: Path) -> N
     assert folder.read("decoder.layers.mlp.linear_fc2.weight", 0).isfinite().all()
     with pytest.raises(CheckpointInvalid, match="leave gaps"):
         folder.read("decoder.layers.mlp.linear_fc2.weight", 1)
-
-
-def test_an_import_reads_every_tensor_once(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused parameter has several units, and every unit is a tensor of its own in the checkpoint."""
-    reads: list[tuple[str, int | None]] = []
-    read = TorchDistFolder.read
-
-    def counted(folder: TorchDistFolder, key: str, at: int | None = None) -> torch.Tensor:
-        reads.append((key, at))
-        return read(folder, key, at)
-
-    monkeypatch.setattr(TorchDistFolder, "read", counted)
-    import_torch_dist(plan_import(TorchDistFolder(exported, key="DIR"), ()), RunFiles(tmp_path))
-    assert any("linear_qkv" in key for key, _ in reads)
-    assert len(reads) == len(set(reads))
