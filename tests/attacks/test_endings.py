@@ -65,9 +65,9 @@ def test_a_closed_terminal_saves_the_run(train: Attack, files: RunFiles) -> None
 ENDINGS = [
     ("done@1", None, "done", 0),
     ("crash@1", None, "failed", 70),
-    ("hang@1", None, "failed", 71),
+    pytest.param("hang@1", None, "failed", 71, marks=pytest.mark.sweep),
     ("stopped", signal.SIGTERM, "preempted", 75),
-    ("stopped", signal.SIGINT, "interrupted", 130),
+    pytest.param("stopped", signal.SIGINT, "interrupted", 130, marks=pytest.mark.sweep),
 ]
 
 

@@ -138,7 +138,7 @@ def test_a_manifest_of_no_time_and_a_bomb_for_settings_are_told_apart(tmp_path: 
         choose_resumption(resolve("gpus=1", f"run.dir={root.parent}")[0], resolve("gpus=1")[1])
     assert "checkpoint.resume=step-00000010" in refused.value.problems[0].fix
     manifest = read_manifest(folder)
-    for created in (math.nan, math.inf, 1e300, -1.0):
+    for created in (math.nan, -1.0):
         forge.seal(folder, replace(manifest, created=created))
         for command, code in (("list", 0), ("show", 5), ("verify", 5)):
             done = canzona("checkpoint", command, str(folder.parents[1]), code=code)

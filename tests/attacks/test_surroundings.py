@@ -21,6 +21,7 @@ from tests.attacks.victim import TINY, Attack, Streams, Victim, attacked
 
 LONG = "x" * 300
 NOT_UTF8 = os.fsdecode(b"caf\xe9")
+SWEEP = pytest.mark.sweep
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ def ascii_only() -> None:
     [
         ("umask 000", {}, lambda: os.umask(0) and None),
         ("HOME is not set", {"HOME": None, "CANZONA_CACHE": None, "USER": None}, at_home_here),
-        ("HOME is no directory", {"HOME": "/dev/null", "CANZONA_CACHE": None}, lambda: None),
-        ("TMPDIR is no directory", {"TMPDIR": "/dev/null/no"}, lambda: None),
+        pytest.param("HOME is no directory", {"HOME": "/dev/null", "CANZONA_CACHE": None}, lambda: None, marks=SWEEP),
+        pytest.param("TMPDIR is no directory", {"TMPDIR": "/dev/null/no"}, lambda: None, marks=SWEEP),
         ("an output of ASCII alone", {"LC_ALL": "C"}, ascii_only),
     ],
 )

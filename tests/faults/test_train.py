@@ -49,6 +49,7 @@ def test_ctrl_c_keeps_every_step_and_shows_where_the_time_went(training: Launche
     assert [training.record(rank)["status"] for rank in range(2)] == ["interrupted", "interrupted"]
 
 
+@pytest.mark.sweep  # test_launch and test_processes end launches of quicker workers
 def test_ctrl_c_before_training_begins_ends_everything_at_once(training: Launched) -> None:
     training.wait_for(lambda: training.files.agent_log(0).exists() and training.family(), "torchrun")
     family = training.family()
@@ -61,6 +62,7 @@ def test_ctrl_c_before_training_begins_ends_everything_at_once(training: Launche
     assert (result["status"], result["step"]) == ("interrupted", 0)
 
 
+@pytest.mark.sweep
 def test_workers_that_are_still_starting_die_with_the_launcher(training: Launched) -> None:
     training.wait_for(lambda: training.files.rank(0).exists() and training.files.rank(1).exists(), "both ranks")
     family = training.family()
