@@ -1,6 +1,7 @@
 """Small checkpoints with known content, written by the code that writes real ones."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from canzona_cli.checkpoint.commit import begin, finish, write_part
@@ -42,12 +43,12 @@ def shard(rank: int, step: int) -> Shard:
     return Shard(tensors=tensors, scalars=scalars)
 
 
-def save(root: Path, step: int, *, samples: int | None = None) -> Path:
+def save(root: Path, step: int, *, samples: int | None = None, texts: Mapping[str, str] = TEXTS) -> Path:
     """A whole save by `RANKS` ranks in turn."""
     partial = begin(root, step)
     for rank in range(RANKS):
         write_part(partial, rank, shard(rank, step))
-    return finish(partial, RANKS, header(step, samples=samples), TEXTS, 5.0)
+    return finish(partial, RANKS, header(step, samples=samples), texts, 5.0)
 
 
 def names(store: CheckpointStore) -> list[str]:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.checkpoint.commit import begin, finish, write_part
 from canzona_cli.config.compose import dump_resolved
-from tests.checkpoint.checkpoints import RANKS, header, save, shard
+from tests.checkpoint.checkpoints import save
 from tests.commands.support import canzona, imports_none_of
 from tests.run.runs import CONFIG, LAYOUT
 
@@ -26,10 +25,7 @@ def run(tmp_path: Path) -> Path:
     (run / "config.yaml").write_text(settings)
     texts = {"config.yaml": settings, "layout.json": json.dumps(asdict(LAYOUT))}
     for step in (10, 20):
-        partial = begin(run / "checkpoints", step)
-        for rank in range(RANKS):
-            write_part(partial, rank, shard(rank, step))
-        finish(partial, RANKS, header(step), texts, 5.0)
+        save(run / "checkpoints", step, texts=texts)
     return run
 
 
