@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from canzona_cli.bench.results import content_of, load, save
-from canzona_cli.errors import ConfigError
 from canzona_cli.run.statistics import Quartiles
 from tests.bench.benches import bench, with_measured
 
@@ -57,18 +56,3 @@ def test_strategies_that_disagree_have_no_speedup_at_all_and_keep_their_numbers(
 def test_what_did_not_run_is_said_to_be_missing() -> None:
     content = content_of(bench(("canzona", "sc")))
     assert content["withheld"].keys() >= {"optimizer_vs_layerwise", "iteration_vs_layerwise", "overhead_over_adamw"}  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "expected a JSON object"),
-        ('{"version": 99, "result": {}}', "version 99"),
-        ('{"version": 1, "result": {"rounds": "many"}}', "recipe: field required"),
-    ],
-)
-def test_other_files_are_refused_with_the_reason(tmp_path: Path, text: str, reason: str) -> None:
-    (tmp_path / "bench.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=reason):
-        load(tmp_path / "bench.json")
