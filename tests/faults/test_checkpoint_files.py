@@ -173,7 +173,9 @@ OUTCOMES: dict[str, list[list[int] | None]] = {
 """Step and samples of the newest checkpoint, before and after."""
 
 
-@pytest.mark.parametrize("scenario", OUTCOMES)
+@pytest.mark.parametrize(
+    "scenario", [pytest.param(name, marks=[pytest.mark.sweep] if name == "save again" else []) for name in OUTCOMES]
+)
 def test_a_process_killed_at_any_call_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, scenario: str) -> None:
     done = ran(sys.executable, "-m", "tests.faults.kill_points", str(tmp_path), scenario)
     results: list[dict[str, Any]] = json.loads(done.stdout)

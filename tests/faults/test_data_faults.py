@@ -232,6 +232,7 @@ def test_a_disk_that_takes_nothing_from_the_start(
     assert not list(tmp_path.rglob("rank-*")), "no worker was started"
 
 
+@pytest.mark.sweep  # tests/attacks/test_endings.py has a launcher that cannot print
 def test_a_disk_that_becomes_full_under_the_launcher(tmp_path: Path) -> None:
     """Ctrl-C still stops the ranks after a whole step, and the exit code tells what result.json cannot."""
     with LaunchedRun(tmp_path / "run", "endless") as run:

@@ -25,7 +25,7 @@ def assert_logs_kept(run: LaunchedRun) -> None:
         assert f"rank {rank} starts" in run.log(rank)
 
 
-@pytest.mark.parametrize("victim", ["rank", "agent"])
+@pytest.mark.parametrize("victim", ["rank", pytest.param("agent", marks=pytest.mark.sweep)])
 def test_a_killed_process_ends_the_run_and_is_named(victim: str, tmp_path: Path) -> None:
     with launch(tmp_path) as run:
         run.wait_for_steps(2)
