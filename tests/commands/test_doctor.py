@@ -24,10 +24,8 @@ REPOSITORY = Path(__file__).parents[2]
 STATUSES = {"ok", "info", "warn", "fail"}
 
 
-def doctor(
-    *arguments: str, columns: int = 80, variables: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return canzona_process("doctor", *arguments, environment={"COLUMNS": str(columns), **(variables or {})})
+def doctor(variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return canzona_process("doctor", "--json", environment={"COLUMNS": "80", **variables})
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
@@ -39,7 +37,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPr
     in_the_way = tmp_path_factory.mktemp("cache") / "file"
     in_the_way.write_text("")
     odd = {"RANK": "3", "NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "nosuch0"}
-    return doctor("--json", variables=odd | {"CANZONA_CACHE": str(in_the_way / "cache")})
+    return doctor(odd | {"CANZONA_CACHE": str(in_the_way / "cache")})
 
 
 def test_json_has_the_stable_schema_says_that_cpu_runs_are_possible_and_names_what_is_odd_here(
@@ -94,7 +92,7 @@ def test_text_fits_the_terminal_and_ends_with_a_verdict(examined: subprocess.Com
 def test_a_torch_that_cannot_be_imported_is_exit_code_3_with_its_own_words(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libfancy.so.9: no such file')\n")
-    done = doctor("--json", variables={"PYTHONPATH": str(tmp_path)})
+    done = doctor({"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 3, done.stdout + done.stderr
     finding = findings(done)["torch/import"]
     assert finding["status"] == "fail"

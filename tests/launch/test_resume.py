@@ -38,22 +38,13 @@ def files_of(config: RunConfig) -> RunFiles:
     return RunFiles(Path(str(config.run.dir)))
 
 
-def save(
-    config: RunConfig,
-    step: int,
-    *,
-    layout: Layout = LAYOUT,
-    samples: int | None = None,
-    losses: LossMemory = LossMemory(),
-) -> Path:
+def save(config: RunConfig, step: int, *, losses: LossMemory = LossMemory()) -> Path:
     """A checkpoint of one rank, as a run of this configuration writes it."""
     files = files_of(config)
     files.root.mkdir(parents=True, exist_ok=True)
-    batch = layout.global_batch_size
+    batch = LAYOUT.global_batch_size
     header = Header(
-        progress=Progress(
-            step=step, samples=step * batch if samples is None else samples, tokens=step * batch * 32, losses=losses
-        ),
+        progress=Progress(step=step, samples=step * batch, tokens=step * batch * 32, losses=losses),
         optimizer=config.optimizer.name,
         strategy=config.engine.strategy,
         splitting=config.engine.splitting,
@@ -63,7 +54,7 @@ def save(
     )
     partial = begin(files.checkpoints, step)
     write_part(partial, 0, Shard(tensors=NORM, scalars={}))
-    texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(layout))}
+    texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(LAYOUT))}
     return finish(partial, 1, header, texts, 5.0)
 
 

@@ -12,7 +12,7 @@ from . import reference as reference
 RANKS = [1, 4, 48]
 
 
-def _gradients(rank: int, steps: int, *, noise: float = 0.0, shape: tuple[int, int] = (48, 64)) -> list[torch.Tensor]:
+def _gradients(rank: int, steps: int, *, noise: float = 0.0) -> list[torch.Tensor]:
     """Yields gradients of a root mean square of about 0.01, of `rank` directions each, which differ at every step.
 
     Args:
@@ -21,9 +21,9 @@ def _gradients(rank: int, steps: int, *, noise: float = 0.0, shape: tuple[int, i
     drawn, other = (torch.Generator().manual_seed(seed) for seed in (1, 2))
     found = []
     for _ in range(steps):
-        left, right = torch.randn(shape[0], rank, generator=drawn), torch.randn(rank, shape[1], generator=drawn)
+        left, right = torch.randn(48, rank, generator=drawn), torch.randn(rank, 64, generator=drawn)
         grad = left @ right * (0.01 / rank**0.5)
-        found.append(grad + noise * grad.square().mean().sqrt() * torch.randn(shape, generator=other))
+        found.append(grad + noise * grad.square().mean().sqrt() * torch.randn(48, 64, generator=other))
     return found
 
 

@@ -90,10 +90,10 @@ class Slurm:
         words = self.ask("scontrol", "--oneliner", "show", "job", str(job_id)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for(self, job_id: int | str, *states: str, seconds: float = PATIENCE_S) -> dict[str, str]:
+    def wait_for(self, job_id: int | str, *states: str) -> dict[str, str]:
         """The job's fields once it is in one of `states` (default: ended)."""
         wanted = states or _END_STATES
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE_S
         while (job := self.job(job_id))["JobState"] not in wanted:
             ended = job["JobState"] in _END_STATES
             if ended or time.monotonic() > deadline:
