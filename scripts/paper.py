@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from published_rows import load_published
+
 from canzona_cli.bench.options import capacities_mib
-from canzona_cli.bench.published import load_published
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.execution import AnyStrategy, with_strategy

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from canzona_cli.bench.published import (
+from published_rows import (
     ROWS,
     PredictedSeries,
     Published,
@@ -31,7 +30,9 @@ from canzona_cli.bench.published import (
     mean_absolute_error,
     run_of,
 )
+
 from canzona_cli.costs import model as model_time
+from canzona_cli.costs.modules import ELEMENTWISE_PASSES
 from canzona_cli.errors import CanzonaError
 from canzona_cli.report.document import Document, Section
 from canzona_cli.report.markup import Html, key, table_html, tag
@@ -53,7 +54,7 @@ NOTHING_COMPARED = "No part of this check got as far as a time or a size to comp
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows like canzona_cli/bench/published.yaml")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="a file of rows like scripts/published.yaml")
     parser.add_argument("--html", type=Path, help="also write a page with the scatter plot")
     parser.add_argument("--json", type=Path, help="also write the figures")
     parser.add_argument("--quick", action="store_true", help='skip the fits for "left out"')
@@ -136,15 +137,15 @@ def _with_passes(published: Published, factor: float) -> list[PredictedSeries]:
 def scaled_passes(factor: float) -> Iterator[None]:
     """Multiplies the predicted time of elementwise work in Transformer Engine's layers by `factor`, inside a `with`
     block."""
-    before = model_time.ELEMENTWISE_PASSES[True]
+    before = ELEMENTWISE_PASSES[True]
     caches = (model_time.stage_time, model_time._pieces)
     try:
-        model_time.ELEMENTWISE_PASSES[True] = before * factor
+        ELEMENTWISE_PASSES[True] = before * factor
         for cache in caches:
             cache.cache_clear()
         yield
     finally:
-        model_time.ELEMENTWISE_PASSES[True] = before
+        ELEMENTWISE_PASSES[True] = before
         for cache in caches:
             cache.cache_clear()
 

@@ -184,7 +184,7 @@ class TuneResult(TurnsResult):
         if not unseen:
             return None
         phases = {phase: list(_phase_errors(unseen, phase)) for phase in IN_STEP}
-        pairs = [sorted(pair, key=_per_sequence_s) for pair in itertools.combinations(unseen, 2)]
+        pairs = [sorted(pair, key=lambda layout: layout.per_sequence_s) for pair in itertools.combinations(unseen, 2)]
         in_order = [
             slower.predicted_per_sequence_s > faster.predicted_per_sequence_s
             for faster, slower in pairs
@@ -244,10 +244,6 @@ def _phase_errors(layouts: Sequence[LayoutBench], phase: str) -> Iterator[tuple[
             yield layout, error, layout.phases[phase] / layout.median_s
 
 
-def _per_sequence_s(layout: LayoutBench) -> float:
-    return layout.per_sequence_s
-
-
 ROOT = "tune"
 """The default folder for tune directories; `run.root` overrides it."""
 WARM_UP_STEPS = 2
@@ -284,7 +280,8 @@ class Tuning:
         """The estimated duration of the tuning in seconds."""
         start_s = _START_S[self.config.cluster.device]
         steps = WARM_UP_STEPS + self.steps
-        return self.rounds * sum(start_s + steps * layout.predicted.iteration_s for layout in self.entrants.values())
+        steps_s = (steps * layout.predicted.iteration_s for layout in self.entrants.values())
+        return self.rounds * sum(start_s + seconds for seconds in steps_s)
 
 
 def prepare(

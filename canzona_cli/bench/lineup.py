@@ -171,7 +171,8 @@ def make_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
     ranks = line_up.layout.world_size
 
     def fits(members: Sequence[Entrant]) -> bool:
-        needed = sum(member.state_bytes for member in members) + max(member.transient_bytes for member in members)
+        needed = sum(member.state_bytes for member in members)
+        needed += max(member.transient_bytes for member in members)
         if needed > capacity(reference.config):
             return False
         # The reserved memory of a CPU rank holds Python, torch and megatron-core.

@@ -243,8 +243,10 @@ def _cell(config: RunConfig, gpus: int) -> SimulatedCell:
         study = study_run(*resolve(config))
     except DoesNotFit as error:
         return _impossible(config.name, gpus, error)
-    yardsticks: dict[str, LayoutResult | None] = {name: fastest_with(config, name, study.layout) for name in YARDSTICKS}
-    return SimulatedCell(recipe=config.name, gpus=gpus, study=study, yardsticks=MappingProxyType(yardsticks))
+    yardsticks: dict[str, LayoutResult | None] = {}
+    for name in YARDSTICKS:
+        yardsticks[name] = fastest_with(config, name, study.layout)
+    return SimulatedCell(recipe=config.name, gpus=gpus, study=study, yardsticks=yardsticks)
 
 
 def _impossible(recipe: str, gpus: int, error: ConfigError | DoesNotFit) -> SimulatedCell:

@@ -68,14 +68,6 @@ def take_turns(
     return True
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """A rank's measurements of a strategy, as sent to the other ranks."""
-
-    steps: tuple[StepSample, ...]
-    tensor_bytes: int
-
-
 def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Samples]:
     """Gathers the measurements of all ranks on every rank; returns them by strategy. All ranks have to call
     this."""
@@ -85,11 +77,12 @@ def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Sampl
             StepSample(step_s=timing.step_s, processor_s=processor_s, phases=dict(timing.phases))
             for timing, processor_s in zip(strategy.trainee.timer.timings(), strategy.processor_s, strict=True)
         )
-        by_rank = gather(_Measured(steps=steps, tensor_bytes=tensor_bytes(strategy.trainee)), _Measured)
+        losses, held = tuple(strategy.losses), tensor_bytes(strategy.trainee)
+        by_rank = gather(Samples(losses=losses, tensor_bytes=(held,), ranks=(steps,)), Samples)
         samples[name] = Samples(
-            losses=tuple(strategy.losses),
-            tensor_bytes=tuple(measured.tensor_bytes for measured in by_rank),
-            ranks=tuple(measured.steps for measured in by_rank),
+            losses=losses,
+            tensor_bytes=tuple(size for measured in by_rank for size in measured.tensor_bytes),
+            ranks=tuple(of_rank for measured in by_rank for of_rank in measured.ranks),
         )
     return samples
 

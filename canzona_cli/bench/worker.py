@@ -142,7 +142,8 @@ def _take_turns(
     for name, config in configs.items():
         journal.stage("build model", name)
         plan = read_plan(inputs.plan(name)) if config.execution is Execution.PLANNED else None
-        running[name] = RunningStrategy(trainee=assemble(config, world, plan), batches=BatchStream(data, world))
+        trainee = assemble(config, world, plan)
+        running[name] = RunningStrategy(trainee=trainee, batches=BatchStream(data, world))
 
     # Choose the same kernels as training on this machine.
     ours = next((config for config in configs.values() if config.execution.ours), first)

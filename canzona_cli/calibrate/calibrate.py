@@ -380,15 +380,8 @@ def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[
     Args:
         write: a function that writes the profile; called once, with the result.
     """
-    started = time.time()
-
-    def with_profile(profile: ClusterConfig) -> Calibration:
-        seconds = calibration.seconds + time.time() - started
-        measured_on = {**profile.measured_on, "seconds": round(seconds, 1)}
-        return replace(calibration, seconds=seconds, profile=replace(profile, measured_on=measured_on))
-
+    started, results = time.time(), list[BenchResult]()
     profile, outcome = calibration.profile, calibration.outcome
-    results: list[BenchResult] = []
     for tp in dict.fromkeys((1, min(RANKS, benches.ranks))):
         try:
             results.append(benches.bench(benches.ranks, tp))
@@ -402,7 +395,11 @@ def with_steps(calibration: Calibration, benches: ShortBenches, write: Callable[
             )
             profile = replace(profile, not_measured=(*profile.not_measured, "steps"))
             break
-    result = replace(with_profile(fit_to_steps(profile, results) if results else profile), outcome=outcome)
+    if results:
+        profile = fit_to_steps(profile, results)
+    seconds = calibration.seconds + time.time() - started
+    profile = replace(profile, measured_on={**profile.measured_on, "seconds": round(seconds, 1)})
+    result = replace(calibration, seconds=seconds, profile=profile, outcome=outcome)
     write(result)
     return result
 

@@ -149,8 +149,8 @@ def _measure_passes(
         begin = time.perf_counter()
         while len(samples) < LEAST or time.perf_counter() - begin < budget_s:
             samples.append(step())
-    forward, backward = (list(chain.from_iterable(team.gather(times))) for times in zip(*samples, strict=True))
-    return list(zip(forward, backward, strict=True))
+    by_direction = (chain.from_iterable(team.gather(times)) for times in zip(*samples, strict=True))
+    return list(zip(*by_direction, strict=True))
 
 
 def _rate(

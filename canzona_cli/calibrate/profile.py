@@ -261,9 +261,11 @@ def profile_of(
     # All other quantities have the name of their field. Forward and backward become factors below.
     others = ("forward", "backward", "grouped_collectives")
     measured = {name: significant(value) for name, value in medians.items() if name not in others}
-    matmuls = tuple((int(m.key[0]), significant(m.spread.median)) for m in _of_quantity(record, "matmul_tflops"))
+    rates = _of_quantity(record, "matmul_tflops")
+    matmuls = tuple((int(m.key[0]), significant(m.spread.median)) for m in rates)
     if not matmuls or "arithmetic" not in record.done:
-        matmuls = base.matmul_tflops  # large sizes are measured last, so a partial table would have only slow ones
+        # Large sizes are measured last, so a partial table would have only slow ones.
+        matmuls = base.matmul_tflops
     profile = replace(
         base,
         name=name,
@@ -375,31 +377,23 @@ def significant(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepFactors:
-    """The ratios of measured to predicted time in complete steps."""
-
-    computing: float
-    """The ratio for forward and backward together."""
-    phases: Mapping[str, float]
-    """The ratios for the other phases, by key of `ClusterConfig.step_factors`."""
-
-
 def fit_to_steps(profile: ClusterConfig, results: Sequence[BenchResult]) -> ClusterConfig:
     """Returns the profile with the factors of complete steps, computed from the results of one or more
     benches."""
-    steps = factors(results)
+    computing, phases = factors(results)
     scaled = ("forward_factor", "forward_module_us", "backward_factor", "backward_module_us")
-    changes = {name: significant(getattr(profile, name) * steps.computing) for name in scaled}
+    changes = {name: significant(getattr(profile, name) * computing) for name in scaled}
     # `canzona tune` excludes these layouts when it reports errors of predictions.
     layouts = ", ".join(dict.fromkeys(layout_code(result.layout) for result in results))
     measured_on = {**profile.measured_on, "fitted_on": layouts}
-    changed = replace(profile, step_factors=dict(steps.phases), measured_on=measured_on, **changes)  # type: ignore[arg-type]
+    changed = replace(profile, step_factors=phases, measured_on=measured_on, **changes)  # type: ignore[arg-type]
     return with_peak(changed)
 
 
-def factors(results: Sequence[BenchResult]) -> StepFactors:
-    """Computes the factors from the data-parallel bench and, if there is one, the tensor-parallel bench.
+def factors(results: Sequence[BenchResult]) -> tuple[float, dict[str, float]]:
+    """Computes the ratios of measured to predicted time in complete steps, from the data-parallel bench and, if there
+    is one, the tensor-parallel bench. Returns the ratio for forward and backward together, and the ratios for the
+    other phases by key of `ClusterConfig.step_factors`.
 
     Forward and backward have one factor. It comes from the data-parallel bench, in which these passes contain
     no collectives. It includes the waits for gradients and parameters, in which faster ranks wait for slower
@@ -427,7 +421,7 @@ def factors(results: Sequence[BenchResult]) -> StepFactors:
     computing_phases: tuple[Phase, ...] = ("forward", "backward", "grad_reduce", "param_gather")
     computing = _factor(results[0].strategies.values(), computing_phases, "mean")
     assert computing is not None
-    return StepFactors(computing=computing, phases=phases)
+    return computing, phases
 
 
 def _factor(

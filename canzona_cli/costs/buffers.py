@@ -62,6 +62,10 @@ class StageWeights:
         everywhere = self.others + self.matrices - self.experts
         return math.ceil(everywhere / layout.owners) + math.ceil(self.experts / layout.expert_owners)
 
+    def adamw(self, execution: Execution, layout: Mesh) -> int:
+        """Returns the number of elements that AdamW updates on a rank."""
+        return self.others if execution.everywhere else self.share(layout, matrices=execution is Execution.ADAMW)
+
 
 def stage_weights(config: RunConfig, layout: Layout, stage: int) -> StageWeights:
     """Counts the elements that a rank of `stage` stores. With pp > 1, a tied output layer is a second copy of
@@ -178,7 +182,8 @@ def layers_in_flight(layers: int, layout: Layout, stage: int) -> int:
         layers: the number of layers in the model.
     """
     if layout.vpp == 1:
-        return min(warmup_forwards(layout, stage) + 1, layout.num_microbatches) * stage_layers(layers, layout, stage)
+        in_flight = min(warmup_forwards(layout, stage) + 1, layout.num_microbatches)
+        return in_flight * stage_layers(layers, layout, stage)
     return _layers_in_flight(layers, layout.pp, layout.vpp, layout.num_microbatches, stage)
 
 

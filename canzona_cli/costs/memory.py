@@ -66,13 +66,13 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate(Memory):
-    """An estimate, without a plan, of the memory of the rank that needs the most."""
+    """An estimate, without a plan, of the memory of the rank that needs the most.
 
-    parts: Mapping[str, int]
-    """The bytes of weights, gradients, optimizer, activations, logits, workspace and exchange. Memory that is
+    Its parts are weights, gradients, optimizer, activations, logits, workspace and exchange. Memory that is
     never needed at the same time counts once: `workspace` is only the excess over the logits and activations
     that were freed earlier. `exchange` is a lower bound, for every plan, on the engine's buffers and its
-    optimizers' scratch."""
+    optimizers' scratch.
+    """
 
     @property
     def forward(self) -> int:
@@ -167,8 +167,9 @@ def _state_on_fullest(
             group stores (canzona's sc), or of every fragment that it stores (Megatron's sc).
     """
     execution = config.execution
+    others = weights.adamw(execution, layout)
     if execution is Execution.ADAMW:
-        return optimizer_state(config, algorithm, weights.share(layout, matrices=True), 0, 0)
+        return optimizer_state(config, algorithm, others, 0, 0)
     if fullest is None:
         counts: Mapping[Shape, int] = {shape: layers * n for shape, n in stored_shapes(config, layout).items()}
         copies = layout.tp if execution is Execution.REDUNDANT else 1
@@ -176,7 +177,6 @@ def _state_on_fullest(
     else:
         counts, whole = fullest.worst_shapes, fullest.worst
     factors = sum(count * factor_bytes(algorithm, rows, cols) for (rows, cols), count in counts.items())
-    others = weights.others if execution.everywhere else weights.share(layout, matrices=False)
     return optimizer_state(config, algorithm, others, whole, factors)
 
 
@@ -207,8 +207,8 @@ def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None
 
 def _planned_placement(config: RunConfig, layout: Layout, stage: int) -> Placement:
     """Returns the `placement` of a run with a plan."""
-    layers, natural_order = stage_layers(config.model.num_layers, layout, stage), config.engine.strategy in IN_ORDER
-    return balanced_placement(matrix_shapes(config), layers, layout.cells, natural_order=natural_order)
+    layers, in_order = stage_layers(config.model.num_layers, layout, stage), config.engine.strategy in IN_ORDER
+    return balanced_placement(matrix_shapes(config), layers, layout.cells, natural_order=in_order)
 
 
 def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[int, ...], int]]:
@@ -216,7 +216,9 @@ def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[i
     the number of ranks that share the buffer."""
     cut, whole = layer_on_rank(model, "fused", layout.ep)
     buffers = [(tuple(matrix.elements // layout.tp for matrix in cut), layout.owners)]
-    return [*buffers, (tuple(matrix.elements for matrix in whole), layout.expert_owners)] if whole else buffers
+    if whole:
+        buffers.append((tuple(matrix.elements for matrix in whole), layout.expert_owners))
+    return buffers
 
 
 @lru_cache(maxsize=4096)
@@ -330,10 +332,8 @@ def spare_bytes(config: RunConfig, algorithm: Algorithm, layout: Layout, limit: 
     spare = []
     for stage in range(layout.pp):
         weights = stage_weights(config, layout, stage)
-        needed = sum(transient(config, algorithm, layout, stage).parts().values()) + least_workspace_bytes(
-            config, algorithm
-        )
-        needed += least_buffer_bytes(config, layout, stage)
+        needed = sum(transient(config, algorithm, layout, stage).parts().values())
+        needed += least_workspace_bytes(config, algorithm) + least_buffer_bytes(config, layout, stage)
         adamw = sum(optimizer_state(config, algorithm, weights.share(layout, matrices=False), 0, 0).values())
         stored = (config.train.weight_bytes + config.train.gradient_bytes) * (weights.matrices + weights.others)
         spare.append(limit - stored - adamw - needed)
@@ -352,7 +352,8 @@ def element_bytes(config: RunConfig, algorithm: Algorithm, counts: Mapping[Shape
     if worst_case:
         factors = max(size / elements for size, elements, _ in sizes)
     else:
-        factors = sum(size * count for size, _, count in sizes) / sum(size * count for _, size, count in sizes)
+        elements = sum(size * count for _, size, count in sizes)
+        factors = sum(size * count for size, _, count in sizes) / elements
     return sum(optimizer_state(config, algorithm, 0, 1, 0).values()) + factors
 
 
@@ -394,5 +395,6 @@ def _copied_elements(config: RunConfig) -> list[int]:
         return [math.prod(shape) for shape in matrix_shapes(config)]
     if config.engine.splitting not in ("qkv", "split"):
         return []
-    interleaved = [weight for weight in family_of(config.model).weights(config.model) if weight.cut == "repeats"]
+    weights = family_of(config.model).weights(config.model)
+    interleaved = [weight for weight in weights if weight.cut == "repeats"]
     return [weight.repeats * part.rows * weight.cols for weight in interleaved for part in weight.parts]

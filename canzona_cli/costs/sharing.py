@@ -124,12 +124,17 @@ def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Wor
         n: the long side.
         width: the bytes of an element in matmuls.
     """
-    on_fragment = _fragment_work(m, n, tp, width=width)
-    works = [on_fragment.before]
+    # Per element, memory traffic before and after the iteration is that of a hosted update (`muon_facts`).
+    fragment = m * n // tp
+    before = Work(traffic=(32 + width) * fragment, launches=_FRAGMENT_KERNELS[0])
+    gram = Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m)
+    applied = Work(matmuls=((1, m, m, n // tp),), traffic=4 * width * fragment)
+    after = Work(traffic=(24 + 2 * width) * fragment, launches=_FRAGMENT_KERNELS[2])
+    works = [before]
     pending = Work(traffic=2 * width * m * n // tp, launches=4)  # division by the whole matrix's norm
     for k in segments(steps):
-        works.append(_add(pending, on_fragment.gram))
-        pending = _add(on_fragment.applied, Work(launches=_FRAGMENT_KERNELS[1]))
+        works.append(_add(pending, gram))
+        pending = _add(applied, Work(launches=_FRAGMENT_KERNELS[1]))
         works.append(Work(traffic=(tp + 1) * width * m * m / tp, launches=5))
         number = 4 * k - 3
         product = Work(
@@ -138,7 +143,7 @@ def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Wor
             launches=(11 * k + 7 * min(k, 2) + 15) / number,
         )
         works += [product] * number
-    return [*works, on_fragment.applied, on_fragment.after]
+    return [*works, applied, after]
 
 
 Exchange = Literal["all_reduce", "all_to_all", "all_gather"]
@@ -205,31 +210,6 @@ def shared_transfers(side: int, steps: int, width: int, links: Links, group: Gro
         reduce(Transfer.followed_by, (transfers[exchange] for exchange in following.exchanges), Transfer())
         for following in shared_exchanges(steps)
     ]
-
-
-class _FragmentWork(NamedTuple):
-    """The work of a rank on its fragment of a shared matrix."""
-
-    before: Work
-    """The work before the first exchange."""
-    gram: Work
-    """The matmul that computes the fragment's part of the Gram matrix."""
-    applied: Work
-    """The matmul that multiplies the fragment by the result of a segment."""
-    after: Work
-    """The work after the last exchange."""
-
-
-def _fragment_work(m: int, n: int, tp: int, *, width: int) -> _FragmentWork:
-    """Returns the work of a rank on its fragment of an m x n matrix. Per element, memory traffic before and
-    after the iteration is the same as in a hosted Muon update (`muon_facts`)."""
-    fragment = m * n // tp
-    return _FragmentWork(
-        before=Work(traffic=(32 + width) * fragment, launches=_FRAGMENT_KERNELS[0]),
-        gram=Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m),
-        applied=Work(matmuls=((1, m, m, n // tp),), traffic=4 * width * fragment),
-        after=Work(traffic=(24 + 2 * width) * fragment, launches=_FRAGMENT_KERNELS[2]),
-    )
 
 
 def _add(a: Work, b: Work) -> Work:

@@ -112,10 +112,7 @@ class Timeline:
     def __init__(self, cores: float | None = None, crowding: float = 1.0) -> None:
         self.tasks: list[Task] = []
         self._cores, self._crowding = cores, crowding
-
-    @property
-    def shares_cores(self) -> bool:
-        return self._cores is not None
+        self.shares_cores = cores is not None
 
     def add(
         self,

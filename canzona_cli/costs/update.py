@@ -7,7 +7,7 @@ measurement of exactly this update, the measurement is used instead.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -238,16 +238,14 @@ def rounded(seconds: float) -> float:
     return float(f"{seconds:.{COST_DIGITS - 1}e}")
 
 
-def update_costs(
-    config: RunConfig, members: Sequence[Matrix], implementation: Implementation = "canzona"
-) -> tuple[float, ...]:
+def update_costs(config: RunConfig, members: Sequence[Matrix]) -> tuple[float, ...]:
     """Returns the seconds of each matrix's update, rounded to `COST_DIGITS` significant digits."""
-    algorithm = algorithm_of(config)
+    algorithm, implemented = algorithm_of(config), implementation(config)
     by_shape = {
-        shape: rounded(seconds(algorithm, *shape, config.cluster, implementation))
-        for shape in {(matrix.rows, matrix.cols): None for matrix in members}
+        shape: rounded(seconds(algorithm, *shape, config.cluster, implemented))
+        for shape in {matrix.shape for matrix in members}
     }
-    return tuple(by_shape[matrix.rows, matrix.cols] for matrix in members)
+    return tuple(by_shape[matrix.shape] for matrix in members)
 
 
 def period_seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, ...]:
@@ -267,16 +265,16 @@ def adamw_seconds(elements: float, cluster: ClusterConfig) -> float:
     return elements * ADAMW_BYTES[cluster.fused_layers] / memory_rate(cluster)
 
 
-def step_factor(cluster: ClusterConfig, phase: Phase, implementation: Implementation) -> float:
+def step_factor(config: RunConfig, phase: Phase) -> float:
     """Returns the ratio of a phase's measured time in whole training steps to the time of its parts in
     isolation; 1 if the profile has no measurement.
 
     In a training step caches are cold, memory is newly allocated and ranks arrive at different times. A loop
     over one operation does not show this.
     """
-    factors = cluster.step_factors
+    factors = config.cluster.step_factors
     general = factors.get(phase, 1.0)
-    return factors.get(f"megatron/{phase}", general) if implementation == "megatron" else general
+    return factors.get(f"megatron/{phase}", general) if implementation(config) == "megatron" else general
 
 
 def memory_rate(cluster: ClusterConfig) -> float:
@@ -437,13 +435,9 @@ def flops(algorithm: Algorithm, rows: int, cols: int) -> float:
     A side longer than `max_preconditioner_dim` is not preconditioned, so the terms of its preconditioner are
     0.
     """
-    return min(
-        step.flops + sum(part.flops for part in parts) / algorithm.refresh_period
-        for step, parts in _works(algorithm, rows, cols)
-    )
 
+    def of_form(form: Form) -> float:
+        step, parts = work(replace(algorithm, form=form), rows, cols)
+        return step.flops + sum(part.flops for part in parts) / algorithm.refresh_period
 
-def _works(algorithm: Algorithm, rows: int, cols: int) -> Iterator[tuple[Work, tuple[Work, ...]]]:
-    """Yields the work of an update and of a refresh for each form that the algorithm may take."""
-    for form in get_args(Form) if algorithm.form == "auto" else (algorithm.form,):
-        yield work(replace(algorithm, form=form), rows, cols)
+    return min(map(of_form, get_args(Form) if algorithm.form == "auto" else (algorithm.form,)))

@@ -21,14 +21,14 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 from types import MappingProxyType
 
 from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.sharing import HOSTED, Share
 from canzona_cli.errors import DoesNotFit, Problem
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.buckets import Pool, pool_buckets, pools, stages
+from canzona_cli.planner.buckets import Part, Pool, pool_buckets, pools
 from canzona_cli.planner.joint import balance_together
 from canzona_cli.planner.packing import CLOSE_ENOUGH, pack
 from canzona_cli.planner.paper import balanced_cuts, even_start, greedy_hosts
@@ -90,9 +90,9 @@ def assign(
             mesh=layout,
         )
 
-    for stage in stages(matrices):
-        experts = [problem(pool) for pool in pools(matrices) if pool.stage == stage and pool.expert_rank is not None]
-        best = _solve(problem(Pool(stage)), experts, settings, memory_cap, bytes_per_element)
+    for _, of_stage in groupby(pools(matrices), key=lambda pool: pool.stage):
+        stage, *experts = map(problem, of_stage)
+        best = _solve(stage, experts, settings, memory_cap, bytes_per_element)
         for index, cell in best.cells.items():
             cells[index] = cell
             if index in best.shared:
@@ -128,9 +128,10 @@ def _solve(
     if settings.strategy == "asc":
         heuristics: list[Callable[[PoolProblem], Owners]] = [_cut_evenly]
     elif settings.strategy == "paper":
-        heuristics = [partial(_cut_by_cost, alpha=settings.alpha)]
+        heuristics = [partial(_cut, alpha=settings.alpha, by_cost=True)]
     elif settings.layout == "contiguous":
-        heuristics = [partial(cut, alpha=alpha) for cut in (_cut_by_cost, _cut_by_elements) for alpha in (*BLENDS, 1.0)]
+        cuts = product((True, False), (*BLENDS, 1.0))
+        heuristics = [partial(_cut, alpha=alpha, by_cost=by_cost) for by_cost, alpha in cuts]
     elif experts:
         heuristics = []
     else:
@@ -257,21 +258,17 @@ def _assign_blended(stage: PoolProblem, blend: float) -> Owners:
     return owner_of
 
 
-def _cut_by_cost(stage: PoolProblem, alpha: float) -> Owners:
-    """Cuts buckets between owners in natural order, balanced by cost. `alpha` is the paper's, see
-    `balanced_cuts`."""
-    return _cut(stage, [[stage.cost(part.unit) for part in parts] for parts in stage.parts], alpha)
+def _cut(stage: PoolProblem, alpha: float, *, by_cost: bool) -> Owners:
+    """Cuts buckets between owners in natural order, balanced by cost or by elements.
 
+    Args:
+        alpha: the paper's, see `balanced_cuts`.
+    """
 
-def _cut_by_elements(stage: PoolProblem, alpha: float) -> Owners:
-    """Cuts buckets between owners in natural order, balanced by elements. `alpha` is the paper's, see
-    `balanced_cuts`."""
-    return _cut(stage, [[float(part.elements) for part in parts] for parts in stage.parts], alpha)
+    def weight(part: Part) -> float:
+        return stage.cost(part.unit) if by_cost else float(part.elements)
 
-
-def _cut(stage: PoolProblem, weights: Sequence[Sequence[float]], alpha: float) -> Owners:
-    """Cuts buckets between owners in natural order, by the weights of each bucket's parts
-    (`balanced_cuts`)."""
+    weights = [[weight(part) for part in parts] for parts in stage.parts]
     return {
         part.unit: owner
         for parts, owners in zip(stage.parts, balanced_cuts(weights, stage.owners, alpha), strict=True)
@@ -322,9 +319,8 @@ def _choose_hosts(
 
 def _does_not_fit(stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int) -> Problem:
     """Describes a stage whose matrices exceed `memory_cap` elements on some rank."""
-    held = [
-        stage.matrices[i].elements for problem in (stage, *experts) for unit in problem.units.values() for i in unit
-    ]
+    units = (unit for problem in (stage, *experts) for unit in problem.units.values())
+    held = [stage.matrices[index].elements for unit in units for index in unit]
     total, largest, cells = sum(held), max(held), stage.mesh.cells
     return Problem(
         key="gpus",

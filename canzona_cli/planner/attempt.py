@@ -16,7 +16,7 @@ from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import Pool, buckets, pool_buckets, typical_pools
 from canzona_cli.planner.exposure import Exposure, Outline
-from canzona_cli.planner.groups import GroupSearch, choose_shared, micro_groups, slowest_owner_seconds
+from canzona_cli.planner.groups import GroupSearch
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSettings, Subject
 from canzona_cli.planner.seats import concentrate_owners, renumber_owners
@@ -41,8 +41,10 @@ def bucket_limits(default: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """The costs of a plan's matrices, and the bounds that hold for every assignment."""
+    """The matrices of a plan with their costs, and the bounds that hold for every assignment."""
 
+    matrices: tuple[Matrix, ...]
+    """The plan's matrices, see `make.planned_matrices`."""
     costs: tuple[float, ...]
     """The seconds of each matrix's update by one rank."""
     bounds: tuple[float, ...]
@@ -72,28 +74,21 @@ class Attempt:
 
     Args:
         subject: everything that the plan depends on.
-        members: the matrices of the plan, see `make.planned_matrices`.
         resizes: True if the planner chooses the size at which buckets are closed.
         memory_cap: the elements of matrices that a rank may keep; None for no limit.
         c_max: a smaller C_max, in elements, to save memory; None for the C_max of the run's settings.
     """
 
     def __init__(
-        self,
-        subject: Subject,
-        members: tuple[Matrix, ...],
-        prices: Prices,
-        *,
-        resizes: bool,
-        memory_cap: int | None,
-        c_max: int | None,
+        self, subject: Subject, prices: Prices, *, resizes: bool, memory_cap: int | None, c_max: int | None
     ) -> None:
-        self._layout, self._subject, self._members, self._memory_cap = subject.layout, subject, members, memory_cap
+        self._layout, self._subject, self._memory_cap = subject.layout, subject, memory_cap
+        self._members = prices.matrices
         self._costs, self._bounds, self._possible = prices.costs, prices.bounds, prices.possible
         self._width = prices.pipeline.element_bytes
         settings = subject.settings
         self._settings = settings if c_max is None else replace(settings, c_max_bytes=c_max * self._width)
-        self._search = GroupSearch(self._settings, prices.pipeline)
+        self._search = GroupSearch(self._members, self._costs, self._settings, prices.pipeline)
         default = subject.buffers["bucket_elements"]
         assert default is None or isinstance(default, int)
         self._default_limit, self._resizes = default, resizes
@@ -113,7 +108,7 @@ class Attempt:
             costs=self._costs,
             assignment=best.assignment,
             buckets=self._buckets(best),
-            groups=micro_groups(self._members, self._costs, best.assignment, self._search),
+            groups=self._search.micro_groups(best.assignment),
             lower_bounds=self._bounds,
         )
 
@@ -121,12 +116,6 @@ class Attempt:
         """Returns the seconds that the balanced assignment adds to an iteration, before matrices are shared
         or owners renumbered."""
         return self._candidate(self._balanced(self._default_limit), self._default_limit, exposure).seconds
-
-    @property
-    def _is_free(self) -> bool:
-        """True if no setting restricts the choice of owners: buckets are laid out by owner, and alpha is
-        1."""
-        return self._by_owner and self._settings.alpha == 1
 
     @property
     def _by_owner(self) -> bool:
@@ -144,7 +133,7 @@ class Attempt:
         """
         limit = self._limit(exposure)
         assignment = self._shared_where_faster(self._balanced(limit), limit, exposure)
-        if not self._is_free:
+        if not self._by_owner or self._settings.alpha < 1:
             return self._candidate(assignment, limit, exposure)
         members, layout = self._members, self._layout
         ways = [concentrate_owners(members, self._costs, assignment, layout, limit), assignment]
@@ -154,8 +143,7 @@ class Attempt:
             # A balanced assignment may lose more time to communication than its balance gains.
             natural = self._assign(replace(self._settings, strategy="asc"), self._default_limit, shared=False)
             candidates.append(self._candidate(natural, self._default_limit, exposure))
-        least = min(candidate.seconds for candidate in candidates)
-        return next(candidate for candidate in candidates if candidate.seconds <= (1 + ALIKE) * least)
+        return candidates[_first_of_least([candidate.seconds for candidate in candidates])]
 
     def _limit(self, exposure: Exposure) -> int | None:
         """Returns the number of elements at which buckets of the first stage are closed.
@@ -169,9 +157,8 @@ class Attempt:
             return default
         limits = bucket_limits(default)
         busy = dict(enumerate(self._bounds))
-        prices = {limit: exposure.estimate(self._outline(limit), self._members, busy) for limit in limits}
-        least = min(prices.values())
-        return next(limit for limit, price in prices.items() if price <= (1 + ALIKE) * least)
+        prices = [exposure.estimate(self._outline(limit), self._members, busy) for limit in limits]
+        return limits[_first_of_least(prices)]
 
     def _outline(self, limit: int) -> list[list[Outline]]:
         """Returns the buckets of every stage if they are closed at `limit` elements. Of the experts, only
@@ -196,18 +183,14 @@ class Attempt:
         faster."""
         if self._settings.mode != "auto" or not self._possible or not self._leaves_idle(hosted):
             return hosted
-        members, costs, layout = self._members, self._costs, self._layout
         balanced = self._assign(self._settings, limit, shared=True)
-        best = choose_shared(
-            members, costs, hosted, balanced, self._possible, layout.tp, self._search, self._memory_cap
-        )
+        best = self._search.choose_shared(hosted, balanced, self._possible, self._memory_cap)
         if not best.shares:
             return best
         # The buckets of the two assignments hardly differ.
-        chunks = exposure.chunks(self._alternatives(hosted, limit, exposure)[0], members)
+        chunks = exposure.chunks(self._alternatives(hosted, limit, exposure)[0], self._members)
         shared_s, hosted_s = (
-            exposure.gathering_seconds(chunks, slowest_owner_seconds(members, costs, way, self._search))
-            for way in (best, hosted)
+            exposure.gathering_seconds(chunks, self._search.slowest_owner_seconds(way)) for way in (best, hosted)
         )
         return best if hosted_s > (1 + ALIKE) * shared_s else hosted
 
@@ -246,13 +229,13 @@ class Attempt:
         """Completes an assignment with buckets, which are reduced and gathered in the ways that add the
         fewest seconds to an iteration."""
         ways, members = self._alternatives(assignment, limit, exposure), self._members
-        busy = slowest_owner_seconds(members, self._costs, assignment, self._search)
+        busy = self._search.slowest_owner_seconds(assignment)
         chunks = [exposure.chunks(way, members) for way in ways]
         reducing_s = [exposure.reduction_seconds(alternative) for alternative in chunks]
         gathering_s = [exposure.gathering_seconds(alternative, busy) for alternative in chunks]
         reduced, gathered = _first_of_least(reducing_s), _first_of_least(gathering_s)
         chosen = tuple(
-            replace(bucket, gathering=other.gathering) if bucket.gathering != other.gathering else bucket
+            replace(bucket, gathering=other.gathering)
             for bucket, other in zip(ways[reduced], ways[gathered], strict=True)
         )
         seconds = rounded(reducing_s[reduced] + gathering_s[gathered])

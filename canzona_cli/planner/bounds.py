@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from canzona_cli.config.schema import Mesh
@@ -65,16 +65,27 @@ def bound_with_experts(others: Sequence[float], experts: Sequence[float], mesh: 
         held = -(-number // mesh.ep)
         if held > cells:
             break
-        low = max(best, cost, (sum(experts) + held * cost) / cells)
-        high = 2 * low
-        for _ in range(_BISECTIONS):
-            height = (low + high) / 2
-            room = _most_room(height * (1 + _TINY), cells, held, cost, least)
-            low, high = (low, height) if room >= len(experts) else (height, high)
-            if high - low <= RESOLUTION * low:
-                break
-        best = max(best, low)
+
+        def is_too_low(height: float, held: int = held, cost: float = cost) -> bool:
+            return _most_room(height * (1 + _TINY), cells, held, cost, least) < len(experts)
+
+        best = _bisect(max(best, cost, (sum(experts) + held * cost) / cells), is_too_low)
     return best
+
+
+def _bisect(bound: float, is_too_low: Callable[[float], bool]) -> float:
+    """Raises a proven lower bound of a height, by bisection between it and twice its value.
+
+    Args:
+        is_too_low: a function that returns True for a height only if every packing is higher.
+    """
+    low, high = bound, 2 * bound
+    for _ in range(_BISECTIONS):
+        height = (low + high) / 2
+        low, high = (height, high) if is_too_low(height) else (low, height)
+        if high - low <= RESOLUTION * low:
+            break
+    return low
 
 
 def _costliest_first(costs: Sequence[float]) -> Iterator[tuple[float, int]]:
@@ -167,18 +178,12 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
 def _packing_bound(costs: tuple[float, ...], bins: int) -> float:
     """Computes `packing_bound` of sorted costs. The results are cached, because stages and strategies of a
     run have the same matrices."""
-    bound = simple_bound(costs, bins)
     counts = _coarse(sorted(Counter(costs).items()))
-    low, high = bound, 2 * bound
-    for _ in range(_BISECTIONS):
-        height = (low + high) / 2
-        if any(mass > bins * (1 + _TINY) for mass in _mass(counts, height)):
-            low = height
-        else:
-            high = height
-        if high - low <= RESOLUTION * low:
-            break
-    return low
+
+    def is_too_low(height: float) -> bool:
+        return any(mass > bins * (1 + _TINY) for mass in _mass(counts, height))
+
+    return _bisect(simple_bound(costs, bins), is_too_low)
 
 
 def simple_bound(costs: Sequence[float], bins: int) -> float:

@@ -61,11 +61,6 @@ class Parameter:
         return tuple(index for part in self.parts for index in part.matrices)
 
 
-def stages(matrices: Sequence[Matrix]) -> list[int]:
-    """Lists the pipeline stages that have matrices, ascending."""
-    return sorted({matrix.stage for matrix in matrices})
-
-
 def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Parameter]:
     """Lists a stage's parameters in registration order, each with its parts."""
     grouped: dict[str, dict[int, list[Matrix]]] = {}
@@ -172,8 +167,11 @@ def _pooled(same: _Same) -> Mapping[Pool, Sequence[Matrix]]:
     pooled: dict[Pool, list[Matrix]] = {}
     for matrix in same.matrices:
         pooled.setdefault(Pool(matrix.stage, matrix.expert_rank), []).append(matrix)
-    order = sorted(pooled, key=lambda pool: (pool.stage, -1 if pool.expert_rank is None else pool.expert_rank))
-    return {pool: pooled[pool] for pool in order}
+
+    def place(pool: Pool) -> tuple[int, int]:
+        return pool.stage, -1 if pool.expert_rank is None else pool.expert_rank
+
+    return {pool: pooled[pool] for pool in sorted(pooled, key=place)}
 
 
 @lru_cache(maxsize=512)
@@ -243,7 +241,9 @@ def buckets(
                 for item in bucket
             ]
             order = _order_by_owner(owned) if by_owner else owned
-            made.append(_make_bucket(order, pool, numbers[pool.stage], layout.reducers(pool.expert_rank)))
+            starts, end = _place_consecutively([item.parameter for item in order])
+            elements = bucket_end(end, layout.reducers(pool.expert_rank))
+            made.append(_fill_bucket(zip(starts, order, strict=True), elements, pool, numbers[pool.stage]))
             numbers[pool.stage] += 1
     return tuple(made)
 
@@ -320,12 +320,6 @@ def _order_by_owner(owned: Sequence[_Owned]) -> list[_Owned]:
                 order.append(crossing)
                 owner = crossing.last
     return order + tail
-
-
-def _make_bucket(order: Sequence[_Owned], pool: Pool, index: int, shards: int) -> Bucket:
-    """Returns a bucket in which the parameters are placed one after another in this order."""
-    starts, end = _place_consecutively([item.parameter for item in order])
-    return _fill_bucket(zip(starts, order, strict=True), bucket_end(end, shards), pool, index)
 
 
 def _place_consecutively(parameters: Iterable[Parameter]) -> tuple[list[int], int]:

@@ -14,9 +14,8 @@ from typing import Literal
 
 from canzona_cli.config.execution import overlaps_param_gather
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.gradients import zeroing_seconds
 from canzona_cli.costs.links import Transfer
-from canzona_cli.costs.model import StageTime, stage_time, units_taken
+from canzona_cli.costs.model import StageTime, stage_time, units_taken, zeroing_seconds
 from canzona_cli.costs.timeline import TaskTimes, Timeline
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.chunks import STREAMS, Chunk, ChunkBuilder, GatheringOrder, Stream, merge_streams
@@ -110,7 +109,6 @@ class _StageClock:
 
     def __init__(self, config: RunConfig, layout: Layout, stage: int, reductions: ReductionModel) -> None:
         self._stage, self._stages, self._turns = stage, layout.pp, layout.pp - 1
-        self._config, self._layout = config, layout
         self._units, self._reductions = units_taken(config, layout), reductions
         self.time: StageTime = stage_time(config, layout, stage)
         self._zero_s = zeroing_seconds(config, layout, stage)

@@ -11,7 +11,7 @@ fields are equal in the four entries. Names in a bucket are shortened to
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 _FEWEST = 4
 """The smallest number of entries that are merged."""
@@ -68,10 +68,9 @@ def _merge_entries(entries: Iterable[Entry]) -> list[dict[str, object]]:
 def _family(entry: Entry) -> object:
     """Returns a key that is equal for all entries of a family; entries without an expert index have unique
     keys."""
-    parts = [_NUMBERED.fullmatch(f"{entry[field]}") for field in _TEXTS]
-    if None in parts:
+    patterns = tuple(_pattern_of(f"{entry[field]}") for field in _TEXTS)
+    if None in patterns:
         return entry["index"]
-    patterns = tuple(part[1] + part[3] for part in parts if part)
     alike = ("kind", "layer", "rows", "cols", "shard_dim", "home", "seconds", "execution")
     return patterns, tuple(entry.get(field) for field in alike), f"{entry.get('fragment')}"
 
@@ -122,10 +121,9 @@ def _expand_entry(entry: object) -> Iterator[dict[str, object]]:
 
 def _column(field: str, values: object, count: int) -> Sequence[object]:
     """Returns the `count` values of a field of `each`."""
-    if isinstance(values, dict):
-        match values:
-            case {"from": int(first), "by": int(by)}:
-                return [first + row * by for row in range(count)]
+    match values:
+        case {"from": int(first), "by": int(by)}:
+            return [first + row * by for row in range(count)]
     if not isinstance(values, list) or len(values) != count:
         raise ValueError(f"an entry does not have {count} values for {field}")
     return values
@@ -144,18 +142,17 @@ def _index(entry: object) -> int:
 def _shorten_names(names: object) -> list[object]:
     """Shortens runs of names that share a pattern to `[pattern, numbers]`."""
     assert isinstance(names, list | tuple)
-    runs: list[tuple[object, list[str]]] = []
-    for name in names:
-        part = _NUMBERED.fullmatch(name)
-        key = part and (part[1], part[3])
-        if runs and key is not None and runs[-1][0] == key:
-            runs[-1][1].append(name)
-        else:
-            runs.append((key, [name]))
     short: list[object] = []
-    for _, run in runs:
-        short += run if len(run) < _FEWEST else [[*_pattern(run)]]
+    for pattern, names_of_run in groupby(names, _pattern_of):
+        run = list(names_of_run)
+        short += run if pattern is None or len(run) < _FEWEST else [[*_pattern(run)]]
     return short
+
+
+def _pattern_of(name: str) -> tuple[str, str] | None:
+    """Returns the parts of a name before and after the number of an expert; None without such a number."""
+    part = _NUMBERED.fullmatch(name)
+    return None if part is None else (part[1], part[3])
 
 
 def _expand_names(bucket: object) -> object:

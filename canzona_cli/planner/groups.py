@@ -26,37 +26,13 @@ CLOSE = 0.002
 """The relative difference in time up to which a candidate with fewer groups is preferred to a faster
 candidate. The overhead of exchanges is the least predictable part of the time."""
 
+GAIN = 0.98
+"""The largest ratio of the slowest owner's time with sharing to its time without at which a stage shares
+matrices. Sharing must gain something, because it changes owners, and buckets may then take longer to
+communicate."""
+
 Group = tuple[int, ...]
 """The matrices of one micro-group, as indices in the plan's list."""
-
-
-def micro_groups(
-    matrices: Sequence[Matrix],
-    costs: Sequence[float],
-    assignment: Assignment,
-    search: "GroupSearch",
-) -> tuple[MicroGroup, ...]:
-    """Returns the micro-groups of every owner in order of execution.
-
-    - grouping greedy: the paper's groups, see `paper.paper_groups`. `assign` has chosen the hosts in the same
-      way;
-    - grouping auto: the candidate with the fewest groups among the `_candidates` whose time is within `CLOSE`
-      of the fastest.
-
-    With tp = 1 nothing is exchanged, and every owner has one group.
-
-    Raises:
-        ConfigError: C_max is smaller than the largest matrix.
-    """
-    check_capacity(matrices, search.pipeline.tp, search.settings, search.pipeline.element_bytes)
-    first = expert_seconds(matrices, costs, assignment, search.pipeline)
-    groups: list[MicroGroup] = []
-    for (stage, owner), jobs in sorted(held_jobs(matrices, costs, assignment).items()):
-        groups += [
-            MicroGroup(stage=stage, owner=owner, index=number, matrices=group)
-            for number, group in enumerate(search.find(jobs, first.get((stage, owner), ()))[1])
-        ]
-    return tuple(groups)
 
 
 def held_jobs(
@@ -89,26 +65,54 @@ def expert_seconds(
     return {owner: tuple(of_hosts) for owner, of_hosts in seconds.items()}
 
 
-def slowest_owner_seconds(
-    matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment, search: "GroupSearch"
-) -> dict[int, float]:
-    """Returns the update seconds of each stage's slowest owner, as the planner's `Clock` adds them up."""
-    jobs = held_jobs(matrices, costs, assignment)
-    first = expert_seconds(matrices, costs, assignment, search.pipeline)
-    seconds: dict[int, float] = defaultdict(float)
-    for stage, owner in jobs.keys() | first.keys():
-        done = search.find(jobs.get((stage, owner), []), first.get((stage, owner), ()))[0]
-        seconds[stage] = max(seconds[stage], done)
-    return seconds
-
-
 class GroupSearch:
-    """The search for an owner's micro-groups. A cache serves owners that have the same costs on the same
-    hosts."""
+    """The search for the micro-groups of owners. A cache serves owners that have the same costs on the same
+    hosts.
 
-    def __init__(self, settings: PlanSettings, pipeline: HostedPipeline) -> None:
-        self.settings, self.pipeline = settings, pipeline
+    Args:
+        costs: the seconds of each matrix's update by one rank.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Matrix], costs: Sequence[float], settings: PlanSettings, pipeline: HostedPipeline
+    ) -> None:
+        self._matrices, self._costs, self._settings, self._pipeline = matrices, costs, settings, pipeline
         self._known: dict[Hashable, tuple[float, list[tuple[int, ...]]]] = {}
+
+    def micro_groups(self, assignment: Assignment) -> tuple[MicroGroup, ...]:
+        """Returns the micro-groups of every owner in order of execution.
+
+        - grouping greedy: the paper's groups, see `paper.paper_groups`. `assign` has chosen the hosts in the
+          same way;
+        - grouping auto: the candidate with the fewest groups among the `_candidates` whose time is within
+          `CLOSE` of the fastest.
+
+        With tp = 1 nothing is exchanged, and every owner has one group.
+
+        Raises:
+            ConfigError: C_max is smaller than the largest matrix.
+        """
+        check_capacity(self._matrices, self._pipeline.tp, self._settings, self._pipeline.element_bytes)
+        return tuple(
+            MicroGroup(stage=stage, owner=owner, index=number, matrices=group)
+            for stage, owner, _, groups in self._find_all(assignment)
+            for number, group in enumerate(groups)
+        )
+
+    def slowest_owner_seconds(self, assignment: Assignment) -> dict[int, float]:
+        """Returns the update seconds of each stage's slowest owner, as the planner's `Clock` adds them up."""
+        slowest: dict[int, float] = defaultdict(float)
+        for stage, _, seconds, _ in self._find_all(assignment):
+            slowest[stage] = max(slowest[stage], seconds)
+        return slowest
+
+    def _find_all(self, assignment: Assignment) -> Iterator[tuple[int, int, float, list[Group]]]:
+        """Yields each stage and owner, with the owner's update seconds and its groups."""
+        jobs = held_jobs(self._matrices, self._costs, assignment)
+        first = expert_seconds(self._matrices, self._costs, assignment, self._pipeline)
+        for stage, owner in sorted(jobs.keys() | first.keys()):
+            seconds, groups = self.find(jobs.get((stage, owner), []), first.get((stage, owner), ()))
+            yield stage, owner, seconds, groups
 
     def find(self, jobs: Sequence[Job], first: Sequence[float] = ()) -> tuple[float, list[Group]]:
         """Returns an owner's update seconds, as the planner's `Clock` adds them up, and its groups.
@@ -124,7 +128,7 @@ class GroupSearch:
             ),
         )
         if key not in self._known:
-            seconds, groups = _find_groups(jobs, self.settings, self.pipeline, first)
+            seconds, groups = _find_groups(jobs, self._settings, self._pipeline, first)
             positions = {job.matrix.index: position for position, job in enumerate(jobs)}
             self._known[key] = (
                 seconds,
@@ -132,6 +136,53 @@ class GroupSearch:
             )
         seconds, places = self._known[key]
         return seconds, [tuple(jobs[place].matrix.index for place in group) for group in places]
+
+    def choose_shared(
+        self, hosted: Assignment, balanced: Assignment, possible: Mapping[int, Share], memory_cap: int | None
+    ) -> Assignment:
+        """Chooses the matrices that each stage shares. Each owner in `balanced` shares the matrices with which it
+        is fastest. A stage whose slowest owner gains too little (`GAIN`) keeps its cells in `hosted` and shares
+        nothing.
+
+        Args:
+            hosted: an assignment that shares nothing.
+            balanced: an assignment that was balanced with sharing. Stages that share matrices have its owners.
+            possible: the costs of the matrices that may be shared, by index.
+            memory_cap: the elements of matrices that a cell may keep; None for no limit.
+        """
+        tp, matrices, costs = self._pipeline.tp, self._matrices, self._costs
+        packer = HostPacker(costs, tp, possible)
+        limits: dict[int, float] = {}
+        for (stage, _), jobs in held_jobs(matrices, costs, hosted).items():
+            limits[stage] = max(limits.get(stage, 0.0), GAIN * self.find(jobs)[0])
+        owners_of_stage: dict[int, list[tuple[int, list[Job]]]] = {}
+        unchanged: set[int] = set()
+        for (stage, owner), jobs in held_jobs(matrices, costs, balanced).items():
+            if stage in unchanged:
+                continue
+            alternatives = [
+                alternative
+                for alternative in _alternatives(jobs, packer, possible)
+                if memory_cap is None or _fullest(alternative, tp) <= memory_cap
+            ]
+            # The first of equally fast ways.
+            seconds, _, best = min(
+                (self.find(alternative)[0], place, alternative)
+                for place, alternative in enumerate(alternatives or [jobs])
+            )
+            owners_of_stage.setdefault(stage, []).append((owner, best))
+            if seconds > limits[stage]:
+                unchanged.add(stage)
+        cells, shares = list(hosted.cells), {}
+        for stage, of_stage in owners_of_stage.items():
+            if stage in unchanged:
+                continue
+            for owner, jobs in of_stage:
+                for job in jobs:
+                    cells[job.matrix.index] = Cell(owner=owner, host=job.host)
+                    if job.share is not None:
+                        shares[job.matrix.index] = job.share
+        return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
 
 
 def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, bytes_per_element: int) -> None:
@@ -249,66 +300,6 @@ def _rounds(jobs: Sequence[Job], tp: int) -> list[Job]:
         sorted((j for j in jobs if j.host == host), key=lambda j: (-j.busy, j.matrix.index)) for host in range(tp)
     ]
     return [queue[turn] for turn in range(max(map(len, queues))) for queue in queues if turn < len(queue)]
-
-
-GAIN = 0.98
-"""The largest ratio of the slowest owner's time with sharing to its time without at which a stage shares
-matrices. Sharing must gain something, because it changes owners, and buckets may then take longer to
-communicate."""
-
-
-def choose_shared(
-    matrices: Sequence[Matrix],
-    costs: Sequence[float],
-    hosted: Assignment,
-    balanced: Assignment,
-    possible: Mapping[int, Share],
-    tp: int,
-    search: GroupSearch,
-    memory_cap: int | None,
-) -> Assignment:
-    """Chooses the matrices that each stage shares. Each owner in `balanced` shares the matrices with which it
-    is fastest. A stage whose slowest owner gains too little (`GAIN`) keeps its cells in `hosted` and shares
-    nothing.
-
-    Args:
-        hosted: an assignment that shares nothing.
-        balanced: an assignment that was balanced with sharing. Stages that share matrices have its owners.
-        possible: the costs of the matrices that may be shared, by index.
-        memory_cap: the elements of matrices that a cell may keep; None for no limit.
-    """
-    packer = HostPacker(costs, tp, possible)
-    limits: dict[int, float] = {}
-    for (stage, _), jobs in held_jobs(matrices, costs, hosted).items():
-        limits[stage] = max(limits.get(stage, 0.0), GAIN * search.find(jobs)[0])
-    owners_of_stage: dict[int, list[tuple[int, list[Job]]]] = {}
-    unchanged: set[int] = set()
-    for (stage, owner), jobs in held_jobs(matrices, costs, balanced).items():
-        if stage in unchanged:
-            continue
-        alternatives = [
-            alternative
-            for alternative in _alternatives(jobs, packer, possible)
-            if memory_cap is None or _fullest(alternative, tp) <= memory_cap
-        ]
-        # The first of equally fast ways.
-        seconds, _, best = min(
-            (search.find(alternative)[0], place, alternative)
-            for place, alternative in enumerate(alternatives or [jobs])
-        )
-        owners_of_stage.setdefault(stage, []).append((owner, best))
-        if seconds > limits[stage]:
-            unchanged.add(stage)
-    cells, shares = list(hosted.cells), {}
-    for stage, of_stage in owners_of_stage.items():
-        if stage in unchanged:
-            continue
-        for owner, jobs in of_stage:
-            for job in jobs:
-                cells[job.matrix.index] = Cell(owner=owner, host=job.host)
-                if job.share is not None:
-                    shares[job.matrix.index] = job.share
-    return Assignment(cells=tuple(cells), shares=MappingProxyType(dict(sorted(shares.items()))))
 
 
 def _alternatives(jobs: Sequence[Job], packer: HostPacker, possible: Mapping[int, Share]) -> Iterator[list[Job]]:

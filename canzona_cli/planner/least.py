@@ -8,7 +8,7 @@ busiest rank may therefore compute longer than `bounds.lower_bound`.
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, permutations, product
@@ -17,8 +17,8 @@ from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.sharing import Share, shares
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.bounds import packing_bound, simple_bound, stage_bound
-from canzona_cli.planner.groups import expert_seconds, held_jobs
-from canzona_cli.planner.pipeline import HostedPipeline, Job, planning_config
+from canzona_cli.planner.groups import expert_seconds
+from canzona_cli.planner.pipeline import HostedPipeline, Job, make_jobs, planning_config
 from canzona_cli.planner.plan import Plan
 
 _MOST_UNITS = 8
@@ -74,15 +74,14 @@ def _bound_with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> flo
 
 def _slowest_owner_seconds(plan: Plan, pipeline: HostedPipeline) -> dict[int, float]:
     """Returns the seconds of the slowest owner of each stage, by stage."""
-    held = held_jobs(plan.matrices, plan.costs, plan.assignment)
     first = expert_seconds(plan.matrices, plan.costs, plan.assignment, pipeline)
-    jobs = {job.matrix.index: job for of_owner in held.values() for job in of_owner}
     groups: dict[tuple[int, int], list[list[Job]]] = {}
     for group in sorted(plan.groups, key=lambda group: group.index):
-        groups.setdefault((group.stage, group.owner), []).append([jobs[index] for index in group.matrices])
+        jobs = make_jobs(group.matrices, plan.matrices, plan.costs, plan.assignment)
+        groups.setdefault((group.stage, group.owner), []).append(jobs)
     taken: dict[int, float] = {}
     known: dict[Hashable, float] = {}  # owners with the same costs on the same hosts take equally long
-    for stage, owner in held.keys() | first.keys():
+    for stage, owner in groups.keys() | first.keys():
         of_owner, experts = groups.get((stage, owner), []), first.get((stage, owner), ())
         alike = ((job.host, job.seconds, job.share, _exchange_key(job.matrix)) for group in of_owner for job in group)
         key = (experts, tuple(map(len, of_owner)), tuple(alike))
@@ -148,62 +147,69 @@ def least_seconds(
     Args:
         shares: the costs of the matrices that may be shared, by index.
     """
+    members = [
+        (matrix, cost)
+        for matrix, cost in zip(matrices, costs, strict=True)
+        if matrix.stage == stage and matrix.expert_rank is None
+    ]
     if pipeline.tp == 1:
-        return _least_without_tp(matrices, costs, stage, owners, pipeline)
-    units = _count_units(matrices, costs, stage, shares, pipeline)
+        return _least_without_tp(members, owners, pipeline)
+    units = _count_units(members, shares, pipeline)
     if not units:
         return 0.0
     kinds = _Kinds(units=tuple(units), numbers=tuple(units.values()), owners=owners, tp=pipeline.tp)
     if sum(kinds.numbers) > _MOST_UNITS * owners:
         return kinds.evenly_divided
-    low, high = kinds.evenly_divided, 1.5 * max(kinds.evenly_divided, *(way.least for unit in units for way in unit))
+    low = kinds.evenly_divided
+    high = 1.5 * max(low, *(way.least for unit in units for way in unit))
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if kinds.take_longer(middle) else (low, middle)
     return low
 
 
-def _least_without_tp(
-    matrices: Sequence[Matrix], costs: Sequence[float], stage: int, owners: int, pipeline: HostedPipeline
-) -> float:
+def _least_without_tp(members: Sequence[tuple[Matrix, float]], owners: int, pipeline: HostedPipeline) -> float:
     """Computes `least_seconds` with tp = 1."""
     jobs_of_unit: dict[int, list[Job]] = {}
-    for matrix, cost in zip(matrices, costs, strict=True):
-        if matrix.stage == stage and matrix.expert_rank is None:
-            jobs_of_unit.setdefault(matrix.unit, []).append(Job(matrix=matrix, host=0, seconds=cost))
-    begin_s = pipeline.begin_s  # `alone` adds the launch for each unit, but an owner launches its updates only once
+    for matrix, cost in members:
+        jobs_of_unit.setdefault(matrix.unit, []).append(Job(matrix=matrix, host=0, seconds=cost))
+    # `alone` adds the launch for each unit, but an owner launches its updates only once.
+    begin_s = pipeline.begin_s
     return begin_s + packing_bound([pipeline.alone(unit) - begin_s for unit in jobs_of_unit.values()], owners)
 
 
 def _count_units(
-    matrices: Sequence[Matrix],
-    costs: Sequence[float],
-    stage: int,
-    shares: Mapping[int, Share],
-    pipeline: HostedPipeline,
+    members: Sequence[tuple[Matrix, float]], shares: Mapping[int, Share], pipeline: HostedPipeline
 ) -> Counter[_Unit]:
     """Counts the units of a stage by kind."""
     known: dict[Hashable, _LeastTimes] = {}
-    members: dict[int, list[_LeastTimes]] = {}
-    for matrix, cost in zip(matrices, costs, strict=True):
-        if matrix.stage == stage and matrix.expert_rank is None:
-            share = shares.get(matrix.index)
-            key = (_exchange_key(matrix), cost, share)
-            if key not in known:
-                known[key] = _least_times(matrix, cost, share, pipeline)
-            members.setdefault(matrix.unit, []).append(known[key])
-    return Counter(tuple(sorted(unit, reverse=True)) for unit in members.values())
+    by_unit: dict[int, list[_LeastTimes]] = {}
+    for matrix, cost in members:
+        share = shares.get(matrix.index)
+        key = (_exchange_key(matrix), cost, share)
+        if key not in known:
+            known[key] = _least_times(matrix, cost, share, pipeline)
+        by_unit.setdefault(matrix.unit, []).append(known[key])
+    return Counter(tuple(sorted(unit, reverse=True)) for unit in by_unit.values())
 
 
 def _least_times(matrix: Matrix, cost: float, share: Share | None, pipeline: HostedPipeline) -> _LeastTimes:
-    """Computes the least seconds of one matrix, hosted and shared."""
-    hosts = [pipeline.least(Job(matrix=matrix, host=host, seconds=cost)) for host in range(pipeline.tp)]
+    """Computes the least seconds of one matrix, hosted and shared, whatever else its owner updates."""
+    on_host, on_others, back, hosted = list[float](), list[float](), list[float](), list[float]()
+    for host in range(pipeline.tp):
+        load = pipeline.new_load([Job(matrix=matrix, host=host, seconds=cost)])
+        packing, hosts, storing = ([sum(s for _, s in parts) for parts in stage] for stage in load.work)
+        on_host.append(hosts[host] - pipeline.begin_s)  # a micro-group is launched only once
+        on_others.append(min(packing[rank] + storing[rank] for rank in range(pipeline.tp) if rank != host))
+        back.append(load.exchanges[1].seconds)
+        # Without the time of sending the gradient, which may overlap with the gradient norm.
+        hosted.append(max(packing) + hosts[host] + back[-1] + max(storing))
     shared = [Job(matrix=matrix, host=0, seconds=cost, share=share)]
     return _LeastTimes(
-        on_host=min(host.host for host in hosts),
-        on_others=min(host.others for host in hosts),
-        back=min(host.back for host in hosts),
-        hosted=min(host.whole for host in hosts),
+        on_host=min(on_host),
+        on_others=min(on_others),
+        back=min(back),
+        hosted=min(hosted),
         on_each=math.inf if share is None else pipeline.updating * share.each,
         alone=math.inf if share is None else pipeline.seconds([shared]),
     )
@@ -269,23 +275,19 @@ class _Kinds:
             for way in unit:
                 held[way] += number
         ranges = [range(number + 1) if way.on_each <= seconds else range(1) for way, number in held.items()]
-        return any(_may_fit(list(_hosted(held, shared)), held, shared, seconds, self.tp) for shared in product(*ranges))
+        return any(_may_fit(held, shared, seconds, self.tp) for shared in product(*ranges))
 
 
-def _hosted(held: Mapping[_LeastTimes, int], shared: Sequence[int]) -> Iterator[_LeastTimes]:
-    """Yields the hosted matrices if `shared[k]` of the matrices in the k-th entry of `held` are shared."""
-    for (way, number), of_kind in zip(held.items(), shared, strict=True):
-        yield from (way for _ in range(number - of_kind))
+def _may_fit(held: Counter[_LeastTimes], shared: Sequence[int], seconds: float, tp: int) -> bool:
+    """Returns False only if an owner certainly takes longer than `seconds` to update the matrices in `held`.
 
-
-def _may_fit(
-    hosted: Sequence[_LeastTimes], held: Mapping[_LeastTimes, int], shared: Sequence[int], seconds: float, tp: int
-) -> bool:
-    """Returns False only if an owner certainly takes longer than `seconds` to update these hosted and shared
-    matrices."""
+    Args:
+        shared: the number of shared matrices of each kind in `held`; the other matrices are hosted.
+    """
+    together = list(Counter(dict(zip(held, shared, strict=True))).elements())
+    hosted = list((held - Counter(together)).elements())
     if any(way.hosted > seconds for way in hosted):
         return False
-    together = [way for way, number in zip(held, shared, strict=True) for _ in range(number)]
     if len(together) == 1 and together[0].alone > seconds:
         return False
     # Every rank works on every hosted matrix, the host longer than the other ranks.

@@ -105,23 +105,17 @@ def planned_matrices(config: RunConfig, layout: Layout, shapes: ModelShapes | No
 
 
 def attempt(
-    config: RunConfig,
-    layout: Layout,
-    shapes: ModelShapes | None,
-    members: tuple[Matrix, ...],
-    memory_cap: int | None,
-    c_max: int | None = None,
+    config: RunConfig, layout: Layout, shapes: ModelShapes | None, memory_cap: int | None, c_max: int | None = None
 ) -> Plan:
     """Makes the plan that the cost model predicts to be fastest within `memory_cap`.
 
     For strategy paper with tp > 1, several values of C_max are tried if none is given.
 
     Args:
-        members: the matrices of the plan, see `planned_matrices`.
         memory_cap: the elements of matrices that a rank may keep; None for no limit.
         c_max: a smaller C_max, in elements, to save memory; None for the C_max of the run's settings.
     """
-    return _fastest(config, layout, _attempts_with(config, layout, shapes, members, memory_cap, c_max))
+    return _fastest(config, layout, _attempts_with(config, layout, shapes, memory_cap, c_max))
 
 
 def _fastest(config: RunConfig, layout: Layout, attempts: Sequence[Attempt]) -> Plan:
@@ -138,22 +132,14 @@ def _exposure(config: RunConfig, layout: Layout) -> Exposure:
 
 
 def _attempts_with(
-    config: RunConfig,
-    layout: Layout,
-    shapes: ModelShapes | None,
-    members: tuple[Matrix, ...],
-    memory_cap: int | None,
-    c_max: int | None,
+    config: RunConfig, layout: Layout, shapes: ModelShapes | None, memory_cap: int | None, c_max: int | None
 ) -> list[Attempt]:
     """Prepares attempts with the same arguments as `attempt`, one for each C_max to try."""
-    sizes: list[int | None] = [c_max]
+    prices, sizes = _prices(config, layout, shapes), [c_max]
     if config.engine.strategy == "paper" and config.engine.c_max_mib is None and c_max is None and layout.tp > 1:
-        sizes += _capacities(members, None)
-    prices, plan_subject = _prices(config, layout, members), subject(config, layout, shapes)
-    resizes = config.parallel.bucket_elements is None
-    return [
-        Attempt(plan_subject, members, prices, resizes=resizes, memory_cap=memory_cap, c_max=size) for size in sizes
-    ]
+        sizes += _capacities(prices.matrices, None)
+    plan_subject, resizes = subject(config, layout, shapes), config.parallel.bucket_elements is None
+    return [Attempt(plan_subject, prices, resizes=resizes, memory_cap=memory_cap, c_max=size) for size in sizes]
 
 
 def _capacities(members: Sequence[Matrix], user_limit: int | None) -> list[int]:
@@ -164,11 +150,12 @@ def _capacities(members: Sequence[Matrix], user_limit: int | None) -> list[int]:
 
 
 @lru_cache(maxsize=16)
-def _prices(config: RunConfig, layout: Layout, members: tuple[Matrix, ...]) -> Prices:
+def _prices(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Prices:
+    members = planned_matrices(config, layout, shapes)
     costs, possible = update_costs(config, members), shares(config, algorithm_of(config), layout, members)
     bounds = tuple(stage_bound(members, costs, stage, layout, possible) for stage in range(layout.pp))
     pipeline = HostedPipeline.of(planning_config(config), layout)
-    return Prices(costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
+    return Prices(matrices=members, costs=costs, bounds=bounds, possible=possible, pipeline=pipeline)
 
 
 def plannable(config: RunConfig, explicit: frozenset[str] = frozenset()) -> tuple[RunConfig, tuple[str, ...]]:
@@ -230,20 +217,20 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
 @lru_cache(maxsize=8)
 def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> Plan:
     config, _ = plannable(config)
-    members, engine = planned_matrices(config, layout, shapes), config.engine
+    engine = config.engine
     # Mode auto falls back to hosted, because a plan may not fit only because of the buffers of shared
     # matrices.
     hosted = replace(config, engine=replace(engine, mode="hosted"))
     limits = sorted({capacity(config) - headroom(config), capacity(config)})
     for limit, run in product(limits, (config, hosted) if engine.mode == "auto" else (config,)):
-        for plan in _attempts(run, layout, shapes, members, limit):
+        for plan in _attempts(run, layout, shapes, limit):
             memory = plan_memory(run, layout, plan)
             if memory.total > limit:
                 continue
             if run is config:
                 return plan
-            plan_subject, prices = subject(config, layout, shapes), _prices(config, layout, members)
-            return replace(plan, subject=plan_subject, lower_bounds=prices.bounds)
+            bounds = _prices(config, layout, shapes).bounds
+            return replace(plan, subject=subject(config, layout, shapes), lower_bounds=bounds)
     raise DoesNotFit(
         Problem(
             key="gpus",
@@ -257,9 +244,7 @@ def _make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
     )
 
 
-def _attempts(
-    config: RunConfig, layout: Layout, shapes: ModelShapes | None, members: tuple[Matrix, ...], limit: int
-) -> Iterator[Plan]:
+def _attempts(config: RunConfig, layout: Layout, shapes: ModelShapes | None, limit: int) -> Iterator[Plan]:
     """Yields plans from the fastest to the one that needs the least memory.
 
     Args:
@@ -267,16 +252,17 @@ def _attempts(
     """
     free = plan_unbounded(config, layout, shapes)
     algorithm, user_limit = free.subject.optimizer, free.subject.settings.capacity(config.exchange_bytes)
-    spare, counts = spare_bytes(config, algorithm, layout, limit), Counter(matrix.shape for matrix in members)
+    spare = spare_bytes(config, algorithm, layout, limit)
+    counts = Counter(matrix.shape for matrix in free.matrices)
     for worst_case in (False, True):
         # The elements of matrices that one rank may keep.
         memory_cap = max(1, int(spare / element_bytes(config, algorithm, counts, worst_case=worst_case)))
         fits = _most_held(free) <= memory_cap
-        plan = free if fits else attempt(config, layout, shapes, members, memory_cap)
+        plan = free if fits else attempt(config, layout, shapes, memory_cap)
         yield from _with_and_without_rings(plan)
-        for c_max in _capacities(members, user_limit):
+        for c_max in _capacities(free.matrices, user_limit):
             if c_max < _most_received(plan):  # otherwise the plan would be the same
-                plan = attempt(config, layout, shapes, members, memory_cap, c_max)
+                plan = attempt(config, layout, shapes, memory_cap, c_max)
                 yield from _with_and_without_rings(plan)
 
 
@@ -300,7 +286,7 @@ def _unbounded(config: RunConfig, layout: Layout, shapes: ModelShapes | None) ->
 
 @lru_cache(maxsize=16)
 def _unbounded_attempts(config: RunConfig, layout: Layout, shapes: ModelShapes | None) -> list[Attempt]:
-    return _attempts_with(config, layout, shapes, planned_matrices(config, layout, shapes), None, None)
+    return _attempts_with(config, layout, shapes, None, None)
 
 
 def _most_held(plan: Plan) -> int:

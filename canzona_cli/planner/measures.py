@@ -5,7 +5,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from itertools import product
+from typing import Literal
 
 from canzona_cli.config.schema import Form, Gathering, Layout, NewtonSchulzConfig, Reduction, RunConfig
 from canzona_cli.costs.buffers import stage_weights
@@ -183,18 +184,15 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
     model's forward and backward passes."""
     mesh = plan.subject.layout
     width, grad = config.train.weight_bytes, config.train.gradient_bytes
-    ranks = [
-        _traffic_of(config, layout, plan, stage, expert_rank)
-        for stage in range(mesh.pp)
-        for expert_rank in range(mesh.ep)
-    ]
+    ranks = (_traffic_of(config, layout, plan, *rank) for rank in product(range(mesh.pp), range(mesh.ep)))
+    reduced, gathered, reductions, gathers = map(max, zip(*ranks, strict=True))
     communicated = [bucket for bucket in plan.buckets if mesh.reducers(bucket.expert_rank) > 1]
     return Communication(
-        dp_reduce_bytes=round(max(rank.reduced for rank in ranks) * grad),
-        dp_gather_bytes=round(max(rank.gathered for rank in ranks) * width),
+        dp_reduce_bytes=round(reduced * grad),
+        dp_gather_bytes=round(gathered * width),
         tp_exchange_bytes=max(exchange_sent(config, plan), default=0),
-        dp_reductions=max(rank.reductions for rank in ranks),
-        dp_gathers=max(rank.gathers for rank in ranks),
+        dp_reductions=reductions,
+        dp_gathers=gathers,
         reduced_by=dict(Counter(bucket.reduction for bucket in communicated).most_common()),
         gathered_by=dict(Counter(bucket.gathering for bucket in communicated).most_common()),
         tp_exchanges=max(exchanges(plan).values(), default=0),
@@ -203,17 +201,11 @@ def communication(config: RunConfig, layout: Layout, plan: Plan) -> Communicatio
     )
 
 
-class _RankTraffic(NamedTuple):
-    """The elements that a rank sends in reductions and gatherings, and the number of collectives for its
-    matrices."""
-
-    reduced: float
-    gathered: float
-    reductions: int
-    gathers: int
-
-
-def _traffic_of(config: RunConfig, layout: Layout, plan: Plan, stage: int, expert_rank: int) -> _RankTraffic:
+def _traffic_of(
+    config: RunConfig, layout: Layout, plan: Plan, stage: int, expert_rank: int
+) -> tuple[float, float, int, int]:
+    """Counts the elements that a rank sends in reductions and in gatherings, and the number of reductions and
+    of gatherings of its matrices."""
     mesh = plan.subject.layout
     others = stage_weights(config, layout, stage).others * (mesh.owners - 1) / mesh.owners
     reduced, gathered, reductions, gathers = others, others, 0, 0
@@ -223,7 +215,7 @@ def _traffic_of(config: RunConfig, layout: Layout, plan: Plan, stage: int, exper
         gathered += sent_elements(bucket, bucket.gathering, owners)
         to_reduce, to_gather = collectives(bucket, owners)
         reductions, gathers = reductions + to_reduce, gathers + to_gather
-    return _RankTraffic(reduced, gathered, reductions, gathers)
+    return reduced, gathered, reductions, gathers
 
 
 def _byte_balance(plan: Plan) -> float:

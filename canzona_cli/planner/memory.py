@@ -18,22 +18,21 @@ need further memory during the backward and the forward pass (`StepBuffers.reduc
 All sizes are in bytes on one rank.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
 
 from canzona_cli.config.schema import Layout, Mesh, RunConfig
 from canzona_cli.costs.buffers import stage_weights, transient
 from canzona_cli.costs.memory import Memory, capacity, estimate, factor_bytes, headroom, optimizer_state
 from canzona_cli.costs.scratch import FP32, batch_slices, workspace_bytes
-from canzona_cli.costs.sharing import Share
 from canzona_cli.model.families import interleaved_kinds
 from canzona_cli.model.family import Kind
 from canzona_cli.model.matrices import Matrix, Shape
 from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.exchange import group_traffic
 from canzona_cli.planner.order import LANES
+from canzona_cli.planner.pipeline import Job, make_jobs
 from canzona_cli.planner.plan import Plan, rank_buckets, sum_by_cell
 from canzona_cli.planner.reduction import ring_scratch
 
@@ -63,10 +62,11 @@ class StepBuffers:
 def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]:
     """Returns the buffers of each cell of a stage, at index `owner * tp + host`."""
     mesh = plan.subject.layout
-    by_owner: dict[int, list[tuple[int, ...]]] = {}
+    by_owner: dict[int, list[list[Job]]] = {}
     for group in sorted(plan.groups, key=lambda group: group.index):
         if group.stage == stage:
-            by_owner.setdefault(group.owner, []).append(group.matrices)
+            jobs = make_jobs(group.matrices, plan.matrices, plan.costs, plan.assignment)
+            by_owner.setdefault(group.owner, []).append(jobs)
     experts: list[list[Matrix]] = [[] for _ in range(mesh.cells)]
     for matrix, cell in plan.placed[stage]:
         if matrix.expert_rank is not None:
@@ -76,19 +76,11 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
     known: dict[Hashable, list[StepBuffers]] = {}
     buffers: list[StepBuffers] = []
     for owner in range(mesh.owners):
-        groups = [
-            [
-                _GroupMember(plan.matrices[index], plan.assignment.cells[index].host, plan.assignment.shares.get(index))
-                for index in group
-            ]
-            for group in by_owner.get(owner, ())
-        ]
+        groups = by_owner.get(owner, [])
         row = slice(owner * mesh.tp, (owner + 1) * mesh.tp)
         # Most of the thousands of owners have the same matrices as another owner.
         key = (
-            tuple(
-                tuple((_buffer_key(member.matrix), member.host, member.share) for member in group) for group in groups
-            ),
+            tuple(tuple((_buffer_key(job.matrix), job.host, job.share) for job in group) for group in groups),
             tuple(tuple(map(_buffer_key, of_host)) for of_host in experts[row]),
         )
         if key not in known:
@@ -103,14 +95,6 @@ def step_buffers(config: RunConfig, plan: Plan, stage: int) -> list[StepBuffers]
 def _buffer_key(matrix: Matrix) -> Hashable:
     """Returns a key of all properties of a matrix on which its buffers depend."""
     return matrix.shape, matrix.kind, matrix.shard_dim, matrix.home, _is_head(matrix)
-
-
-class _GroupMember(NamedTuple):
-    """A matrix of a micro-group."""
-
-    matrix: Matrix
-    host: int
-    share: Share | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +127,15 @@ class _Copies:
             matrices: matrices that one rank stores whole.
         """
         copied = [self.of_host(matrix, 1, 0) for matrix in matrices]
-        return batch_bytes(copied), [[matrix.shape for matrix in matrices[batch]] for batch in batch_slices(copied)]
+        shapes = [[matrix.shape for matrix in matrices[batch]] for batch in batch_slices(copied)]
+        return batch_bytes(copied), shapes
 
 
 def _owners_buffers(
     config: RunConfig,
     algorithm: Algorithm,
     copies: _Copies,
-    groups: Sequence[Sequence[_GroupMember]],
+    groups: Sequence[Sequence[Job]],
     experts: Sequence[Sequence[Matrix]],
 ) -> Iterator[StepBuffers]:
     """Yields the buffers of each host of an owner; the fields `reduction` and `gathering` are left at 0.
@@ -160,11 +145,9 @@ def _owners_buffers(
         experts: by host, the experts with an `expert_rank`.
     """
     tp = len(experts)
-    shared = [member.matrix for group in groups for member in group if member.share is not None]
-    groups = [[member for member in group if member.share is None] for group in groups]
-    moved = [
-        group_traffic([member.matrix for member in group], [member.host for member in group], tp) for group in groups
-    ]
+    shared = [job.matrix for group in groups for job in group if job.share is not None]
+    groups = [[job for job in group if job.share is None] for group in groups]
+    moved = [group_traffic([job.matrix for job in group], [job.host for job in group], tp) for group in groups]
     fragment_copy = _largest(FP32 * copies.of_fragment(matrix, tp) for matrix in shared)
     cut = [(matrix.elements // tp, min(matrix.shape) ** 2) for matrix in shared]
     messages = (
@@ -177,7 +160,7 @@ def _owners_buffers(
             sets = min(2, len(groups))
             exchange += sets * width * _largest(traffic.sent[rank] for traffic in all_to_alls)
             exchange += sets * width * _largest(traffic.received[rank] for traffic in all_to_alls)
-        hosted = [[member.matrix for member in group if member.host == rank] for group in groups]
+        hosted = [[job.matrix for job in group if job.host == rank] for group in groups]
         if tp == 1:
             gradients, together = copies.batch_copies([matrix for group in hosted for matrix in group])
         else:
@@ -232,12 +215,13 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMemory(Memory):
-    """The bytes on the rank that needs the most, under a plan."""
+    """The bytes on the rank that needs the most, under a plan.
 
-    parts: Mapping[str, int]
-    """The bytes of weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits,
+    Its parts are weights, gradients, padding, masters, matrix_state, adamw_state, activations, logits,
     workspace and exchange. Memory that is never needed at the same time counts only once
-    (`costs.buffers.Transient.parts`). `exchange` is `buffers.lasting`."""
+    (`costs.buffers.Transient.parts`). `exchange` is `buffers.lasting`.
+    """
+
     worst: Place
     """The place of `worst_rank`."""
     buffers: StepBuffers
@@ -263,7 +247,8 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     # Fragments are counted from the plan, because a user's shapes differ from the shapes of `stage_weights`.
     fragments = sum(m.fragment_elements(mesh.tp) for m, _ in plan.placed[stage] if m.expert_rank in (None, 0))
     padding = sum(bucket.padding for bucket in rank_buckets(plan.buckets, stage))
-    bytes_of = {shape: factor_bytes(algorithm, *shape) for shape in {matrix.shape for matrix, _ in plan.placed[stage]}}
+    shapes = {matrix.shape for matrix, _ in plan.placed[stage]}
+    bytes_of = {shape: factor_bytes(algorithm, *shape) for shape in shapes}
     hosted = (
         (cell, bytes_of[matrix.shape], False)
         for matrix, cell in (plan.placed[stage] if any(bytes_of.values()) else ())
@@ -272,12 +257,12 @@ def _stage_memory(config: RunConfig, layout: Layout, plan: Plan, stage: int) -> 
     elements, factors = plan.held_elements(stage), sum_by_cell(hosted, 0, cells=mesh.cells, tp=mesh.tp)
     buffers, needed = step_buffers(config, plan, stage), transient(config, algorithm, layout, stage)
     weights = stage_weights(config, layout, stage)
-    stored = weights.others + fragments
+    stored, others = weights.others + fragments, weights.share(mesh, matrices=False)
 
     def varying(cell: int) -> dict[str, int]:
         """Returns the parts that differ between the cells of a stage."""
         return {
-            **optimizer_state(config, algorithm, weights.share(mesh, matrices=False), elements[cell], factors[cell]),
+            **optimizer_state(config, algorithm, others, elements[cell], factors[cell]),
             **needed.parts(reduction=buffers[cell].reduction, gathering=buffers[cell].gathering),
             "exchange": buffers[cell].lasting,
         }

@@ -6,19 +6,20 @@ compare groupings, and the simulator adds the work to a timeline.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.gradients import least_before_updates
 from canzona_cli.costs.links import Group, Groups, Links, Transfer
+from canzona_cli.costs.model import least_before_updates
 from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.sharing import Share, shared_exchanges, shared_transfers
-from canzona_cli.costs.update import algorithm_of, implementation, memory_rate, step_factor
+from canzona_cli.costs.update import algorithm_of, memory_rate, step_factor
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.exchange import Traffic, group_traffic, senders
 from canzona_cli.planner.order import entries_before_norm, order, shared_order
+from canzona_cli.planner.plan import Assignment
 
 Activity = Literal["matrix_update", "exchange"]
 
@@ -43,6 +44,21 @@ class Job:
     def received(self) -> int:
         """The elements of the whole matrix that the host assembles; 0 if the matrix is shared."""
         return self.matrix.elements if self.share is None else 0
+
+
+def make_jobs(
+    indices: Iterable[int], matrices: Sequence[Matrix], costs: Sequence[float], assignment: Assignment
+) -> list[Job]:
+    """Returns a job for each of the matrices at `indices`.
+
+    Args:
+        costs: the seconds of each matrix's update by one rank.
+    """
+    cells, shares = assignment.cells, assignment.shares
+    return [
+        Job(matrix=matrices[index], host=cells[index].host, seconds=costs[index], share=shares.get(index))
+        for index in indices
+    ]
 
 
 class Pipeline[Moment](Protocol):
@@ -130,9 +146,8 @@ class HostedPipeline:
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> "HostedPipeline":
-        cluster, implemented = config.cluster, implementation(config)
-        width = config.train.weight_bytes
-        exchanging = step_factor(cluster, "exchange", implemented)
+        cluster, width = config.cluster, config.train.weight_bytes
+        exchanging = step_factor(config, "exchange")
         # A GPU reads the new and the old weight and writes one of them, so that it need not wait for the
         # finite flags.
         select = 3 * width if cluster.device == "cuda" else 0
@@ -149,7 +164,7 @@ class HostedPipeline:
             launch_s=exchanging * cluster.launch_us * 1e-6,
             replay_s=cluster.launch_us * 1e-6 if algorithm_of(config).graph else 0.0,
             steps=algorithm_of(config).ns_steps,
-            updating=step_factor(cluster, "matrix_update", implemented),
+            updating=step_factor(config, "matrix_update"),
             exchanging=exchanging,
             norm_s=least_before_updates(config, layout),
         )
@@ -210,21 +225,6 @@ class HostedPipeline:
         """
         return self.updating * seconds + self.own_store * elements * self.byte_s
 
-    def least(self, job: Job) -> "Least":
-        """Returns lower bounds on the seconds of a hosted matrix that hold for any other matrices that its
-        owner updates."""
-        load = self._new_load([job])
-        packing, hosts, storing = ([sum(s for _, s in parts) for parts in stage] for stage in load.work)
-        others = [packing[rank] + storing[rank] for rank in range(self.tp) if rank != job.host]
-        back = load.exchanges[1].seconds
-        return Least(
-            host=hosts[job.host] - self.begin_s,  # a micro-group is launched only once
-            others=min(others),
-            back=back,
-            # Without the time of sending the gradient, which may overlap with the gradient norm.
-            whole=max(packing) + hosts[job.host] + back + max(storing),
-        )
-
     def run[Moment](
         self,
         groups: Sequence[Sequence[Job]],
@@ -283,10 +283,10 @@ class HostedPipeline:
         """Returns the load of a micro-group of hosted matrices, from `cache` or newly computed."""
         key = tuple(job.matrix.index for job in group)
         if key not in cache:
-            cache[key] = self._new_load(group)
+            cache[key] = self.new_load(group)
         return cache[key]
 
-    def _new_load(self, group: Sequence[Job]) -> "Load":
+    def new_load(self, group: Sequence[Job]) -> "Load":
         """Computes the load of a micro-group of hosted matrices."""
         tp = self.tp
         # By rank: the elements of gradients sent to other hosts, of weights received from other hosts, and of
@@ -342,20 +342,6 @@ def _begin[Moment](ranks: Pipeline[Moment], first: Sequence[float]) -> None:
     ranks.norm()
     for host, seconds in enumerate(first):
         ranks.work(host, "matrix_update", seconds)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Least:
-    """Lower bounds on the seconds of a hosted matrix."""
-
-    host: float
-    """The seconds of the host's work, excluding waits."""
-    others: float
-    """The seconds of every other rank's work: packing the gradient and storing the weight."""
-    back: float
-    """The seconds that it takes to send back the weight."""
-    whole: float
-    """The seconds from packing the gradient to storing the weight."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,7 +185,9 @@ class Subject:
 
     def content(self) -> dict[str, dict[str, Scalar]]:
         """Returns each field as a dictionary of plain values; `layout.ep` is left out if it is 1."""
-        parts = {name: {**part} if isinstance(part, Mapping) else asdict(part) for name, part in vars(self).items()}
+        parts: dict[str, dict[str, Scalar]] = {}
+        for name, part in vars(self).items():
+            parts[name] = {**part} if isinstance(part, Mapping) else asdict(part)
         if self.layout.ep == 1:
             del parts["layout"]["ep"]  # plans from before expert parallelism keep their hashes
         return parts
@@ -249,7 +251,7 @@ class Plan:
         """Counts the matrix elements that each cell of a stage holds, at index `owner * tp + host`. A hosted
         matrix is held whole by its host; a shared matrix is divided evenly among the hosts of its owner."""
         mesh, shares = self.subject.layout, self.assignment.shares
-        placed = (  # (cell, elements, True if every host of the owner holds as many)
+        placed = (
             (cell, matrix.elements // mesh.tp, True) if matrix.index in shares else (cell, matrix.elements, False)
             for matrix, cell in self.placed[stage]
         )

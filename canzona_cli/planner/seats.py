@@ -13,7 +13,7 @@ from types import MappingProxyType
 from canzona_cli.config.schema import Mesh
 from canzona_cli.costs.sharing import Share
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.buckets import Parameter, Part, Pool, owner_of, pool_buckets, pools, stages
+from canzona_cli.planner.buckets import Parameter, Part, owner_of, pool_buckets, pools
 from canzona_cli.planner.plan import Assignment, Cell
 
 Seat = tuple[tuple[Cell, Share | None], ...]
@@ -99,14 +99,14 @@ def renumber_owners(
     if layout.ep > 1:
         return assignment
     number: dict[tuple[int, int], int] = {}
-    for stage in stages(matrices):
+    for pool in pools(matrices):
         owners = [
             [assignment.cells[part.matrices[0]].owner for parameter in bucket for part in parameter.parts]
-            for bucket in pool_buckets(matrices, Pool(stage), layout, bucket_elements)
+            for bucket in pool_buckets(matrices, pool, layout, bucket_elements)
         ]
         last = {owner: place for place, held in enumerate(owners) for owner in held}
         first = dict.fromkeys(owner for held in owners for owner in sorted(held, key=last.__getitem__))
-        number.update({(stage, owner): place for place, owner in enumerate(first)})
+        number.update({(pool.stage, owner): place for place, owner in enumerate(first)})
     cells = tuple(
         replace(cell, owner=number[matrix.stage, cell.owner])
         for matrix, cell in zip(matrices, assignment.cells, strict=True)

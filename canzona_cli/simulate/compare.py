@@ -9,17 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
 from canzona_cli.config.execution import PLANNED, AnyStrategy, with_strategy
-from canzona_cli.config.schema import (
-    Form,
-    KroneckerConfig,
-    Layout,
-    MomentumConfig,
-    RunConfig,
-)
+from canzona_cli.config.schema import Form, KroneckerConfig, Layout, MomentumConfig, RunConfig
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import capacity, estimate
 from canzona_cli.errors import ConfigError, Problem
@@ -28,7 +23,6 @@ from canzona_cli.planner.least import Updates, updates
 from canzona_cli.planner.make import make_plan, plan_unbounded
 from canzona_cli.planner.measures import Balance, Communication, balance, communication, kinds
 from canzona_cli.planner.memory import PlanMemory, plan_memory
-from canzona_cli.planner.order import Refreshes, matrices_by_rank, refreshes
 from canzona_cli.planner.plan import Plan, sum_by_cell
 from canzona_cli.planner.reduction import GATHERED_AHEAD
 from canzona_cli.run import phases
@@ -40,7 +34,7 @@ from canzona_cli.simulate.predict import (
     simulate_strategy,
     with_cores,
 )
-from canzona_cli.simulate.step import StrategyResult
+from canzona_cli.simulate.step import Refreshes, StrategyResult, refreshes
 
 STRATEGIES = (phases.STRATEGIES[-1], *phases.STRATEGIES[:-1])
 """The strategies in the order of the tables. AdamW comes first, because the others are compared with it."""
@@ -145,7 +139,7 @@ class Study:
         """The times of a refresh period under the plan; None for optimizers that do not refresh."""
         if not isinstance(self.config.optimizer, KroneckerConfig):
             return None
-        return refreshes(self.config, matrices_by_rank(self.plan.matrices, self.plan.assignment.cells))
+        return refreshes(self.config, self.plan.matrices, self.plan.assignment.cells)
 
     def figures(self, strategy: str) -> dict[str, object]:
         """Returns a strategy's entry in the output of `--json`."""
@@ -339,49 +333,6 @@ def _variants(
 
 
 def assumptions() -> tuple[str, ...]:
-    """Lists the assumptions of the simulation, in sentences for the user."""
-    return (
-        "Achieved rates and bandwidths are the cluster profile's. Large collectives reach 80% of an intra-node link "
-        "and 90% of an inter-node link; each hop adds the profile's latency.",
-        "Every rank has a separate device, or an even share of the machine's cores if the profile gives their number. "
-        "Forward and backward run at the speed of the slowest GPU that cluster.speed_spread predicts for this number "
-        "of GPUs; updates run at one speed on all GPUs. Jitter and data loading are ignored. Kernel launches on "
-        "the host cost what a calibration measured in forward and backward, and cluster.pass_us for each pass through "
-        "a model chunk.",
-        "Data-parallel collectives take cluster.collective_units of a GPU from the forward and backward they overlap "
-        "with; everything else that overlaps runs at full speed.",
-        "Simultaneous transfers on one rank's link share it evenly; the inter-node network has full bisection "
-        "bandwidth.",
-        "On GPUs, strategies with a plan have one communicator for AdamW's buckets and one for buckets of matrices. "
-        "Every strategy has one for experts that are divided among ranks. Each may have one transfer in flight.",
-        "If a bucket's gradients are sent all-to-all, each owner sums the copies before the next bucket is sent.",
-        "Rings and per-owner chains send each byte once through every rank. Filling a chain costs a latency and the "
-        "time of a 512 KiB chunk per channel on each rank, and overlaps with the previous chain if its owner is the "
-        "same rank or a later one. An all-to-all takes as long as its busiest sender or receiver.",
-        "Tensor-parallel collectives of forward and backward are not overlapped. With cluster.tp_overlap, each is cut "
-        "into TP pieces, and all but one overlap with its matmul, as far as the matmul is long enough.",
-        "Tokens are spread evenly over experts. parallel.dispatcher sends them to experts on other ranks, which "
-        "overlaps with nothing unless cluster.dispatch_overlap is set. The GPU waits for an expert layer's small "
-        "kernels, which the host launches one by one.",
-        "Gradients are reduced bucket by bucket, overlapped with the last micro-batch's backward. AdamW and layerwise "
-        "gather parameters one bucket before the next forward needs them, as in Megatron-LM 0.19; on stages with "
-        "several model chunks, one model chunk before (for strategies with a plan, see below).",
-        "The pipeline schedule is 1F1B, interleaved if a stage has several model chunks. A transfer between stages "
-        "starts once the receiver has posted its receive, one pass early, and the sender waits until it has arrived. "
-        "In interleaved schedules, the sender of a backward transfer does not wait while both directions alternate.",
-        "Gradients of an owner's first two micro-groups are sent before the gradient norm is known, unless the groups "
-        "have shared matrices.",
-        "Strategies with a plan update AdamW's parameters before the matrices. AdamW's parameters in a stage's first "
-        f"model chunk are gathered while matrices are updated. The other buckets are gathered {GATHERED_AHEAD} at a "
-        "time, the first of them after the last update, while gradients are set to zero for the next step.",
-        "Matrices are split the same way in every strategy. layerwise and sc repeat updates on every "
-        "tensor-parallel rank after a blocking gather in fp32. Megatron's strategies orthogonalise in standard form "
-        "with full matmuls; strategies with a plan follow optimizer.form and cluster.symmetric_factor. Use "
-        "optimizer.form=standard to compare the same arithmetic.",
-        "Two micro-groups are in flight; gradients are sent in engine.exchange_dtype, weights in the model's dtype. "
-        "Fragments of shared matrices are not sent, only parts of small square matrices, in the model's dtype.",
-        "With Shampoo and SOAP, an update takes the slowest rank's time in a step, averaged over a refresh period.",
-        "Gradients are clipped in every step.",
-        "Memory includes the scratch buffers that optimizers keep. Buffers of communicators are part of the profile's "
-        "reserved_gib, 0.25 GiB for each communicator that sends data.",
-    )
+    """Lists the assumptions of the simulation, in sentences for the user: the paragraphs of `assumptions.txt`."""
+    text = Path(__file__).with_name("assumptions.txt").read_text(encoding="utf-8").format(ahead=GATHERED_AHEAD)
+    return tuple(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))

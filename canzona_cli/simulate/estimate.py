@@ -11,16 +11,16 @@ from canzona_cli.config.execution import splitting_of
 from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.config.stages import most_layers, stage_layers
 from canzona_cli.costs.buffers import bucket_elements, stage_weights
-from canzona_cli.costs.experts import dispatch
-from canzona_cli.costs.gradients import NormClip
 from canzona_cli.costs.links import Groups, Links
-from canzona_cli.costs.model import hop, passes, units_taken
+from canzona_cli.costs.model import NormClip, hop, passes, units_taken
+from canzona_cli.costs.modules import dispatch
 from canzona_cli.costs.sharing import shares
-from canzona_cli.costs.update import adamw_seconds, algorithm_of, implementation, step_factor, update_costs
+from canzona_cli.costs.update import adamw_seconds, algorithm_of, step_factor, update_costs
 from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.planner.attempt import bucket_limits
 from canzona_cli.planner.bounds import simple_bound
 from canzona_cli.planner.chunks import seconds_after_reduction
+from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.simulate.update import UpdateModel
 
 
@@ -37,10 +37,9 @@ def estimated_step_seconds(config: RunConfig, layout: Layout) -> float:
         others, everything = weights.others, weights.matrices + weights.others
     else:
         others, everything = (weights.share(layout, matrices=matrices) for matrices in (False, True))
-    clip_s = NormClip.of(config, layout).seconds(everything, others)
-    factor = step_factor(config.cluster, "adamw_update", implementation(config))
-    adamw = everything if execution is Execution.ADAMW else others
-    updates_s = factor * adamw_seconds(adamw, config.cluster) + _updates_s(config, layout)
+    clip_s = NormClip(config, layout).seconds(everything, others)
+    adamw_s = step_factor(config, "adamw_update") * adamw_seconds(weights.adamw(execution, layout), config.cluster)
+    updates_s = adamw_s + _updates_s(config, layout)
     return passes_s + exposed_s + seconds_after_reduction(config, layout, 0) + clip_s + updates_s
 
 
@@ -136,14 +135,15 @@ class _Traffic(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _traffic(config: RunConfig, layout: Layout) -> _Traffic:
-    cluster, implemented, execution = config.cluster, implementation(config), config.execution
+    cluster, execution = config.cluster, config.execution
     links, groups = Links(cluster=cluster), Groups.of(layout, cluster)
     weights = stage_weights(config, layout, 0)
     width, grad = config.train.weight_bytes, config.train.gradient_bytes
     embedding = config.model.vocab_size * config.model.hidden_size // layout.tp
-    reducing, gathering = (step_factor(cluster, phase, implemented) for phase in ("grad_reduce", "param_gather"))
+    reducing, gathering = step_factor(config, "grad_reduce"), step_factor(config, "param_gather")
     reduce = links.all_reduce if execution.everywhere else links.reduce_scatter
-    parts = (weights.matrices + weights.others - weights.experts, groups.data), (weights.experts, groups.experts)
+    everything = weights.matrices + weights.others
+    parts = (everything - weights.experts, groups.data), (weights.experts, groups.experts)
     reductions = [reduce(elements * grad, group) for elements, group in parts]
     gatherings = [links.all_gather(elements * width, group) for elements, group in parts]
     if execution.everywhere:
@@ -168,13 +168,14 @@ def _updates_s(config: RunConfig, layout: Layout) -> float:
     if execution is Execution.ADAMW:
         return 0.0
     layers, ranks = most_layers(config.model.num_layers, layout), layout.world_size // layout.tp
-    layer = _layer(config, replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks))
-    cells = layout.owners * layout.tp
-    if execution.everywhere:
-        return layers * (layer.duplicated_s + layer.experts_s / layout.ep)
+    one_stage = replace(layout.bare, pp=1, vpp=1, dp=ranks, global_batch_size=ranks)
+    if execution is Execution.PLANNED:
+        layer_s, pieces = _planned_layer(config, one_stage)
+        return max(layers * layer_s / layout.cells, _packing_bound_s(pieces, layers, layout.cells))
+    dense_s, experts_s = _duplicated_layer(config, one_stage)
     if execution is Execution.LAYERWISE:
-        return layers * (layer.duplicated_s / layout.owners + layer.experts_s / cells)
-    return max(layers * layer.planned_s / cells, _packing_bound_s(layer.pieces, layers, cells))
+        return layers * (dense_s / layout.owners + experts_s / layout.cells)
+    return layers * (dense_s + experts_s / layout.ep)
 
 
 @lru_cache(maxsize=1024)
@@ -182,40 +183,30 @@ def _packing_bound_s(costs: tuple[float, ...], layers: int, cells: int) -> float
     return simple_bound(costs * layers, cells)
 
 
-class _Layer(NamedTuple):
-    """The seconds of one layer's matrix updates, see `_updates_s`."""
-
-    duplicated_s: float
-    """The seconds on a rank that gathers and updates every matrix except the experts in `experts_s`; 0 for
-    strategies with a plan."""
-    experts_s: float
-    """The seconds of all experts if they are divided among ranks; 0 otherwise, and for strategies with a
-    plan."""
-    planned_s: float
-    """The seconds under a plan, including the packing of hosted matrices, added up over the ranks of a TP
-    group; 0 for strategies without a plan."""
-    pieces: tuple[float, ...]
-    """The seconds of each matrix under a plan, on its host or on one rank that shares the matrix; empty for
-    strategies without a plan."""
+@lru_cache(maxsize=64)
+def _duplicated_layer(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """Returns the seconds in which a rank gathers and updates every matrix of one layer that all ranks store,
+    and every expert of the layer if experts are divided among ranks."""
+    members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
+    model = UpdateModel(config, layout, members, update_costs(config, members))
+    dense = [matrix.index for matrix in members if matrix.expert_rank is None]
+    experts = [matrix.index for matrix in members if matrix.expert_rank is not None]
+    return model.duplicated(dense).seconds, model.duplicated(experts).seconds
 
 
 @lru_cache(maxsize=64)
-def _layer(config: RunConfig, layout: Layout) -> _Layer:
+def _planned_layer(config: RunConfig, layout: Layout) -> tuple[float, tuple[float, ...]]:
+    """Returns the seconds of one layer's updates under a plan, including the packing of hosted matrices,
+    added up over the ranks of a TP group; and the seconds of each matrix, on its host or on one rank that
+    shares it."""
     members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
-    costs = update_costs(config, members, implementation(config))
-    model = UpdateModel(config, layout, members, costs)
-    if config.execution is not Execution.PLANNED:
-        dense, experts = (
-            [matrix.index for matrix in members if (matrix.expert_rank is None) is dense] for dense in (True, False)
-        )
-        return _Layer(model.duplicated(dense).seconds, model.duplicated(experts).seconds, 0.0, ())
-    factor = step_factor(config.cluster, "matrix_update", implementation(config))
-    packing_s = model.pipeline.packing_s if layout.tp > 1 else 0.0
+    factor = step_factor(config, "matrix_update")
+    packing_s = HostedPipeline.of(config, layout).packing_s if layout.tp > 1 else 0.0
     possible = shares(config, algorithm_of(config), layout, members)
     everything, pieces = 0.0, []
-    for matrix, cost in zip(members, costs, strict=True):
+    for matrix, cost in zip(members, update_costs(config, members), strict=True):
         parts = [factor * possible[matrix.index].each] if matrix.index in possible else []
         packed_s = packing_s if matrix.expert_rank is None else 0.0
         everything += min([factor * cost + matrix.elements * packed_s, *(layout.tp * part for part in parts)])
         pieces.append(min([factor * cost, *parts]))
-    return _Layer(0.0, 0.0, everything, tuple(pieces))
+    return everything, tuple(pieces)

@@ -9,7 +9,7 @@ In this module, a chunk is a bucket with its transfers (`planner.chunks.Chunk`).
 stage is always called a model chunk.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple
 from canzona_cli.config.schema import Layout
 from canzona_cli.costs.buffers import warmup_forwards
 from canzona_cli.costs.links import Transfer
-from canzona_cli.costs.model import Module, StageTime
+from canzona_cli.costs.model import StageTime
+from canzona_cli.costs.modules import Module
 from canzona_cli.costs.timeline import TaskTimes, Timeline
 from canzona_cli.planner.chunks import STREAMS, Chunk
 
@@ -125,7 +126,11 @@ class IterationTimeline:
         for task, when in zip(self._timeline.tasks, ran, strict=True):
             held_by = None if when.held_by is None else self._timeline.tasks[when.held_by].phase
             self._streams.setdefault(task.stream, []).append((task.phase, when, held_by))
-        reduced = [self._reduction_end(stage, ran) for stage in range(layout.pp)]
+        # The time at which each stage's last reduction ends, or its backward pass if that ends later.
+        reduced = [
+            max([computed, *(ran[index].end for index in reducing)])
+            for computed, reducing in zip(self._computed, self._reducing, strict=True)
+        ]
         later_s = max((end for end, work in zip(reduced, stages, strict=True) if work.shares_embedding), default=0.0)
         self.reduced_s = [
             (max(end, later_s) if work.shares_embedding else end) + work.tail_s
@@ -145,26 +150,16 @@ class IterationTimeline:
             seconds[phase] += end - start
         for phase, start, end in self._transfers(stage):
             totals[phase] += end - start
-        seconds |= self._dispatch(stage, seconds)
+        # The sending of tokens to experts is not part of forward and backward.
+        dispatches = [module.moves for module in self._stages[stage].time.modules if module.dispatched]
+        for index, direction in enumerate(("forward", "backward")):
+            dispatch_s = self._layout.num_microbatches * sum(moves[index].seconds for moves in dispatches)
+            seconds[direction] -= dispatch_s
+            seconds["dispatch"] += dispatch_s
         seconds["grad_reduce"] += self.reduced_s[stage] - self._computed[stage]
         seconds["grad_reduce_total"] = max(seconds["grad_reduce"], totals["grad_reduce"] + self._stages[stage].tail_s)
         seconds["param_gather_total"] = totals["param_gather"]
         return seconds
-
-    def _dispatch(self, stage: int, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Returns the phases forward, backward and dispatch, with the seconds of sending tokens to experts
-        moved from the first two to the third; an empty dictionary if no tokens are sent."""
-        dispatches = [module.moves for module in self._stages[stage].time.modules if module.dispatched]
-        if not dispatches:
-            return {}
-        micro_batches = self._layout.num_microbatches
-        forward_s = micro_batches * sum(moves[0].seconds for moves in dispatches)
-        backward_s = micro_batches * sum(moves[1].seconds for moves in dispatches)
-        return {
-            "forward": seconds["forward"] - forward_s,
-            "backward": seconds["backward"] - backward_s,
-            "dispatch": forward_s + backward_s,
-        }
 
     def segments(self, stage: int) -> Iterator[tuple[Literal["compute", "data"], str, float, float]]:
         """Yields the (stream, phase, start, end) of each activity of the stage's rank, without waits."""
@@ -354,11 +349,6 @@ class IterationTimeline:
             cores=transfer.cores * self._layout.tp,
             after=after,
         )
-
-    def _reduction_end(self, stage: int, ran: Sequence[TaskTimes]) -> float:
-        """Returns the time at which the stage's last reduction ends, or its backward pass if that ends
-        later."""
-        return max([self._computed[stage], *(ran[index].end for index in self._reducing[stage])])
 
     def _transfers(self, stage: int) -> Iterator[tuple[str, float, float]]:
         """Yields (phase, start, end) of the stage's data-parallel transfers. A transfer starts no earlier

@@ -11,7 +11,7 @@ from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.memory import checkpoint_bytes
 from canzona_cli.costs.model import stage_time
 from canzona_cli.costs.padding import lay_out
-from canzona_cli.costs.update import implementation, update_costs
+from canzona_cli.costs.update import update_costs
 from canzona_cli.model.families import flops_per_token
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.model.matrices import matrices as matrices_of
@@ -87,7 +87,7 @@ def workload_without_plan(
     if strategy == "adamw":
         return Workload(strategy=strategy)
     configured = with_strategy(config, strategy)
-    costs = update_costs(configured, matrices, implementation(configured))
+    costs = update_costs(configured, matrices)
     workload = Workload(strategy=strategy, matrices=matrices, costs=costs)
     if strategy != "layerwise":
         return workload

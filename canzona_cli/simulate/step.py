@@ -18,19 +18,19 @@ from types import MappingProxyType
 
 from canzona_cli.config.execution import AnyStrategy, aligns_param_gather, overlaps_param_gather, with_strategy
 from canzona_cli.config.schema import Execution, KroneckerConfig, Layout, RunConfig
-from canzona_cli.costs.gradients import NormClip, zeroing_seconds
 from canzona_cli.costs.links import Groups, Transfer
-from canzona_cli.costs.model import stage_time, units_taken
+from canzona_cli.costs.model import NormClip, stage_time, units_taken, zeroing_seconds
 from canzona_cli.costs.timeline import Timeline, slowdown
-from canzona_cli.costs.update import ROUNDING, implementation, step_factor
+from canzona_cli.costs.update import ROUNDING, algorithm_of, period_seconds, step_factor
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import flops_per_token
+from canzona_cli.model.matrices import Matrix, Shape
+from canzona_cli.optimizers.facts import Algorithm
 from canzona_cli.planner.chunks import Chunk, ChunkBuilder, GatheringOrder, seconds_after_reduction
-from canzona_cli.planner.order import matrices_by_rank, refreshes
-from canzona_cli.planner.plan import rank_buckets
+from canzona_cli.planner.plan import Cell, rank_buckets
 from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel
 from canzona_cli.run.breakdown import SimulatedEvent
-from canzona_cli.run.phases import IN_STEP, Phase, Stream
+from canzona_cli.run.phases import IN_STEP, Stream
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import CellUpdate, UpdatePhase
@@ -86,201 +86,145 @@ def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyR
     return result
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """The times of a simulated step, by cell or by stage, in seconds from the step's start."""
+class _Simulation:
+    """A simulated step of one strategy. The constructor runs it. Times are seconds from the step's start."""
 
-    iteration: IterationTimeline
-    cells: Sequence[CellUpdate]
-    clipped: Sequence[float]
-    """The time at which each cell's gradients have been clipped."""
-    gather_s: Sequence[float]
-    """The seconds of gathering after the updates of a stage's slowest rank, by stage; 0 if gathering overlaps
-    with the next forward pass."""
-    early_s: Sequence[float]
-    """The seconds of gathering that overlaps with updates, by stage."""
-    agree_s: float
-    """The seconds that ranks take, at the end of the step, to agree on its result."""
+    def __init__(self, config: RunConfig, layout: Layout, workload: Workload) -> None:
+        self._config, self._layout, self._workload = config, layout, workload
+        self._planned = config.execution is Execution.PLANNED
+        cluster, stages = config.cluster, range(layout.pp)
+        machines = Groups.of(layout, cluster).world.machines
+        cores = None if cluster.cores is None else float(cluster.cores * machines)
+        chunks, orders = [self._chunks(stage) for stage in stages], [GatheringOrder() for _ in stages]
+        overlap_gather = overlaps_param_gather(config)
+        overlapped = None
+        if self._planned and overlap_gather:
+            orders = [self._order(stage, chunks[stage]) for stage in stages]
+            overlapped = [
+                [of_stage[index].gather for index in order.overlapped]
+                for of_stage, order in zip(chunks, orders, strict=True)
+            ]
+        # The updates are simulated first, because they determine how much gathering is left for the forward
+        # pass.
+        self._cells, windows = UpdatePhase(config, layout, workload, cores=cores).run(overlapped)
+        self._early_s = [0.0] * layout.pp
+        """The seconds of gathering that overlaps with updates, by stage."""
+        if overlapped is not None:
+            for stage, window in enumerate(windows):
+                chunks[stage], self._early_s[stage] = _subtract_early_gathering(
+                    chunks[stage], orders[stage].overlapped, window
+                )
+        self._iteration = IterationTimeline(
+            layout,
+            [self._stage_work(stage, chunks[stage], orders[stage]) for stage in stages],
+            Timeline(cores, cluster.crowding),
+            overlap_reduce=config.parallel.overlap_grad_reduce,
+            overlap_gather=overlap_gather,
+            ahead=GATHERED_AHEAD if self._planned else 1,
+            units=units_taken(config, layout),
+        )
+        gathers_late = not (overlap_gather or config.execution.everywhere)
+        self._gather_s = [
+            sum(chunk.gather.seconds for chunk in of_chunk) if gathers_late else 0.0 for of_chunk in chunks
+        ]
+        """The seconds of gathering after the updates of a stage's slowest rank, by stage; 0 if gathering
+        overlaps with the next forward pass."""
+        # The factor by which sharing cores slows down work that all ranks do at the same time.
+        self._finish(1.0 if cores is None else slowdown(layout.world_size / cores, cluster.crowding))
 
-    @cached_property
-    def updated(self) -> list[float]:
+    def _finish(self, crowd: float) -> None:
+        """Places norm and clipping between the reduction of gradients and the updates, and computes when each
+        cell is done."""
+        norm_clip, reduced_s = NormClip(self._config, self._layout), self._iteration.reduced_s
+        read_s, scaled_s = crowd * norm_clip.norm_element_s, crowd * norm_clip.clip_element_s
+        packed = [(reduced_s[cell.team.stage] + cell.update.packed_s, cell.team.elements) for cell in self._cells]
+        normed = max(end + elements * read_s for end, elements in packed) + norm_clip.all_reduce_s
+        self._clipped = [normed + cell.team.clipped * scaled_s for cell in self._cells]
+        """The time at which each cell's gradients have been clipped."""
+        self._updated = [end + cell.seconds for end, cell in zip(self._clipped, self._cells, strict=True)]
         """The time at which each cell's last matrix has been updated."""
-        return [end + cell.seconds for end, cell in zip(self.clipped, self.cells, strict=True)]
-
-    @cached_property
-    def done(self) -> list[float]:
-        """The time at which each stage's slowest rank has finished its updates and the gathering that
-        follows."""
-        last = [0.0] * len(self.gather_s)
-        for cell, end in zip(self.cells, self.updated, strict=True):
+        last = [0.0] * self._layout.pp
+        for cell, end in zip(self._cells, self._updated, strict=True):
             last[cell.team.stage] = max(last[cell.team.stage], end)
-        return [end + gather_s for end, gather_s in zip(last, self.gather_s, strict=True)]
-
-    @property
-    def end(self) -> float:
-        return max(self.done) + self.agree_s
-
-    @cached_property
-    def phases(self) -> list[dict[str, float]]:
+        self._done = [end + gather_s for end, gather_s in zip(last, self._gather_s, strict=True)]
+        """The time at which each stage's slowest rank has finished its updates and the following gathering."""
+        # At the end of the step, ranks agree on its result.
+        self._end = max(self._done) + norm_clip.all_reduce_s
+        before = [self._iteration.phases(stage) for stage in range(self._layout.pp)]
+        self._phases = [self._phases_of(index, before[cell.team.stage]) for index, cell in enumerate(self._cells)]
         """The seconds of each phase, by cell."""
-        before = [self.iteration.phases(stage) for stage in range(len(self.gather_s))]
-        return [self._phases(index, before[cell.team.stage]) for index, cell in enumerate(self.cells)]
 
-    def _phases(self, index: int, before: Mapping[str, float]) -> dict[str, float]:
-        cell, phases = self.cells[index], dict(before)
+    def result(self) -> StrategyResult:
+        cells, updated = self._cells, self._updated
+        slowest = _latest([end + self._gather_s[cell.team.stage] for end, cell in zip(updated, cells, strict=True)])
+        first = min(range(len(cells)), key=lambda index: (updated[index], index))
+        numbers = [slowest, first] if updated[first] < updated[slowest] else [slowest]
+        return StrategyResult(
+            strategy=self._workload.strategy,
+            iteration_s=self._end,
+            optimizer_s=self._optimizer_s(),
+            phases=MappingProxyType(_sort_phases(self._phases[slowest])),
+            mean_phases=MappingProxyType(self._mean_phases()),
+            slowest_rank=self._rank(cells[slowest]),
+            update_balance=_balance(cells),
+            make_events=lambda: tuple(event for index in numbers for event in self._events(index)),
+        )
+
+    def _phases_of(self, index: int, before: Mapping[str, float]) -> dict[str, float]:
+        cell, phases = self._cells[index], dict(before)
         # Without overlap the stage gathers once its slowest rank is done; waiting for that rank is attributed
         # to gathering.
-        gathered = self.done[cell.team.stage] - self.updated[index] if self.gather_s[cell.team.stage] else 0.0
+        gathered = self._done[cell.team.stage] - self._updated[index] if self._gather_s[cell.team.stage] else 0.0
         packed_s = cell.update.packed_s
-        phases["norm_clip"] = self.clipped[index] - self.iteration.reduced_s[cell.team.stage] - packed_s
+        phases["norm_clip"] = self._clipped[index] - self._iteration.reduced_s[cell.team.stage] - packed_s
         phases["exchange"] = cell.update.exchange_s + packed_s
         phases["exchange_total"] = cell.update.exchange_total_s
         phases["matrix_update"] = cell.update.matrix_update_s
         phases["adamw_update"] = cell.adamw_s
         phases["param_gather"] += gathered
-        phases["param_gather_total"] += gathered + self.early_s[cell.team.stage]
-        phases["other"] += self.end - self.updated[index] - gathered
+        phases["param_gather_total"] += gathered + self._early_s[cell.team.stage]
+        phases["other"] += self._end - self._updated[index] - gathered
         return phases
 
-    @property
-    def slowest(self) -> int:
-        """The index of the cell that is done last."""
-        return self._latest(
-            [end + self.gather_s[c.team.stage] for end, c in zip(self.updated, self.cells, strict=True)]
-        )
-
-    @property
-    def first(self) -> int:
-        """The index of the cell whose updates are done first."""
-        return min(range(len(self.cells)), key=lambda index: (self.updated[index], index))
-
-    def optimizer_s(self) -> float:
+    def _optimizer_s(self) -> float:
         """Returns the seconds that the iteration waits for the optimizer.
 
         A wait for another stage's backward pass is not included, although runs measure it in norm_clip, or in
         grad_reduce for a tied embedding. The time is that of the cell whose gathering ends last, which need
         not be in the stage whose updates end last.
         """
-        ends = [end + phases["param_gather"] for end, phases in zip(self.updated, self.phases, strict=True)]
-        last = self._latest(ends)
-        return self.updated[last] - max(self.iteration.reduced_s) + self.phases[last]["param_gather"]
+        ends = [end + phases["param_gather"] for end, phases in zip(self._updated, self._phases, strict=True)]
+        last = _latest(ends)
+        return self._updated[last] - max(self._iteration.reduced_s) + self._phases[last]["param_gather"]
 
-    @staticmethod
-    def _latest(ends: Sequence[float]) -> int:
-        """Returns the index of the cell that ends last; the first index if several end at the same time up to
-        rounding."""
-        latest = (1 - ROUNDING) * max(ends)
-        return next(index for index, end in enumerate(ends) if end >= latest)
-
-
-class _Simulation:
-    """The simulation of one strategy's step."""
-
-    def __init__(self, config: RunConfig, layout: Layout, workload: Workload) -> None:
-        self._config, self._layout, self._workload = config, layout, workload
-        self._execution = config.execution
-        cluster = config.cluster
-        machines = Groups.of(layout, cluster).world.machines
-        self._cores = None if cluster.cores is None else float(cluster.cores * machines)
-        self._crowd = 1.0 if self._cores is None else slowdown(layout.world_size / self._cores, cluster.crowding)
-        """The factor by which sharing cores slows down work that all ranks do at the same time."""
-        self._updates = UpdatePhase(config, layout, workload, cores=self._cores)
-
-    def result(self) -> StrategyResult:
-        step = self._step()
-        cells, slowest, first = step.cells, step.slowest, step.first
-        numbers = [slowest, first] if step.updated[first] < step.updated[slowest] else [slowest]
-        mean = self._mean([(cell.team.ranks, phases) for cell, phases in zip(cells, step.phases, strict=True)])
-        return StrategyResult(
-            strategy=self._workload.strategy,
-            iteration_s=step.end,
-            optimizer_s=step.optimizer_s(),
-            phases=MappingProxyType(_sort_phases(step.phases[slowest])),
-            mean_phases=MappingProxyType(mean),
-            slowest_rank=self._rank(cells[slowest]),
-            update_balance=_balance(cells),
-            make_events=lambda: tuple(event for index in numbers for event in self._events(step, index)),
-        )
-
-    def _step(self) -> _Step:
-        """Simulates the update phase and the iteration up to the reduction of gradients, and places norm and
-        clipping between the two.
-
-        The updates are simulated first, because they determine how much gathering is left for the forward
-        pass.
-        """
-        config, layout, planned = self._config, self._layout, self._execution is Execution.PLANNED
-        gathers = not self._execution.everywhere
-        overlap = config.parallel.overlap_grad_reduce
-        overlap_gather = overlaps_param_gather(config)
-        chunks = [self._chunks(stage) for stage in range(layout.pp)]
-        early_s = [0.0] * layout.pp
-        orders = [GatheringOrder() for _ in chunks]
-        if planned and overlap_gather:
-            orders = [self._order(stage, of_chunk) for stage, of_chunk in enumerate(chunks)]
-            overlapped = [
-                [of_chunk[index].gather for index in order.overlapped]
-                for of_chunk, order in zip(chunks, orders, strict=True)
-            ]
-            cells, windows = self._updates.run(overlapped)
-            for stage, (of_chunk, order, window) in enumerate(zip(chunks, orders, windows, strict=True)):
-                chunks[stage], early_s[stage] = _subtract_early_gathering(of_chunk, order.overlapped, window)
-        else:
-            cells, _ = self._updates.run(None)
-        iteration = IterationTimeline(
-            layout,
-            [
-                StageWork(
-                    time=stage_time(config, layout, stage),
-                    chunks=of_chunk,
-                    begin_s=self._zero_s(stage),
-                    early=orders[stage].early,
-                    chain=orders[stage].afterwards if planned else None,
-                    aligned=aligns_param_gather(config, layout),
-                    tail_s=seconds_after_reduction(config, layout, stage),
-                    shares_embedding=config.model.tied_embeddings and stage in (0, layout.pp - 1),
-                )
-                for stage, of_chunk in enumerate(chunks)
-            ],
-            Timeline(self._cores, config.cluster.crowding),
-            overlap_reduce=overlap,
-            overlap_gather=overlap_gather,
-            ahead=GATHERED_AHEAD if planned else 1,
-            units=units_taken(config, layout),
-        )
-        norm_clip = NormClip.of(config, layout)
-        read_s, scaled_s = self._crowd * norm_clip.norm_element_s, self._crowd * norm_clip.clip_element_s
-        agree_s = norm_clip.all_reduce_s
-        packed = ((iteration.reduced_s[cell.team.stage] + cell.update.packed_s, cell.team.elements) for cell in cells)
-        normed = max(end + elements * read_s for end, elements in packed) + agree_s
-        return _Step(
-            iteration=iteration,
-            cells=cells,
-            clipped=[normed + cell.team.clipped * scaled_s for cell in cells],
-            gather_s=[
-                0.0 if overlap_gather or not gathers else sum(chunk.gather.seconds for chunk in of_chunk)
-                for of_chunk in chunks
-            ],
-            early_s=early_s,
-            agree_s=agree_s,
+    def _stage_work(self, stage: int, chunks: Sequence[Chunk], order: GatheringOrder) -> StageWork:
+        config, layout = self._config, self._layout
+        padding = sum(bucket.padding for bucket in rank_buckets(self._workload.buckets, stage))
+        return StageWork(
+            time=stage_time(config, layout, stage),
+            chunks=chunks,
+            begin_s=zeroing_seconds(config, layout, stage, padding),
+            early=order.early,
+            chain=order.afterwards if self._planned else None,
+            aligned=aligns_param_gather(config, layout),
+            tail_s=seconds_after_reduction(config, layout, stage),
+            shares_embedding=config.model.tied_embeddings and stage in (0, layout.pp - 1),
         )
 
     def _chunks(self, stage: int) -> list[Chunk]:
         """Lists a stage's chunks in the order of Megatron's buffers. The buffer of AdamW's parameters comes
         first, because the model's first parameter, the embedding, is in it."""
-        time, reductions = stage_time(self._config, self._layout, stage), ReductionModel(self._config, self._layout)
-        buffers = ChunkBuilder(self._config, self._layout, stage, time, reductions)
-        if not self._execution.has_owners:
-            buckets = buffers.everything(sharded=not self._execution.everywhere)
+        config, layout, execution = self._config, self._layout, self._config.execution
+        buffers = ChunkBuilder(config, layout, stage, stage_time(config, layout, stage), ReductionModel(config, layout))
+        if execution.has_owners:
+            chunks = buffers.others(planned=self._planned)
+            chunks += buffers.matrices(self._workload.buckets, self._workload.matrices)
         else:
-            buckets = [
-                *buffers.others(planned=self._execution is Execution.PLANNED),
-                *buffers.matrices(self._workload.buckets, self._workload.matrices),
-            ]
-        reducing, gathering = self._factor("grad_reduce"), self._factor("param_gather")
+            chunks = buffers.everything(sharded=not execution.everywhere)
+        reducing, gathering = step_factor(config, "grad_reduce"), step_factor(config, "param_gather")
         return [
             replace(chunk, reduce=chunk.reduce.scaled(reducing), gather=chunk.gather.scaled(gathering))
-            for chunk in buckets
+            for chunk in chunks
         ]
 
     def _order(self, stage: int, chunks: Sequence[Chunk]) -> GatheringOrder:
@@ -288,34 +232,30 @@ class _Simulation:
         others = len(chunks) - len(rank_buckets(self._workload.buckets, stage))
         return GatheringOrder.of(chunks, others, stage_time(self._config, self._layout, stage).places)
 
-    def _factor(self, phase: Phase) -> float:
-        return step_factor(self._config.cluster, phase, implementation(self._config))
-
-    def _zero_s(self, stage: int) -> float:
-        """Returns the seconds to set the gradient buffers to zero, before the first forward pass."""
-        padding = sum(bucket.padding for bucket in rank_buckets(self._workload.buckets, stage))
-        return zeroing_seconds(self._config, self._layout, stage, padding)
-
     def _rank(self, cell: CellUpdate) -> int:
         """Returns the lowest rank that a cell represents. In rank numbers, tp varies fastest, then cp and dp,
         then pp."""
         return cell.host + self._layout.tp * (cell.team.owner + self._layout.owners * cell.team.stage)
 
-    def _mean(self, phases: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-        total = sum(ranks for ranks, _ in phases)
-        names = _sort_phases(phases[0][1])
-        return {name: math.fsum(ranks * phases_of[name] for ranks, phases_of in phases) / total for name in names}
+    def _mean_phases(self) -> dict[str, float]:
+        """Returns the phases averaged over all ranks."""
+        ranks = [cell.team.ranks for cell in self._cells]
+        return {
+            name: math.fsum(count * phases[name] for count, phases in zip(ranks, self._phases, strict=True))
+            / sum(ranks)
+            for name in _sort_phases(self._phases[0])
+        }
 
-    def _events(self, step: _Step, index: int) -> list[SimulatedEvent]:
+    def _events(self, index: int) -> list[SimulatedEvent]:
         """Returns the timeline of the cell at `index`, as events of its first rank."""
-        cell, iteration, clipped = step.cells[index], step.iteration, step.clipped[index]
+        cell, iteration, clipped = self._cells[index], self._iteration, self._clipped[index]
         rank, stage = self._rank(cell), cell.team.stage
         segments: list[tuple[Stream, str, float, float]] = list(iteration.segments(stage))
         reduced = iteration.reduced_s[stage]
         segments.append(("compute", "norm_clip", reduced + cell.update.packed_s, clipped))
         # The engine runs AdamW first, so that the gathering of its parameters overlaps with the matrix
         # updates.
-        first = cell.adamw_s if self._execution is Execution.PLANNED else 0.0
+        first = cell.adamw_s if self._planned else 0.0
         begin = clipped + first
         for stream, phase, start, end in cell.update.segments:
             origin = begin if start >= 0 else reduced + cell.update.begun_s
@@ -324,14 +264,71 @@ class _Simulation:
         segments.append(
             ("compute", "adamw_update", *((clipped, begin) if first else (updated - cell.adamw_s, updated)))
         )
-        if step.early_s[stage]:
-            segments.append(("data", "param_gather", begin, begin + step.early_s[stage]))
-        if step.gather_s[stage]:
-            segments.append(("data", "param_gather", updated, updated + step.gather_s[stage]))
+        if self._early_s[stage]:
+            segments.append(("data", "param_gather", begin, begin + self._early_s[stage]))
+        if self._gather_s[stage]:
+            segments.append(("data", "param_gather", updated, updated + self._gather_s[stage]))
         return [
             SimulatedEvent(rank=rank, stream=stream, phase=phase, start_s=start, end_s=end)
             for stream, phase, start, end in _merge_segments(segments)
         ]
+
+
+def _latest(ends: Sequence[float]) -> int:
+    """Returns the index of the cell that ends last; the first index if several end at the same time up to
+    rounding."""
+    latest = (1 - ROUNDING) * max(ends)
+    return next(index for index, end in enumerate(ends) if end >= latest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refreshes:
+    """The time of the matrix updates in the steps of a refresh period."""
+
+    steps_s: tuple[float, ...]
+    """The seconds of matrix updates on the slowest rank, for each step of the period."""
+    most_s: float
+    """The mean seconds of matrix updates per step on the rank with the most work in a period."""
+
+    @property
+    def mean_s(self) -> float:
+        """The mean seconds of matrix updates per step, if every step takes as long as its slowest rank."""
+        return sum(self.steps_s) / len(self.steps_s)
+
+    @property
+    def excess_s(self) -> float:
+        """The seconds by which the longest step exceeds the mean step. The longest iteration exceeds the mean
+        iteration by the same time, because nothing overlaps with the updates of the slowest rank."""
+        return max(self.steps_s) - self.mean_s
+
+
+def refreshes(config: RunConfig, matrices: Sequence[Matrix], cells: Sequence[Cell] | None) -> Refreshes:
+    """Adds up the time of updates in each step of a refresh period. All matrices begin the period in the same
+    step.
+
+    Args:
+        cells: the cell that updates each matrix; None if every rank updates all matrices of its stage.
+    """
+    by_rank: dict[tuple[int, Cell | None], list[Matrix]] = {}
+    for matrix in matrices:
+        by_rank.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)
+    algorithm, seconds_of_ranks = algorithm_of(config), list[list[float]]()
+    shapes = {matrix.shape for matrix in matrices}  # few, even of many thousands of experts
+    steps_of = {shape: _seconds_in_period(algorithm, shape, config) for shape in shapes}
+    for of_rank in by_rank.values():
+        in_period = [steps_of[matrix.shape] for matrix in of_rank]
+        seconds_of_ranks.append([sum(step) for step in zip(*in_period, strict=True)])
+    return Refreshes(
+        steps_s=tuple(max(step) for step in zip(*seconds_of_ranks, strict=True)),
+        most_s=max(sum(steps) / len(steps) for steps in seconds_of_ranks),
+    )
+
+
+def _seconds_in_period(algorithm: Algorithm, shape: Shape, config: RunConfig) -> Sequence[float]:
+    """Returns the seconds of a matrix's update in each step of a refresh period."""
+    steps = period_seconds(algorithm, *shape, config.cluster)
+    # A matrix whose sides are all longer than max_preconditioner_dim is never refreshed: its steps are equal.
+    return steps * algorithm.refresh_period if len(steps) == 1 else steps
 
 
 def _average_over_steps(config: RunConfig, workload: Workload) -> Workload:
@@ -342,8 +339,7 @@ def _average_over_steps(config: RunConfig, workload: Workload) -> Workload:
     assignment, optimizer = workload.assignment, config.optimizer
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:
         return workload
-    ranks = matrices_by_rank(workload.matrices, None if assignment is None else assignment.cells)
-    refreshed = refreshes(config, ranks)
+    refreshed = refreshes(config, workload.matrices, None if assignment is None else assignment.cells)
     return replace(workload, costs=[refreshed.mean_s / refreshed.most_s * cost for cost in workload.costs])
 
 

@@ -24,7 +24,7 @@ from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.timeline import TaskTimes, Timeline
 from canzona_cli.costs.update import RULES, algorithm_of, memory_rate
 from canzona_cli.model.matrices import Matrix
-from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Job, Pipeline
+from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Pipeline, make_jobs
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
@@ -112,12 +112,8 @@ class UpdateModel:
         first: Sequence[float] = (),
     ) -> None:
         """Runs an owner's micro-groups on `ranks`."""
-
-        def job(index: int) -> Job:
-            host, share = assignment.cells[index].host, assignment.shares.get(index)
-            return Job(matrix=self._matrices[index], host=host, seconds=self._costs[index], share=share)
-
-        self.pipeline.run([[job(index) for index in group.matrices] for group in groups], ranks, first=first)
+        jobs = [make_jobs(group.matrices, self._matrices, self._costs, assignment) for group in groups]
+        self.pipeline.run(jobs, ranks, first=first)
 
     def run_duplicated[Moment](self, members: Sequence[int], rank: Pipeline[Moment]) -> None:
         """Runs the updates of the matrices `members` on `rank`, which represents all ranks of its TP

@@ -8,11 +8,11 @@ from functools import cached_property
 
 from canzona_cli.config.schema import Execution, Layout, RunConfig
 from canzona_cli.costs.buffers import stage_weights
-from canzona_cli.costs.gradients import NormClip
 from canzona_cli.costs.links import Transfer
+from canzona_cli.costs.model import NormClip
 from canzona_cli.costs.scratch import FP32
 from canzona_cli.costs.timeline import Timeline
-from canzona_cli.costs.update import adamw_seconds, implementation, step_factor
+from canzona_cli.costs.update import adamw_seconds, step_factor
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.groups import expert_seconds
 from canzona_cli.planner.plan import MicroGroup
@@ -74,8 +74,8 @@ class UpdatePhase:
         self._workload, self._model = workload, UpdateModel(config, layout, workload.matrices, workload.costs)
         self._hosts = workload.assignment if self._execution is Execution.PLANNED else None
         """The assignment of a strategy with hosts; None for other strategies."""
-        self._cores, self._norm_clip = cores, NormClip.of(config, layout)
-        self._adamw_factor = step_factor(config.cluster, "adamw_update", implementation(config))
+        self._cores, self._norm_clip = cores, NormClip(config, layout)
+        self._adamw_factor = step_factor(config, "adamw_update")
 
     def run(self, gathered: Sequence[Sequence[Transfer]] | None) -> tuple[list[CellUpdate], list[float]]:
         """Simulates the phase; returns all cells, and, by stage, the seconds of gathering that fit into the
@@ -95,19 +95,20 @@ class UpdatePhase:
         ]
 
     def _teams(self, stage: int) -> list[Team]:
-        tp, owners, weights = self._layout.tp, self._layout.owners, stage_weights(self._config, self._layout, stage)
+        layout, weights = self._layout, stage_weights(self._config, self._layout, stage)
         stage_matrices = [matrix for matrix in self._workload.matrices if matrix.stage == stage]
-        if not self._execution.has_owners:
-            everywhere, stored = self._execution.everywhere, weights.matrices + weights.others
-            share = stored if everywhere else weights.share(self._layout, matrices=True)
-            stored_here = (matrix.index for matrix in stage_matrices if matrix.expert_rank in (None, 0))
-            members = tuple(stored_here) if everywhere else ()
-            ranks = owners * tp
-            return [Team(stage=stage, owner=0, hosts=1, ranks=ranks, elements=share, clipped=share, members=members)]
-        return list(self._teams_of_owners(stage, stage_matrices, math.ceil(weights.others / owners)))
+        if self._execution.has_owners:
+            return list(self._teams_of_owners(stage, stage_matrices, math.ceil(weights.others / layout.owners)))
+        everywhere, stored = self._execution.everywhere, weights.matrices + weights.others
+        share = stored if everywhere else weights.share(layout, matrices=True)
+        stored_here = (matrix.index for matrix in stage_matrices if matrix.expert_rank in (None, 0))
+        members = tuple(stored_here) if everywhere else ()
+        ranks = layout.cells
+        return [Team(stage=stage, owner=0, hosts=1, ranks=ranks, elements=share, clipped=share, members=members)]
 
     def _teams_of_owners(self, stage: int, stage_matrices: Sequence[Matrix], others: int) -> Iterator[Team]:
-        """Yields the teams of a stage whose matrices have owners.
+        """Yields the teams of a stage whose matrices have owners. If the strategy has no hosts, and experts
+        are divided among ranks, each of an owner's ranks is a team.
 
         Args:
             others: the elements of each rank's share of AdamW's parameters.
@@ -124,41 +125,21 @@ class UpdatePhase:
             if group.stage == stage:
                 groups[group.owner].append(group)
         for owner, matrices in enumerate(owned):
-            team = self._team_of(stage, owner, matrices, others)
-            yield from self._with_experts(replace(team, groups=tuple(groups[owner])), experts[owner])
-
-    def _team_of(self, stage: int, owner: int, matrices: Sequence[Matrix], others: int) -> Team:
-        """Returns an owner's team without its experts that are divided among ranks."""
-        tp, hosted = self._layout.tp, self._hosts is not None
-        elements = others + sum(matrix.fragment_elements(tp) for matrix in matrices)
-        scaled = sum(matrix.fragment_elements(tp) for matrix in matrices if self._scaled_by_host(matrix))
-        return Team(
-            stage=stage,
-            owner=owner,
-            hosts=tp if hosted else 1,
-            ranks=1 if hosted else tp,
-            elements=elements,
-            clipped=elements - scaled,
-            members=() if hosted else tuple(matrix.index for matrix in matrices),
-        )
-
-    def _with_experts(self, team: Team, by_host: Sequence[Sequence[Matrix]]) -> Iterator[Team]:
-        """Adds experts that are divided among ranks to an owner's team; yields the team. If there are such
-        experts and the strategy has no hosts, a team for each of the owner's ranks is yielded instead.
-
-        Args:
-            by_host: the experts of each of the owner's ranks.
-        """
-        elements = max(sum(matrix.elements for matrix in of_host) for of_host in by_host)
-        team = replace(team, elements=team.elements + elements, clipped=team.clipped + elements)
-        if not elements:
-            yield team
-        elif self._hosts is not None:
-            yield replace(team, first=self._experts_first[team.stage, team.owner])
-        else:
-            for host, of_host in enumerate(by_host):
-                members = (*team.members, *(matrix.index for matrix in of_host))
-                yield replace(team, host=host, ranks=1, members=members)
+            of_experts = max(sum(matrix.elements for matrix in of_host) for of_host in experts[owner])
+            elements = others + of_experts + sum(matrix.fragment_elements(tp) for matrix in matrices)
+            scaled = sum(matrix.fragment_elements(tp) for matrix in matrices if self._scaled_by_host(matrix))
+            clipped = elements - scaled
+            team = Team(stage=stage, owner=owner, hosts=1, ranks=tp, elements=elements, clipped=clipped)
+            if self._hosts is not None:
+                first = self._experts_first[stage, owner] if of_experts else ()
+                yield replace(team, hosts=tp, ranks=1, groups=tuple(groups[owner]), first=first)
+                continue
+            members = tuple(matrix.index for matrix in matrices)
+            if not of_experts:
+                yield replace(team, members=members)
+                continue
+            for host, of_host in enumerate(experts[owner]):
+                yield replace(team, host=host, ranks=1, members=(*members, *(matrix.index for matrix in of_host)))
 
     @cached_property
     def _experts_first(self) -> Mapping[tuple[int, int], tuple[float, ...]]:
@@ -260,7 +241,5 @@ class UpdatePhase:
 
     def _adamw_s(self, stage: int) -> float:
         """Returns the seconds of AdamW's update on one rank."""
-        weights = stage_weights(self._config, self._layout, stage)
-        matrices = self._execution is Execution.ADAMW
-        share = weights.others if self._execution.everywhere else weights.share(self._layout, matrices=matrices)
-        return self._adamw_factor * adamw_seconds(share, self._config.cluster)
+        elements = stage_weights(self._config, self._layout, stage).adamw(self._execution, self._layout)
+        return self._adamw_factor * adamw_seconds(elements, self._config.cluster)

@@ -8,9 +8,9 @@ import pytest
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Dispatcher, Layout, RunConfig
 from canzona_cli.costs.buffers import layer_activations
-from canzona_cli.costs.experts import HOST_LAUNCHES, copy_passes, dispatch, products_seconds
 from canzona_cli.costs.links import Transfer
 from canzona_cli.costs.model import StageTime, stage_time
+from canzona_cli.costs.modules import HOST_LAUNCHES, copy_passes, dispatch, products_seconds
 from canzona_cli.model.families import family_of
 from tests import sizes
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.costs.attention import CUT_STARTS
+from canzona_cli.costs.modules import CUT_STARTS
 from canzona_cli.megatron.parallel import World
 from canzona_cli.training.assemble import assemble
 from canzona_cli.training.data import Batch, BatchStream

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from published_rows import load_published
 
-from canzona_cli.bench.published import load_published
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import RunConfig

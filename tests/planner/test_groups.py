@@ -14,7 +14,7 @@ from canzona_cli.costs.links import Groups, Links
 from canzona_cli.costs.sharing import Share, shares
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.planner.assign import assign
-from canzona_cli.planner.groups import CLOSE, GroupSearch, check_capacity, held_jobs, micro_groups
+from canzona_cli.planner.groups import CLOSE, GroupSearch, check_capacity, held_jobs
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.packing import HostPacker
 from canzona_cli.planner.pipeline import HostedPipeline, Job, planning_config
@@ -42,7 +42,7 @@ def _plan(
     plan = PlanSettings(strategy="canzona", grouping=grouping, c_max_bytes=capacity)
     costs = newton_schulz(matrices)
     found = assign(matrices, costs, mesh, plan)
-    return found, micro_groups(matrices, costs, found, GroupSearch(plan, link(mesh.tp, width=width)))
+    return found, GroupSearch(matrices, costs, plan, link(mesh.tp, width=width)).micro_groups(found)
 
 
 @given(
@@ -114,10 +114,10 @@ def test_what_nothing_hides_is_made_small() -> None:
     members = [replace(base, index=i, rows=rows, cols=50) for i, (rows, _, _) in enumerate(shapes)]
     found = Assignment(cells=tuple(Cell(owner=0, host=host) for _, host, _ in shapes))
     costs, plan, quick = [cost for *_, cost in shapes], PlanSettings(strategy="canzona"), link(2, 5000.0, 0.01)
-    groups = micro_groups(members, costs, found, GroupSearch(plan, quick))
+    groups = GroupSearch(members, costs, plan, quick).micro_groups(found)
     assert [group.matrices for group in groups] == [(1, 3), (4,), (0, 2)]
     # Where a message costs more than it hides, there is one.
-    assert len(micro_groups(members, costs, found, GroupSearch(plan, link(2, 5000.0, 30.0)))) == 1
+    assert len(GroupSearch(members, costs, plan, link(2, 5000.0, 30.0)).micro_groups(found)) == 1
 
 
 def test_too_small_a_capacity_names_the_least_that_works() -> None:

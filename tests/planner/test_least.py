@@ -44,7 +44,7 @@ def _fastest(
     pipeline: HostedPipeline,
 ) -> float:
     """The slowest owner's seconds in the best of all assignments."""
-    grouped = GroupSearch(PlanSettings(strategy="canzona"), pipeline)
+    grouped = GroupSearch(matrices, costs, PlanSettings(strategy="canzona"), pipeline)
     units = sorted({matrix.unit for matrix in matrices})
 
     @cache

@@ -8,8 +8,9 @@ import pytest
 from canzona_cli.cluster import fit
 from canzona_cli.config.compose import compose_run
 from canzona_cli.planner.make import make_plan
-from canzona_cli.planner.order import LANES, matrices_by_rank, order, refreshes, shared_order
+from canzona_cli.planner.order import LANES, order, shared_order
 from canzona_cli.simulate.predict import simulate_plan, with_cores
+from canzona_cli.simulate.step import refreshes
 
 
 @pytest.mark.parametrize("gpus", [256, *(pytest.param(gpus, marks=pytest.mark.sweep) for gpus in (64, 1024))])
@@ -20,16 +21,14 @@ def test_no_step_of_a_refresh_period_is_long(name: str, gpus: int) -> None:
     run = compose_run(["recipe=qwen3-32b", f"gpus={gpus}", "cluster=h100-80g", f"optimizer={name}"])
     config, layout = fit.resolve(run.config)
     plan = make_plan(config, layout)
-    ranks = matrices_by_rank(plan.matrices, plan.assignment.cells)
-    assert sorted(matrix.index for own in ranks for matrix in own) == [matrix.index for matrix in plan.matrices]
-    found = refreshes(config, ranks)
+    found = refreshes(config, plan.matrices, plan.assignment.cells)
     assert len(found.steps_s) == 10
     assert found.excess_s == pytest.approx(max(found.steps_s) - found.mean_s)
     assert found.mean_s >= found.most_s
     iteration_s = simulate_plan(with_cores(config), layout, plan).iteration_s
     assert 0 < found.excess_s <= 0.15 * iteration_s
     at_once = replace(config, optimizer=replace(config.optimizer, stagger=False))  # type: ignore[call-arg]
-    assert refreshes(at_once, ranks).excess_s > 2 * found.excess_s
+    assert refreshes(at_once, plan.matrices, plan.assignment.cells).excess_s > 2 * found.excess_s
 
 
 def test_hosted_groups_by_hand() -> None:

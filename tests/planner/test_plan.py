@@ -15,7 +15,7 @@ from canzona_cli.config.schema import Layout, MuonConfig, RunConfig
 from canzona_cli.costs.sharing import Share
 from canzona_cli.errors import ConfigError
 from canzona_cli.planner import make as planner
-from canzona_cli.planner.make import attempt, make_plan, plannable, planned_matrices, subject
+from canzona_cli.planner.make import attempt, make_plan, plannable, subject
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import default_path, differences, find_plan, load_plan, read_plan
 from canzona_cli.simulate.compare import study_run
@@ -115,11 +115,11 @@ def test_layouts_of_one_mesh_share_candidates_and_get_the_plans_that_they_would_
     sliced = replace(layout, cp=2, dp=layout.dp // 2, num_microbatches=2 * layout.num_microbatches)
     for one in (layout, larger, sliced):
         run = fill(config, one)
-        shared, matrices = planner.plan_unbounded(run, one), planned_matrices(run, one, None)
+        shared = planner.plan_unbounded(run, one)
         most = planner._most_held(shared)
-        assert attempt(run, one, None, matrices, None) == shared
-        assert attempt(run, one, None, matrices, most) == shared
-        assert attempt(run, one, None, matrices, most - 1) != shared
+        assert attempt(run, one, None, None) == shared
+        assert attempt(run, one, None, most) == shared
+        assert attempt(run, one, None, most - 1) != shared
 
 
 def test_the_file_of_this_very_run_is_read(planned: Planned, written: Path) -> None:

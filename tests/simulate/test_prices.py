@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from canzona_cli.costs.attention import QK_NORM_PASSES
 from canzona_cli.costs.links import Transfer
-from canzona_cli.costs.model import Module, StageTime, slowest_gpu_factor, stage_time, units_taken
+from canzona_cli.costs.model import StageTime, stage_time, units_taken
+from canzona_cli.costs.modules import QK_NORM_PASSES, Module, slowest_gpu_factor
 from canzona_cli.costs.timeline import Timeline
 from canzona_cli.costs.update import MEGATRON_HOST_S, algorithm_of, matmul_rate, seconds
 from canzona_cli.planner.chunks import Chunk

@@ -13,7 +13,8 @@ from canzona_cli.config.execution import AnyStrategy
 from canzona_cli.config.schema import ClusterConfig, Layout, Precision, RunConfig, SoapConfig, Splitting, Strategy
 from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.costs.links import Transfer
-from canzona_cli.costs.model import Module, StageTime, passes, stage_time
+from canzona_cli.costs.model import StageTime, passes, stage_time
+from canzona_cli.costs.modules import Module
 from canzona_cli.costs.timeline import Timeline
 from canzona_cli.costs.update import algorithm_of, flops, memory_rate, seconds
 from canzona_cli.model.matrices import Matrix, matrices
@@ -21,16 +22,15 @@ from canzona_cli.planner import attempt, make
 from canzona_cli.planner.assign import assign
 from canzona_cli.planner.buckets import buckets
 from canzona_cli.planner.chunks import Chunk
-from canzona_cli.planner.groups import GroupSearch, micro_groups
+from canzona_cli.planner.groups import GroupSearch
 from canzona_cli.planner.make import plan_unbounded
-from canzona_cli.planner.order import matrices_by_rank, refreshes
 from canzona_cli.planner.pipeline import HostedPipeline
 from canzona_cli.planner.plan import PlanSettings
 from canzona_cli.run.phases import IN_STEP
 from canzona_cli.simulate import step as simulate_module
 from canzona_cli.simulate.iteration import IterationTimeline, StageWork
 from canzona_cli.simulate.predict import assign_layerwise, simulate_plan
-from canzona_cli.simulate.step import StrategyResult, simulate
+from canzona_cli.simulate.step import StrategyResult, refreshes, simulate
 from canzona_cli.simulate.update import Workload
 from canzona_cli.simulate.update_phase import Team, UpdatePhase
 from tests.sizes import CPU, H100, Size, layout, run
@@ -76,7 +76,7 @@ def planned_workload(
         costs=costs,
         assignment=assignment,
         buckets=buckets(members, assignment, mesh, wanted, limit),
-        groups=micro_groups(members, costs, assignment, GroupSearch(wanted, HostedPipeline.of(config, mesh))),
+        groups=GroupSearch(members, costs, wanted, HostedPipeline.of(config, mesh)).micro_groups(assignment),
     )
 
 
@@ -347,7 +347,7 @@ def test_a_step_with_refreshes_lasts_as_long_as_the_slowest_ranks_of_a_period_do
     optimizer = SoapConfig(name="soap", lr=base.optimizer.lr)
     config = replace(base, optimizer=optimizer)
     plan = plan_unbounded(config, mesh)
-    found = refreshes(config, matrices_by_rank(plan.matrices, plan.assignment.cells))
+    found = refreshes(config, plan.matrices, plan.assignment.cells)
     assert found.mean_s >= found.most_s
     assert simulate_plan(config, mesh, plan).phases["matrix_update"] == pytest.approx(found.mean_s, rel=0.01)
 

@@ -10,8 +10,7 @@ import pytest
 import yaml
 from gpu_parts.outcome import Comparison, Outcome, PartResult, Setup, content
 from published import published_page
-
-from canzona_cli.bench.published import (
+from published_rows import (
     ROWS,
     PredictedSeries,
     compare,
@@ -21,6 +20,7 @@ from canzona_cli.bench.published import (
     mean_absolute_error,
     run_of,
 )
+
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.compose import compose_run
 from canzona_cli.costs.memory import estimate
