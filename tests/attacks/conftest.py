@@ -13,13 +13,13 @@ from tests.commands.support import canzona, start_stand_in
 
 @pytest.fixture(scope="session", autouse=True)
 def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a run imports and composes is there before commands are forked, each of which would do it again."""
+    """Imports and composes what a run needs before commands are forked, because each of them would do it again."""
     assert canzona("train", *TINY, "--dry-run", cwd=tmp_path_factory.mktemp("dry")).returncode == 0
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> RunFiles:
-    """Of the run that `train` starts."""
+    """The files of the run that `train` starts."""
     return RunFiles(tmp_path / "run")
 
 

@@ -53,7 +53,7 @@ class Content:
         return np.frombuffer(b"".join(found.chunks()), dtype=np.float32).reshape(found.shape).copy()
 
     def pieces(self, whole: str) -> list[str]:
-        """What a tensor that is spread over ranks is stored as, from its first element on."""
+        """Returns the names under which a tensor that is spread over ranks is stored, from its first element on."""
         return sorted(
             (name for name in self.tensors if name.startswith(f"{whole}@")),
             key=lambda name: [int(part) for part in name.rpartition("@")[2].split(".")],
@@ -256,7 +256,7 @@ KINDS: Mapping[str, tuple[Change, str]] = {
     ),
     "a rank without generators": (_random_gone, "KeyError"),
 }
-"""What is changed, and a part of what is said of it."""
+"""The changes, each with a part of the message about it."""
 
 
 def odd_header(folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""How a run ends is decided by what became of it: not by whether anybody can read what it prints, nor by what comes
-after the decision."""
+"""The end of a run depends on the run alone: not on whether anybody can read what it prints, nor on what comes after
+it."""
 
 import errno
 import os

@@ -141,7 +141,7 @@ def test_a_tensor_that_two_files_have_is_nobodys(tmp_path: Path) -> None:
     ids=lambda changed: "-".join(changed),
 )
 def test_settings_that_no_known_model_has_are_refused(changed: dict[str, object], tmp_path: Path) -> None:
-    """Before anything as large as they say is made."""
+    """The refusal comes before anything of that size is allocated."""
     settings(tmp_path, **changed)
     shard(tmp_path / "model.safetensors", {"a": ENTRY})
     with pytest.raises(ConfigError) as found:

@@ -96,9 +96,9 @@ MISSING = {
     *("a master that is missing", "a basis that is missing", "a step that is missing"),
     *("a rank without generators", "a generator of another length"),
 }
-"""Which nobody but the ranks that want it can tell."""
+"""The changes that only the ranks that read these parts can detect."""
 OF_SOAP = {"a factor of another shape", "state that no optimizer has"}
-"""What an optimizer keeps besides moments it alone knows."""
+"""The changes to state other than moments, which only the optimizer itself knows."""
 
 
 class _Counting(torch.optim.SGD):

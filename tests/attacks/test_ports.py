@@ -37,7 +37,7 @@ def throw(listening: Sequence[Address]) -> list[socket.socket]:
 
 
 def listened_on(processes: Sequence[psutil.Process]) -> list[Address]:
-    """By any of them."""
+    """Returns the addresses that any of the processes listens on."""
     return [
         (connection.laddr.ip, connection.laddr.port)
         for process in processes

@@ -1,4 +1,4 @@
-"""What a rank says decides nothing of how it ends, either."""
+"""Messages of a rank do not decide how the rank ends."""
 
 import os
 import sys

@@ -47,7 +47,7 @@ def heard(tmp_path: Path) -> Iterator[Heard]:
 
 
 def refused(heard: Heard, victim: Victim, code: int, *words: str) -> None:
-    """In words for a person, every one of them."""
+    """Asserts that the command refuses with every one of these words, written for a person."""
     assert victim.finish() == code, heard.text
     assert "This is a bug" not in heard.text
     assert "Traceback" not in heard.text

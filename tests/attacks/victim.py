@@ -26,7 +26,7 @@ TINY = ("recipe=qwen3-tiny", "gpus=1", "model.num_layers=1", "optimizer=adamw", 
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """What the command finds at descriptors 0, 1 and 2; None for one that is closed."""
+    """The files behind descriptors 0, 1 and 2 of the command; None for a closed one."""
 
     stdin: int | None = None
     stdout: int | None = None

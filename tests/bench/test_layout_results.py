@@ -1,4 +1,4 @@
-"""How wrong predictions of layouts were: errors in the field's words, of what no number was fitted to, by phase."""
+"""The errors of predicted layouts, in the field's words and by phase, for numbers that nothing was fitted to."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def one(
     fitted: bool = False,
     phases: Mapping[str, tuple[float, float]] | None = None,
 ) -> LayoutBench:
-    """Of steps by round; phases measured and predicted."""
+    """Returns a result with steps by round and with measured and predicted phases."""
     shares = {"forward": (seconds[0], predicted)} if phases is None else phases
     turns = [
         Measured(
@@ -151,7 +151,8 @@ def test_what_is_shown_keeps_its_width_and_has_what_json_has(width: int) -> None
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_all_columns_of_a_layout_are_in_one_line(width: int) -> None:
-    """Where the last column has no room, it is left out: the fastest is first, and a sentence names the choice."""
+    """The last column is left out where there is no room for it: the fastest layout is first, and a sentence names the
+    choice."""
     slow = one(replace(MIXED, recompute="selective"), 12.3, 12.4, predicted=1.1)
     text = printed(TuneView(result=result(one(DP4, 10.1, 10.2, predicted=1.5), slow)), width)
     lines = text.splitlines()

@@ -1,4 +1,4 @@
-"""What a rank makes of a turn that did not end well: it was in a process of its own."""
+"""A rank's handling of a turn that failed in a process of its own."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ Act = Callable[[RunFiles, int, int, str], None]
 
 
 def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, act: Act) -> str:
-    """How a rank ends whose turns do what `act` does, in two rounds of two layouts."""
+    """Returns how a rank ends when its turns do what `act` does, in two rounds of two layouts."""
     entrants = prepare(["recipe=tiny", "gpus=2", "model.num_layers=2"], count=2, rounds=1, steps=1).entrants
     names = tuple(entrants)[:2]
     files = RunFiles(BenchFiles(folder).sitting(0))

@@ -1,4 +1,4 @@
-"""What a tuning is made of before anything starts, and the recipe it ends with."""
+"""The parts of a tuning before anything starts, and the recipe it ends with."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a bench is made of before anything starts: one layout for all strategies, and every mistake at once."""
+"""The parts of a bench before anything starts: one layout for all strategies, and all mistakes at once."""
 
 from collections.abc import Sequence
 from dataclasses import replace

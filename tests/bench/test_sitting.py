@@ -1,4 +1,4 @@
-"""From every rank's steps to the figures of a strategy: what is left out, and which rank counts."""
+"""A strategy's figures from every rank's steps: the steps that are left out, and the rank that counts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""When the steps of a turn begin to count."""
+"""The step of a turn from which steps count."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -12,7 +12,7 @@ from canzona_cli.megatron.model import Trainee
 
 
 def taken(monkeypatch: pytest.MonkeyPatch, replaced: list[int], turns: Turns) -> int:
-    """How many steps a turn has whose step n replaces so many updates; the step behind it knows."""
+    """Returns the number of steps of a turn whose step n replaces `replaced[n]` updates; the step after it knows."""
     told = iter([0, *replaced, *[0] * 20])
     step = lambda *_, **__: SimpleNamespace(loss=6.0, stop=False, fallbacks=next(told))  # noqa: E731
     monkeypatch.setattr(turning, "train_step", step)

@@ -1,4 +1,4 @@
-"""What a calibration of qwen3-tiny on two CPU ranks might have left, for tests of profiles and reports."""
+"""A calibration of qwen3-tiny on two CPU ranks, for tests of profiles and reports."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -68,7 +68,7 @@ def calibration(record: Record = RECORD, outcome: Outcome | None = None) -> Cali
 
 
 def cut_off() -> Calibration:
-    """As Ctrl-C leaves it: collectives half measured, what follows not at all."""
+    """Returns a calibration as Ctrl-C leaves it: collectives half measured, and nothing after them."""
     half = replace(RECORD, measurements=MEASUREMENTS[:10], done=ALL[:3])
     return calibration(half, Outcome(status="interrupted", exit_code=130, message="stopped"))
 

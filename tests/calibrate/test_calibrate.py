@@ -1,4 +1,4 @@
-"""From what ranks have measured to a profile: each number in its place, the rest the base profile's."""
+"""The profile that follows from measurements: each number in its place, the rest the base profile's."""
 
 from dataclasses import replace
 from pathlib import Path

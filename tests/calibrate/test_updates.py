@@ -1,4 +1,4 @@
-"""What calibration measures of updates is what plans look up, and what Megatron runs."""
+"""Calibration measures the updates that plans look up and that Megatron runs."""
 
 from dataclasses import replace
 from pathlib import Path

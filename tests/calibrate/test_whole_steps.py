@@ -64,7 +64,7 @@ def test_ranks_are_benched_as_crowded_as_they_run(monkeypatch: pytest.MonkeyPatc
 
 
 class _Benches(ShortBenches):
-    """Of another recipe's numbers."""
+    """Benches with another recipe's numbers."""
 
     def __init__(self, results: list[BenchResult | BaseException]) -> None:
         super().__init__((), compose_run(["recipe=tiny", "gpus=64", "cluster.gpus_per_node=64"]).config, Path("x.yaml"),

@@ -98,7 +98,7 @@ def test_ranks_that_never_write_are_named_after_the_timeout(root: Path) -> None:
 
 
 def test_a_slow_rank_is_waited_for_while_its_file_grows(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than the timeout, by a clock that goes on with each look of rank 0."""
+    """The wait is longer than the timeout, by a clock that advances with each look of rank 0."""
     partial = begin(root, 30)
     for rank in (0, 2):
         write_part(partial, rank, shard(rank, 30))

@@ -1,4 +1,4 @@
-"""What a GPU's state is copied to is pinned up to a share of the machine's memory."""
+"""Copies of a GPU's state are pinned up to a share of the machine's memory."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,4 +1,5 @@
-"""Which checkpoint is the newest, which one a run goes on from, which ones go: by step, and only whole ones count."""
+"""The newest checkpoint, the one a run continues from, and those that are removed: by step, and only whole ones
+count."""
 
 import os
 import shutil

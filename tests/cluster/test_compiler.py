@@ -1,4 +1,4 @@
-"""What torch.compile needs on a machine is looked for where Triton looks for it."""
+"""The tools that torch.compile needs are looked for where Triton looks for them."""
 
 import sysconfig
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_bare_machine_lacks_one_thing_after_another(bare: Path) -> None:
 
 
 def test_a_named_compiler_counts_alone(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Triton reads it: with CC set, gcc and clang are not looked for."""
+    """The rule is Triton's: with CC set, gcc and clang are not looked for."""
     (bare / "Python.h").touch()
     monkeypatch.setenv("CC", str(_compiler(bare / "mine")))
     assert missing_for_compiling() is None

@@ -1,4 +1,4 @@
-"""What ranks on GPUs need besides GPUs, on a machine whose driver and network interfaces are stand-ins."""
+"""The needs of ranks on GPUs besides GPUs, on a machine whose driver and network interfaces are stand-ins."""
 
 import ctypes
 import importlib.util

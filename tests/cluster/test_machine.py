@@ -1,4 +1,4 @@
-"""What this machine is, which GPUs CUDA shows of it, and whether a profile was measured on it."""
+"""The description of this machine, the GPUs that CUDA shows, and whether a profile was measured here."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +98,6 @@ def test_the_listing_of_nvidia_smi() -> None:
 
 
 def test_this_machine_agrees_with_its_driver() -> None:
-    """Where there is a driver the probes agree with it; where there is none nothing is found and nothing is raised."""
+    """The probes agree with the driver if there is one; without one they find nothing and raise nothing."""
     expected = len(list(Path("/proc/driver/nvidia/gpus").glob("*/information")))
     assert len(installed_gpus()) == expected

@@ -24,7 +24,7 @@ from tests.sizes import Size, run
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of its own for every test."""
+    """A cache folder for each test."""
     monkeypatch.setenv("CANZONA_CACHE", str(tmp_path))
     return tmp_path / "layouts"
 

@@ -242,7 +242,7 @@ def test_what_is_killed_goes_on_after_its_finished_inputs_to_the_same_bytes_as_o
 
 @pytest.mark.sweep  # six preparations, each a process
 def test_an_input_that_has_changed_is_read_again(tmp_path: Path) -> None:
-    """What an unfinished preparation has of inputs counts for these very inputs alone."""
+    """An unfinished preparation's results count only for the very inputs it read."""
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 300_000)
     code = (

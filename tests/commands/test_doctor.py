@@ -71,7 +71,7 @@ def test_json_has_the_stable_schema_says_that_cpu_runs_are_possible_and_names_wh
 
 
 def test_text_fits_the_terminal_and_ends_with_a_verdict(examined: subprocess.CompletedProcess[str]) -> None:
-    """Of the same findings: what prints them in the command stands in the test of ranks that cannot meet."""
+    """The findings are the same; the command's own printing is covered by the test of ranks that cannot meet."""
     report = json.loads(examined.stdout)
     found = tuple(Finding(**finding) for finding in report["findings"])
     texts = []

@@ -94,7 +94,7 @@ def test_the_page_says_what_the_terminal_says(tmp_path: Path) -> None:
 
 
 def _words(text: str) -> set[str]:
-    """Without what separates them, and rules of tables."""
+    """Returns the words, without separators and rules of tables."""
     return {word.strip("─-,;:()") for word in text.split()} - {""}
 
 
@@ -114,7 +114,7 @@ def test_runs_compared(tmp_path: Path) -> None:
 
 
 def test_markup_in_names_and_events_is_text(tmp_path: Path) -> None:
-    """As in a recipe of somebody else, or in an error that quotes data."""
+    """Markup comes from somebody else's recipe or from an error that quotes data."""
     files = whole_run(tmp_path / "<img src=x onerror=alert(1)>")
     config = replace(CONFIG, description=HOSTILE, data=replace(CONFIG.data, path=f"/data/{HOSTILE[:-6]}"))
     files.config.write_text(dump_resolved(config))

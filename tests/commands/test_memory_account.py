@@ -34,7 +34,7 @@ def _rows(folder: Path, recipe: str) -> Sequence[Mapping[str, object]]:
 
 @pytest.mark.parametrize("recipe", ["qwen3-tiny", *(pytest.param(size, marks=pytest.mark.sweep) for size in SIZES)])
 def test_three_commands_show_one_account(recipe: str, tmp_path: Path) -> None:
-    """On the fewest and on the most GPUs; all must agree to the byte."""
+    """The commands agree to the byte on the fewest and on the most GPUs."""
     mine = tmp_path / "mine.yaml"  # in which little is left to search
     mine.write_text(f"defaults: [{recipe}]\ntrain: {{micro_batch_size: 1, recompute: full}}\n")
     rows = _rows(tmp_path, str(mine))

@@ -158,7 +158,7 @@ def test_a_dry_run_where_the_run_would_lack_something_ends_with_3_after_showing_
 
 
 def test_a_dry_run_shows_the_run_and_ends_with_the_code_that_the_run_would(tmp_path: Path) -> None:
-    """In the directory of a run that is done, by its recipe or by its own settings."""
+    """The dry run is in the directory of a run that is done, by its recipe or by its own settings."""
     folder = tmp_path / "run"
     folder.mkdir()
     config, _ = resolve(compose_run([*TINY, f"run.dir={folder}", "train.steps=5"]).config)

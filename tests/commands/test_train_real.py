@@ -53,14 +53,14 @@ class Trained:
     """A run that has ended well."""
 
     folder: Path
-    """In which it was started; it lies in `run`."""
+    """The folder it was started in, which contains `run`."""
     text: str
-    """What it printed."""
+    """The output of the command."""
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """With all that is asked for, on a machine on which torch tells of a GPU."""
+    """Trains with all options, on a machine on which torch reports a GPU."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "sign.py").write_text(SIGN, encoding="utf-8")
     canzona("plan", *RUN, *OPTIONS, *SMALL, *RECORDED, "--out", "mine.json", cwd=folder, code=0)
@@ -162,7 +162,7 @@ def test_a_checkpoint_writes_what_its_run_has_shown(trained: Trained) -> None:
 
 
 def test_an_evaluation_finds_what_the_run_found_and_leaves_the_run_as_it_is(trained: Trained, tmp_path: Path) -> None:
-    """From a folder without the user's optimizer, whose code it does not need."""
+    """The evaluation runs in a folder without the user's optimizer, whose code it does not need."""
     run = trained.folder / "run"
     before = {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
     done = canzona("eval", run, "--json", "--out", "found.json", cwd=tmp_path, code=0)

@@ -27,12 +27,12 @@ class Sign(torch.optim.Optimizer):
             for weight in group["params"]:
                 weight.data.add_(weight.grad.sign(), alpha=-group["lr"])
 """
-"""On one of two tensor-parallel ranks, while the other one waits for it."""
+"""An optimizer that fails on one of two tensor-parallel ranks while the other one waits for it."""
 
 
 @pytest.mark.sweep  # the same sitting as that of `canzona bench`, on ranks of several layouts
 def test_every_layout_is_measured_on_the_same_work_and_the_fastest_is_kept(tmp_path: Path) -> None:
-    """One of three fails, which is told."""
+    """One of three fails, and the report names it."""
     (tmp_path / "sign.py").write_text(FAILS, encoding="utf-8")
     source = f"optimizer.source={tmp_path / 'sign.py'}:Sign"
     mine = (*RUN, *TYPED, "optimizer=custom", source, "optimizer.lr=1e-3")

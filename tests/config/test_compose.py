@@ -486,7 +486,7 @@ def test_a_runs_own_configuration_repeats_it_somewhere_else(tmp_path: Path) -> N
 )
 @pytest.mark.parametrize("optimizer", ["soap", "shampoo", "kl-shampoo", "soap-muon"])
 def test_experts_have_factors_as_long_as_they_are_wide(optimizer: str, given: tuple[str, ...], longest: int) -> None:
-    """With factors of the hidden size, SOAP of the 30B model would keep 906 GB of them instead of 109."""
+    """SOAP of the 30B model would have 906 GB of factors instead of 109 if they had the hidden size."""
     chosen = compose_run([*given, f"optimizer={optimizer}"]).config.optimizer
     assert isinstance(chosen, KroneckerConfig)
     assert chosen.max_preconditioner_dim == longest

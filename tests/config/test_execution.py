@@ -1,4 +1,4 @@
-"""Which way executes a run, for every optimizer and strategy."""
+"""The execution of a run, for every optimizer and strategy."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a layout must obey, each rule broken alone and several at once."""
+"""The rules of layouts, each broken alone and several at once."""
 
 from dataclasses import replace
 

@@ -55,7 +55,7 @@ def test_a_custom_optimizer_begins_with_the_rate_of_adamw_unless_it_has_one_itse
     ],
 )
 def test_a_short_recipe_is_as_good_as_overrides(overrides: str, rates: tuple[float, float], tmp_path: Path) -> None:
-    """What it sets counts, although the recipe that it starts from has a rate for SOAP and a ratio."""
+    """The recipe's values count although the recipe it starts from has a rate for SOAP and a ratio."""
     values = parse_overrides(overrides.split()).values
     (tmp_path / "mine.yaml").write_text(short_recipe_text("mine", "qwen3-tiny", {"optimizer": "soap"}, values))
     typed = compose_run(["recipe=qwen3-tiny", "optimizer=soap", *overrides.split()]).config.optimizer

@@ -62,7 +62,7 @@ def test_each_setting_of_the_layout_that_was_chosen_is_chosen_again() -> None:
 
 
 def test_a_longer_run_decays_to_its_own_end(tmp_path: Path) -> None:
-    """As it would by the command that started it; what was typed for the schedule stays."""
+    """It decays as it would by the command that started it; settings typed for the schedule stay."""
     written(tmp_path / "run", "train.steps=50")
     assert again(tmp_path / "run", "train.steps=100").schedule.decay_steps == 100
     written(tmp_path / "typed", "train.steps=50", "schedule.decay_steps=40")

@@ -71,7 +71,7 @@ def test_a_number_out_of_its_range_is_refused_with_a_value_that_is_in_it(setting
 
 
 def _numbers(hint: object, bounded: bool = False) -> Iterator[bool]:
-    """Of each number in a type, whether it has a range."""
+    """Yields, for each number in a type, whether it has a range."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)
         yield from _numbers(inner, bounded or any(isinstance(mark, Range) for mark in marks))

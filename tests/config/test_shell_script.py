@@ -1,4 +1,4 @@
-"""What is read from a script is what bash makes of it; what bash would have to run stays unknown."""
+"""Scripts are read as bash would execute them; results of commands stay unknown."""
 
 import os
 import shutil
@@ -69,7 +69,7 @@ def test_words_are_those_of_bash(script: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama3-8b.sh", "muon-621m.sh", "mixtral-8x7b.sh", "gpt3-175b.sh", "qwen3-32b.sh"])
 def test_command_lines_are_those_of_bash(name: str, tmp_path: Path) -> None:
-    """What only a run knows is an empty word there, and marked here."""
+    """Values that only a run knows are an empty word for bash, and are marked here."""
     script = next(path for path in SAMPLES if path.name == name).read_text().replace("mkdir -p", "true")
     script = script.replace('[ ! -f "pretrain_gpt.py" ]', "false").replace("exit 1", "true")
     ours = words(read_script(script).commands, "torchrun")

@@ -1,4 +1,4 @@
-"""Which layers a stage and a chunk hold: as published models were cut, and as Megatron-core builds them."""
+"""The layers of a stage and a chunk: as published models were cut, and as Megatron-core builds them."""
 
 import pytest
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -40,7 +40,7 @@ def test_stages_of_known_layouts(layers: int, pp: int, vpp: int, stages: tuple[i
 
 @pytest.mark.parametrize("layers", [1, 4, 5, 30, 62, 126])
 def test_every_layer_is_where_megatron_builds_it(layers: int) -> None:
-    """In every possible cut; each stage holds as many layers in any number of chunks."""
+    """Every possible cut is checked; each stage holds as many layers in any number of chunks."""
     for pp in possible_pp(layers):
         in_stages = set()
         for vpp in possible_vpp(layers, pp):

@@ -35,7 +35,7 @@ def in_layer(time: StageTime, layer: int = 3) -> float:
 
 
 def test_every_copy_of_a_token_leaves_the_node_on_its_own() -> None:
-    """On two nodes half of all copies go to the other node."""
+    """Half of all copies go to the other node when there are two."""
     moved = dispatch(by("alltoall"), layout(ep=16))
     assert moved.link == "network"
     assert moved.link_s == pytest.approx(CHOSEN * TOKENS * HIDDEN * 2 / 2 / PORT)
@@ -74,7 +74,7 @@ def test_products_are_the_quicker_the_more_tokens_an_expert_has() -> None:
 
 
 def test_at_most_four_products_run_side_by_side() -> None:
-    """With as many tokens for each, 128 experts take 32 times as long as four."""
+    """128 experts take 32 times as long as four with as many tokens for each."""
     work = next(work for work in family_of(RUN.model).modules(RUN.model) if work.part == "fc1")
     few = replace(RUN, train=replace(RUN.train, seq_length=TOKENS // 32))
     assert products_seconds(RUN, layout(ep=1), work) == pytest.approx(32 * products_seconds(few, layout(ep=32), work))

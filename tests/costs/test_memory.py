@@ -114,7 +114,7 @@ def test_activations_of_a_layer_counted_by_hand() -> None:
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_no_attention_keeps_scores(cp: int) -> None:
-    """As many tokens in longer sequences keep as much."""
+    """Equally many tokens in longer sequences take the same memory."""
     config = run("tiny", 1)
     longer = replace(config, train=replace(config.train, seq_length=512))
     short, long = (replace(layout(micro=micro), cp=cp) for micro in (4, 2))

@@ -1,4 +1,4 @@
-"""Which matrices TP ranks may update together."""
+"""The matrices that TP ranks may update together."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What an update costs: FLOPs against hand counts and against counted runs, seconds against closed forms."""
+"""The costs of an update: FLOPs against hand counts and counted runs, seconds against closed forms."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,8 +66,8 @@ def test_newton_schulz_flops_equal_a_counted_run(rows: int, cols: int, steps: in
 
 @pytest.mark.parametrize(("rows", "cols"), [(40, 200), (200, 40), (64, 64)])
 def test_five_steps_of_each_form_by_hand(rows: int, cols: int) -> None:
-    """In u = 2 m^3 with r = n / m: standard 5 (2 r + 1), Gram 4 r + 14; with perfect kernels for symmetric products
-    7.5 r + 2.5 and 3 r + 7."""
+    """The counts in units of u = 2 m^3, with r = n / m: standard 5 (2 r + 1), Gram 4 r + 14; with perfect kernels for
+    symmetric products 7.5 r + 2.5 and 3 r + 7."""
     m, n = sorted((rows, cols))
     u, r = 2 * m**3, n / m
     half = replace(IDEAL, matmul_tflops=((1, 700.0),), symmetric_factor=0.5)
@@ -127,7 +127,7 @@ def test_a_form_that_was_not_measured_is_priced_beside_the_one_that_was() -> Non
 def test_flops_equal_a_counted_run(
     kind: type[OurSOAP] | type[KLShampoo], name: UpdateName, shape: tuple[int, int]
 ) -> None:
-    """Of the very class that is run, in a step that refreshes and in one that does not; a side of 80 has no factor.
+    """The class that runs is counted, in a step that refreshes and in one that does not; a side of 80 has no factor.
 
     The counter knows products only.
     """
@@ -150,8 +150,8 @@ def test_flops_equal_a_counted_run(
 
 @pytest.mark.parametrize("name", ["soap", "kl-shampoo", "shampoo"])
 def test_parts_of_a_refresh_are_priced_as_they_are_run(name: UpdateName) -> None:
-    """Of the very class, in each step of the third period, whose products alone are counted. Newton's iteration begins
-    with ten products by a vector, which are not priced."""
+    """The class that runs is counted in each step of the third period, products alone. Newton's iteration begins with
+    ten products by a vector, which are not priced."""
     period, shape = 5, (24, 40)
     weight = torch.nn.Parameter(torch.randn(shape))
     settings = {"precondition_frequency": period, "max_preconditioner_dim": 64, "spread": True}
@@ -175,7 +175,8 @@ def test_parts_of_a_refresh_are_priced_as_they_are_run(name: UpdateName) -> None
 
 @pytest.mark.parametrize("name", ["soap", "kl-shampoo", "shampoo", "soap-muon"])
 def test_a_spread_refresh_makes_no_step_long(name: UpdateName) -> None:
-    """Of the matrix whose refresh takes longest, on H100 alone; as a whole it takes 5 to 10 times as long."""
+    """The matrix is the one whose refresh takes longest, on an H100 alone; refreshed as a whole it takes 5 to 10 times
+    as long."""
     whole = Algorithm(name=name, roots="newton")
     long, spread = (period_seconds(a, 8192, 5120, H100) for a in (whole, replace(whole, spread=True)))
     assert len(long) == len(spread) == whole.refresh_period
@@ -237,7 +238,7 @@ def test_every_launch_and_every_byte_counts() -> None:
 
 
 def test_replayed_launches_take_what_a_graph_takes_for_them() -> None:
-    """Of our own updates on GPUs, and never more than launching them one by one."""
+    """Launches of our own updates on GPUs never take more than launching them one by one."""
     replayed = replace(MUON, graph=True)
     saved = seconds(MUON, 512, 512, H100) - seconds(replayed, 512, 512, H100)
     assert saved == pytest.approx(work(MUON, 512, 512)[0].launches * (H100.launch_us - H100.graph_launch_us) * 1e-6)
@@ -302,7 +303,8 @@ def test_what_a_run_says_is_what_is_priced() -> None:
 
 
 def test_small_matrices_of_a_gpu_are_stacked_where_that_takes_less() -> None:
-    """By the model, or by two measurements; on CPUs by these alone. Never more than the scratch allows."""
+    """The price comes from the model or from two measurements; on CPUs from measurements alone. Stacks never take more
+    scratch than allowed."""
     auto = replace(MUON, stack="auto")
     found = {(m, n): stack_of(auto, m, n, H100) for m, n in ((128, 5120), (5120, 1024), (5120, 5120), (5120, 25600))}
     assert found[128, 5120] > found[5120, 1024] > 1

@@ -1,4 +1,4 @@
-"""What the writer writes is what Megatron-core reads, and damage to either file is found before a run."""
+"""Megatron-core reads what the writer writes, and damage to either file is found before a run."""
 
 import struct
 from collections.abc import Sequence

@@ -247,7 +247,7 @@ def test_the_standard_library_is_large_the_same_every_time_and_mixed() -> None:
 
 
 def test_a_signal_just_before_a_read_of_an_empty_pipe_is_heard() -> None:
-    """As when it arrives between Python's last look at its signals and the system call, which then waits: here it
+    """The signal arrives between Python's last look at its signals and the system call, which then waits: here it
     interrupts another thread's sleep, and no call of the one that reads."""
     reading_end, writing_end = os.pipe()
 

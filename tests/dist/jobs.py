@@ -153,7 +153,7 @@ class Runs[K: Hashable, T]:
 
         Args:
             ranks: equal for cases that are cut over ranks alike.
-            run: what each of some cases comes to.
+            run: returns the results of some cases, in order.
             swept: cases that only sweeps ask for, which are made together apart from the others.
         """
         self._together: dict[K, list[K]] = {}

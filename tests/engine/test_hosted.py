@@ -58,7 +58,7 @@ def test_experts_are_written_together_but_judged_one_by_one(on_host: bool, broke
 
 
 def test_copies_of_two_shapes_in_turn_are_two() -> None:
-    """As downs and gates in one message; clipping scales both."""
+    """Downs and gates are in one message; clipping scales both."""
     message, buffer = torch.zeros(4 * (6 + 10)), torch.arange(4.0 * (6 + 10))
     parts = [6, 10] * 4
     copies = [

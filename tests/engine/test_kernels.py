@@ -281,7 +281,8 @@ def test_a_kernel_that_writes_before_it_has_read_what_it_adds_is_refused_in_gram
 @pytest.mark.parametrize("form", get_args(Form))
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24)])
 def test_what_is_tried_is_what_updates_do(shape: tuple[int, int], form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what a kernel is compiled for: types, strides, what is added and where it lies, which factors are 1."""
+    """Kernels are compared by what they are compiled for: types, strides, the added tensor and its place, and which
+    factors are 1."""
     config = _config("optimizer.form=" + form, "cluster=h100-80g", "optimizer.stack=false")
     monkeypatch.setattr(kernels, "matrix_shapes", lambda config: [shape])
     monkeypatch.setattr(muon, "runs_in_blocks", lambda matrix: False)

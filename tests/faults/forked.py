@@ -73,7 +73,7 @@ def forked_run(
 
 
 def _spoil_batches(rank: int, spoil: Spoil) -> None:
-    """In this process, from now on."""
+    """Spoils batches in this process from now on."""
     read = data.BatchStream.__next__
     steps: Iterator[int] = iter(range(1, 1 << 30))
 

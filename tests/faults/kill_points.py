@@ -77,7 +77,7 @@ def killed_at(stage: int | None, action: Callable[[], object]) -> int | None:
 
 
 def left_behind(root: Path) -> dict[str, object]:
-    """What readers find now, and after the next launch has cleared up and saved once more."""
+    """Returns what readers find now, and after the next launch has cleaned up and saved once more."""
     store = CheckpointStore(root)
     newest = store.newest()
     found: dict[str, object] = {

@@ -102,7 +102,7 @@ class Launched:
         return int(str(self.record(rank)["pid"]))
 
     def log(self, rank: int) -> str:
-        """What a worker of this machine printed."""
+        """The output of a worker on this machine."""
         log = self.files.worker_log(0, rank)
         assert log is not None
         return log.read_text()

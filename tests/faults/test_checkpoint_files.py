@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def bad_files(folder: Path) -> dict[str, str]:
-    """What a full verification says, by file; the manifest is one of them."""
+    """Returns the result of a full verification by file, the manifest included."""
     try:
         _, problems = verify(folder)
     except CheckpointInvalid as error:

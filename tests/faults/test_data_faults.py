@@ -34,7 +34,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 
 def doubt_an_answer() -> None:
-    """From now on, until this process has updated a shared matrix once."""
+    """Distrusts answers from now on, until this process has updated a shared matrix once."""
     real = SharedMuon.update_together
 
     def doubted(self: SharedMuon, p: torch.Tensor, *, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
@@ -50,7 +50,7 @@ def doubt_an_answer() -> None:
     ids=["canzona", "shared", "megatron"],
 )
 def test_a_loss_that_is_no_number_on_one_rank(optimizer: tuple[str, ...], tmp_path: Path) -> None:
-    """Where matrices are shared, an answer that is not to be trusted goes before it."""
+    """An answer that is not to be trusted precedes it where matrices are shared."""
 
     def spoil(rank: int, step: int, batch: Batch) -> Batch:
         if (rank, step) == (1, 1):
@@ -81,7 +81,7 @@ SPIKE = ENOUGH + 2
 
 
 def strange_labels(rank: int, step: int, batch: Batch) -> Batch:
-    """From that step on, an id that no text has."""
+    """Returns the batch with an id that no text has, from that step on."""
     if step >= SPIKE:
         batch["labels"].fill_(383)
     return batch

@@ -1,4 +1,4 @@
-"""What becomes of a run of four ranks when one of its processes dies, gets stuck or never comes to life."""
+"""The fate of a run of four ranks when one of its processes dies or never starts."""
 
 import json
 import os

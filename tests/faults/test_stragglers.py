@@ -1,4 +1,4 @@
-"""On real ranks: a slow one is told apart from those that wait for it, whoever waits in whatever collective."""
+"""A slow rank is distinguished from the ranks that wait for it, in whatever collective they wait."""
 
 import json
 import os

@@ -35,12 +35,12 @@ def random_folder(
 
 
 def stored(folder: Path) -> Weights:
-    """What its files have, by the library itself."""
+    """Returns the weights in a folder's files, read by the safetensors library."""
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def read_by_transformers(folder: Path) -> Weights:
-    """What `AutoModelForCausalLM` makes of it, each weight once.
+    """Returns the weights that `AutoModelForCausalLM` reads from a folder, each once.
 
     Raises:
         AssertionError: something was missing, or one too many.

@@ -14,10 +14,10 @@ from tests.refusals import refused
 from tests.sizes import llama, model
 
 PUBLISHED = dict(read_object(Path(__file__).parent / "published" / "qwen3-8b.json"))
-"""Of huggingface.co/Qwen/Qwen3-8B."""
+"""The numbers of huggingface.co/Qwen/Qwen3-8B."""
 
 LLAMA = dict(read_object(Path(__file__).parent / "published" / "llama-3.1-405b.json"))
-"""Of huggingface.co/meta-llama/Llama-3.1-405B."""
+"""The numbers of huggingface.co/meta-llama/Llama-3.1-405B."""
 
 
 def own(settings: dict[str, object]) -> dict[str, object]:

@@ -93,7 +93,7 @@ def test_what_came_in_goes_out_bit_by_bit(tmp_path: Path, dtype: str, tied: bool
 
 @pytest.mark.sweep
 def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
-    """In a process that has done the same with a small model before, so that nothing is left to be imported."""
+    """The process has done the same with a small model before, so that nothing is left to import."""
     large = replace(SHAPE, vocab_size=1 << 19)
     tensor_bytes = 4 * large.vocab_size * large.hidden_size
     for name, shape in (("small", SHAPE), ("large", large)):

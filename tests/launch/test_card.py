@@ -109,7 +109,7 @@ def test_other_text_is_named_and_training_losses_serve_without_a_validation(tmp_
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", [name for name in NAMES if CARDS[name].again == "tests"])
 def test_training_gives_what_the_card_says(name: str, tmp_path: Path) -> None:
-    """Up to the first validation, with the schedule of the whole run."""
+    """It trains up to the first validation, with the schedule of the whole run."""
     card = CARDS[name]
     step, end = min(card.validation), max(card.validation)
     typed = [*shlex.split(card.command)[1:], f"train.steps={step}", f"schedule.decay_steps={end}"]

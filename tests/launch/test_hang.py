@@ -1,4 +1,4 @@
-"""Which rank holds a run up, and when it counts as held up at all."""
+"""The rank that holds a run up, and when a run counts as held up at all."""
 
 import os
 import time
@@ -19,7 +19,7 @@ NOW = 1000.0
 def sign(
     rank: int, *, ago: float = 70.0, beat_ago: float = 0.1, where: str = "train/forward", waiting: bool = False
 ) -> Sign:
-    """Of a process that last went on `ago` seconds before `NOW`."""
+    """Returns the sign of a process that last made progress `ago` seconds before `NOW`."""
     return Sign(
         rank=rank,
         pid=100 + rank,

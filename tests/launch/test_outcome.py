@@ -1,4 +1,4 @@
-"""How a run ended is read from the ranks' own words: the cause, not the echo."""
+"""The end of a run is read from the ranks' own records: the cause, not the echo."""
 
 import time
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def files(tmp_path: Path) -> RunFiles:
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shown:
-    """What the command prints of a failure."""
+    """Captures the output of the command about a failure."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def show(outcome: Outcome) -> str:
@@ -66,7 +66,7 @@ def both_fail(files: RunFiles, error: Exception) -> None:
 
 
 def report(files: RunFiles, codes: dict[int, int]) -> None:
-    """What torchrun writes about the ranks it saw fail."""
+    """Writes torchrun's report about the ranks that failed."""
     text = "".join(
         f"[{i}]:\n  time      : 2026-01-01\n  host      : h\n  rank      : {r} (local_rank: {r})\n"
         f"  exitcode  : {code} (pid: 10{r})\n  error_file: <N/A>\n"
@@ -143,11 +143,11 @@ def test_ranks_that_are_all_done_are_done_even_if_torchrun_stumbles_over_their_e
 
 
 class NonFiniteGradients(Diverged):
-    """As the engine's."""
+    """An error with the name of the engine's."""
 
 
 class PlanRefused(ConfigError):
-    """As the engine's."""
+    """An error with the name of the engine's."""
 
 
 def test_problems_that_all_ranks_refused_together_are_shown_as_written(files: RunFiles, shown: Shown) -> None:

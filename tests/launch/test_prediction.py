@@ -1,4 +1,4 @@
-"""What a run is predicted to take is written before it starts, for every strategy, in the breakdown's words."""
+"""The predicted step time is written before a run starts, for every strategy, in the breakdown's words."""
 
 import json
 from dataclasses import replace

@@ -77,7 +77,7 @@ def test_waits_double_up_to_a_bound_while_nothing_is_gained_and_so_many_attempts
     [(signal.SIGINT, True, 130), (signal.SIGTERM, True, 75), (signal.SIGTERM, False, 130), (None, True, 130)],
 )
 def test_a_stop_while_it_waits_is_heard(tmp_path: Path, number: signal.Signals | None, saved: bool, code: int) -> None:
-    """By a signal here, or (None) on another machine of the run."""
+    """The stop comes from a signal here, or (None) from another machine of the run."""
     files, requests = RunFiles(tmp_path), Requests()
     if saved:
         save_checkpoint(files.checkpoints, 30)

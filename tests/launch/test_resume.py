@@ -1,4 +1,5 @@
-"""What a launch goes on from is decided before anything is moved, and what earlier launches left is kept."""
+"""The checkpoint that a launch continues from is chosen before anything is moved, and files of earlier launches
+stay."""
 
 import json
 from dataclasses import asdict, replace
@@ -59,7 +60,7 @@ def save(config: RunConfig, step: int, *, losses: LossMemory = LossMemory()) -> 
 
 
 def train(config: RunConfig, *, steps: int, saved: tuple[int, ...] = ()) -> None:
-    """What a run leaves that was killed after `steps` steps."""
+    """Leaves the files of a run that was killed after `steps` steps."""
     with_claim = RunDirectory.create(config, resumes=True)
     files = with_claim.files
     files.config.write_text(dump_resolved(config))

@@ -1,4 +1,4 @@
-"""What a run takes from a Slurm step, and the batch script it becomes."""
+"""The settings that a run takes from a Slurm step, and the batch script it becomes."""
 
 import subprocess
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""What signals mean to the launcher, and whether there is a checkpoint that a preempted run can go on from."""
+"""The effect of signals on the launcher, and whether a preempted run has a checkpoint to continue from."""
 
 import os
 import signal

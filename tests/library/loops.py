@@ -24,7 +24,7 @@ from tests.dist.whole import named_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What one rank saw."""
+    """The part of training that one rank saw."""
 
     losses: list[float]
     norms: list[float]

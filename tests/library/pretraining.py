@@ -63,7 +63,7 @@ SHARDED = ("--use-distributed-optimizer",)
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """What one rank saw of a run."""
+    """The part of a run that one rank saw."""
 
     losses: list[float] = field(default_factory=list)
     """Empty but on the last stage."""
@@ -208,8 +208,8 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 class TorchsAdamW(DistributedOptimizer):  # type: ignore[misc]
-    """What Megatron's optimizer lacks to load a checkpoint into torch's AdamW, where there is no Transformer Engine:
-    state to load into, a copy of the step for each parameter, and no step among the tensors that it sets."""
+    """An optimizer with the methods that Megatron's lacks to load a checkpoint into torch's AdamW without Transformer
+    Engine: state to load into, a copy of the step for each parameter, and no step among the tensors that it sets."""
 
     def sharded_state_dict(self, model: object, is_loading: bool = False, **named: object) -> object:
         if is_loading and not self.optimizer.state:

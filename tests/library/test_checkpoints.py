@@ -86,8 +86,8 @@ def test_state_that_is_not_laid_out_as_weights_is_resumed_on_another_layout(tmp_
 @pytest.mark.sweep
 @pytest.mark.parametrize("ours_first", [False, True])
 def test_each_goes_on_from_the_others_layer_wise_checkpoint(tmp_path: Path, ours_first: bool) -> None:
-    """What one saves, the other loads and saves again bit for bit. Losses are as far apart as Megatron's layer-wise and
-    duplicated Muon are in bf16 (1e-4)."""
+    """A checkpoint that one saves, the other loads and saves again bit for bit. Losses differ as much as those of
+    Megatron's layer-wise and duplicated Muon do in bf16 (1e-4)."""
     flags = (*BF16, *SHARDED, *RESHARDABLE)
     first, second = (None, ()) if not ours_first else ((), None)
     losses = _losses(_pretrain(tmp_path, *flags, save="one", canzona=first))
@@ -107,7 +107,7 @@ def test_each_goes_on_from_the_others_layer_wise_checkpoint(tmp_path: Path, ours
     ids=["duplicated fp32", "duplicated bf16", "adamw"],
 )
 def test_the_engine_goes_on_from_other_optimizers(tmp_path: Path, saver: tuple[str, ...], apart: float | None) -> None:
-    """After AdamW the loss is continuous: equal in the first step, and then another optimizer's."""
+    """The loss is continuous after AdamW: equal in the first step, and then another optimizer's."""
     losses = _losses(_pretrain(tmp_path, *saver, save="megatron", canzona=None))
     precision = BF16 if "--bf16" in saver else FP32
     ours = _losses(_pretrain(tmp_path, *precision, *SHARDED, load="megatron"))

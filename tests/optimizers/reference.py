@@ -130,7 +130,7 @@ def soap(
 
     Args:
         late: as for `shampoo`.
-        finish: what is done to an update.
+        finish: the function applied to an update.
     """
     w = weight.double()
     rows, cols = w.shape
@@ -226,7 +226,7 @@ def normuon(
     """NorMuon (Li et al. 2025, algorithm 1), with the look ahead and the length of the authors' normuon.py.
 
     Args:
-        size: of an orthogonal matrix.
+        size: the size of an orthogonal matrix.
     """
     w = weight.double()
     m, v = torch.zeros_like(w), torch.zeros(w.size(0), 1).double()

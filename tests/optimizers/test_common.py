@@ -221,8 +221,8 @@ def test_a_part_that_fails_keeps_the_previous_basis(
 def test_state_from_before_refreshes_were_spread_is_taken_over(
     make: Callable[[list[torch.nn.Parameter], bool], KroneckerOptimizer],
 ) -> None:
-    """In the middle of a period: its refresh leaves squares as they are, the next one does not; and the other way
-    round, what was begun is left out."""
+    """The change comes in the middle of a period: its refresh leaves squares as they are, the next one does not; in the
+    other direction, a refresh that has begun is left out."""
     grads = reference.gradients([(9, 9)], 12)
     params = reference.weights([(9, 9)])
     old = make(params, False)

@@ -370,7 +370,7 @@ def test_tall_loses_no_more_than_wide() -> None:
 @pytest.mark.parametrize("stack", [False, True])
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "passes of a device"])
 def test_zeros_are_no_reason_for_doubt(stack: bool, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside another matrix, which moves; afterwards both are in Gram form."""
+    """Another matrix moves in the same step; afterwards both are in Gram form."""
     if on_device:
         monkeypatch.setattr("canzona_cli.optimizers.muon.runs_in_blocks", lambda matrix: False)
     told: list[str] = []

@@ -22,7 +22,7 @@ STEPS = 3
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What the host reads, in the order; answers are those of matrices of full rank without a NaN."""
+    """Records the host's reads in order; their answers are those of matrices of full rank without a NaN."""
     found: list[str] = []
 
     def answer(name: str, value: Callable[[torch.Tensor], object]) -> None:

@@ -21,7 +21,7 @@ def places(*columns: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def test_the_experts_of_a_layer_are_one_run() -> None:
-    """As Megatron's buffer has them: gate and up of each, `[gate; up]`, and then every down."""
+    """The order is that of Megatron's buffer: gate and up of each, `[gate; up]`, and then every down."""
     flat = torch.arange(4 * (2 * 3 * 5 + 5 * 3))
     fc1, fc2 = flat[: 4 * 2 * 3 * 5].view(4, 2, 3, 5), flat[4 * 2 * 3 * 5 :].view(4, 5, 3)
     gates, both = [expert[0] for expert in fc1], [part for expert in fc1 for part in expert]
@@ -78,7 +78,7 @@ def stepped(
 
 
 def forget(step: int, optimizer: Muon) -> None:
-    """What a repair does to one matrix, and a checkpoint to all."""
+    """Forgets an update as a repair does for one matrix, and a checkpoint for all."""
     params = optimizer.param_groups[0]["params"]
     if step == 1:
         optimizer.state.pop(params[2])

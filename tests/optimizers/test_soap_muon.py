@@ -50,8 +50,8 @@ def test_bf16_is_for_the_iteration_alone() -> None:
 @pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8)])
 def test_the_size_of_an_update_is_of_rows_and_cols_in_their_order(shape: tuple[int, int], mode: ScaleMode) -> None:
-    """Of 8 singular values, each within 0.7 to 1.25 after five steps of a Gaussian matrix; swapped sides make 2 to 4
-    times the size where a mode tells them apart."""
+    """Each of 8 singular values is within 0.7 to 1.25 after five steps of a Gaussian matrix; swapped sides make 2 to 4
+    times the size where a mode distinguishes them."""
     start, (gradient,) = torch.zeros(shape), reference.gradients([shape], 1)[0]
     p = torch.nn.Parameter(start.clone())
     p.grad = gradient.clone()

@@ -108,8 +108,8 @@ def planned_in(mode: str, size: Size, tp: int, dp: int) -> tuple[RunConfig, Layo
 def megatrons_layout(
     elements: Sequence[int], bucket: int | None, shards: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-    """Where Megatron's layer-wise optimizer puts parameters of these sizes: start and end of each bucket; start, end
-    and bucket of each parameter."""
+    """Returns the places that Megatron's layer-wise optimizer gives parameters of these sizes: start and end of each
+    bucket; start, end and bucket of each parameter."""
     import torch
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer

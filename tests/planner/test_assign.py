@@ -97,7 +97,7 @@ USUAL = (("0.6b", 8, "owner"), ("1.7b", 64, "contiguous"), ("8b", 128, "owner"),
 def test_plans_get_better_balanced_as_alpha_grows_and_their_bytes_more_even_as_it_falls(
     size: Size, gpus: int, tp: int, layout: BufferLayout
 ) -> None:
-    """What plans come to, memory and hosts included: 32B on 64 GPUs has natural orders that no rank has room for."""
+    """Memory and hosts are part of the plans: 32B on 64 GPUs has natural orders that no rank has room for."""
     base = run(size, gpus, strategy="canzona", tp=tp, pp=1)
     config, mesh = resolve(replace(base, engine=replace(base.engine, layout=layout, mode="hosted")))
     # Bytes are compared bucket by bucket, and plans may choose owners in natural order in Megatron's buckets.
@@ -192,7 +192,7 @@ def test_asc_takes_the_even_share_a_unit_starts_in_and_hosts_in_turn() -> None:
 
 
 def test_asc_shares_out_the_whole_buffer_not_each_bucket() -> None:
-    """Where a bucket has fewer matrices than there are ranks, every bucket's would be the same few ranks'."""
+    """Every bucket would go to the same few ranks if it had fewer matrices than there are ranks."""
     matrices, mesh, plan = transformer(8, 64, 128, 64), grid(1, 8), PlanSettings(strategy="asc")
     found = assign(matrices, newton_schulz(matrices), mesh, plan, bucket_elements=40_000)
     assert found == assign(matrices, newton_schulz(matrices), mesh, plan), "buckets make no difference"

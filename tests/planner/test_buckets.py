@@ -117,7 +117,7 @@ PLAN = PlanSettings(strategy="canzona", layout="owner")
 
 
 def _owners(matrices: tuple[Matrix, ...], found: Assignment, mesh: Layout, limit: int | None) -> list[int]:
-    """Of each bucket of the first stage, how many it has."""
+    """Returns the number of owners of each bucket of the first stage."""
     buckets = cut(stage_parameters(matrices, 0, mesh.tp), limit, stage=0)
     return [len({found.cells[i].owner for parameter in bucket for i in parameter.matrices}) for bucket in buckets]
 

@@ -110,7 +110,7 @@ class Case:
     plan: Plan
 
     def hosts(self, group: MicroGroup) -> list[int]:
-        """Of the hosted matrices."""
+        """Returns the hosts of the hosted matrices."""
         return [self.plan.assignment.cells[matrix.index].host for matrix in self.members(group)]
 
     def members(self, group: MicroGroup) -> list[Matrix]:
@@ -123,7 +123,7 @@ class Case:
 
     @property
     def widths(self) -> tuple[tuple[bool, int], ...]:
-        """Whether back from hosts, and bytes of an element."""
+        """Returns pairs of whether messages go back from hosts, and their bytes per element."""
         width, grad = self.config.train.weight_bytes, self.config.engine.gradient_bytes
         return (False, grad), (True, width)
 
@@ -201,7 +201,7 @@ def test_the_plans_traffic_is_what_its_ranks_send(case: Case) -> None:
 @given(case=cases())
 @settings(max_examples=75, deadline=None)
 def test_planned_buffers_are_the_engines_messages(case: Case) -> None:
-    """As `MatrixOptimizer` allocates them: one direction's for all of an owner's groups."""
+    """The sizes are those `MatrixOptimizer` allocates: one direction's for all of an owner's groups."""
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     directions = ((False, case.config.engine.exchange_dtype), (True, case.config.train.precision))
     for cell, planned in enumerate(step_buffers(case.config, case.plan, 0)):

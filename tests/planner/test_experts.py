@@ -191,7 +191,7 @@ def test_small_stages_are_balanced_to_within_one_expert_of_the_best(tp: int, dp:
 
 @pytest.mark.parametrize("large", [2.3, 3.1, 5.75])
 def test_the_bound_knows_that_dense_matrices_cannot_be_divided_among_expert_ranks(large: float) -> None:
-    """On two cells of each of two expert ranks, or one of each of four, one rank has two of three large matrices."""
+    """One rank has two of three large matrices, on two cells of each of two expert ranks or one of each of four."""
     for ep in (2, 4):
         mesh = replace(layout(tp=2, dp=2), ep=ep)
         matrices = [m for m in members(mesh, layers=2) if m.layer == 0 or m.kind == "q"]
@@ -204,7 +204,7 @@ def test_the_bound_knows_that_dense_matrices_cannot_be_divided_among_expert_rank
 
 @pytest.mark.parametrize(("tp", "ep", "most"), [(1, 4, 0.05), (4, 8, 0.1)])
 def test_experts_take_hardly_longer_with_their_copies_than_any_assignment_takes(tp: int, ep: int, most: float) -> None:
-    """Where dense matrices travel to hosts, the bound knows of their copies, but of no waits."""
+    """The bound includes the copies of dense matrices that travel to hosts, but no waits."""
     mesh = replace(layout(tp=tp, dp=16 // tp), ep=ep)
     config = experts(mesh, layers=8)
     taken = updates(config, mesh, make_plan(config, mesh))

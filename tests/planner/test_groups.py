@@ -148,7 +148,7 @@ def test_the_capacity_that_is_advised_is_enough_when_it_is_typed(rows: int, cols
 
 
 def _seconds(planned: tuple[RunConfig, Layout, Plan]) -> float:
-    """Of the slowest owner, by the planner's clock."""
+    """Returns the seconds of the slowest owner, by the planner's clock."""
     config, mesh, plan = planned
     pipeline, found = HostedPipeline.of(planning_config(config), mesh), 0.0
     jobs = {

@@ -62,7 +62,7 @@ def _fastest(
     ("owners", "bytes_per_s", "each"), [(2, 1e7, 0.4), (3, 1e9, 0.4), (3, 1e7, 0.55), (2, 1e9, 0.55), (2, 1e9, None)]
 )
 def test_no_assignment_takes_less(owners: int, bytes_per_s: float, each: float | None) -> None:
-    """Against all assignments of five matrices. On a fast link it is close to the best of them."""
+    """All assignments of five matrices are compared. On a fast link the bound is close to the best of them."""
     layer = [matrix for matrix in transformer(1, 64, 192, 16) if matrix.kind in ("q", "k", "gate", "up", "down")]
     matrices = [replace(matrix, index=index) for index, matrix in enumerate(layer)]
     costs = [1e-3 * matrix.elements / matrices[0].elements for matrix in matrices]

@@ -79,8 +79,8 @@ def test_one_owner_moves_no_gradients_and_one_host_exchanges_nothing() -> None:
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("splitting", ["split", "fused", "qkv", "per_head"])
 def test_exchange_is_every_fragment_that_is_not_on_its_host(splitting: str, width: int) -> None:
-    """Over all ranks, each fragment goes to its host as a gradient and comes back as a weight, with a flag for all of a
-    micro-group in which any does."""
+    """Each fragment goes to its host as a gradient and comes back as a weight, over all ranks, with one flag for a
+    micro-group in which any fragment travels."""
     config, _, plan = planned("tiny", 8, tp=4, splitting=splitting, exchange_dtype="bf16" if width == 2 else "fp32")
     wanted = 0
     for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True):

@@ -54,7 +54,7 @@ def test_every_group_goes_through_its_stages_in_order_beside_few_others(count: i
 
 
 def test_of_each_exchange_two_are_in_flight_at_most() -> None:
-    """Behind stage s of a group, until its next: messages have two sets."""
+    """An exchange may be in flight from stage s of its group until the group's next stage: messages have two sets."""
     turns = [*order(9)]
     for stage in range(2):
         open_now: list[int] = []

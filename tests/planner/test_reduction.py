@@ -1,4 +1,4 @@
-"""How gradients get to owners: prices by hand, and rings only where they are worth their memory."""
+"""The ways of gradients to owners: prices by hand, and rings only where they are worth their memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace

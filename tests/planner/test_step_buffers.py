@@ -1,4 +1,4 @@
-"""What the engine holds in a step, against sums by hand."""
+"""The memory that the engine holds in a step, against sums by hand."""
 
 from dataclasses import replace
 

@@ -80,7 +80,7 @@ class Page(HTMLParser):
 
     @property
     def words(self) -> str:
-        """What a person reads, spaces made one."""
+        """The text that a person reads, with runs of spaces collapsed."""
         return " ".join(" ".join(self._said).split())
 
     def rows(self) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What a terminal would show."""
+"""The screen of a terminal."""
 
 import io
 

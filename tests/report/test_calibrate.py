@@ -1,4 +1,4 @@
-"""What `canzona calibrate` shows fits 60 columns, and says what to do with it."""
+"""The report of `canzona calibrate` fits 60 columns and says what to do with it."""
 
 import io
 from dataclasses import replace

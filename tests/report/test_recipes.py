@@ -11,7 +11,7 @@ from tests.report import terminal
 from tests.sizes import Size, run
 
 table = functools.cache(lambda size, gpu_counts, **set_: layouts_by_gpus(run(size, 1, **set_), gpu_counts))
-"""What it is printed on decides its width."""
+"""A layout table by size; it adapts to the width of the console that prints it."""
 
 
 def printed(size: Size, width: int, gpu_counts: tuple[int, ...], **set_: object) -> str:

@@ -117,7 +117,7 @@ def test_runs_without_common_steps_or_breakdowns_are_still_compared(tmp_path: Pa
 
 
 def test_what_is_no_run_is_left_out_if_two_runs_remain(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    """As with `runs/*`: a folder of something else, and a file."""
+    """The arguments include a folder of something else and a file, as `runs/*` would."""
     (tmp_path / "other things").mkdir()
     (tmp_path / "notes.txt").touch()
     besides = (tmp_path / "other things", tmp_path / "notes.txt")

@@ -371,7 +371,7 @@ view.close("interrupted", "Ctrl-C")
 
 @cache
 def on_terminal(width: int, **variables: str) -> str:
-    """What the script writes to a real pseudo-terminal of that width."""
+    """Returns what the script writes to a real pseudo-terminal of that width."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     plain = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"}}

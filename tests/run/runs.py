@@ -44,7 +44,7 @@ CORPUS = PreparedCorpus(
 
 
 def with_tokens(*train_tokens: int) -> PreparedCorpus:
-    """To train on, of sets with equal shares."""
+    """Returns a corpus to train on, of sets with equal shares."""
     (one,) = CORPUS.sets
     share = 1 / len(train_tokens)
     sets = (replace(one, name=f"set{n}", share=share, train_tokens=t) for n, t in enumerate(train_tokens))

@@ -1,4 +1,4 @@
-"""How often a run reads its data, and what is said of a run that hardly makes sense."""
+"""The number of times a run reads its data, and the notes about a run that hardly makes sense."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_of_a_blend_each_set_is_counted_and_the_one_that_is_read_most_often_is_w
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe", "tokenizer.json"])
 def test_a_large_run_on_the_demonstration_corpus_is_called_a_trial(tokenizer: str) -> None:
-    """Before anything is prepared, and with it."""
+    """It is called a trial before anything is prepared, and afterwards."""
     config = run_of(100_000, data=DataConfig(source="stdlib", tokenizer=tokenizer))
     for corpus in (None, CORPUS):
         said = next(data_warnings(config, LAYOUT, corpus))

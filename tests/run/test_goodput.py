@@ -1,4 +1,4 @@
-"""Of a run's time: what went into steps that count, over all its launches."""
+"""The share of a run's time that went into steps that count, over all its launches."""
 
 from dataclasses import asdict
 from pathlib import Path

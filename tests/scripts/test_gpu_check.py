@@ -87,7 +87,7 @@ def test_parts_pass_on_cpu_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_parts_that_start_no_run_pass_on_a_cpu(setup: Setup) -> None:
-    """In this process, which has imported torch."""
+    """The parts run in this process, which has imported torch."""
     outcomes = {name: part_called(name, 60.0)(setup) for name in ALONE}
     assert {name: outcome.status for name, outcome in outcomes.items()} == dict.fromkeys(ALONE, "pass")
     (choices,) = (tiny["choices"] for tiny in outcomes["ladder"].numbers.values())  # type: ignore[index]

@@ -35,7 +35,7 @@ def test_it_is_within_a_tenth_of_the_step(tp: int, strategy: AnyStrategy) -> Non
     ],
 )
 def test_it_knows_what_experts_traffic_adds_to_a_step(mesh: tuple[str, ...]) -> None:
-    """On 256 GPUs it takes longer than the passes that it overlaps with."""
+    """The traffic takes longer on 256 GPUs than the passes it overlaps with."""
     given = ("recipe=qwen3-30b-a3b", "gpus=256", "cluster=h100-80g", "parallel.cp=1", "train.recompute=none", *mesh)
     config = compose_run([*given, "train.micro_batch_size=1"]).config
     (candidate,) = candidates(config)

@@ -1,4 +1,4 @@
-"""What canzona is compared with is what Megatron does."""
+"""The baseline that canzona is compared with is Megatron's own behaviour."""
 
 import random
 from collections.abc import Sequence

@@ -83,7 +83,7 @@ def test_who_sums_a_tied_embeddings_gradient_waits_there_for_the_other_end() -> 
 
 
 def test_gradients_that_travel_are_clipped_on_their_way() -> None:
-    """In fp32 the copies that put them together multiply; of bf16 a pass of its own does: 4 bytes of each element are
+    """The copies that assemble fp32 gradients multiply them; bf16 takes a separate pass: 4 bytes of each element are
     moved for the norm, and 8 for the clip."""
     found = []
     for dtype in ("fp32", "bf16"):

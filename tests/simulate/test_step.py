@@ -261,7 +261,8 @@ def pipeline(
 
 
 def test_the_next_chain_starts_while_the_last_one_empties_and_none_ends_before_it_is_filled() -> None:
-    """By hand: after a backward of one module, three buckets are reduced, each 2 s on the link after 1 s of filling."""
+    """The expected times are by hand: after a backward of one module, three buckets are reduced, each 2 s on the link
+    after 1 s of filling."""
     module = made_of(1.0, 1.0)
     time_of = StageTime(chunks=((module,),), hop=Transfer(), pass_s=0.0)
 
@@ -281,7 +282,8 @@ def test_the_next_chain_starts_while_the_last_one_empties_and_none_ends_before_i
 
 
 def test_buckets_arrive_while_gradients_are_set_to_zero_and_under_the_modules_before() -> None:
-    """By hand: three modules of 1 s, 3 s of zeroing, four buckets of 2 s of which the first two start at once."""
+    """The expected times are by hand: three modules of 1 s, 3 s of zeroing, four buckets of 2 s of which the first two
+    start at once."""
     module = made_of(1.0, 1.0)
     time_of = StageTime(chunks=((module,) * 4,), hop=Transfer(), pass_s=0.0)
     chunks = [Chunk(module=place, reduce=Transfer(), gather=Transfer(latency_s=2.0)) for place in (3, 2, 1, 0)]
@@ -301,7 +303,8 @@ def test_buckets_arrive_while_gradients_are_set_to_zero_and_under_the_modules_be
 
 
 def test_aligned_gatherings_start_by_whole_model_chunks_on_all_stages_at_once() -> None:
-    """By hand: two stages of four chunks of two modules of 1 s, a bucket of 0.25 s for each, last ones first.
+    """The expected times are by hand: two stages of four chunks of two modules of 1 s, a bucket of 0.25 s for each,
+    last ones first.
 
     The first forward starts at 0.5 s. From then on a stage forwards a micro-batch through a chunk every 2 s: the first
     stage begins with chunk 1 at 4.5 s and with chunk 2 at 8.5 s.
@@ -466,7 +469,7 @@ def test_attention_on_a_cpu_takes_about_as_long_as_measured(precision: Precision
 
 
 def test_traffic_on_the_same_link_slows_the_backward() -> None:
-    """Inside one machine, gradient reduction and tensor parallelism share NVLink; across machines they do not."""
+    """Gradient reduction and tensor parallelism share NVLink inside one machine; across machines they do not."""
     inside, across = layout(tp=4, dp=2, count=1), layout(tp=8, dp=2, count=1)
     for mesh, shared in ((inside, True), (across, False)):
         config = config_of("4b", mesh)

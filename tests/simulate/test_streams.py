@@ -1,4 +1,4 @@
-"""What travels beside what: messages between stages that nobody waits for at once, and AdamW's buckets beside those of
+"""Traffic that overlaps: messages between stages that nobody waits for at once, and AdamW's buckets with those of
 matrices."""
 
 import pytest
@@ -23,8 +23,8 @@ TRAVELS = Transfer(latency_s=1.0, link_s=2.0)
 
 
 def test_a_rank_waits_for_its_last_backward_message_once_it_sends_the_next() -> None:
-    """As Megatron's `send_prev_wait_handle`, whatever messages of forward passes go between. Hops are long, and the
-    third stage is much faster than the second, so without the wait it would run ahead."""
+    """The rule is Megatron's `send_prev_wait_handle`, whatever messages of forward passes go between. Hops are long,
+    and the third stage is much faster than the second, so without the wait it would run ahead."""
     iteration = pipeline([(1.0, 2.0), (5.0, 0.2), (0.1, 0.2)], 4.0, vpp=2, count=9)
     for stage in (1, 2):
         arrivals = [ran.end for _, ran, _ in iteration._streams["send", stage, "backward"]]
@@ -41,7 +41,7 @@ def test_a_rank_waits_for_its_last_backward_message_once_it_sends_the_next() -> 
 
 @pytest.mark.parametrize("mesh", [layout(tp=2, dp=32), layout(dp=64)], ids=("tp2", "tp1"))
 def test_a_rank_without_matrices_updates_adamws_parameters_on_shared_cores_too(mesh: Layout) -> None:
-    """As long as on a device of its own, with a core for everything; and every rank counts AdamW once."""
+    """It takes as long as on a device of its own, with a core for everything; and every rank counts AdamW once."""
     config = run("tiny", mesh.world_size, strategy="canzona")
     plan = plan_unbounded(config, mesh)
     workload = Workload(
@@ -62,8 +62,8 @@ def test_a_rank_without_matrices_updates_adamws_parameters_on_shared_cores_too(m
 
 @pytest.mark.parametrize(("stream", "seconds"), [("data", 2 * (1 + 2)), ("adamw", 1 + 2 * 2), ("experts", 1 + 2 * 2)])
 def test_two_buckets_with_own_communicators_share_a_link(stream: Stream, seconds: float) -> None:
-    """By hand: a module, after it a bucket of AdamW's (of experts) and one of matrices, each 1 s of latency and 2 s on
-    the link."""
+    """The expected times are by hand: a module, after it a bucket of AdamW's (of experts) and one of matrices, each 1 s
+    of latency and 2 s on the link."""
     chunks = [
         Chunk(module=0, reduce=TRAVELS, gather=TRAVELS, stream=stream),
         Chunk(module=0, reduce=TRAVELS, gather=TRAVELS),

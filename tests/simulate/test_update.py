@@ -20,7 +20,7 @@ NO_COPIES = replace(H100, intra_node_latency_us=0.0, memory_gb_per_s=1e15, launc
 FREE = replace(NO_COPIES, intra_node_gb_per_s=1e15)
 SIDE = 1024
 BYTES = 360e9
-"""Per second, of a link inside a machine."""
+"""The bytes per second of a link inside a machine."""
 
 
 def matrix(index: int, shard_dim: Literal[0, 1] | None = 0) -> Matrix:
@@ -85,7 +85,8 @@ def test_a_group_on_one_host_takes_its_receiver_longer() -> None:
 
 
 def test_norm_clip_and_adamw_hide_the_first_two_exchanges() -> None:
-    """Of three one is left, whose gradients set out with the first update; and all weights."""
+    """One of three exchanges stays exposed: the one whose gradients start with the first update. All weights are
+    exposed."""
     norm_s = 1.0
     (update, _) = hosted([0.0] * 6, [0, 1] * 3, [(0, 1), (2, 3), (4, 5)], NO_COPIES, norm_s=norm_s)
     # With a flag for each matrix.

@@ -80,7 +80,7 @@ class Slurm:
         )
 
     def ask(self, *argv: str) -> str:
-        """What a command prints; it must succeed."""
+        """Returns the output of a command, which must succeed."""
         done = self.command(*argv)
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -112,7 +112,7 @@ class Slurm:
 
 
 def missing() -> str | None:
-    """What a real Slurm lacks here, in words; None when nothing."""
+    """Returns the parts of a real Slurm that are missing here, in words; None if nothing is."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None and not Path("/usr/sbin", name).exists()]
     if absent:
         return f"{', '.join(absent)} not installed: apt-get install slurm-wlm munge"
@@ -180,7 +180,7 @@ def running(root: Path) -> Iterator[Slurm]:
 
 
 def _die_with_the_tests() -> None:
-    """In a daemon about to start: end it, jobs and all, when the tests are killed."""
+    """Makes a daemon that is about to start end, with its jobs, when the tests are killed."""
     pdeathsig = 1
     ctypes.CDLL(None).prctl(pdeathsig, signal.SIGTERM, 0, 0, 0)
 

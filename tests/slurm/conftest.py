@@ -25,5 +25,5 @@ def no_jobs_left(slurm: Slurm) -> Iterator[None]:
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """Where a test's jobs are submitted from and leave their logs."""
+    """The folder from which a test's jobs are submitted and in which they leave their logs."""
     return tmp_path

@@ -34,7 +34,7 @@ def wait_for_steps(slurm: Slurm, job_id: str, files: RunFiles, count: int) -> No
 
 
 def final_tensors(files: RunFiles) -> Mapping[str, str]:
-    """What the last checkpoint says of each tensor, its hash included; the whole of it is verified."""
+    """Returns the last checkpoint's entry for each tensor, its hash included, after verifying the whole of it."""
     newest = CheckpointStore(files.checkpoints).latest()
     assert newest is not None
     assert newest.step == STEPS

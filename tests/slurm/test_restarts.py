@@ -22,11 +22,11 @@ __all__ = ["environment"]  # the fixture
 
 STEPS = 150
 FAULTS = ((signal.SIGKILL, 10), (signal.SIGSTOP, 30), (signal.SIGKILL, 50))
-"""What happens to rank 1, and after how many steps of the run."""
+"""The signals sent to rank 1, and the number of steps of the run after which each is sent."""
 
 
 def wait_for_launch(files: RunFiles, number: int) -> None:
-    """Until what the launches before left has been put away, and the ranks of this one run."""
+    """Waits until files of earlier launches have been moved and the ranks of this launch run."""
     deadline = time.monotonic() + PATIENCE_S
     while not (number == 0 or (files.attempts / str(number)).exists()) or read_rank(files, 1).status != "running":
         assert time.monotonic() < deadline, f"launch {number} does not start"

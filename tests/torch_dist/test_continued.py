@@ -121,7 +121,7 @@ def test_canzona_and_megatron_go_on_from_each_other(
 def test_each_goes_on_from_the_other(
     flags: tuple[str, ...], engine: tuple[str, ...] | None, apart: float, cache: Path, tmp_path: Path
 ) -> None:
-    """In bf16, losses are as far apart as those of Megatron's own Muons (1e-4), which round in another order."""
+    """Losses in bf16 differ as much as those of Megatron's own Muons (1e-4), which round in another order."""
     saving = ("--save", str(tmp_path / "saved"), "--save-interval", str(SAVED))
     losses = _losses(_pretrain(cache, *flags, *saving, engine=engine))
     facts = _imported(tmp_path / "saved" / f"iter_{SAVED:07d}", tmp_path / "run")

@@ -59,7 +59,7 @@ def saved(root: Path, kind: Kind, *settings: str, optimizer: str = "") -> Path:
 
 
 def state(run: Path) -> dict[str, np.ndarray]:
-    """What a run's only checkpoint has, by names of units."""
+    """Returns the content of a run's only checkpoint, by names of units."""
     [folder] = (run / "checkpoints").glob("step-*")
     scalars = json.loads((folder / "manifest.json").read_text())["scalars"]
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -24,7 +24,7 @@ from canzona_cli.trackers.follow import TRACKERS, Follower, Point, TrackedRun
 from tests.run.runs import CONFIG
 
 Curves = dict[str, dict[int, list[float | str]]]
-"""By name and step, every value that was added; the last one counts."""
+"""The values that were added, by name and step; the last one counts."""
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def of_mlflow(files: RunFiles, run: str) -> Curves:
 
 
 def of_wandb(files: RunFiles, run: str) -> Curves:
-    """From the files that `wandb sync` would send; both launches' have the same run."""
+    """Returns the curves in the files that `wandb sync` would send; both launches' files have the same run."""
     import json
 
     from wandb.proto import wandb_internal_pb2
@@ -222,7 +222,8 @@ def test_what_never_arrived_is_sent_by_the_next_launch(files: RunFiles, monkeypa
 
 
 def test_the_process_takes_everything_before_it_ends(files: RunFiles) -> None:
-    """As the launcher starts it; a line that comes last of all is there, and nothing of it is left."""
+    """The launcher starts it the same way; a line that comes last of all is there, and nothing of the process is
+    left."""
     said: list[str] = []
     with run_trackers(files, ("tensorboard", "tensorboard"), start=0, environment={}, say=said.append):
         add(files, 4, loss=0.25)
@@ -232,7 +233,7 @@ def test_the_process_takes_everything_before_it_ends(files: RunFiles) -> None:
 
 
 def test_one_that_hangs_is_ended(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what it started: it does not hold the end of a run up."""
+    """The processes it started end too: it does not delay the end of a run."""
     child = (
         "import subprocess, sys, time; subprocess.Popen(['sleep', '1000']); print('up', flush=True); time.sleep(1000)"
     )

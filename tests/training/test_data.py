@@ -1,4 +1,4 @@
-"""Which samples a rank trains on: a property of the run, never of its layout."""
+"""The samples that a rank trains on: a property of the run, never of its layout."""
 
 from hypothesis import given
 from hypothesis import strategies as st

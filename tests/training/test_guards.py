@@ -108,7 +108,7 @@ def test_a_rate_far_too_high_is_found_within_steps_and_its_beginning_is_named() 
 
 @pytest.mark.parametrize(("level", "at_most"), [(1.5 * UNIFORM, 22), (UNIFORM, 50), (5.0, 150)])
 def test_a_loss_that_goes_back_towards_a_guess_is_lost_the_sooner_the_higher(level: float, at_most: int) -> None:
-    """From 2 nats, of which half of what was learnt is 3.97."""
+    """The run had reached 2 nats; half of what was learnt is lost at 3.97."""
     losses = [*descent(600), *[level] * 200]
     (lost,) = found(losses)
     assert lost.rule == "far"
@@ -117,7 +117,7 @@ def test_a_loss_that_goes_back_towards_a_guess_is_lost_the_sooner_the_higher(lev
 
 
 def test_a_run_that_recovers_is_no_longer_lost() -> None:
-    """With train.divergence=warn it may: by its losses, or by a validation."""
+    """A run may recover with train.divergence=warn: by its losses, or by a validation."""
     watching = guard()
     *_, lost = found([*descent(600), *[9.0] * 30], watching)
     assert watching.persists(lost)

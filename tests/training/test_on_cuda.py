@@ -1,4 +1,4 @@
-"""What training asks of CUDA alone, on a stand-in for it."""
+"""Training's use of CUDA, on a stand-in for it."""
 
 import json
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from tests.sizes import layout
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a rank tells the others."""
+    """A rank's message to the others."""
 
     number: int
 

@@ -1,4 +1,4 @@
-"""What workers leave in the run directory."""
+"""The records that workers leave in the run directory."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Where a step's tokens went is added up over ranks, and experts that get none are named."""
+"""The destinations of a step's tokens are summed over ranks, and experts that get none are named."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ ONE_SIDED = replace(EVEN, tokens=((4.0, 4.0), (8.0, 0.0)))
 
 @pytest.mark.parametrize(("kind", "parts"), [("sequence", 2 * 4), ("global", 4)])
 def test_sums_of_all_ranks_become_a_mean_over_what_they_are_parts_of(kind: str, parts: int) -> None:
-    """Of sequences, each data-parallel rank has its own; of the global batch every rank has a part."""
+    """Each data-parallel rank has sequences of its own, while every rank has a part of the global batch."""
     typed = ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "train.micro_batch_size=2", "train.recompute=none"]
     config, layout = resolve(compose_run(["recipe=moe-tiny", "gpus=2", f"model.balancing_loss={kind}", *typed]).config)
     assert (layout.dp, layout.num_microbatches) == (2, 4)
