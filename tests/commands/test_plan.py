@@ -136,7 +136,7 @@ def test_everything_about_a_plan_fits_the_width_of_its_terminal(large: dict[str,
 @pytest.mark.parametrize(
     "typed",
     [
-        pytest.param(EVERY_SIZE, id="little to search"),
+        pytest.param((*EVERY_SIZE, "parallel.tp=2", "parallel.pp=1", "parallel.cp=1"), id="little to search"),
         pytest.param((), marks=pytest.mark.sweep, id="all to search"),
     ],
 )
