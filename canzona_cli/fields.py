@@ -1,8 +1,9 @@
 """The annotations of settings: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
 
 The text is the setting's help. `Affects` says how a change of the setting affects plans, and runs that are
-resumed from a checkpoint. These annotations are read by the range check, `canzona recipes copy`, completion,
-the comparison of a resumed run with the saved one, and the planner's list of settings that a plan depends on.
+resumed from a checkpoint; a setting without it has the `AFFECTS` of its class. These annotations are read by
+the range check, `canzona recipes copy`, completion, the comparison of a resumed run with the saved one, and the
+planner's list of settings that a plan depends on.
 """
 
 import math
@@ -85,13 +86,6 @@ def bound_words(name: str, bound: float, value: float) -> str:
     if name == "at least" and 0 < bound < 1e-5 and value <= 0:
         return "above 0"
     return f"{name} {bound:,.16g}"
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The unit of a setting whose name and help do not state it."""
-
-    name: str
 
 
 @dataclass(frozen=True)

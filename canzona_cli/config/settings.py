@@ -8,9 +8,20 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.errors import Problem
-from canzona_cli.fields import Affects, Example, Range, Unit
+from canzona_cli.fields import Affects, Example, Range
 
 Kind = Literal["integer", "number", "boolean", "text", "choice", "list", "mapping", "other"]
+
+_UNITS = {
+    "_gib": "GiB",
+    "_mib": "MiB",
+    "_tflops": "TFLOP/s",
+    "_gb_per_s": "GB/s (1e9 bytes)",
+    "_us": "microseconds",
+    "_ns": "nanoseconds",
+    "_timeout_s": "seconds",
+}
+"""The units of settings, by the ends of their names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +43,9 @@ class Setting:
     """The allowed range; unlimited if the setting is not a number."""
     help: str
     """The help text. A test requires one for every setting."""
-    unit: str
     affects: Affects | None
-    """The effects of a change; None if the field does not declare them. A test requires every field to do
-    so."""
+    """The effects of a change; None if neither the field nor its class declares them. A test requires every
+    setting to have them."""
     example: str
     optimizers: frozenset[str] = frozenset()
     """The optimizers that have this `optimizer.*` setting."""
@@ -43,7 +53,8 @@ class Setting:
     @property
     def meaning(self) -> str:
         """The help text and the unit in one line."""
-        return f"{self.help} In {self.unit}." if self.unit else self.help
+        unit = next((unit for ending, unit in _UNITS.items() if self.key.endswith(ending)), None)
+        return f"{self.help} In {unit}." if unit else self.help
 
 
 @cache
@@ -174,8 +185,7 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
             default=None if default is MISSING else default,
             range=next((mark for mark in marks if isinstance(mark, Range)), Range()),
             help=next((mark for mark in marks if isinstance(mark, str)), ""),
-            unit=next((mark.name for mark in marks if isinstance(mark, Unit)), ""),
-            affects=next((mark for mark in marks if isinstance(mark, Affects)), None),
+            affects=next((mark for mark in marks if isinstance(mark, Affects)), getattr(owner, "AFFECTS", None)),
             example=next((mark.value for mark in marks if isinstance(mark, Example)), ""),
         )
 

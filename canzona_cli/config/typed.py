@@ -245,8 +245,10 @@ def _bad_entry(key: str, value: object, reason: str, texts: Mapping[str, str], w
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:
-    if (removed := REMOVED_VALUES.get((setting.key, str(value)))) is not None:
-        return Problem(key=setting.key, value=value, reason="no longer exists", fix=removed.instead)
+    if (setting.key, str(value)) in REMOVED_VALUES:
+        instead, _ = REMOVED_VALUES[setting.key, str(value)]
+        return Problem(key=setting.key, value=value, reason="no longer exists", fix=instead)
+
     hint = closest(str(value), setting.choices)
     listed = ", ".join(setting.choices)
     null = _OR_NULL if setting.optional else ""

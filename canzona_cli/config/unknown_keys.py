@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from typing import Final
 
 from canzona_cli.config.recipes import GROUPS
-from canzona_cli.config.removed import removed_setting_problem
+from canzona_cli.config.removed import REMOVED_SETTINGS
 from canzona_cli.config.settings import sections, settings
 from canzona_cli.errors import Problem, closest
 
@@ -159,8 +159,9 @@ def missing_feature_problem(name: str) -> Problem | None:
 
 def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
     """Returns a problem for a key that is not a setting. The fix suggests the most similar setting."""
-    if (removed := removed_setting_problem(key, text, where=where)) is not None:
-        return removed
+    if key in REMOVED_SETTINGS:
+        return Problem(key=key, value=text, reason=f"no longer exists{where}", fix=REMOVED_SETTINGS[key])
+
     names = sections().get(key)
     if names is not None:
         example = f"{key}.{min(names)}"

@@ -2,12 +2,13 @@
 nodes of a job."""
 
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from canzona_cli.fields import (
     NOTHING,
     PLAN,
     SPREAD,
+    Affects,
     Bytes,
     Count,
     CountOrZero,
@@ -20,7 +21,6 @@ from canzona_cli.fields import (
     Ranks,
     Seconds,
     Side,
-    Unit,
 )
 
 Device = Literal["cpu", "cuda"]
@@ -46,100 +46,68 @@ class ClusterConfig(HashedOnce):
     A plan file lists the values that the plan depends on, in the order of these fields.
     """
 
+    AFFECTS: ClassVar[Affects] = PLAN
+
     # The upper limits are several times the figures of today's fastest devices: a larger value has a wrong unit.
-    name: Annotated[str, "Name of the profile.", PLAN]
-    device: Annotated[Device, "The device on which a rank computes.", PLAN]
-    gpus_per_node: Annotated[Ranks, "Ranks on one node (GPUs, or CPU processes).", PLAN]
+    name: Annotated[str, "Name of the profile."]
+    device: Annotated[Device, "The device on which a rank computes."]
+    gpus_per_node: Annotated[Ranks, "Ranks on one node (GPUs, or CPU processes)."]
     memory_gib: Annotated[
-        float,
-        Range(at_least=1e-9, at_most=65_536),
-        "Memory of one GPU, or of one CPU rank.",
-        Unit("GiB"),
-        Example("80"),
-        PLAN,
+        float, Range(at_least=1e-9, at_most=65_536), "Memory of one GPU, or of one CPU rank.", Example("80")
     ]
-    reserved_gib: Annotated[
-        NotNegative,
-        "Part of memory_gib that the driver and the communication library take.",
-        Unit("GiB"),
-        PLAN,
-    ]
+    reserved_gib: Annotated[NotNegative, "Part of memory_gib that the driver and the communication library take."]
     bf16_tflops: Annotated[
         float,
         Range(at_least=1e-9, at_most=20_000),
         "Peak rate of dense bf16 matmuls on one GPU; model FLOP utilisation is relative to it.",
-        Unit("TFLOP/s"),
         Example("989"),
-        PLAN,
     ]
     memory_gb_per_s: Annotated[
-        float,
-        Range(at_least=1e-9, at_most=100_000),
-        "Memory bandwidth of one GPU.",
-        Unit("GB/s (1e9 bytes)"),
-        Example("3350"),
-        PLAN,
+        float, Range(at_least=1e-9, at_most=100_000), "Memory bandwidth of one GPU.", Example("3350")
     ]
     intra_node_gb_per_s: Annotated[
-        Positive,
-        "Bandwidth from one GPU to its peers in the same node, in one direction.",
-        Unit("GB/s"),
-        Example("450"),
-        PLAN,
+        Positive, "Bandwidth from one GPU to its peers in the same node, in one direction.", Example("450")
     ]
-    inter_node_gb_per_s: Annotated[
-        Positive, "Bandwidth from one GPU to another node, in one direction.", Unit("GB/s"), Example("50"), PLAN
-    ]
+    inter_node_gb_per_s: Annotated[Positive, "Bandwidth from one GPU to another node, in one direction.", Example("50")]
     headroom_gib: Annotated[
         NotNegative,
         "Memory that automatically chosen layouts and plans leave free if possible, in addition to reserved_gib,"
         " because no run has confirmed the planned memory on these GPUs. Layouts that you set may use it.",
-        Unit("GiB"),
-        PLAN,
     ] = 0.0
     transformer_engine: Annotated[
         bool | None,
         "Build layers with Transformer Engine (fused norms, sequence parallelism, flash attention). null: on a machine"
         " with GPUs, true if Transformer Engine is installed; on other machines, plans for GPUs assume true.",
-        PLAN,
     ] = None
     intra_node_latency_us: Annotated[
-        NotNegative,
-        "Time of one step of an intra-node collective with an empty message.",
-        Unit("microseconds"),
-        PLAN,
+        NotNegative, "Time of one step of an intra-node collective with an empty message."
     ] = 10.0
     inter_node_latency_us: Annotated[
-        NotNegative, "Time of one step of an inter-node collective with an empty message.", Unit("microseconds"), PLAN
+        NotNegative, "Time of one step of an inter-node collective with an empty message."
     ] = 20.0
     intra_node_channels: Annotated[
         Count,
         "Channels that NCCL uses in an intra-node group. Reductions and broadcasts are pipelined in chunks of 512 KiB"
         " per channel; filling the pipeline takes the time of one chunk per hop, in addition to the latency. Has no"
         " effect on CPU ranks.",
-        PLAN,
     ] = 24
     # NCCL logs "24 coll channels" for eight H100, and 24 for the links of eight A100: NVIDIA/nccl issues 1259
     # and 652.
     inter_node_channels: Annotated[
-        Count, "Channels per network port that NCCL uses in an inter-node group: two for each port's ring.", PLAN
+        Count, "Channels per network port that NCCL uses in an inter-node group: two for each port's ring."
     ] = 2
     # NVIDIA/nccl issue 1041; logs of two nodes with eight H100 each say "16 coll channels".
     matmul_tflops: Annotated[
         tuple[tuple[Side, Positive], ...],
         "Measured rates of bf16 matmuls of n by n matrices, as pairs [n, rate] in ascending order of n; empty: "
         "estimated.",
-        Unit("TFLOP/s"),
         Example("[[2048,540],[8192,800]]"),
-        PLAN,
     ] = ()
     sustained_tflops: Annotated[
         Positive | None,
         "Highest rate of bf16 matmuls that the GPU sustains for more than a second, at its power limit; null: "
         "no limit on matmul_tflops.",
-        Unit("TFLOP/s"),
         Example("700"),
-        PLAN,
     ] = None
     symmetric_factor: Annotated[
         float,
@@ -147,25 +115,21 @@ class ClusterConfig(HashedOnce):
         "Time of a bf16 matmul with a symmetric result, using this machine's symmetric kernels, relative to a general"
         " matmul of the same size; 1: there are no such kernels, 0.5: they are ideal.",
         Example("0.6"),
-        PLAN,
     ] = 1.0
     bf16_in_fp32: Annotated[
         bool,
         "CPU ranks only: the processor has no bf16 instructions, so bf16 matmuls are computed in fp32. fp16 matmuls"
         " take as long, so optimizer.form=auto may then choose the Gram form, which needs fp16.",
-        PLAN,
     ] = False
     tp_overlap: Annotated[
         bool,
         "Simulate tensor-parallel collectives as overlapped with their matmuls, as with Transformer Engine's"
         " user buffers in NVIDIA's published recipes. canzona's own runs do not overlap them.",
-        PLAN,
     ] = False
     dispatch_overlap: Annotated[
         bool,
         "Simulate the transfers of tokens to experts and back as overlapped with another micro-batch's computation, as"
         " with Megatron's overlap_moe_expert_parallel_comm. canzona's own runs do not overlap them.",
-        PLAN,
     ] = False
     collective_units: Annotated[
         float,
@@ -173,69 +137,48 @@ class ClusterConfig(HashedOnce):
         "Share of a GPU's compute units that a collective takes from concurrent kernels if it uses all links of a node;"
         " proportionally less if it uses fewer network ports.",
         Example("0.12"),
-        PLAN,
     ] = 0.0
     speed_spread: Annotated[
         float,
         Range(at_least=0, at_most=0.1),
         "Relative standard deviation of the speed of GPUs of this kind; every step waits for the slowest GPU.",
         Example("0.01"),
-        PLAN,
     ] = 0.0
     fp32_tflops: Annotated[
-        Positive | None,
-        "Rate of large fp32 matmuls; null: a sixteenth of the bf16 peak.",
-        Unit("TFLOP/s"),
-        Example("50"),
-        PLAN,
+        Positive | None, "Rate of large fp32 matmuls; null: a sixteenth of the bf16 peak.", Example("50")
     ] = None
     tf32_tflops: Annotated[
         Positive | None,
         "Rate of large fp32 matmuls in TF32, which Shampoo and SOAP allow; null: fp32_tflops, for GPUs without TF32.",
-        Unit("TFLOP/s"),
         Example("400"),
-        PLAN,
     ] = None
     qr_tflops: Annotated[
         Positive | None,
         "Rate of the QR factorisation of a large fp32 matrix; null: a twentieth of fp32_tflops.",
-        Unit("TFLOP/s"),
         Example("5"),
-        PLAN,
     ] = None
     eigh_tflops: Annotated[
         Positive | None,
         "Rate of the eigendecomposition of a large symmetric fp32 matrix; null: a hundredth of fp32_tflops.",
-        Unit("TFLOP/s"),
         Example("2"),
-        PLAN,
     ] = None
-    launch_us: Annotated[NotNegative, "Time added by launching one operation.", Unit("microseconds"), PLAN] = 5.0
+    launch_us: Annotated[NotNegative, "Time added by launching one operation."] = 5.0
     graph_launch_us: Annotated[
-        NotNegative,
-        "Time added by launching one operation that is replayed in a CUDA graph.",
-        Unit("microseconds"),
-        PLAN,
+        NotNegative, "Time added by launching one operation that is replayed in a CUDA graph."
     ] = 1.0
     grouped_collectives: Annotated[
         bool,
         "Launch all reductions to the owners of a bucket (or broadcasts from them) together, as one NCCL group; false: "
         "one after another, each with its own latency. Workers on GPUs check this when they start.",
-        PLAN,
     ] = True
     measured_updates: Annotated[
         tuple[tuple[str, Side, Side, Seconds], ...],
         "Measured updates, used instead of the cost model: algorithm (soap, muon/standard/5), rows, columns, "
         "seconds. Names that start with megatron/ are Megatron's own implementation, which sc and layerwise run.",
         Example("[[muon/standard/5,4096,4096,0.004]]"),
-        PLAN,
     ] = ()
     adamw_ns: Annotated[
-        Positive | None,
-        "Measured time of AdamW per element; null: estimated from memory traffic.",
-        Unit("nanoseconds"),
-        Example("0.01"),
-        PLAN,
+        Positive | None, "Measured time of AdamW per element; null: estimated from memory traffic.", Example("0.01")
     ] = None
     collectives: Annotated[
         tuple[tuple[str, Ranks, Bytes, Seconds, NotNegative], ...],
@@ -245,7 +188,6 @@ class ClusterConfig(HashedOnce):
         "the message for reduce, broadcast and send (on GPUs, for reduce and broadcast, a bucket with one range per "
         "rank), and everything that the busiest rank sends for all_to_all.",
         Example("[[all_reduce,2,1048576,0.002,1.5]]"),
-        PLAN,
     ] = ()
     cores: Annotated[
         Count | None,
@@ -260,23 +202,17 @@ class ClusterConfig(HashedOnce):
         " this at 1.",
         NOTHING,
     ] = 1.0
-    forward_factor: Annotated[Factor, "Measured time of forward passes, relative to the modelled time.", PLAN] = 1.0
-    backward_factor: Annotated[Factor, "Measured time of backward passes, relative to the modelled time.", PLAN] = 1.0
+    forward_factor: Annotated[Factor, "Measured time of forward passes, relative to the modelled time."] = 1.0
+    backward_factor: Annotated[Factor, "Measured time of backward passes, relative to the modelled time."] = 1.0
     forward_module_us: Annotated[
         NotNegative,
         "Measured fixed time of a module (the work around one weight) in the forward pass, to launch its operations.",
-        Unit("microseconds"),
-        PLAN,
     ] = 0.0
-    backward_module_us: Annotated[
-        NotNegative, "Measured fixed time of a module in the backward pass.", Unit("microseconds"), PLAN
-    ] = 0.0
+    backward_module_us: Annotated[NotNegative, "Measured fixed time of a module in the backward pass."] = 0.0
     pass_us: Annotated[
         NotNegative,
         "Fixed time of one micro-batch's forward or backward pass through a model chunk, for any number of layers: the"
         " host's work for the schedule, and to issue a send and a receive.",
-        Unit("microseconds"),
-        PLAN,
     ] = 150.0
     # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32
     # on 2 ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code

@@ -4,7 +4,7 @@ layout of a run."""
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from canzona_cli.config.schema.cluster import ClusterConfig, HashedOnce
 from canzona_cli.config.schema.optimizer import OptimizerConfig
@@ -21,6 +21,7 @@ from canzona_cli.fields import (
     NOTHING,
     PLAN,
     SPREAD,
+    Affects,
     Count,
     CountOrZero,
     Example,
@@ -28,7 +29,6 @@ from canzona_cli.fields import (
     Precision,
     Range,
     Ranks,
-    Unit,
 )
 
 Strategy = Literal["canzona", "paper", "asc", "layerwise", "sc"]
@@ -52,56 +52,47 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 class EngineConfig:
     """The settings that decide which ranks update which matrices, and how."""
 
+    AFFECTS: ClassVar[Affects] = SPREAD | PLAN
+
     strategy: Annotated[
         Strategy,
         "canzona, paper (the engine of arXiv 2602.06079) and asc execute a plan. layerwise is Megatron's layer-wise "
         "optimizer. sc: every rank updates every matrix, with Megatron's own Muon or, for other optimizers, canzona's "
         "engine. Has no effect with optimizer=adamw.",
-        SPREAD | PLAN,
     ]
     layout: Annotated[
         BufferLayout,
         "Order of the parameters in a bucket: contiguous (Megatron's order, as in the paper), or owner (sorted by "
         "owner, with uneven shards and no padding).",
-        SPREAD | PLAN,
     ] = "owner"
     splitting: Annotated[
         Splitting,
         "Splitting of weights into matrices. fused: weights as Megatron stores them; qkv: q, k and v separate (the "
         "finest splitting that layerwise, and sc with Muon, support); split: gate and up separate too; per_head: also "
         "each head of q, k and v.",
-        SPREAD | PLAN,
     ] = "split"
     alpha: Annotated[
         float,
         Range(at_least=0, at_most=1),
         "Quantity to balance over data-parallel ranks: 0: communication, 1: compute, in between: a mixture of both.",
-        SPREAD | PLAN,
     ] = 1.0
     grouping: Annotated[
         Grouping,
         "How matrices are divided into micro-groups: greedy (with rollback, as in the paper) or auto (by search).",
-        SPREAD | PLAN,
     ] = "auto"
     mode: Annotated[
         Literal["auto"] | Mode,
         "Ranks that update a matrix: hosted (only its host), shared (all TP ranks of its owner, if the optimizer and "
         "the matrix allow it), or auto (a search chooses for each matrix). Strategies paper and asc always use hosted.",
-        SPREAD | PLAN,
     ] = "auto"
     c_max_mib: Annotated[
-        Positive | None,
-        "Size limit of one rank's fused exchange; null: chosen automatically.",
-        Unit("MiB"),
-        Example("64"),
-        SPREAD | PLAN,
+        Positive | None, "Size limit of one rank's fused exchange; null: chosen automatically.", Example("64")
     ] = None
     reduction: Annotated[
         Reduction | None,
         "How gradients reach their owners, and weights return: reduce (one reduction and one broadcast per owner), or "
         "ring (a reduce-scatter and an all-gather of equal parts, plus messages between the ranks that have these "
         "parts and the owners). null: the faster one for each bucket.",
-        SPREAD | PLAN,
     ] = None
     plan: Annotated[
         str | None,
@@ -125,33 +116,29 @@ class EngineConfig:
 class CheckpointConfig:
     """The settings for saving checkpoints and resuming from them."""
 
-    every_steps: Annotated[Count | None, "Steps between checkpoints; null: save only by time.", NOTHING] = None
-    every_minutes: Annotated[Positive | None, "Minutes between checkpoints; null: save only by steps.", NOTHING] = 30.0
-    at_end: Annotated[
-        bool, "Also save after the last step. Preempted and interrupted runs are always saved.", NOTHING
-    ] = True
-    asynchronous: Annotated[
-        bool, "Write checkpoints while training continues; false: training waits for the disk.", NOTHING
-    ] = True
-    keep: Annotated[Count, "Number of the newest checkpoints to keep.", NOTHING] = 3
+    AFFECTS: ClassVar[Affects] = NOTHING
+
+    every_steps: Annotated[Count | None, "Steps between checkpoints; null: save only by time."] = None
+    every_minutes: Annotated[Positive | None, "Minutes between checkpoints; null: save only by steps."] = 30.0
+    at_end: Annotated[bool, "Also save after the last step. Preempted and interrupted runs are always saved."] = True
+    asynchronous: Annotated[bool, "Write checkpoints while training continues; false: training waits for the disk."] = (
+        True
+    )
+    keep: Annotated[Count, "Number of the newest checkpoints to keep."] = 3
     keep_every: Annotated[
-        Count | None,
-        "Also keep all checkpoints at multiples of this number of steps; null: keep only the newest.",
-        NOTHING,
+        Count | None, "Also keep all checkpoints at multiples of this number of steps; null: keep only the newest."
     ] = None
     resume: Annotated[
         str,
         "Checkpoint from which the run resumes. auto: the newest one in the run directory, or a start at step 1 if "
         "there is none. Or the name of a checkpoint in the run directory (step-00000030), or the path of a checkpoint "
         "or of another run directory.",
-        NOTHING,
     ] = "auto"
     weights_from: Annotated[
         str | None,
         "A run directory, a checkpoint or a Hugging Face folder with the initial weights, for example for annealing. "
         "The run starts at step 1 with new optimizer state. Once it has a checkpoint of its own, it resumes from that. "
         "Short form: init=DIR. null: random weights.",
-        NOTHING,
     ] = None
 
 
@@ -159,42 +146,38 @@ class CheckpointConfig:
 class RunSettings:
     """The settings for the run directory, trackers, hang detection, restarts, traces and profiles."""
 
-    dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`.", NOTHING] = None
-    root: Annotated[str, "Folder in which run directories are created if `dir` is null.", NOTHING] = "runs"
+    AFFECTS: ClassVar[Affects] = NOTHING
+
+    dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`."] = None
+    root: Annotated[str, "Folder in which run directories are created if `dir` is null."] = "runs"
     trackers: Annotated[
         tuple[TrackerName, ...],
         "Trackers that also get the numbers in metrics.jsonl: tensorboard, wandb, mlflow. The trackers' own "
         "environment variables set the server and its key (WANDB_MODE, MLFLOW_TRACKING_URI, ...).",
         Example("[tensorboard,wandb,mlflow]"),
-        NOTHING,
     ] = ()
     hang_timeout_s: Annotated[
         Positive | None,
         "Time that a rank may make no progress before the run ends and the stuck rank is reported; three times as "
         "long for start-up, loading, saving and the first step. null: no limit.",
-        Unit("seconds"),
-        NOTHING,
     ] = 600.0
     restarts: Annotated[
         CountOrZero,
         "How many times one launch restarts a run whose workers crashed or hung; 0: never. The wait before a restart "
         "is 10 s, and doubles while the run makes no progress. A run is not restarted if it failed twice in the same "
         "way at the same step, if it diverged, or if it failed because of a user's mistake.",
-        NOTHING,
     ] = 0
     trace_steps: Annotated[
         tuple[Count, Count] | None,
         "First and last step whose timelines are written to trace.json; null: no trace.json, but `canzona report "
         "--trace` can show the last two steps.",
         Example("[5,7]"),
-        NOTHING,
     ] = None
     profile_steps: Annotated[
         tuple[Count, Count] | None,
         "First and last step to record with torch's profiler: on every rank if there are at most 8, else on rank 0. "
         "The profiler slows these steps down, so the breakdown excludes them.",
         Example("[5,7]"),
-        NOTHING,
     ] = None
 
 

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from canzona_cli.fields import (
     CURVE,
@@ -12,6 +12,7 @@ from canzona_cli.fields import (
     NOTHING,
     PLAN,
     SPREAD,
+    Affects,
     Count,
     CountOrZero,
     Epsilon,
@@ -217,15 +218,15 @@ class TrainConfig:
 class ScheduleConfig:
     """The settings of the learning-rate schedule: a linear warm-up, then a decay."""
 
-    decay: Annotated[DecayStyle, "Shape of the decay after the warm-up.", CURVE] = "cosine"
+    AFFECTS: ClassVar[Affects] = CURVE
+
+    decay: Annotated[DecayStyle, "Shape of the decay after the warm-up."] = "cosine"
     warmup_steps: Annotated[
-        CountOrZero | None, "Steps of linear warm-up; null: a twentieth of `decay_steps`, at most 2000.", CURVE
+        CountOrZero | None, "Steps of linear warm-up; null: a twentieth of `decay_steps`, at most 2000."
     ] = None
-    decay_steps: Annotated[Count | None, "Step at which the rate reaches its minimum; null: `train.steps`.", CURVE] = (
-        None
-    )
+    decay_steps: Annotated[Count | None, "Step at which the rate reaches its minimum; null: `train.steps`."] = None
     wsd_decay_steps: Annotated[
-        Count | None, "For wsd: steps of the final decay; null: a tenth of the steps after the warm-up.", CURVE
+        Count | None, "For wsd: steps of the final decay; null: a tenth of the steps after the warm-up."
     ] = None
 
     def complete(self, steps: int) -> "ScheduleConfig":
@@ -244,27 +245,25 @@ class ScheduleConfig:
 class DataConfig:
     """The settings of the training data and its tokenizer."""
 
+    AFFECTS: ClassVar[Affects] = CURVE
+
     source: Annotated[
         Literal["stdlib", "prepared"],
         "stdlib: the source code of the Python standard library, tokenised once and cached. prepared: the files of"
         " `path` or `blend`.",
-        CURVE,
     ]
-    path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension.", CURVE] = None
+    path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension."] = None
     blend: Annotated[
         dict[str, Positive] | None,
         "For prepared, instead of path: the prefixes of several pairs, each with a weight that gives its relative share"
         " of the samples.",
         Example("'{data/code:0.7,data/web:0.3}'"),
-        CURVE,
     ] = field(default=None, hash=False)
-    tokenizer: Annotated[str, "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json.", CURVE] = "byte"
+    tokenizer: Annotated[str, "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json."] = "byte"
     tokenizer_vocab_size: Annotated[
-        Side, "For bpe: number of entries in the vocabulary, which is trained on the data.", CURVE
+        Side, "For bpe: number of entries in the vocabulary, which is trained on the data."
     ] = 16384
-    validation_fraction: Annotated[
-        Share, "Share of documents, from the end, that are held out for validation.", CURVE
-    ] = 0.02
+    validation_fraction: Annotated[Share, "Share of documents, from the end, that are held out for validation."] = 0.02
     cache_dir: Annotated[
         str | None,
         "Folder for prepared corpora, sample indices and layouts found by search; null: $CANZONA_CACHE, else"
