@@ -8,16 +8,9 @@ from pathlib import Path
 
 from canzona_cli.cluster.gpus import with_layers_here
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.recipes import (
-    builtin_recipes_dir,
-    find_file,
-    find_option,
-    group_options,
-    is_file_name,
-    user_recipes_dirs,
-)
+from canzona_cli.config.recipes import builtin_recipes_dir, find_option, group_options, user_recipes_dirs
 from canzona_cli.config.schema import ClusterConfig
-from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.errors import Problem, collect_problems
 
 WITHOUT_FUSED_LAYERS = "13 to 20% fewer tokens per second"
 """The cost of cluster.transformer_engine=false that `canzona train --dry-run` predicts for 0.6B to 32B on 1
@@ -53,7 +46,7 @@ def list_profiles(recipes_dirs: Sequence[Path] = ()) -> list[Profile]:
         ConfigError: one of `recipes_dirs` does not exist.
     """
     dirs = (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir())
-    profiles = [_read(name, path, str(path)) for name, path in group_options("cluster", dirs).items()]
+    profiles = [_read(path) for path in group_options("cluster", dirs).values()]
     return sorted(profiles, key=lambda profile: (profile.builtin, profile.name))
 
 
@@ -63,23 +56,16 @@ def find_profile(name_or_file: str, recipes_dirs: Sequence[Path]) -> Profile:
     Raises:
         ConfigError: there is no such profile.
     """
-    dirs = (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir())
-    if is_file_name(name_or_file):
-        path = find_file("cluster", name_or_file, dirs)
-        return _read(path.stem, path, name_or_file)
-    name = find_option("cluster", name_or_file, dirs)
-    path = group_options("cluster", dirs)[name]
-    return _read(name, path, str(path))
+    return _read(find_option("cluster", name_or_file, (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir())))
 
 
-def _read(name: str, path: Path, name_or_file: str) -> Profile:
-    builtin = path.parent.parent == builtin_recipes_dir()
-    try:
+def _read(path: Path) -> Profile:
+    cluster, problems = None, list[Problem]()
+    with collect_problems(problems):
         # A profile is checked as part of a run, so use a recipe that fits on any machine.
-        cluster = compose_run(["recipe=qwen3-tiny", "gpus=1", f"cluster={name_or_file}"], training=False).config.cluster
-    except ConfigError as error:
-        return Profile(name=name, path=path, builtin=builtin, cluster=None, problems=error.problems)
-    return Profile(name=name, path=path, builtin=builtin, cluster=cluster)
+        cluster = compose_run(["recipe=qwen3-tiny", "gpus=1", f"cluster={path}"], training=False).config.cluster
+    builtin = path.parent.parent == builtin_recipes_dir()
+    return Profile(name=path.stem, path=path, builtin=builtin, cluster=cluster, problems=tuple(problems))
 
 
 def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[str, ...]:

@@ -128,10 +128,10 @@ def _short_text(recipe: Path, overrides: "Sequence[str]", name: str) -> str:
         ConfigError: the other recipe is not in a group folder, so recipes cannot build on it.
     """
     from canzona_cli.config.overrides import parse_overrides
-    from canzona_cli.config.recipes import lies_flat, short_recipe_text
+    from canzona_cli.config.recipes import short_recipe_text
     from canzona_cli.errors import ConfigError, Problem
 
-    if lies_flat(recipe):
+    if recipe.parent.name != "recipe":
         reason = "is not in a recipe folder, and a recipe can build only on another recipe's name"
         fix = "leave out --short, or move the file to DIR/recipe/ and use --recipes-dir DIR"
         raise ConfigError(Problem(key="NAME", value=str(recipe), reason=reason, fix=fix))

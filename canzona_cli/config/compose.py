@@ -1,7 +1,7 @@
 """Loads the configuration of one run: composes the recipe, groups and overrides with Hydra, then converts the
 values to their types and checks them together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from canzona_cli.config.recipes import (
     builtin_recipes_dir,
     display_path,
     find_options,
-    group_options,
+    is_file_name,
     read_yaml,
-    shadowing_files,
+    shadows_builtin,
     user_recipes_dirs,
 )
 from canzona_cli.config.removed import bring_up_to_date
@@ -98,24 +98,23 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     saved = Path(run_dir).expanduser() / WRITTEN if isinstance(run_dir, str) else None
     if "recipe" not in parsed.groups and saved is not None and saved.is_file():
         parsed = replace(parsed, groups={"recipe": str(saved.absolute()), **parsed.groups})
-    options, paths = find_options(parsed.groups, dirs, problems)
-    if "recipe" not in {*options, *paths}:
+    chosen = find_options(parsed.groups, dirs, problems)
+    if "recipe" not in chosen:
         # Without a recipe, only the problems of single overrides can be reported.
         raise ConfigError(*problems, *type_problems(tree_of(parsed.values), parsed.texts))
     try:
-        base, files = compose_files(options, paths, dirs)
+        base, files = compose_files(chosen, dirs)
         tree = with_values(base, parsed.values, problems)
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from error
-    recipe_file = paths["recipe"] if "recipe" in paths else group_options("recipe", dirs)[options["recipe"]]
+    recipe_file = chosen["recipe"]
     recipes = [file for file in files if file.parent.name == "recipe" or file == recipe_file]
     set_keys = {*parsed.values, *overruling_settings(recipes, parsed)}
     drop_replaced(tree, parsed, set_keys, problems)
     if saved is not None and recipe_file == saved.resolve():
         choose_again(tree, base, parsed)
-    where = " with ".join(
-        display_path(path) for path in (recipe_file, *(paths[group] for group in paths if group == "cluster"))
-    )
+    typed_files = [path for group, path in chosen.items() if is_file_name(parsed.groups[group])]
+    where = " with ".join(map(display_path, dict.fromkeys([recipe_file, *typed_files])))
     built = build(tree, texts=parsed.texts, where=where)
     bad: set[str] = set()
     if isinstance(built, list):
@@ -133,7 +132,12 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     problems += consent_problems(config, explicit, training=training)
     problems += with_own_values(config, unused_problems(config, explicit, training=training))
     refuse(problems)
-    shadowing = _shadowing_notes(files, paths, recipe_file)
+    groups = {file: file.parent.name for file in files} | {path: group for group, path in chosen.items()}
+    shadowing = [
+        f"{group} {file.stem} from {display_path(file)} shadows the built-in"
+        for file, group in groups.items()
+        if file not in typed_files and shadows_builtin(group, file)
+    ]
     return Composed(
         config=config,
         explicit=explicit,
@@ -141,20 +145,6 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         recipe_file=recipe_file,
         files=tuple(files),
     )
-
-
-def _shadowing_notes(files: Sequence[Path], paths: Mapping[str, Path], recipe_file: Path) -> Iterator[str]:
-    """Yields a note for each file that is used in place of the built-in file of the same name.
-
-    Args:
-        files: all files of the configuration.
-        paths: the files that the command line names by their path, by group.
-    """
-    for group, name, file in shadowing_files([file for file in files if file not in paths.values()]):
-        yield f"{group} {name} from {display_path(file)} shadows the built-in"
-    builtin_names = group_options("recipe", [builtin_recipes_dir()])
-    if "recipe" in paths and recipe_file.stem in builtin_names and recipe_file != builtin_names[recipe_file.stem]:
-        yield f"recipe {recipe_file.stem} is read from {display_path(recipe_file)}, not the built-in of that name"
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:

@@ -3,13 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
-from canzona_cli.errors import ConfigError, Problem, closest, refuse
+from canzona_cli.errors import ConfigError, Problem, closest, collect_problems, refuse
 
 if TYPE_CHECKING:
     from canzona_cli.config.schema import RunConfig
@@ -66,20 +66,12 @@ def group_options(group: str, dirs: Sequence[Path]) -> dict[str, Path]:
     return dict(sorted(options.items()))
 
 
-def lies_flat(recipe: Path) -> bool:
-    """Returns True if a recipe is not in a folder `recipe/`. Hydra does not find such a recipe by name, so it
-    is composed like a file that was chosen by its path."""
-    return recipe.parent.name != "recipe"
-
-
-def full_name(option: str, options: Sequence[str] | dict[str, Path]) -> str | None:
-    """Returns the full name of an option; None if there is no such option. `option` may omit the prefix of
-    the model family (`8b`, `tiny`, `405b`), and its case is ignored."""
-    lowered = {name.lower(): name for name in options}
-    for candidate in (option.lower(), *(f"{family}{option.lower()}" for family in _FAMILIES)):
-        if candidate in lowered:
-            return lowered[candidate]
-    return None
+def _named_option(name: str, options: Mapping[str, Path]) -> Path | None:
+    """Returns the file of an option; None if there is no such option. `name` may omit the prefix of the model
+    family (`8b`, `tiny`, `405b`), and its case is ignored."""
+    lowered = {option.lower(): path for option, path in options.items()}
+    candidates = [f"{family}{name.lower()}" for family in ("", *_FAMILIES)]
+    return next((lowered[candidate] for candidate in candidates if candidate in lowered), None)
 
 
 def display_path(path: Path) -> str:
@@ -96,25 +88,19 @@ def is_file_name(choice: str) -> bool:
     return choice.endswith((".yaml", ".yml"))
 
 
-def find_option(group: str, choice: str, dirs: Sequence[Path]) -> str:
-    """Returns the full name of a group's option.
+def find_option(group: str, choice: str, dirs: Sequence[Path]) -> Path:
+    """Returns the file of a group's option, which is chosen by its name or, for a recipe or cluster, by the
+    path of its file.
 
     Raises:
-        ConfigError: there is no such option. The error suggests the closest name.
+        ConfigError: there is no such option or file (the error suggests the closest name), or the file is not
+            a YAML mapping, names code to run, or refers to environment variables.
     """
-    name = full_name(choice, group_options(group, dirs))
-    if name is None:
-        raise ConfigError(_unknown_option(group, choice, dirs))
-    return name
-
-
-def find_file(group: str, choice: str, dirs: Sequence[Path]) -> Path:
-    """Returns the absolute path of a file that was chosen instead of an option of the group.
-
-    Raises:
-        ConfigError: there is no such file, it is not a YAML mapping, it names code to run, or it refers to
-            environment variables.
-    """
+    if group not in FROM_FILES or not is_file_name(choice):
+        option = _named_option(choice, group_options(group, dirs))
+        if option is None:
+            raise ConfigError(_unknown_option(group, choice, dirs))
+        return option
     path = Path(choice).expanduser()
     if not path.is_file():
         raise ConfigError(_no_such_file(group, choice, path, dirs))
@@ -124,36 +110,25 @@ def find_file(group: str, choice: str, dirs: Sequence[Path]) -> Path:
     return path.resolve()
 
 
-def find_options(
-    chosen: Mapping[str, str], dirs: Sequence[Path], problems: list[Problem]
-) -> tuple[dict[str, str], dict[str, Path]]:
-    """Returns the full names of the options chosen by name, and the files chosen by path, both by group.
+def find_options(chosen: Mapping[str, str], dirs: Sequence[Path], problems: list[Problem]) -> dict[str, Path]:
+    """Returns the files of the chosen options by group.
 
     Adds a problem to `problems` for each option or file that does not exist. A misspelt recipe is replaced by
     the closest one, so that the other values can still be checked.
     """
-    options: dict[str, str] = {}
-    paths: dict[str, Path] = {}
-    for group, name in chosen.items():
-        try:
-            if group in FROM_FILES and is_file_name(name):
-                paths[group] = find_file(group, name, dirs)
-            else:
-                option = find_option(group, name, dirs)
-                if group == "recipe" and lies_flat(file := group_options(group, dirs)[option]):
-                    paths[group] = find_file(group, str(file), dirs)
-                else:
-                    options[group] = option
-        except ConfigError as error:
-            problems.extend(error.problems)
-            nearest = closest_option(name, group_options(group, dirs))
-            if group == "recipe" and nearest is not None:
-                options[group] = nearest
+    files: dict[str, Path] = {}
+    for group, choice in chosen.items():
+        with collect_problems(problems):
+            files[group] = find_option(group, choice, dirs)
+    recipes = group_options("recipe", dirs)
+    if "recipe" in chosen and "recipe" not in files:
+        nearest = closest_option(chosen["recipe"], recipes)
+        files |= {"recipe": recipes[nearest]} if nearest is not None else {}
     reported = any(problem.key == "recipe" or problem.fix.startswith("write recipe=") for problem in problems)
     if "recipe" not in chosen and not reported:
-        names = ", ".join(group_options("recipe", dirs))
-        problems.append(Problem(key="recipe", reason="no recipe is given", fix=f"write recipe=NAME: {names}"))
-    return options, paths
+        fix = f"write recipe=NAME: {', '.join(recipes)}"
+        problems.append(Problem(key="recipe", reason="no recipe is given", fix=fix))
+    return files
 
 
 def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
@@ -191,14 +166,10 @@ def read_yaml(path: Path) -> dict[str, object]:
     return {str(key): value for key, value in content.items()}
 
 
-def shadowing_files(files: Sequence[Path]) -> Iterator[tuple[str, str, Path]]:
-    """Yields (group, option, file) for each file of a configuration that hides the built-in option of the
-    same name."""
-    builtin = builtin_recipes_dir()
-    for file in files:
-        group = file.parent.name
-        if group in GROUPS and file.parent.parent != builtin and (builtin / group / file.name).is_file():
-            yield group, file.stem, file
+def shadows_builtin(group: str, file: Path) -> bool:
+    """Returns True if a file has the name of one of the group's built-in options, but is not that option."""
+    option = builtin_recipes_dir() / group / file.name
+    return option.is_file() and file != option
 
 
 def closest_option(choice: str, options: Mapping[str, Path]) -> str | None:
@@ -224,7 +195,7 @@ def _no_such_file(group: str, choice: str, path: Path, dirs: Sequence[Path]) -> 
     hint = closest(path.name, siblings)
     if hint is not None:
         fix = f"did you mean {group}={path.parent / hint}?"
-    elif full_name(path.stem, group_options(group, dirs)) is not None:
+    elif _named_option(path.stem, group_options(group, dirs)) is not None:
         fix = f"the built-in {'recipe' if group == 'recipe' else 'profile'} is {group}={path.stem}"
     elif group == "recipe":
         fix = "give the path of a recipe file, or a name that `canzona recipes list` shows"

@@ -2,7 +2,7 @@
 tree."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from canzona_cli.config.overrides import text_value
 from canzona_cli.config.recipes import (
+    FROM_FILES,
     GROUPS,
     builtin_recipes_dir,
     closest_option,
     display_path,
     group_options,
-    lies_flat,
     read_yaml,
-    shadowing_files,
+    shadows_builtin,
     user_recipes_dirs,
 )
 from canzona_cli.config.removed import bring_up_to_date
@@ -39,9 +39,9 @@ _PRIMARY = "_canzona_"
 _WITHOUT_HYDRAS_OWN = [f"~hydra/{group}" for group in ("launcher", "sweeper", "help", "hydra_help", "output")]
 _WITHOUT_HYDRAS_OWN += ["~hydra/hydra_logging", "~hydra/job_logging"]
 """The overrides that drop Hydra's own options, which canzona does not use and which take a quarter of the time."""
-# The option name of a recipe or profile that was chosen by path. Because the option is not named after the file, a
+# The name under which Hydra gets the chosen option of a group. Because the option is not named after its file, a
 # recipe can build on a built-in recipe with the same name as its file.
-_GIVEN = "_given_"
+_CHOSEN = "_chosen_"
 # The setting that marks a section as complete. A section without it only adjusts the file of its group.
 _COMPLETE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
 
@@ -79,21 +79,16 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
         tree: dict[str, object] = {}
         error = ""
         try:
-            if lies_flat(path):
-                tree, _ = compose_files({}, {"recipe": path}, dirs)
-            else:
-                tree, _ = compose_files({"recipe": name}, {}, dirs)
+            tree, _ = compose_files({"recipe": path}, dirs)
         except ConfigError as problem:
             error = problem.problems[0].reason
         gpus = tree.get("gpus")
-        is_builtin = path.parent.parent == builtin
         recipes.append(
             RecipeInfo(
                 name=name,
                 path=path,
-                builtin=is_builtin,
-                shadows=any(shadowing_files([path]))
-                or (lies_flat(path) and (builtin / "recipe" / path.name).is_file()),
+                builtin=path.parent.parent == builtin,
+                shadows=shadows_builtin("recipe", path),
                 model=_read_model(tree),
                 gpus=gpus if isinstance(gpus, int) else None,
                 cluster=_section_name(tree.get("cluster")),
@@ -105,15 +100,12 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
     return sorted(recipes, key=lambda info: (info.builtin, info.name))
 
 
-def compose_files(
-    options: Mapping[str, str], paths: Mapping[str, Path], dirs: Sequence[Path]
-) -> tuple[dict[str, object], list[Path]]:
+def compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[dict[str, object], list[Path]]:
     """Composes a tree of values from files with Hydra, without resolving references to other settings.
 
     Args:
-        options: the options chosen by name, for each group.
-        paths: the files chosen by path, for the groups `recipe` and `cluster`.
-        dirs: the folders to search for options; the first folder takes precedence.
+        chosen: the files of the chosen options by group, among them a recipe.
+        dirs: the folders to search for the options that these files name; the first folder takes precedence.
 
     Returns:
         The tree, and the files from which it was composed, in the order of application.
@@ -121,37 +113,35 @@ def compose_files(
     Raises:
         ConfigError: a file cannot be read or composed, names code to run, or refers to environment variables.
     """
-    if paths or tuple(dirs) != (builtin_recipes_dir(),):
-        return _compose_files(options, paths, dirs)
-    tree, files = _compose_builtin_files(tuple(options.items()), *dirs)
+    builtin = builtin_recipes_dir()
+    if tuple(dirs) != (builtin,) or any(path.parent.parent != builtin for path in chosen.values()):
+        return _compose_files(chosen, dirs)
+    tree, files = _compose_builtin_files(tuple(chosen.items()), builtin)
     return deepcopy(tree), [*files]
 
 
 @lru_cache(maxsize=64)
-def _compose_builtin_files(options: tuple[tuple[str, str], ...], folder: Path) -> tuple[dict[str, object], list[Path]]:
+def _compose_builtin_files(chosen: tuple[tuple[str, Path], ...], folder: Path) -> tuple[dict[str, object], list[Path]]:
     """Composes built-in files; cached, because they do not change during a process and Hydra takes 0.1 s."""
-    return _compose_files(dict(options), {}, (folder,))
+    return _compose_files(dict(chosen), (folder,))
 
 
-def _compose_files(
-    options: Mapping[str, str], paths: Mapping[str, Path], dirs: Sequence[Path]
-) -> tuple[dict[str, object], list[Path]]:
+def _compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[dict[str, object], list[Path]]:
     """Composes a tree of values as `compose_files` does, but without the cache."""
     from hydra import compose, initialize
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    recipe = paths["recipe"] if "recipe" in paths else group_options("recipe", dirs)[options["recipe"]]
-    where = display_path(recipe)
+    where = display_path(chosen["recipe"])
     folders = ",".join(text_value(f"{SCHEME}://{folder}") for folder in dirs)
-    overrides = [f"{group}='{name}'" for group, name in {**options, **dict.fromkeys(paths, _GIVEN)}.items()]
+    overrides = [f"{group}={_CHOSEN}" for group in chosen]
     # Hydra resolves `defaults:` lists while it composes, before the content can be checked. They must not be
     # able to read environment variables.
     OmegaConf.clear_resolver("oc.env")
     read = _folder_source()
     read.clear()
-    with _in_config_store(options, paths), initialize(config_path=None, version_base="1.3"):
+    with _in_config_store(chosen), initialize(config_path=None, version_base="1.3"):
         try:
             merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *_WITHOUT_HYDRAS_OWN, *overrides])
             container = OmegaConf.to_container(merged, resolve=False)
@@ -167,7 +157,7 @@ def _compose_files(
     # Hydra reads a recipe before the recipes that it builds on, but applies it after them. Files of the other
     # groups are applied before recipes.
     files = {group: [path for path in reversed(read) if path.parent.name == group] for group in GROUPS}
-    for group, path in paths.items():
+    for group, path in chosen.items():
         files[group].append(path)
     return tree, [path for group in (*GROUPS[1:], GROUPS[0]) for path in files[group]]
 
@@ -221,23 +211,23 @@ def _folder_source() -> list[Path]:
 
 
 @contextmanager
-def _in_config_store(options: Mapping[str, str], paths: Mapping[str, Path]) -> Iterator[None]:
-    """Adds the primary configuration and the given files to Hydra's ConfigStore during the block."""
+def _in_config_store(chosen: Mapping[str, Path]) -> Iterator[None]:
+    """Adds the primary configuration and the chosen files to Hydra's ConfigStore during the block."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
     stored = dict(store.repo)
     store.store(_PRIMARY, read_yaml(builtin_recipes_dir() / "config.yaml"), package="")
     try:
-        for group, path in paths.items():
+        for group, path in chosen.items():
             content = read_yaml(path)
-            content.setdefault("name", path.stem)
+            if group in FROM_FILES:
+                content.setdefault("name", path.stem)
             if group == "recipe":
                 bring_up_to_date(content)
                 _clear_run_dir(content, path)
-                store.store(_GIVEN, _as_option(content, {*options, *paths}), group, package="_global_")
-            else:
-                store.store(_GIVEN, content, group)
+                content = _as_option(content, chosen)
+            store.store(_CHOSEN, content, group, package="_global_" if group == "recipe" else None)
         yield
     finally:
         store.repo = stored
@@ -251,7 +241,7 @@ def _clear_run_dir(content: Mapping[str, object], path: Path) -> None:
         run["dir"] = None
 
 
-def _as_option(content: dict[str, object], chosen: set[str]) -> dict[str, object]:
+def _as_option(content: dict[str, object], chosen: Collection[str]) -> dict[str, object]:
     """Converts the contents of a recipe file to an option of the recipe group, by completing its `defaults:`
     list.
 
@@ -288,7 +278,7 @@ def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> 
     lines = [line.strip() for line in str(error).splitlines()]
     hints = ("Available options", "Config search path", "provider=", "To append")
     message = [line for line in lines if line and not line.startswith(hints)]
-    text = " ".join(message[:4]).replace(f"recipe/{_GIVEN}", where)
+    text = " ".join(message[:4]).replace(f"recipe/{_CHOSEN}", where)
     if (unknown := _UNLOADED.search(text)) is not None:
         name = unknown[1]
         recipes = group_options("recipe", dirs)

@@ -53,7 +53,7 @@ def test_folders_read_within_bounds_compose_to_what_hydras_own_reader_gives(reci
     with initialize_config_dir(str(folder), version_base="1.3"):
         public = OmegaConf.to_container(compose("config", overrides=[f"recipe={recipe}"]), resolve=False)
     for _ in range(2):  # the second time from memory
-        tree, files = compose_files({"recipe": recipe}, {}, (folder,))
+        tree, files = compose_files({"recipe": folder / "recipe" / f"{recipe}.yaml"}, (folder,))
         assert tree == public
         assert files[-1] == folder / "recipe" / f"{recipe}.yaml"
         tree["train"]["steps"] = -1  # type: ignore[index]
@@ -62,10 +62,9 @@ def test_folders_read_within_bounds_compose_to_what_hydras_own_reader_gives(reci
 
 def test_files_are_listed_in_their_order_of_application(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults:\n  - qwen3-8b\n  - override /optimizer: soap\n"
-    )
-    _, files = compose_files({"recipe": "mine"}, {}, (tmp_path, builtin_recipes_dir()))
+    mine = tmp_path / "recipe" / "mine.yaml"
+    mine.write_text("# @package _global_\ndefaults:\n  - qwen3-8b\n  - override /optimizer: soap\n")
+    _, files = compose_files({"recipe": mine}, (tmp_path, builtin_recipes_dir()))
     assert [file.name for file in files[-2:]] == ["qwen3-8b.yaml", "mine.yaml"]
     assert [file.stem for file in files if file.parent.name == "optimizer"] == ["soap"]
 
