@@ -27,6 +27,7 @@ from canzona_cli.cluster.machine import (
     LOOPBACK,
     LOOPBACK_FIX,
     admits,
+    bounds_text,
     driver_problem,
     fused_layers_problem,
     install_fused_layers,
@@ -172,7 +173,7 @@ def packages() -> Iterator[Finding]:
 def package(requirement: Requirement) -> Finding:
     """Checks that a required package is installed in a version that satisfies the requirement."""
     name, version = requirement.name, installed_version(requirement.name)
-    bounds = ",".join(sorted(map(str, requirement.specifier), reverse=True))  # the lower bound first
+    bounds = bounds_text(requirement)
     ok = version is not None and admits(requirement, version)
     fix = f"{sys.executable} -m pip install '{name}{bounds}'"
     return _finding("python", name, ok, version or "not installed", f"required ({bounds})", fix, otherwise="fail")

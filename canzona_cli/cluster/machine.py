@@ -27,8 +27,8 @@ _CPU_INFO = Path("/proc/cpuinfo")
 LOOPBACK = "127.0.0.1"
 """The address on which the ranks of one machine connect."""
 LOOPBACK_FIX = (
-    "bring the interface up (ip link set lo up), allow this user to listen on it (sandbox, firewall, container "
-    "network), or free ports in the range net.ipv4.ip_local_port_range"
+    "bring the interface up (ip link set lo up), allow this user to listen on it (sandbox, "
+    "firewall, container network), or free ports in the range net.ipv4.ip_local_port_range"
 )
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -65,8 +65,8 @@ def profile_mismatches(cluster: ClusterConfig) -> tuple[str, ...]:
     if not mismatches:
         return ()
     return (
-        f"cluster profile {cluster.name} was measured on another machine ({'; '.join(mismatches)}): its times may be "
-        "wrong here; measure this machine with `canzona calibrate`",
+        f"cluster profile {cluster.name} was measured on another machine ({'; '.join(mismatches)}): "
+        "its times may be wrong here; measure this machine with `canzona calibrate`",
     )
 
 
@@ -230,7 +230,7 @@ def fused_layers_problem() -> Problem | None:
         return Problem(key=key, value=True, reason="Transformer Engine is not installed here", fix=fix)
     if version is None or needed is None or admits(needed, version):
         return None
-    reason = f"megatron-core was not checked with Transformer Engine {version}, only with {_bounds_text(needed)}"
+    reason = f"megatron-core was not checked with Transformer Engine {version}, only with {bounds_text(needed)}"
     return Problem(key=key, value=True, reason=reason, fix=fix)
 
 
@@ -241,11 +241,11 @@ def install_fused_layers() -> str:
     installation guide).
     """
     needed = requirement("transformer-engine")
-    name = f"transformer-engine[core_cu13,pytorch]{'' if needed is None else _bounds_text(needed)}"
+    name = f"transformer-engine[core_cu13,pytorch]{'' if needed is None else bounds_text(needed)}"
     return f"pip install --no-build-isolation '{name}' (takes minutes to compile; needs nvcc and cuDNN's headers)"
 
 
-def _bounds_text(requirement: Requirement) -> str:
+def bounds_text(requirement: Requirement) -> str:
     """Returns the version bounds of a requirement as text, the lower bound first."""
     return ",".join(sorted(map(str, requirement.specifier), reverse=True))
 

@@ -211,8 +211,8 @@ def _no_batch(config: RunConfig) -> Problem:
     target = train.batch_tokens / train.seq_length
     nearest = min((max(1, round(target / step)) * step for step in steps), key=lambda batch: abs(batch - target))
     reason = (
-        f"is {target:g} sequences of {train.seq_length} tokens, and {config.gpus} GPUs cannot divide any batch within "
-        f"{BATCH_TOLERANCE:.1%} of this number (nearest: {nearest})"
+        f"is {target:g} sequences of {train.seq_length} tokens, and {config.gpus} GPUs cannot "
+        f"divide any batch within {BATCH_TOLERANCE:.1%} of this number (nearest: {nearest})"
     )
     fix = f"use train.batch_tokens={nearest * train.seq_length}, train.global_batch_size={nearest}, or fewer GPUs"
     return problem_with(config, "train.batch_tokens", reason, fix)

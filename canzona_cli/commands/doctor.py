@@ -29,9 +29,10 @@ def doctor(
     The exit code is 3 if no run is possible here.
     """
     if gpu_check is not None:
-        from canzona_cli.launch.slurm_job import script_path
+        from canzona_cli.config.recipes import installed_file
 
-        command = [sys.executable, "-W", "ignore", str(script_path("gpu_check.py")), "--out", str(gpu_check)]
+        script = installed_file("scripts", "gpu_check.py")
+        command = [sys.executable, "-W", "ignore", str(script), "--out", str(gpu_check)]
         raise typer.Exit(subprocess.run(command, check=False).returncode)
     from rich.console import Console
 

@@ -82,12 +82,11 @@ def run(
     warn_about(composed, printed=printed)
     config, layout = resolve(composed.config)
     warn(mode_warnings(config, layout), printed)
-    from_slurm = fill_in_step(config, current_step())
-    config = from_slurm.config
+    config, from_slurm = fill_in_step(config, current_step())
     if not quiet:
         tell_batch(composed.config, layout)
-        for note in from_slurm.notes:
-            progress(note)
+        if from_slurm:
+            progress(from_slurm)
     short = (name or config.name) if quiet else ""
     job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout), short=short, printed=printed)
     if dry_run or prepare_only:

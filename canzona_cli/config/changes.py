@@ -32,12 +32,7 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
         new: the run that would resume it.
         step: the step of the checkpoint, for messages.
     """
-    old_settings, new_settings = _settings(old), _settings(new)
-    differing = {
-        key: (old_settings.get(key), new_settings.get(key))
-        for key in sorted(old_settings.keys() | new_settings.keys())
-        if old_settings.get(key) != new_settings.get(key)
-    }
+    differing = _differing(old, new)
     problems = tuple(_resume_problems(differing, step))
     other_optimizer = any(problem.key in settings_affecting(OPTIMIZER) for problem in problems)
     warnings = tuple(
@@ -55,9 +50,9 @@ def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
 
 def curve_differences(a: RunConfig, b: RunConfig) -> tuple[str, ...]:
     """Returns the keys of the settings that affect the losses and differ between two runs."""
-    settings_a, settings_b = _settings(a), _settings(b)
+    differing = _differing(a, b)
     keys = dict.fromkeys([*settings_affecting(MODEL), *settings_affecting(OPTIMIZER), *settings_affecting(CURVE)])
-    return tuple(key for key in keys if settings_a.get(key) != settings_b.get(key))
+    return tuple(key for key in keys if key in differing)
 
 
 def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem, ...]:
@@ -68,17 +63,22 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
         new: the run that would start from them.
         source: the path of the weights, for messages.
     """
+    differing = _differing(old, new)
+    problems = []
+    for key in settings_affecting(MODEL):
+        if key in differing:
+            previous, value = differing[key]
+            text = _value_text(previous)
+            reason = f"is {text} for the weights in {source}"
+            problems.append(Problem(key=key, value=value, reason=reason, fix=f"use {key}={text}"))
+    return tuple(problems)
+
+
+def _differing(old: RunConfig, new: RunConfig) -> dict[str, tuple[object, object]]:
+    """Returns the old and the new value of each setting that differs, by dotted key."""
     old_settings, new_settings = _settings(old), _settings(new)
-    return tuple(
-        Problem(
-            key=key,
-            value=new_settings.get(key),
-            reason=f"is {_value_text(old_settings.get(key))} for the weights in {source}",
-            fix=f"use {key}={_value_text(old_settings.get(key))}",
-        )
-        for key in settings_affecting(MODEL)
-        if old_settings.get(key) != new_settings.get(key)
-    )
+    pairs = {key: (old_settings.get(key), new_settings.get(key)) for key in sorted(old_settings | new_settings)}
+    return {key: (previous, value) for key, (previous, value) in pairs.items() if previous != value}
 
 
 def _settings(config: RunConfig) -> dict[str, object]:

@@ -202,9 +202,6 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 key="cluster.srun_args", value=option, reason=reason, fix="for example --container-image=FILE"
             )
-    if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes:
-        reason = f"machines are numbered from 0 to {cluster.nodes - 1}"
-        yield Problem(key="cluster.node_rank", reason=reason, fix=f"use cluster.node_rank=0 to {cluster.nodes - 1}")
 
 
 def _training_problems(config: RunConfig) -> Iterator[Problem]:

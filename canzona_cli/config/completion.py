@@ -14,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-from canzona_cli.config.recipes import GROUPS, builtin_recipes_dir, group_options, user_recipes_dirs
+from canzona_cli.config.recipes import FROM_FILES, GROUPS, builtin_recipes_dir, group_options, user_recipes_dirs
 from canzona_cli.errors import ConfigError
 
 COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
-CALIBRATED = "`canzona calibrate`"
-"""The text in the first line of every calibrated profile, by which completion recognises these profiles."""
+
 
 # Typer's script for bash with two changes: no space follows a key, and files are offered only if there is no
 # other completion.
@@ -105,19 +104,6 @@ def prepare_completion_options(arguments: list[str]) -> None:
         os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
 
 
-def _local_profiles() -> list[str]:
-    """Returns the paths of the calibrated profiles in the working directory."""
-    profiles = []
-    for file in sorted(file for file in Path().glob("*.yaml") if file.is_file()):  # opening a pipe would block
-        try:
-            with file.open(encoding="utf-8", errors="replace") as text:
-                if CALIBRATED in text.readline():
-                    profiles.append(f"./{file}")
-        except OSError:
-            continue
-    return profiles
-
-
 def _keys(prefix: str) -> list[str]:
     """Returns the keys to offer for a prefix.
 
@@ -142,7 +128,8 @@ def _values(key: str) -> list[str]:
             dirs = (*user_recipes_dirs(), builtin_recipes_dir())
         except ConfigError:
             dirs = (builtin_recipes_dir(),)
-        return [*group_options(key, dirs), *(_local_profiles() if key == "cluster" else ())]
+        files = [f"./{file}" for file in sorted(Path().glob("*.yaml"))]
+        return [*group_options(key, dirs), *(files if key in FROM_FILES else ())]
     setting = settings().get(key)
     if setting is None:
         return []

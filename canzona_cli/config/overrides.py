@@ -44,7 +44,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
     texts: dict[str, str] = {}
     problems: list[Problem] = []
     warnings: list[str] = []
-    for argument in _without_spaced(arguments, problems):
+    for argument in arguments:
         key, equals, text = argument.partition("=")
         key, text = _SHORT.get(key.strip(), key.strip()), text.strip()
         if not _is_text(argument):
@@ -77,17 +77,6 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
                 (values[key],) = parsed
                 texts[key] = text
     return Overrides(groups=groups, values=values, texts=texts, problems=tuple(problems), warnings=tuple(warnings))
-
-
-def _without_spaced(arguments: Sequence[str], problems: list[Problem]) -> list[str]:
-    """Returns the arguments without those written as `KEY = VALUE`, with spaces; adds a problem for each of
-    these."""
-    rest = [*arguments]
-    while (index := next((n for n, argument in enumerate(rest[1:-1], 1) if argument == "="), None)) is not None:
-        key, _, value = rest[index - 1 : index + 2]
-        problems.append(Problem(key=key, value=value, reason="has spaces around `=`", fix=f"write {key}={value}"))
-        del rest[index - 1 : index + 2]
-    return rest
 
 
 def key_of(override: str) -> str:

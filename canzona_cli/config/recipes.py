@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
-from canzona_cli.errors import ConfigError, Problem, closest, collect_problems, refuse
+from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, closest, collect_problems, refuse
 
 if TYPE_CHECKING:
     from canzona_cli.config.schema import RunConfig
@@ -24,16 +24,25 @@ WRITTEN: Final = "config.yaml"
 """The file in a run directory that records the settings of the run, with all automatic choices filled in."""
 
 
-def builtin_recipes_dir() -> Path:
-    """Returns the folder of built-in recipes: inside the package in a wheel, next to it in an editable
-    install."""
+def installed_file(folder: str, name: str) -> Path:
+    """Returns the path of a file that is installed with canzona: inside the package in a wheel, next to the
+    package in an editable install.
+
+    Raises:
+        EnvironmentProblem: the installation lacks the file.
+    """
     package = Path(__file__).resolve().parent.parent
-    for folder in (package / "_recipes", package.parent / "recipes"):
-        if (folder / "config.yaml").is_file():
-            return folder
-    reason = "this installation of canzona has no recipes"
+    for place in (package / f"_{folder}", package.parent / folder):
+        if (place / name).is_file():
+            return place / name
+    reason = "this installation of canzona lacks the file"
     fix = "reinstall it: pip install --force-reinstall --no-deps FOLDER, with the folder of its pyproject.toml"
-    raise ConfigError(Problem(key="recipes", value=str(package / "_recipes"), reason=reason, fix=fix))
+    raise EnvironmentProblem(Problem(key=folder, value=str(package / f"_{folder}" / name), reason=reason, fix=fix))
+
+
+def builtin_recipes_dir() -> Path:
+    """Returns the folder of built-in recipes."""
+    return installed_file("recipes", "config.yaml").parent
 
 
 def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:

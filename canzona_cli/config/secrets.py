@@ -122,8 +122,8 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
         if unprintable:
             escaped = ", ".join(char.encode("unicode_escape").decode("ascii") for char in unprintable[:4])
             reason = (
-                f"contains unprintable characters ({escaped}), which could disguise a file name, a command or "
-                "terminal output"
+                f"contains unprintable characters ({escaped}), which "
+                "could disguise a file name, a command or terminal output"
             )
             yield Problem(key=key, value=text, reason=reason, fix="leave them out")
         elif key in _ARGUMENTS and Path(text).name.startswith("-"):
@@ -177,8 +177,8 @@ def resolver_problem(key: str, value: str) -> Problem | None:
     if "${" not in REFERENCE.sub("", value):
         return None
     reason = (
-        "a value can refer only to other settings, because environment variables and resolvers could put secrets "
-        "into config.yaml in the run directory"
+        "a value can refer only to other settings, because environment variables "
+        "and resolvers could put secrets into config.yaml in the run directory"
     )
     return Problem(key=key, value=value, reason=reason, fix=f'let the shell expand it: {key}="$VARIABLE"')
 

@@ -5,8 +5,33 @@ If an ignored setting was meant to change what is trained, the run is refused; o
 
 from collections.abc import Iterator
 
+from canzona_cli.config.overrides import override_text
 from canzona_cli.config.schema import CustomConfig, Execution, MomentumConfig, RunConfig
+from canzona_cli.config.settings import value_of
 from canzona_cli.errors import Problem
+
+_REFUSED = (
+    ("train.grad_reduce_dtype", ("fp32",), "train.precision=bf16"),
+    ("train.loss_spike_sigmas", ("ignore",), "train.loss_spike=stop"),
+    ("model.experts_per_token", (0,), "model.num_experts=8"),
+    ("model.balancing_loss", (0,), "model.num_experts=8"),
+    ("model.balancing_weight", (0,), "model.num_experts=8"),
+    ("model.balancing_weight", ("none",), "model.balancing_loss=sequence"),
+    ("schedule.wsd_decay_steps", ("cosine", "linear", "constant"), "schedule.decay=wsd"),
+    ("schedule.decay_steps", ("constant",), "schedule.decay=cosine"),
+    ("optimizer.min_lr", ("constant",), "schedule.decay=cosine"),
+    ("optimizer.min_lr_ratio", ("constant",), "schedule.decay=cosine"),
+    ("optimizer.clip_grad", ("none",), "optimizer.clip=all"),
+    ("optimizer.clip", (0,), "optimizer.clip_grad=1"),
+)
+"""Settings that change what is trained, but have no effect with these values of another setting; and the
+override of the other setting with which they have an effect."""
+_IGNORED = (
+    ("train.sample_prompt", "train.sample_every"),
+    ("train.sample_tokens", "train.sample_every"),
+    ("train.eval_batches", "train.eval_interval"),
+)
+"""Settings that have no effect if another setting is 0."""
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[Problem]:
@@ -18,10 +43,13 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
         training: False if the run is only planned: the plan is then made for any strategy.
     """
     yield from _unused_data(config, explicit)
-    yield from _unused_schedule(config, explicit)
-    yield from _unused_clipping(config, explicit)
-    yield from _unused_training(config, explicit)
-    yield from _unused_experts(config, explicit)
+    for key, off, remedy in _REFUSED:
+        other = remedy.partition("=")[0]
+        value, state = value_of(config, key), value_of(config, other)
+        changes_nothing = value in (None, "none", "fp32") or (key, value) == ("optimizer.clip_grad", 0)
+        if key in explicit and state in off and not changes_nothing:
+            reason = f"has no effect: {other} is {override_text(state)}"
+            yield Problem(key=key, reason=reason, fix=f"write {remedy}, or leave it out")
     if training:
         yield from _unused_engine(config, explicit)
 
@@ -53,11 +81,9 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
         yield f"parallel.tp={tp} spans several nodes of {config.cluster.gpus_per_node} ranks: it will be slow"
     if "parallel.dispatcher" in explicit and (config.model.num_experts == 0 or config.parallel.ep == 1):
         yield "parallel.dispatcher is ignored: no experts are divided among ranks"
-    for key in ("sample_prompt", "sample_tokens"):
-        if f"train.{key}" in explicit and config.train.sample_every == 0:
-            yield f"train.{key} is ignored: train.sample_every is 0"
-    if "train.eval_batches" in explicit and config.train.eval_interval == 0:
-        yield "train.eval_batches is ignored: train.eval_interval is 0"
+    for key, other in _IGNORED:
+        if key in explicit and value_of(config, other) == 0:
+            yield f"{key} is ignored: {other} is 0"
 
 
 def _plan_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[str]:
@@ -99,29 +125,6 @@ def _no_plan(config: RunConfig) -> str:
     )
 
 
-def _unused_training(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    train = config.train
-    if "train.grad_reduce_dtype" in explicit and train.grad_reduce_dtype == "bf16" and train.precision == "fp32":
-        reason = "has no effect: train.precision is fp32, so gradients are summed in fp32"
-        yield Problem(key="train.grad_reduce_dtype", reason=reason, fix="leave it out, or use train.precision=bf16")
-    if "train.loss_spike_sigmas" in explicit and train.loss_spike == "ignore":
-        reason = "has no effect: train.loss_spike is ignore"
-        yield Problem(key="train.loss_spike_sigmas", reason=reason, fix="write train.loss_spike=stop, or leave it out")
-
-
-def _unused_experts(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    model = config.model
-    if model.num_experts == 0:
-        for key in ("experts_per_token", "balancing_loss", "balancing_weight"):
-            if f"model.{key}" in explicit:
-                reason = "has no effect: model.num_experts is 0, so the model has no experts"
-                yield Problem(key=f"model.{key}", reason=reason, fix="set model.num_experts, or leave it out")
-    elif "model.balancing_weight" in explicit and model.balancing_loss == "none":
-        reason = "has no effect: model.balancing_loss is none"
-        fix = "use model.balancing_loss=sequence or global, or leave it out"
-        yield Problem(key="model.balancing_weight", reason=reason, fix=fix)
-
-
 def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
     data = config.data
     chosen = explicit & {"data", "data.source"}
@@ -138,34 +141,6 @@ def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Proble
         elif key == "data.tokenizer_vocab_size" and key in explicit and data.tokenizer != "bpe":
             reason = f"has no effect: data.tokenizer is {data.tokenizer}"
             yield Problem(key=key, reason=reason, fix="write data=stdlib-bpe, or leave it out")
-
-
-def _unused_schedule(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    schedule, optimizer = config.schedule, config.optimizer
-    if "schedule.wsd_decay_steps" in explicit and schedule.wsd_decay_steps is not None and schedule.decay != "wsd":
-        reason = f"has no effect: schedule.decay is {schedule.decay}"
-        yield Problem(key="schedule.wsd_decay_steps", reason=reason, fix="write schedule.decay=wsd, or leave it out")
-    if schedule.decay != "constant":
-        return
-    ends = {
-        "schedule.decay_steps": schedule.decay_steps,
-        "optimizer.min_lr": optimizer.min_lr,
-        "optimizer.min_lr_ratio": optimizer.min_lr_ratio,
-    }
-    for key, value in ends.items():
-        if key in explicit and value is not None:
-            reason = "has no effect: schedule.decay is constant, so the rate never decreases"
-            yield Problem(key=key, reason=reason, fix="write schedule.decay=cosine, linear or wsd, or leave it out")
-
-
-def _unused_clipping(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
-    optimizer = config.optimizer
-    if "optimizer.clip_grad" in explicit and optimizer.clip == "none" and optimizer.clip_grad > 0:
-        reason = "has no effect: optimizer.clip is none"
-        yield Problem(key="optimizer.clip_grad", reason=reason, fix="write optimizer.clip=all, or leave it out")
-    if "optimizer.clip" in explicit and optimizer.clip != "none" and optimizer.clip_grad == 0:
-        reason = "has no effect: optimizer.clip_grad is 0, which switches clipping off"
-        yield Problem(key="optimizer.clip", reason=reason, fix="write optimizer.clip_grad=1, or leave it out")
 
 
 def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:

@@ -130,11 +130,12 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
 
     Raises:
         ConfigError: an input or the tokenizer is not valid, or there is no text at all.
-        EnvironmentProblem: the disk is full or not writable, a process died, or a package is not installed.
+        EnvironmentProblem: a process died, or a package is not installed.
+        OSError: the disk is full or not writable; see `disk_problem`.
     """
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
-    with _disk_errors(prefix), _spool_inputs(sources, prefix, settings, on_progress) as readable:
+    with _spool_inputs(sources, prefix, settings, on_progress) as readable:
         read = ReadSettings(
             piece=piece_bytes(sources),
             document=settings.document,
@@ -370,15 +371,6 @@ def _copy(source: Source, target: Path, on_progress: OnProgress) -> int:
             done += len(block)
             on_progress(Progress(stage="read input", done=done, total=None))
     return done
-
-
-@contextmanager
-def _disk_errors(prefix: Path) -> Iterator[None]:
-    """Converts an OSError raised while writing the files of `prefix` to an error for the user."""
-    try:
-        yield
-    except OSError as error:
-        raise disk_problem(prefix, error) from error
 
 
 def _refuse_bad_lines(tally: Tally, limit: int) -> None:

@@ -25,7 +25,7 @@ from canzona_cli.data.tokenizers import (
     load_json_tokenizer,
     tokenizer_file,
 )
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, collect_problems, refuse
+from canzona_cli.errors import CanzonaError, ConfigError, Problem, collect_problems, refuse
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
 
 _PREPARE = "prepare the text with canzona data prepare, which keeps the tokenizer beside the tokens"
@@ -232,8 +232,8 @@ def _stdlib_pair(config: RunConfig, report: ReportProgress) -> tuple[PairInfo, S
         prefix = _cache_prefix(config, stdlib_digest(sources))
         if cached := _load_intact(prefix):
             return cached
-        _make_folder(prefix.parent)
         try:
+            prefix.parent.mkdir(parents=True, exist_ok=True)
             waiting = "waiting for another run that is preparing the same corpus"
             with exclusive_lock(lock_path(prefix), on_wait=lambda: report(waiting, 0.0)):
                 if cached := _load_intact(prefix):  # another run prepared it while this one waited
@@ -270,15 +270,6 @@ def _load_intact(prefix: Path) -> tuple[PairInfo, Sidecar] | None:
     except ConfigError:
         return None
     return None if sidecar is None else (pair, sidecar)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"the cache for prepared corpora cannot be created: {error.strerror}"
-        fix = "use data.cache_dir=FOLDER or CANZONA_CACHE=FOLDER with a writable folder"
-        raise EnvironmentProblem(Problem(key="data.cache_dir", value=str(folder), reason=reason, fix=fix)) from error
 
 
 def _progress_words(progress: Progress) -> tuple[str, float]:

@@ -30,7 +30,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_CODES: dict[int, str] = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_FLOAT_CODES = (6, 7)
+
 _SCAN_TOKENS = 16 << 20
 _PREPARE_AGAIN = "prepare it again with canzona data prepare ... --overwrite"
 
@@ -315,8 +315,7 @@ def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
             _problem(idx, f"index version {version}; Megatron-core reads version {VERSION}", _PREPARE_AGAIN)
         )
     if code not in _DTYPE_CODES:
-        kind = "floating-point numbers, not token ids" if code in _FLOAT_CODES else f"an unknown type (code {code})"
-        raise ConfigError(_problem(idx, f"its .bin contains {kind}", _PREPARE_AGAIN))
+        raise ConfigError(_problem(idx, f"its .bin contains no integers (type code {code})", _PREPARE_AGAIN))
     expected = _HEADER.size + 12 * sequences + 8 * indices
     # Multimodal datasets append one byte per sequence, which a text run ignores.
     if len(raw) not in (expected, expected + sequences):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from canzona_cli.config.overrides import text_value
 from canzona_cli.data.build import (
     DEFAULT_VOCAB_SIZE,
     BuildSettings,
@@ -75,18 +76,13 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> BuiltPair:
             reason = "another canzona process is writing it"
             fix = "wait for it, or choose another --output"
             raise ConfigError(Problem(key="--output", value=str(prefix), reason=reason, fix=fix)) from None
-        except OSError as error:
-            raise disk_problem(prefix, error) from error
 
 
 def train_command(built: BuiltPair) -> str:
     """Returns a shell command that trains on a prepared pair."""
-    path = str(built.prefix)
-    # Hydra would parse characters such as = and , and blanks as syntax if they were not quoted.
-    needs_no_quotes = all(char.isalnum() or char in "/._-+" for char in path)
-    data = f"data.path={path}" if needs_no_quotes else "data.path='" + path.replace("'", "\\'") + "'"
     recipe, seq_length = _FIRST_RECIPE
-    words = ["canzona", "train", f"recipe={recipe}", "data=prepared", data]
+    path = text_value(str(built.prefix))
+    words = ["canzona", "train", f"recipe={recipe}", "data=prepared", f"data.path={path}"]
     words.append(f"model.vocab_size={padded_vocab_size(built.sidecar.vocab_size)}")
     # With few documents the default share may hold out too few tokens, and the run would be refused.
     share = usable_fraction(inspect_pair(built.prefix), seq_length + 1, at_least=_DEFAULT_FRACTION)
@@ -171,7 +167,7 @@ def _package_problems(sources: Sequence[Source]) -> Iterator[Problem]:
 @contextmanager
 def _output_folder(prefix: Path) -> Iterator[None]:
     """Creates the folders of the output that are missing. If the block fails, removes these folders again,
-    unless they contain files."""
+    unless they contain files, and converts an OSError to an error for the user."""
     missing = [folder for folder in prefix.parents if not folder.exists()]
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,8 @@ import io
 import json
 import lzma
 import select
-import shlex
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Literal, NamedTuple, cast
@@ -403,29 +402,13 @@ def _jsonl_text(line: bytes, settings: ReadSettings) -> str:
             raise _BadText("does not fill --template", str(error)) from None
     if key not in record:
         names = ", ".join(repr(name) for name in list(record)[:8]) or "nothing"
-        raise _BadText(f"no field {key!r}", f"; it has {names}{_suggested_options(record)}")
+        raise _BadText(f"no field {key!r}", f"; it has {names}")
     text = record[key]
     if isinstance(text, list):
         raise _BadText("no text", f": field {key!r} is a list; for messages, add --template '{{role}}: {{content}}\\n'")
     if not isinstance(text, str):
         raise _BadText("no text", f": field {key!r} is a {type(text).__name__}")
     return text
-
-
-def _suggested_options(record: Mapping[str, object]) -> str:
-    """Suggests the options for a record that has exactly one field with text, or one with a chat; returns an
-    empty text for any other record."""
-    texts = [name for name, value in record.items() if isinstance(value, str)]
-    chats = [
-        name for name, value in record.items() if isinstance(value, list) and value and all(map(_is_message, value))
-    ]
-    if len(chats) == 1:
-        return f"; try --text-key {shlex.quote(chats[0])} --template '{{role}}: {{content}}\\n'"
-    return f"; try --text-key {shlex.quote(texts[0])}" if len(texts) == 1 else ""
-
-
-def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and {"role", "content"} <= value.keys()
 
 
 def _binary_error(label: str, head: bytes) -> ConfigError:

@@ -141,8 +141,8 @@ def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
     if not fitting:
         least = min(possible, key=lambda candidate: candidate.memory.forward).memory
         reason = (
-            f"a forward pass of {config.model.name} needs at least {least.forward / GIB:.1f} GiB per rank, but "
-            f"{config.cluster.name} offers {least.capacity / GIB:.1f} GiB"
+            f"a forward pass of {config.model.name} needs at least {least.forward / GIB:.1f} "
+            f"GiB per rank, but {config.cluster.name} offers {least.capacity / GIB:.1f} GiB"
         )
         raise DoesNotFit(problem_with(config, "gpus", reason, "use more ranks, or train.micro_batch_size=1"))
     best = min(fitting, key=lambda candidate: (-candidate.layout.dp, candidate.layout.vpp, candidate.memory.forward))

@@ -50,15 +50,6 @@ class SlurmStep:
         return self.name if self.array_task is None else self.name.partition("_")[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepSettings:
-    """A configuration with the settings of the Slurm step, and notes for the user that list these
-    settings."""
-
-    config: RunConfig
-    notes: tuple[str, ...] = ()
-
-
 def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | None:
     """Returns the step that this process belongs to; None outside of a step, or if Slurm's variables are
     incomplete."""
@@ -85,7 +76,7 @@ def current_step(environment: Mapping[str, str] = os.environ) -> SlurmStep | Non
     )
 
 
-def fill_in_step(config: RunConfig, step: SlurmStep | None) -> StepSettings:
+def fill_in_step(config: RunConfig, step: SlurmStep | None) -> tuple[RunConfig, str]:
     """Fills in the settings that follow from the Slurm step, unless the user has set them: node rank,
     rendezvous endpoint and ID, run directory.
 
@@ -93,13 +84,16 @@ def fill_in_step(config: RunConfig, step: SlurmStep | None) -> StepSettings:
         config: resolved.
         step: the Slurm step; None fills in nothing.
 
+    Returns:
+        The configuration with these settings, and a note for the user that lists them; empty if there are none.
+
     Raises:
         ConfigError: the step does not have as many machines as the run needs, or starts several launchers on
             one machine.
         EnvironmentProblem: machine 0 has no address that this machine can resolve, or no free port.
     """
     if step is None:
-        return StepSettings(config=config)
+        return config, ""
     cluster, run = config.cluster, config.run
     if cluster.node_rank is None or node_count(config) == 1:
         _check_shape(config, step)
@@ -116,8 +110,8 @@ def fill_in_step(config: RunConfig, step: SlurmStep | None) -> StepSettings:
             filled_in.append(f"the rendezvous endpoint {cluster.rdzv_endpoint}")
         if cluster.rdzv_id is None:
             cluster = replace(cluster, rdzv_id=f"slurm-{step.name}")
-    notes = (f"from Slurm job {step.name}: {', '.join(filled_in)}",) if filled_in else ()
-    return StepSettings(config=replace(config, cluster=cluster, run=run), notes=notes)
+    note = f"from Slurm job {step.name}: {', '.join(filled_in)}" if filled_in else ""
+    return replace(config, cluster=cluster, run=run), note
 
 
 def first_host(node_list: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from canzona_cli.config.recipes import installed_file
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import EnvironmentProblem, Problem, refuse, write_error
 from canzona_cli.launch.torchrun import node_count, ranks_per_node
@@ -90,23 +91,7 @@ def nodes_and_gpus(config: RunConfig) -> str:
 
 def template_text() -> str:
     """Reads the sbatch template that is installed with canzona."""
-    return script_path(TEMPLATE).read_text(encoding="utf-8")
-
-
-def script_path(script: str) -> Path:
-    """Returns the path of a script that is installed with canzona: inside the package in a wheel, next to the
-    package in an editable install.
-
-    Raises:
-        EnvironmentProblem: the installation lacks the script.
-    """
-    package = Path(__file__).resolve().parent.parent
-    for folder in (package / "_scripts", package.parent / "scripts"):
-        if (folder / script).is_file():
-            return folder / script
-    reason = "this installation of canzona lacks the script"
-    fix = "reinstall it: pip install --force-reinstall --no-deps FOLDER, with the folder of its pyproject.toml"
-    raise EnvironmentProblem(Problem(key="scripts", value=str(package / "_scripts" / script), reason=reason, fix=fix))
+    return installed_file("scripts", TEMPLATE).read_text(encoding="utf-8")
 
 
 def check_options(options: JobOptions) -> None:

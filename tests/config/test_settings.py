@@ -202,10 +202,10 @@ def test_nothing_is_suggested_that_is_not_near(far: str) -> None:
     assert closest_key(far) is None
 
 
-def test_spaces_around_the_sign_are_one_mistake_for_each_setting() -> None:
-    asked = parse_overrides(["recipe", "=", "tiny", "gpus=2", "optimizer.lr", "=", "1e-3"])
-    assert [(problem.key, problem.fix) for problem in asked.problems] == [
-        ("recipe", "write recipe=tiny"),
-        ("optimizer.lr", "write optimizer.lr=1e-3"),
+def test_spaces_around_the_sign_are_refused_with_what_to_write() -> None:
+    parsed = parse_overrides(["optimizer.lr", "=", "1e-3", "gpus=2"])
+    assert [(problem.key, problem.fix) for problem in parsed.problems[:1]] == [
+        ("optimizer.lr", "write optimizer.lr=VALUE")
     ]
-    assert asked.values == {"gpus": 2}
+    assert {problem.reason for problem in parsed.problems} == {"is not of the form KEY=VALUE"}
+    assert parsed.values == {"gpus": 2}

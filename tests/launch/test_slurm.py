@@ -66,28 +66,26 @@ def test_a_step_is_recognised_and_a_batch_script_is_none() -> None:
 def test_a_run_is_called_after_job_and_task_which_a_requeue_keeps(more: dict[str, str], name: str) -> None:
     step = current_step(VARIABLES | more)
     assert step is not None
-    adopted = fill_in_step(two_nodes(), step)
-    assert adopted.config.run.dir == f"runs/tiny-{name}"
+    adopted, _ = fill_in_step(two_nodes(), step)
+    assert adopted.run.dir == f"runs/tiny-{name}"
 
 
 def test_what_the_user_has_not_set_comes_from_slurm_and_is_said() -> None:
-    adopted = fill_in_step(two_nodes(), STEP)
-    cluster = adopted.config.cluster
+    adopted, note = fill_in_step(two_nodes(), STEP)
+    cluster = adopted.cluster
     assert (cluster.node_rank, cluster.rdzv_id) == (1, "slurm-41")
     host, _, port = (cluster.rdzv_endpoint or "").rpartition(":")
     assert host == "localhost"
     assert 20_000 <= int(port) < 30_000
-    assert len(adopted.notes) == 1
     filled_in = "the run directory, machine 1 of 2, the rendezvous endpoint localhost:"
-    assert adopted.notes[0].startswith(f"from Slurm job 41: {filled_in}")
+    assert note.startswith(f"from Slurm job 41: {filled_in}")
 
 
 def test_flags_win() -> None:
     config = two_nodes(node_rank=0, rdzv_endpoint="h:1", rdzv_id="mine")
     config = replace(config, run=replace(config.run, dir="d"))
-    assert fill_in_step(config, STEP).config == config
-    assert fill_in_step(config, STEP).notes == ()
-    assert fill_in_step(two_nodes(), None).config == two_nodes(), "outside of Slurm nothing changes"
+    assert fill_in_step(config, STEP) == (config, "")
+    assert fill_in_step(two_nodes(), None) == (two_nodes(), ""), "outside of Slurm nothing changes"
 
 
 def test_a_step_of_another_shape_is_refused_with_the_srun_that_fits() -> None:
@@ -96,15 +94,14 @@ def test_a_step_of_another_shape_is_refused_with_the_srun_that_fits() -> None:
     assert "--nodes=2" in few.fix
     [many, *_] = refused(fill_in_step, run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=4))
     assert "starts canzona train 4 times on one machine" in many.reason
-    assert (
-        fill_in_step(run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=1)).config.cluster.rdzv_endpoint is None
-    )
+    fitting, _ = fill_in_step(run_config(gpus=4, nodes=1), replace(STEP, nodes=1, tasks=1))
+    assert fitting.cluster.rdzv_endpoint is None
 
 
 def test_machine_0_takes_a_free_port_and_has_a_name_that_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "port_in_use", lambda host, port: port % 2 == 1)
-    endpoint = fill_in_step(two_nodes(), replace(STEP, node_rank=0)).config.cluster.rdzv_endpoint
-    assert int((endpoint or "").rpartition(":")[2]) % 2 == 0
+    on_machine_0, _ = fill_in_step(two_nodes(), replace(STEP, node_rank=0))
+    assert int((on_machine_0.cluster.rdzv_endpoint or "").rpartition(":")[2]) % 2 == 0
     monkeypatch.setattr(slurm, "port_in_use", lambda host, port: True)
     with pytest.raises(EnvironmentProblem, match="are in use"):
         fill_in_step(two_nodes(), replace(STEP, node_rank=0))

@@ -87,9 +87,9 @@ class ClusterConfig(HashedOnce):
     ] = 20.0
     intra_node_channels: Annotated[
         Count,
-        "Channels that NCCL uses in an intra-node group. Reductions and broadcasts are pipelined in chunks of 512 KiB"
-        " per channel; filling the pipeline takes the time of one chunk per hop, in addition to the latency. Has no"
-        " effect on CPU ranks.",
+        "Channels that NCCL uses in an intra-node group. Reductions and broadcasts are "
+        "pipelined in chunks of 512 KiB per channel; filling the pipeline takes the time "
+        "of one chunk per hop, in addition to the latency. Has no effect on CPU ranks.",
     ] = 24
     # NCCL logs "24 coll channels" for eight H100, and 24 for the links of eight A100: NVIDIA/nccl issues 1259
     # and 652.
@@ -99,27 +99,27 @@ class ClusterConfig(HashedOnce):
     # NVIDIA/nccl issue 1041; logs of two nodes with eight H100 each say "16 coll channels".
     matmul_tflops: Annotated[
         tuple[tuple[Side, Positive], ...],
-        "Measured rates of bf16 matmuls of n by n matrices, as pairs [n, rate] in ascending order of n; empty: "
-        "estimated.",
+        "Measured rates of bf16 matmuls of n by n matrices, as "
+        "pairs [n, rate] in ascending order of n; empty: estimated.",
         Example("[[2048,540],[8192,800]]"),
     ] = ()
     sustained_tflops: Annotated[
         Positive | None,
-        "Highest rate of bf16 matmuls that the GPU sustains for more than a second, at its power limit; null: "
-        "no limit on matmul_tflops.",
+        "Highest rate of bf16 matmuls that the GPU sustains for more than "
+        "a second, at its power limit; null: no limit on matmul_tflops.",
         Example("700"),
     ] = None
     symmetric_factor: Annotated[
         float,
         Range(at_least=0.25, at_most=1),
-        "Time of a bf16 matmul with a symmetric result, using this machine's symmetric kernels, relative to a general"
-        " matmul of the same size; 1: there are no such kernels, 0.5: they are ideal.",
+        "Time of a bf16 matmul with a symmetric result, using this machine's symmetric kernels, relative "
+        "to a general matmul of the same size; 1: there are no such kernels, 0.5: they are ideal.",
         Example("0.6"),
     ] = 1.0
     bf16_in_fp32: Annotated[
         bool,
-        "CPU ranks only: the processor has no bf16 instructions, so bf16 matmuls are computed in fp32. fp16 matmuls"
-        " take as long, so optimizer.form=auto may then choose the Gram form, which needs fp16.",
+        "CPU ranks only: the processor has no bf16 instructions, so bf16 matmuls are computed in fp32. "
+        "fp16 matmuls take as long, so optimizer.form=auto may then choose the Gram form, which needs fp16.",
     ] = False
     tp_overlap: Annotated[
         bool,
@@ -134,8 +134,8 @@ class ClusterConfig(HashedOnce):
     collective_units: Annotated[
         float,
         Range(at_least=0, at_most=0.5),
-        "Share of a GPU's compute units that a collective takes from concurrent kernels if it uses all links of a node;"
-        " proportionally less if it uses fewer network ports.",
+        "Share of a GPU's compute units that a collective takes from concurrent kernels if "
+        "it uses all links of a node; proportionally less if it uses fewer network ports.",
         Example("0.12"),
     ] = 0.0
     speed_spread: Annotated[
@@ -191,15 +191,15 @@ class ClusterConfig(HashedOnce):
     ] = ()
     cores: Annotated[
         Count | None,
-        "Processor cores that the ranks of one node share. null: no limit for GPU ranks; CPU ranks share the cores of"
-        " the machine that starts the run. Changes predicted times, never a plan.",
+        "Processor cores that the ranks of one node share. null: no limit for GPU ranks; CPU ranks "
+        "share the cores of the machine that starts the run. Changes predicted times, never a plan.",
         NOTHING,
     ] = None
     crowding: Annotated[
         Factor,
-        "Time of steps with more ranks than cores, relative to an even split of the cores: ranks that share a core"
-        " evict each other's data from its caches. Calibration measures with the actual number of ranks, so it leaves"
-        " this at 1.",
+        "Time of steps with more ranks than cores, relative to an even split of the "
+        "cores: ranks that share a core evict each other's data from its caches. "
+        "Calibration measures with the actual number of ranks, so it leaves this at 1.",
         NOTHING,
     ] = 1.0
     forward_factor: Annotated[Factor, "Measured time of forward passes, relative to the modelled time."] = 1.0
@@ -211,8 +211,8 @@ class ClusterConfig(HashedOnce):
     backward_module_us: Annotated[NotNegative, "Measured fixed time of a module in the backward pass."] = 0.0
     pass_us: Annotated[
         NotNegative,
-        "Fixed time of one micro-batch's forward or backward pass through a model chunk, for any number of layers: the"
-        " host's work for the schedule, and to issue a send and a receive.",
+        "Fixed time of one micro-batch's forward or backward pass through a model chunk, for any "
+        "number of layers: the host's work for the schedule, and to issue a send and a receive.",
     ] = 150.0
     # Measured with Megatron-core 0.19 and gloo: 130 to 180 us of host processor time (16 layers of width 32
     # on 2 ranks, 8 chunks per rank compared with 2, 4 micro-batches, the minimum of 40 steps). The same code
@@ -225,8 +225,8 @@ class ClusterConfig(HashedOnce):
     ] = field(default_factory=dict, hash=False)
     measured_on: Annotated[
         dict[str, str | int | Finite],
-        "The machine that `canzona calibrate` measured (processor, cores, torch, ...), and the date; empty for a "
-        "profile written by hand.",
+        "The machine that `canzona calibrate` measured (processor, cores, "
+        "torch, ...), and the date; empty for a profile written by hand.",
         NOTHING,
     ] = field(default_factory=dict, hash=False)
     not_measured: Annotated[
@@ -242,8 +242,8 @@ class ClusterConfig(HashedOnce):
     rdzv_id: Annotated[str | None, "Name of the rendezvous, the same on all nodes of a run.", NOTHING] = None
     setup: Annotated[
         tuple[str, ...],
-        "Shell lines that a Slurm job runs on its first node before the run; all nodes inherit the environment."
-        " A line that fails ends the job.",
+        "Shell lines that a Slurm job runs on its first node before the run; "
+        "all nodes inherit the environment. A line that fails ends the job.",
         Example('["module load cuda","export NCCL_IB_HCA=mlx5"]'),
         NOTHING,
     ] = ()

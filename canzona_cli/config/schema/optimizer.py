@@ -27,8 +27,8 @@ class CustomConfig(OptimizerBase):
     PLAUSIBLE_LR: ClassVar[float] = 10.0
     source: Annotated[
         str,
-        "FILE.py:Class, or module:Class of an installed package listed in `allow`. The class is called with the "
-        "matrices, lr, weight_decay and `options`.",
+        "FILE.py:Class, or module:Class of an installed package listed in `allow`. "
+        "The class is called with the matrices, lr, weight_decay and `options`.",
         Example("my_optimizer.py:MyOptimizer"),
         OPTIMIZER | CURVE,
     ]

@@ -56,20 +56,20 @@ class EngineConfig:
 
     strategy: Annotated[
         Strategy,
-        "canzona, paper (the engine of arXiv 2602.06079) and asc execute a plan. layerwise is Megatron's layer-wise "
-        "optimizer. sc: every rank updates every matrix, with Megatron's own Muon or, for other optimizers, canzona's "
-        "engine. Has no effect with optimizer=adamw.",
+        "canzona, paper (the engine of arXiv 2602.06079) and asc execute a plan. layerwise is "
+        "Megatron's layer-wise optimizer. sc: every rank updates every matrix, with Megatron's "
+        "own Muon or, for other optimizers, canzona's engine. Has no effect with optimizer=adamw.",
     ]
     layout: Annotated[
         BufferLayout,
-        "Order of the parameters in a bucket: contiguous (Megatron's order, as in the paper), or owner (sorted by "
-        "owner, with uneven shards and no padding).",
+        "Order of the parameters in a bucket: contiguous (Megatron's order, as in "
+        "the paper), or owner (sorted by owner, with uneven shards and no padding).",
     ] = "owner"
     splitting: Annotated[
         Splitting,
-        "Splitting of weights into matrices. fused: weights as Megatron stores them; qkv: q, k and v separate (the "
-        "finest splitting that layerwise, and sc with Muon, support); split: gate and up separate too; per_head: also "
-        "each head of q, k and v.",
+        "Splitting of weights into matrices. fused: weights as Megatron stores them; qkv: "
+        "q, k and v separate (the finest splitting that layerwise, and sc with Muon, "
+        "support); split: gate and up separate too; per_head: also each head of q, k and v.",
     ] = "split"
     alpha: Annotated[
         float,
@@ -90,14 +90,14 @@ class EngineConfig:
     ] = None
     reduction: Annotated[
         Reduction | None,
-        "How gradients reach their owners, and weights return: reduce (one reduction and one broadcast per owner), or "
-        "ring (a reduce-scatter and an all-gather of equal parts, plus messages between the ranks that have these "
-        "parts and the owners). null: the faster one for each bucket.",
+        "How gradients reach their owners, and weights return: reduce (one reduction and one broadcast "
+        "per owner), or ring (a reduce-scatter and an all-gather of equal parts, plus messages between "
+        "the ranks that have these parts and the owners). null: the faster one for each bucket.",
     ] = None
     plan: Annotated[
         str | None,
-        "The plan file (from `canzona plan`) to execute; null: the newest file in ./plans that fits this run, or else a"
-        " new plan. Planning is deterministic.",
+        "The plan file (from `canzona plan`) to execute; null: the newest file in "
+        "./plans that fits this run, or else a new plan. Planning is deterministic.",
         NOTHING,
     ] = None
     exchange_dtype: Annotated[
@@ -130,15 +130,15 @@ class CheckpointConfig:
     ] = None
     resume: Annotated[
         str,
-        "Checkpoint from which the run resumes. auto: the newest one in the run directory, or a start at step 1 if "
-        "there is none. Or the name of a checkpoint in the run directory (step-00000030), or the path of a checkpoint "
-        "or of another run directory.",
+        "Checkpoint from which the run resumes. auto: the newest one in the run directory, "
+        "or a start at step 1 if there is none. Or the name of a checkpoint in the run "
+        "directory (step-00000030), or the path of a checkpoint or of another run directory.",
     ] = "auto"
     weights_from: Annotated[
         str | None,
-        "A run directory, a checkpoint or a Hugging Face folder with the initial weights, for example for annealing. "
-        "The run starts at step 1 with new optimizer state. Once it has a checkpoint of its own, it resumes from that. "
-        "Short form: init=DIR. null: random weights.",
+        "A run directory, a checkpoint or a Hugging Face folder with the initial weights, for "
+        "example for annealing. The run starts at step 1 with new optimizer state. Once it has a "
+        "checkpoint of its own, it resumes from that. Short form: init=DIR. null: random weights.",
     ] = None
 
 
@@ -158,8 +158,8 @@ class RunSettings:
     ] = ()
     hang_timeout_s: Annotated[
         Positive | None,
-        "Time that a rank may make no progress before the run ends and the stuck rank is reported; three times as "
-        "long for start-up, loading, saving and the first step. null: no limit.",
+        "Time that a rank may make no progress before the run ends and the stuck rank is reported; "
+        "three times as long for start-up, loading, saving and the first step. null: no limit.",
     ] = 600.0
     restarts: Annotated[
         CountOrZero,
@@ -169,14 +169,14 @@ class RunSettings:
     ] = 0
     trace_steps: Annotated[
         tuple[Count, Count] | None,
-        "First and last step whose timelines are written to trace.json; null: no trace.json, but `canzona report "
-        "--trace` can show the last two steps.",
+        "First and last step whose timelines are written to trace.json; null: no "
+        "trace.json, but `canzona report --trace` can show the last two steps.",
         Example("[5,7]"),
     ] = None
     profile_steps: Annotated[
         tuple[Count, Count] | None,
-        "First and last step to record with torch's profiler: on every rank if there are at most 8, else on rank 0. "
-        "The profiler slows these steps down, so the breakdown excludes them.",
+        "First and last step to record with torch's profiler: on every rank if there are at most "
+        "8, else on rank 0. The profiler slows these steps down, so the breakdown excludes them.",
         Example("[5,7]"),
     ] = None
 

@@ -95,16 +95,16 @@ class ParallelConfig:
     pp: Annotated[Ranks | None, "Pipeline stages; null: chosen.", LAYOUT | PLAN] = None
     vpp: Annotated[
         Count | None,
-        "Model chunks of each pipeline stage (interleaved 1F1B). With n chunks, the idle time at both ends of a step is"
-        " divided by n, and the number of messages multiplied by n. 1: each stage has consecutive layers. null: chosen"
-        " automatically.",
+        "Model chunks of each pipeline stage (interleaved 1F1B). With n chunks, the idle "
+        "time at both ends of a step is divided by n, and the number of messages "
+        "multiplied by n. 1: each stage has consecutive layers. null: chosen automatically.",
         LAYOUT | PLAN,
     ] = None
     cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
     ep: Annotated[
         Ranks | None,
-        "Expert-parallel ranks: the experts of a layer are divided among this many ranks of a pipeline stage. With more"
-        " than 1, tensor parallelism does not cut experts. null: chosen on GPUs, 1 on CPUs.",
+        "Expert-parallel ranks: the experts of a layer are divided among this many ranks of a pipeline "
+        "stage. With more than 1, tensor parallelism does not cut experts. null: chosen on GPUs, 1 on CPUs.",
         LAYOUT | PLAN,
     ] = None
     dispatcher: Annotated[
@@ -169,11 +169,11 @@ class TrainConfig:
     ] = 8.0
     divergence: Annotated[
         Divergence,
-        "If training diverges: stop (with exit code 70 and the name of the last checkpoint before the divergence), or"
-        " warn, continue, and fail only if the run has still diverged after the last step. Training has diverged if the"
-        " loss stays more than half-way back to the loss of a uniform guess, or above its initial value, or if"
-        " validation is worse than before training, twice or at the end. Loss spikes, warm-ups and new data do not"
-        " count as divergence.",
+        "If training diverges: stop (with exit code 70 and the name of the last checkpoint before "
+        "the divergence), or warn, continue, and fail only if the run has still diverged after the "
+        "last step. Training has diverged if the loss stays more than half-way back to the loss of a "
+        "uniform guess, or above its initial value, or if validation is worse than before training, "
+        "twice or at the end. Loss spikes, warm-ups and new data do not count as divergence.",
         NOTHING,
     ] = "stop"
     seed: Annotated[
@@ -187,8 +187,8 @@ class TrainConfig:
     eval_batches: Annotated[Count, "Global batches per validation, from each set of a blend.", NOTHING] = 8
     sample_every: Annotated[
         CountOrZero,
-        "Steps between text samples from the model (each token is the most likely one), shown in the live view,"
-        " events.jsonl and trackers. There is also a sample after the last step. 0: no samples.",
+        "Steps between text samples from the model (each token is the most likely one), shown in the "
+        "live view, events.jsonl and trackers. There is also a sample after the last step. 0: no samples.",
         NOTHING,
     ] = 0
     sample_prompt: Annotated[
@@ -249,14 +249,14 @@ class DataConfig:
 
     source: Annotated[
         Literal["stdlib", "prepared"],
-        "stdlib: the source code of the Python standard library, tokenised once and cached. prepared: the files of"
-        " `path` or `blend`.",
+        "stdlib: the source code of the Python standard library, tokenised "
+        "once and cached. prepared: the files of `path` or `blend`.",
     ]
     path: Annotated[str | None, "For prepared: the prefix of the .bin/.idx pair, without extension."] = None
     blend: Annotated[
         dict[str, Positive] | None,
-        "For prepared, instead of path: the prefixes of several pairs, each with a weight that gives its relative share"
-        " of the samples.",
+        "For prepared, instead of path: the prefixes of several pairs, "
+        "each with a weight that gives its relative share of the samples.",
         Example("'{data/code:0.7,data/web:0.3}'"),
     ] = field(default=None, hash=False)
     tokenizer: Annotated[str, "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json."] = "byte"
