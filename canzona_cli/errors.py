@@ -23,18 +23,18 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """One mistake or failure, with its reason and a fix."""
 
     key: str
     """The setting or place, as the user would type it: `parallel.tp`, `data.path`, `gpus`."""
-    value: object = None
-    """The value at that key; `None` if there is none to show."""
     reason: str
     """The reason why the value or the place is a problem, in one sentence without a final full stop."""
     fix: str = ""
     """The text to type or the thing to do instead; empty only if the reason already says it."""
+    value: object = None
+    """The value at that key; `None` if there is none to show."""
 
 
 def closest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

@@ -147,15 +147,15 @@ def driver_problem() -> Problem | None:
         return None
     if needed == (0, 0):
         reason = "this torch is built without CUDA and cannot use the GPUs here"
-        return Problem(key="torch", value=torch_version(), reason=reason, fix=_GET_TORCH)
+        return Problem("torch", reason, _GET_TORCH, value=torch_version())
     if here[0] >= needed[0]:
         return None
     newer = f" to {_DRIVERS[needed[0]]} or later" if needed[0] in _DRIVERS else ""
     return Problem(
-        key="NVIDIA driver",
+        "NVIDIA driver",
+        f"is too old for torch {torch_version()} here, which is built for CUDA {_release_text(needed)}",
+        f"update the driver{newer}, or {_GET_TORCH}",
         value=f"for CUDA {_release_text(here)}",
-        reason=f"is too old for torch {torch_version()} here, which is built for CUDA {_release_text(needed)}",
-        fix=f"update the driver{newer}, or {_GET_TORCH}",
     )
 
 
@@ -214,7 +214,7 @@ def backend_problem(chosen: str | None) -> Problem | None:
     if chosen in (None, "0") or version is None or Version(version) >= _NCCL2_WAITS:
         return None
     reason = f"selects an NCCL backend that may not wait for all reductions of a bucket in torch {version}"
-    return Problem(key="TORCH_DIST_USE_NCCL2", value=chosen, reason=reason, fix="unset it, or install torch 2.15")
+    return Problem("TORCH_DIST_USE_NCCL2", reason, "unset it, or install torch 2.15", value=chosen)
 
 
 def fused_layers_problem() -> Problem | None:
@@ -227,11 +227,11 @@ def fused_layers_problem() -> Problem | None:
     )
     fix = f"{install_fused_layers()}, or {without}"
     if importlib.util.find_spec("transformer_engine") is None:
-        return Problem(key=key, value=True, reason="Transformer Engine is not installed here", fix=fix)
+        return Problem(key, "Transformer Engine is not installed here", fix, value=True)
     if version is None or needed is None or admits(needed, version):
         return None
     reason = f"megatron-core was not checked with Transformer Engine {version}, only with {bounds_text(needed)}"
-    return Problem(key=key, value=True, reason=reason, fix=fix)
+    return Problem(key, reason, fix, value=True)
 
 
 def install_fused_layers() -> str:
@@ -267,10 +267,10 @@ def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
     others = ", ".join(sorted(usable)) or "none"
     where = "" if alone else " and leads to other machines"
     return Problem(
-        key="NCCL_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        f"matches no network interface that is up{where}",
+        f"unset it, or use an interface that is up here: {others}",
         value=chosen,
-        reason=f"matches no network interface that is up{where}",
-        fix=f"unset it, or use an interface that is up here: {others}",
     )
 
 

@@ -70,7 +70,7 @@ def shape_problems(old: RunConfig, new: RunConfig, source: str) -> tuple[Problem
             previous, value = differing[key]
             text = _value_text(previous)
             reason = f"is {text} for the weights in {source}"
-            problems.append(Problem(key=key, value=value, reason=reason, fix=f"use {key}={text}"))
+            problems.append(Problem(key, reason, f"use {key}={text}", value=value))
     return tuple(problems)
 
 
@@ -100,7 +100,7 @@ def _resume_problems(differing: Mapping[str, tuple[object, object]], step: int) 
             continue
         name = "optimizer" if key == "optimizer.name" else key
         fix = f"use {name}={_value_text(previous)}, or start another run with run.dir=DIR"
-        yield Problem(key=key, value=value, reason=reason, fix=fix)
+        yield Problem(key, reason, fix, value=value)
 
 
 def _same_class(previous: object, value: object) -> bool:

@@ -46,20 +46,20 @@ def _value_problems(config: RunConfig) -> Iterator[Problem]:
     if train.global_batch_size is None and train.batch_tokens // train.seq_length > limit:
         reason = f"is more than {limit:,} sequences of {train.seq_length} tokens, the limit for one step"
         fix = f"use train.batch_tokens={int(limit) * train.seq_length} or less"
-        yield Problem(key="train.batch_tokens", reason=reason, fix=fix)
+        yield Problem("train.batch_tokens", reason, fix)
     if config.data.validation_fraction == 0 and config.train.eval_interval > 0:
         fix = "use data.validation_fraction=0.02, or switch validation off with train.eval_interval=0"
-        yield Problem(key="data.validation_fraction", reason="leaves no documents for validation", fix=fix)
+        yield Problem("data.validation_fraction", "leaves no documents for validation", fix)
     if config.optimizer.min_lr > config.optimizer.lr and config.schedule.decay != "constant":
         reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
-        yield Problem(key="optimizer.min_lr", reason=reason, fix="use optimizer.min_lr_ratio=0.1 instead")
+        yield Problem("optimizer.min_lr", reason, "use optimizer.min_lr_ratio=0.1 instead")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
         reason = "must be a name for the run directory: up to 100 letters, digits, dots, dashes and underscores"
-        yield Problem(key="name", reason=reason, fix="for example name=my-run")
+        yield Problem("name", reason, "for example name=my-run")
     yield from _expert_problems(config)
     if config.model.head_dim % 2:
         reason = "must be even: rotary embedding rotates pairs of dimensions"
-        yield Problem(key="model.head_dim", reason=reason, fix=f"use model.head_dim={config.model.head_dim + 1}")
+        yield Problem("model.head_dim", reason, f"use model.head_dim={config.model.head_dim + 1}")
 
 
 def _expert_problems(config: RunConfig) -> Iterator[Problem]:
@@ -67,12 +67,12 @@ def _expert_problems(config: RunConfig) -> Iterator[Problem]:
     if 0 < experts < chosen:
         reason = f"is fewer than model.experts_per_token={chosen}"
         fix = f"use model.num_experts={chosen} or more, or 0 for a dense model"
-        yield Problem(key="model.num_experts", value=experts, reason=reason, fix=fix)
+        yield Problem("model.num_experts", reason, fix, value=experts)
     if experts and not config.model.qk_norm:
         reason = "must be true for a model with experts, because only Qwen3's experts are supported"
-        yield Problem(key="model.qk_norm", reason=reason, fix="use model.qk_norm=true, or model.num_experts=0")
+        yield Problem("model.qk_norm", reason, "use model.qk_norm=true, or model.num_experts=0")
     if experts and not config.model.gated:
-        yield Problem(key="model.gated", reason="experts always have a gate", fix="leave it out")
+        yield Problem("model.gated", "experts always have a gate", "leave it out")
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
@@ -82,33 +82,27 @@ def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
     assert schedule.decay_steps is not None
     if config.schedule.decay_steps is not None and schedule.warmup_steps >= schedule.decay_steps:
         reason = f"would end the decay before the warm-up of {schedule.warmup_steps} steps"
-        yield Problem(
-            key="schedule.decay_steps", reason=reason, fix=f"use schedule.decay_steps={steps} or leave it null"
-        )
+        yield Problem("schedule.decay_steps", reason, f"use schedule.decay_steps={steps} or leave it null")
     elif schedule.warmup_steps >= steps:
         reason = f"the warm-up takes all of train.steps={steps}: the full learning rate is never reached"
         fix = f"use schedule.warmup_steps={steps // 10}"
-        yield Problem(key="schedule.warmup_steps", value=schedule.warmup_steps, reason=reason, fix=fix)
+        yield Problem("schedule.warmup_steps", reason, fix, value=schedule.warmup_steps)
     elif schedule.decay == "wsd" and schedule.wsd_decay_steps is not None:
         room = schedule.decay_steps - schedule.warmup_steps
         if schedule.wsd_decay_steps > room:
             reason = f"only {room} steps are left after the warm-up"
             fix = f"use schedule.wsd_decay_steps={max(room // 10, 1)}, or leave it null"
-            yield Problem(key="schedule.wsd_decay_steps", value=schedule.wsd_decay_steps, reason=reason, fix=fix)
+            yield Problem("schedule.wsd_decay_steps", reason, fix, value=schedule.wsd_decay_steps)
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     if config.optimizer.clip == "adamw" and config.execution in (Execution.LAYERWISE, Execution.MEGATRON_SC):
         reason = f"needs canzona's engine; with engine.strategy={config.engine.strategy} Megatron clips all gradients"
-        yield Problem(
-            key="optimizer.clip", reason=reason, fix="use optimizer.clip=all or none, or engine.strategy=canzona"
-        )
+        yield Problem("optimizer.clip", reason, "use optimizer.clip=all or none, or engine.strategy=canzona")
     chosen = config.optimizer
     if isinstance(chosen, MomentumConfig) and chosen.form == "gram" and chosen.coefficients in STANDARD_ONLY:
         reason = f"is numerically unstable with optimizer.coefficients={chosen.coefficients}"
-        yield Problem(
-            key="optimizer.form", reason=reason, fix="use optimizer.form=auto, or optimizer.coefficients=quintic"
-        )
+        yield Problem("optimizer.form", reason, "use optimizer.form=auto, or optimizer.coefficients=quintic")
     if config.execution is not Execution.LAYERWISE:
         return
     optimizer = config.optimizer.name
@@ -118,10 +112,10 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
             "custom": "does not accept custom classes",
         }.get(optimizer, f"does not support {optimizer}")
         fix = "use engine.strategy=canzona (or sc, in which every rank updates everything), or optimizer=muon"
-        yield Problem(key="engine.strategy", reason=f"is Megatron's own layer-wise optimizer, which {limit}", fix=fix)
+        yield Problem("engine.strategy", f"is Megatron's own layer-wise optimizer, which {limit}", fix)
     elif config.train.precision != "bf16":
         reason = "Megatron's layer-wise optimizer needs bf16 weights"
-        yield Problem(key="train.precision", reason=reason, fix="use train.precision=bf16, or engine.strategy=sc")
+        yield Problem("train.precision", reason, "use train.precision=bf16, or engine.strategy=sc")
 
 
 def _custom_optimizer_problems(config: RunConfig) -> Iterator[Problem]:
@@ -132,22 +126,22 @@ def _custom_optimizer_problems(config: RunConfig) -> Iterator[Problem]:
     place, colon, name = custom.source.rpartition(":")
     form = "optimizer.source=FILE.py:Class, or module:Class of an installed package"
     if not custom.source:
-        yield Problem(key="optimizer.source", reason="a custom optimizer needs a class", fix=f"write {form}")
+        yield Problem("optimizer.source", "a custom optimizer needs a class", f"write {form}")
         return
     if not colon or not place or not name.isidentifier():
         reason = "must name a file or module, and a class in it"
-        yield Problem(key="optimizer.source", reason=reason, fix=f"write {form}")
+        yield Problem("optimizer.source", reason, f"write {form}")
     elif not place.endswith(".py") and not custom.built_in and place.partition(".")[0] not in custom.allow:
         package = place.partition(".")[0]
         reason = f"would run code from {package}, which optimizer.allow does not list"
         fix = f"if you trust it: optimizer.allow=[{','.join([*custom.allow, package])}]"
-        yield Problem(key="optimizer.source", reason=reason, fix=fix)
+        yield Problem("optimizer.source", reason, fix)
     elif (problem := source_problem(place, name)) is not None:
-        yield Problem(key="optimizer.source", reason=problem, fix=f"write {form}")
+        yield Problem("optimizer.source", problem, f"write {form}")
     for key in sorted({"lr", "weight_decay", "params"} & custom.options.keys()):
         reason = f"{key} is set by canzona itself"
         fix = f"use optimizer.{key}" if key != "params" else "leave it out: params are the matrices"
-        yield Problem(key=f"optimizer.options.{key}", value=custom.options[key], reason=reason, fix=fix)
+        yield Problem(f"optimizer.options.{key}", reason, fix, value=custom.options[key])
 
 
 def _data_problems(config: RunConfig) -> Iterator[Problem]:
@@ -155,59 +149,51 @@ def _data_problems(config: RunConfig) -> Iterator[Problem]:
     if data.source == "prepared":
         if data.path and data.blend:
             reason = f"cannot be combined with data.path={data.path}"
-            yield Problem(
-                key="data.blend",
-                reason=reason,
-                fix="add that path to the blend with a weight, and set data.path=null",
-            )
+            yield Problem("data.blend", reason, "add that path to the blend with a weight, and set data.path=null")
         elif not data.path and not data.blend:
             fix = "run `canzona data prepare`, then write data.path=PREFIX (for PREFIX.bin and PREFIX.idx)"
-            yield Problem(key="data.path", reason="prepared data needs a path", fix=fix)
+            yield Problem("data.path", "prepared data needs a path", fix)
         places = Counter(os.path.abspath(os.path.expanduser(path)) for path in data.blend or {})
         for place in (place for place, times in places.items() if times > 1):
-            yield Problem(
-                key="data.blend", value=place, reason="is listed twice", fix="list it once, with the sum of its weights"
-            )
+            yield Problem("data.blend", "is listed twice", "list it once, with the sum of its weights", value=place)
         return
     if data.tokenizer == "bpe" and data.tokenizer_vocab_size > vocabulary:
         reason = f"produces token ids beyond the model's vocabulary of {vocabulary}"
         fix = f"use data.tokenizer_vocab_size={vocabulary}, or a model.vocab_size of {data.tokenizer_vocab_size}"
-        yield Problem(key="data.tokenizer_vocab_size", reason=reason, fix=fix)
+        yield Problem("data.tokenizer_vocab_size", reason, fix)
     elif data.tokenizer == "bpe" and data.tokenizer_vocab_size < BYTE_TOKENIZER_IDS:
         reason = f"is below {BYTE_TOKENIZER_IDS}: byte-pair encoding starts from 256 bytes and an end of document"
-        yield Problem(key="data.tokenizer_vocab_size", reason=reason, fix="use data.tokenizer_vocab_size=16384")
+        yield Problem("data.tokenizer_vocab_size", reason, "use data.tokenizer_vocab_size=16384")
     elif data.tokenizer == "byte" and vocabulary < BYTE_TOKENIZER_IDS:
         reason = f"is below the byte tokenizer's {BYTE_TOKENIZER_IDS} ids"
-        yield Problem(key="model.vocab_size", reason=reason, fix="use model.vocab_size=384")
+        yield Problem("model.vocab_size", reason, "use model.vocab_size=384")
 
 
 def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
     cluster = config.cluster
     if cluster.reserved_gib >= cluster.memory_gib:
         reason = f"leaves no memory: cluster.memory_gib is {cluster.memory_gib}"
-        yield Problem(key="cluster.reserved_gib", reason=reason, fix="lower it, or raise cluster.memory_gib")
+        yield Problem("cluster.reserved_gib", reason, "lower it, or raise cluster.memory_gib")
     if cluster.device == "cpu" and cluster.transformer_engine:
         fix = "use cluster.transformer_engine=false"
-        yield Problem(key="cluster.transformer_engine", reason="Transformer Engine needs a GPU", fix=fix)
+        yield Problem("cluster.transformer_engine", "Transformer Engine needs a GPU", fix)
     if cluster.rdzv_endpoint is not None and re.fullmatch(r"[\w.:\[\]-]+:\d{1,5}", cluster.rdzv_endpoint) is None:
         fix = "for example cluster.rdzv_endpoint=node0:29500"
-        yield Problem(key="cluster.rdzv_endpoint", reason="is not of the form host:port", fix=fix)
+        yield Problem("cluster.rdzv_endpoint", "is not of the form host:port", fix)
     if cluster.rdzv_id is not None and re.fullmatch(r"\w[\w.-]*", cluster.rdzv_id) is None:
         reason = "must be a folder name for torchrun's logs: only letters, digits, dots, dashes and underscores"
-        yield Problem(key="cluster.rdzv_id", reason=reason, fix="for example cluster.rdzv_id=my-run")
+        yield Problem("cluster.rdzv_id", reason, "for example cluster.rdzv_id=my-run")
     for option in cluster.srun_args:
         name = option.partition("=")[0]
         if not name.startswith("--") or name in SRUN_OPTIONS:
             reason = "is set by the job script" if name in SRUN_OPTIONS else "is not a long option of srun"
-            yield Problem(
-                key="cluster.srun_args", value=option, reason=reason, fix="for example --container-image=FILE"
-            )
+            yield Problem("cluster.srun_args", reason, "for example --container-image=FILE", value=option)
 
 
 def _training_problems(config: RunConfig) -> Iterator[Problem]:
     if not config.model.gated:
         reason = "can only be planned: canzona does not train feed-forward layers without a gate"
-        yield Problem(key="model.gated", reason=reason, fix="leave it out, or use `canzona plan --dry-run`")
+        yield Problem("model.gated", reason, "leave it out, or use `canzona plan --dry-run`")
 
 
 def _recorded_step_problems(config: RunConfig) -> Iterator[Problem]:
@@ -218,7 +204,7 @@ def _recorded_step_problems(config: RunConfig) -> Iterator[Problem]:
         if steps is not None and not 1 <= steps[0] <= steps[1] <= last:
             reason = f"must be the first and the last step to record, in this order, between 1 and {last}"
             fix = f"for example run.{key}=[{min(3, last)},{min(5, last)}]"
-            yield Problem(key=f"run.{key}", value=f"[{steps[0]},{steps[1]}]", reason=reason, fix=fix)
+            yield Problem(f"run.{key}", reason, fix, value=f"[{steps[0]},{steps[1]}]")
 
 
 def _measurement_problems(config: RunConfig) -> Iterator[Problem]:
@@ -228,7 +214,7 @@ def _measurement_problems(config: RunConfig) -> Iterator[Problem]:
     if sizes != sorted(set(sizes)):
         reason = "must be pairs of a matrix size and a rate in TFLOP/s, in ascending order of size"
         fix = "for example cluster.matmul_tflops=[[2048,540],[8192,800]]"
-        yield Problem(key="cluster.matmul_tflops", value=[list(entry) for entry in table], reason=reason, fix=fix)
+        yield Problem("cluster.matmul_tflops", reason, fix, value=[list(entry) for entry in table])
     for kind, ranks, size, seconds, busy in config.cluster.collectives:
         if kind not in get_args(Collective) or ranks < 2:
             reason = (
@@ -236,4 +222,4 @@ def _measurement_problems(config: RunConfig) -> Iterator[Problem]:
                 "the number of processor cores that it keeps busy"
             )
             fix = "for example cluster.collectives=[[all_reduce,2,1048576,0.002,1.5]]"
-            yield Problem(key="cluster.collectives", value=[kind, ranks, size, seconds, busy], reason=reason, fix=fix)
+            yield Problem("cluster.collectives", reason, fix, value=[kind, ranks, size, seconds, busy])

@@ -50,7 +50,7 @@ def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -
     uneven = " or ".join(f"{count} {name}" for count, name in counts if count % parts)
     if uneven:
         fix = f"use one of {number_list(divisors(math.gcd(*(count for count, _ in counts))))}"
-        yield Problem(key=key, value=parts, reason=f"cannot split {uneven} into {parts} equal parts", fix=fix)
+        yield Problem(key, f"cannot split {uneven} into {parts} equal parts", fix, value=parts)
 
 
 def layout_problems(config: RunConfig) -> list[Problem]:
@@ -75,7 +75,7 @@ def _parallelism_problems(config: RunConfig) -> Iterator[Problem]:
     if model.num_attention_heads % model.num_query_groups:
         reason = f"does not divide the {model.num_attention_heads} attention heads"
         fix = f"use one of {number_list(divisors(model.num_attention_heads))}"
-        yield Problem(key="model.num_query_groups", reason=reason, fix=fix)
+        yield Problem("model.num_query_groups", reason, fix)
     tp, pp, cp = parallel.tp, parallel.pp, parallel.cp or 1
     if tp is not None:
         cut = _cut_by_tp(model, whole_experts=may_have_whole_experts(config))
@@ -89,25 +89,25 @@ def _parallelism_problems(config: RunConfig) -> Iterator[Problem]:
         below = above - copy_ranks
         reason = f"is not a multiple of {product}, the number of ranks that hold one copy of the model"
         fix = f"use gpus={above}" + (f" or gpus={below}" if below else "") + ", or a smaller parallel size"
-        yield Problem(key="gpus", reason=reason, fix=fix)
+        yield Problem("gpus", reason, fix)
     yield from _expert_parallelism_problems(config)
     if cp > 1 and train.seq_length % (2 * cp):
         reason = f"must be a multiple of 2 * cp = {2 * cp}: each rank has two slices, to balance causal attention"
         fix = f"use train.seq_length={-(-train.seq_length // (2 * cp)) * 2 * cp}"
-        yield Problem(key="train.seq_length", reason=reason, fix=fix)
+        yield Problem("train.seq_length", reason, fix)
     if parallel.sequence_parallel is False and model.num_experts and (tp or 1) > 1:
         reason = "Megatron trains experts on several TP ranks only with sequence parallelism"
         fix = "leave it null, or use parallel.tp=1"
-        yield Problem(key="parallel.sequence_parallel", value=False, reason=reason, fix=fix)
+        yield Problem("parallel.sequence_parallel", reason, fix, value=False)
     if parallel.sequence_parallel or model.num_experts:
         if tp == 1 and parallel.sequence_parallel:
             reason = "needs more than one TP rank, and parallel.tp is 1"
             fix = "set parallel.sequence_parallel=false, or a larger parallel.tp"
-            yield Problem(key="parallel.sequence_parallel", reason=reason, fix=fix)
+            yield Problem("parallel.sequence_parallel", reason, fix)
         if tp is not None and tp > 1 and train.seq_length % (tp * cp):
             reason = f"must be a multiple of tp * cp = {tp * cp} for sequence parallelism"
             fix = f"use train.seq_length={-(-train.seq_length // (tp * cp)) * tp * cp}"
-            yield Problem(key="train.seq_length", reason=reason, fix=fix)
+            yield Problem("train.seq_length", reason, fix)
 
 
 def _expert_parallelism_problems(config: RunConfig) -> Iterator[Problem]:
@@ -116,21 +116,21 @@ def _expert_parallelism_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if experts == 0:
         reason = "divides the experts of a layer among ranks, but the model has no experts"
-        yield Problem(key="parallel.ep", value=ep, reason=reason, fix="leave it null, or set model.num_experts")
+        yield Problem("parallel.ep", reason, "leave it null, or set model.num_experts", value=ep)
         return
     yield from uneven_problems("parallel.ep", ep, [(experts, "experts")])
     cells = config.gpus // (config.parallel.pp or 1)
     if cells % ep:
         reason = f"does not divide the {cells} ranks of a pipeline stage"
         possible = [size for size in divisors(cells) if experts % size == 0]
-        yield Problem(key="parallel.ep", value=ep, reason=reason, fix=f"use one of {number_list(possible)}")
+        yield Problem("parallel.ep", reason, f"use one of {number_list(possible)}", value=ep)
     if config.parallel.dispatcher != "flex":
         return
     if config.cluster.device == "cpu":
-        yield Problem(key="parallel.dispatcher", value="flex", reason="DeepEP's kernels need GPUs", fix="leave it null")
+        yield Problem("parallel.dispatcher", "DeepEP's kernels need GPUs", "leave it null", value="flex")
     elif config.train.precision == "fp32":
         reason = "DeepEP's kernels send bf16, and train.precision is fp32"
-        yield Problem(key="parallel.dispatcher", value="flex", reason=reason, fix="leave it null, or train in bf16")
+        yield Problem("parallel.dispatcher", reason, "leave it null, or train in bf16", value="flex")
 
 
 def _machine_problems(config: RunConfig) -> Iterator[Problem]:
@@ -140,14 +140,14 @@ def _machine_problems(config: RunConfig) -> Iterator[Problem]:
         if gpus > per_node and gpus % per_node:
             below = gpus // per_node * per_node
             fix = f"use gpus={below} or gpus={below + per_node}, or set cluster.nodes and cluster.gpus_per_node"
-            yield Problem(key="gpus", reason=f"is not a whole number of machines with {per_node} {ranks} each", fix=fix)
+            yield Problem("gpus", f"is not a whole number of machines with {per_node} {ranks} each", fix)
     elif gpus % nodes:
         fix = "torchrun starts the same number of ranks on every machine: use a divisor of gpus, or leave it null"
-        yield Problem(key="cluster.nodes", reason=f"does not divide {gpus} {ranks} evenly", fix=fix)
+        yield Problem("cluster.nodes", f"does not divide {gpus} {ranks} evenly", fix)
     elif gpus // nodes > per_node:
         reason = f"puts {gpus // nodes} ranks on a machine that has {per_node}"
         fix = f"use cluster.nodes={-(-gpus // per_node)} or leave it null"
-        yield Problem(key="cluster.nodes", reason=reason, fix=fix)
+        yield Problem("cluster.nodes", reason, fix)
 
 
 def _batch_problems(config: RunConfig) -> Iterator[Problem]:
@@ -170,4 +170,4 @@ def _batch_problems(config: RunConfig) -> Iterator[Problem]:
         above = -(-batch // step) * step
         reason = f"is not a multiple of {product}" + (f" = {step}" if " * " in product else "")
         fix = f"use train.global_batch_size={above}" + (f" or {above - step}" if above > step else "")
-        yield Problem(key="train.global_batch_size", reason=reason, fix=fix)
+        yield Problem("train.global_batch_size", reason, fix)

@@ -129,7 +129,7 @@ def read_arguments(path: Path) -> Arguments:
             _take_script(text, read_script(text), arguments)
     except Unreadable as error:
         fix = "give a script, a command line, or the arguments that Megatron prints when it starts"
-        raise ConfigError(Problem(key=OPTION, value=str(path), reason=f"{error}", fix=fix)) from None
+        raise ConfigError(Problem(OPTION, f"{error}", fix, value=str(path))) from None
     return arguments
 
 

@@ -59,7 +59,7 @@ def read_megatron_run(path: Path, user_values: Sequence[str]) -> MegatronRun:
     if values.get("optimizer", "muon") != "muon":
         reason = "--from-megatron compares Megatron's optimizers with canzona's Muon"
         fix = "leave it out here, and add it to the command that --from-megatron shows"
-        raise ConfigError(Problem(key="optimizer", value=values["optimizer"], reason=reason, fix=fix))
+        raise ConfigError(Problem("optimizer", reason, fix, value=values["optimizer"]))
     return translated(read_arguments(path), values)
 
 
@@ -209,7 +209,7 @@ class _Translation:
         self._gpus = self._number("world_size", 0, key="gpus")
         if not self._gpus:
             reason = "the file does not contain the number of GPUs"
-            self.problems.append(Problem(key="gpus", reason=reason, fix="add gpus=N to this command"))
+            self.problems.append(Problem("gpus", reason, "add gpus=N to this command"))
         self._set("gpus", self._gpus, "world_size")
         if self._given.per_node and (self._given.nodes or 1) > 1:
             self._set("cluster.gpus_per_node", self._given.per_node, "world_size")
@@ -407,7 +407,7 @@ class _Translation:
     def _report(self, name: str, reason: str, fix: str = "", *, value: str | None = None) -> None:
         shown = value or self._given.values.get(name)
         shown = (shown and unknown(shown)) or shown
-        problem = Problem(key=self._written(name), value=shown, reason=reason, fix=fix)
+        problem = Problem(self._written(name), reason, fix, value=shown)
         if problem not in self.problems:
             self.problems.append(problem)
 

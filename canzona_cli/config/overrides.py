@@ -49,7 +49,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
         key, text = _SHORT.get(key.strip(), key.strip()), text.strip()
         if not _is_text(argument):
             fix = "rename the file or directory: its name must be UTF-8"
-            problems.append(Problem(key=key, value=text, reason="is not UTF-8", fix=fix))
+            problems.append(Problem(key, "is not UTF-8", fix, value=text))
         elif not equals or not key:
             problems.append(_not_an_override(argument))
         elif key[0] in "+~":
@@ -62,11 +62,10 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
             problems.append(unknown_key(key, text))
         elif (mapping := mapping_key(key)) is not None and not key.removeprefix(f"{mapping}.").isidentifier():
             fix = f"write {mapping}.NAME=VALUE"
-            problems.append(Problem(key=key, value=text, reason="is not a valid Python argument name", fix=fix))
+            problems.append(Problem(key, "is not a valid Python argument name", fix, value=text))
         elif key == "optimizer.name":
-            fix = f"write optimizer={text}"
             reason = "is set by choosing an optimizer"
-            problems.append(Problem(key=key, value=text, reason=reason, fix=fix))
+            problems.append(Problem(key, reason, f"write optimizer={text}", value=text))
         else:
             parsed = _parse_value(key, text)
             if isinstance(parsed, Problem):
@@ -104,11 +103,9 @@ def override_text(value: object) -> str:
 def _read_group(group: str, text: str, groups: dict[str, str], problems: list[Problem]) -> None:
     option = text.strip("'\"")
     if group in groups:
-        problems.append(
-            Problem(key=group, value=option, reason=f"is given twice, first as {groups[group]}", fix="keep one of them")
-        )
+        problems.append(Problem(group, f"is given twice, first as {groups[group]}", "keep one of them", value=option))
     elif not option or option.startswith(("[", "{", "$")) or ("," in option and "/" not in option):
-        empty = Problem(key=group, value=text, reason="does not name an option", fix=f"write {group}=NAME")
+        empty = Problem(group, "does not name an option", f"write {group}=NAME", value=text)
         problems.append(_sweep_problem(group, text) if "," in option else empty)
     else:
         groups[group] = option
@@ -123,15 +120,15 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
     try:
         override = OverridesParser.create().parse_override(f"{key}={text}")
     except (RecursionError, ValueError):  # for example a thousand brackets, or an integer of 5,000 digits
-        return Problem(key=key, value=text, reason="is not a valid value", fix=f"write {key}=VALUE")
+        return Problem(key, "is not a valid value", f"write {key}=VALUE", value=text)
     except HydraException as error:
         if _takes_text(key):
             return (text,)  # a path may contain characters that are special in the grammar, such as parentheses
         if (bare := text.rstrip(",; ")) not in ("", text) and not isinstance(_parse_value(key, bare), Problem):
-            return Problem(key=key, value=text, reason=f"ends in {text[len(bare) :]!r}", fix=f"write {key}={bare}")
+            return Problem(key, f"ends in {text[len(bare) :]!r}", f"write {key}={bare}", value=text)
         reason = str(error).splitlines()[0].partition(" expecting ")[0].rstrip(".")  # the rest is Hydra's grammar
         reason = f"cannot be read: {reason[:1].lower()}{reason[1:]}"
-        return Problem(key=key, value=text, reason=reason, fix=f"write a plain value: {key}=VALUE")
+        return Problem(key, reason, f"write a plain value: {key}=VALUE", value=text)
     if override.is_sweep_override():
         return _sweep_problem(key, text)
     value = override.value()
@@ -156,22 +153,22 @@ def _sweep_problem(key: str, text: str) -> Problem:
     fix = "add --sweep to `canzona train` or `canzona slurm` to start a run for each value" + (
         f"; or quote the value if it is a single text: {key}=\"'{text}'\"" if _takes_text(key) else ""
     )
-    return Problem(key=key, value=text, reason="asks for several runs", fix=fix)
+    return Problem(key, "asks for several runs", fix, value=text)
 
 
 def _not_an_override(argument: str) -> Problem:
     if argument and (Path(argument) / WRITTEN).is_file():
         run, settings_file = shlex.quote(argument), shlex.quote(str(Path(argument) / WRITTEN))
         fix = f"write recipe={settings_file} for another run with its settings, or canzona resume {run} to continue it"
-        return Problem(key=argument, reason="is a run directory, not a setting", fix=fix)
+        return Problem(argument, "is a run directory, not a setting", fix)
     if argument.endswith((".yaml", ".yml")) or closest(argument, ("qwen3-tiny",), cutoff=0.5) is not None:
-        return Problem(key=argument, reason="is not of the form KEY=VALUE", fix=f"write recipe={argument}")
+        return Problem(argument, "is not of the form KEY=VALUE", f"write recipe={argument}")
     key, colon, value = argument.partition(":")
     if colon and (key in GROUPS or setting_of(key) is not None):
-        return Problem(key=key, value=value, reason="is not of the form KEY=VALUE", fix=f"write {key}={value.strip()}")
+        return Problem(key, "is not of the form KEY=VALUE", f"write {key}={value.strip()}", value=value)
     hint = closest_key(argument) if _BARE_NUMBER.fullmatch(argument) else None
     fix = f"write {hint}=VALUE" if hint else "write a setting and its value, for example train.steps=100"
-    return Problem(key=argument or "''", reason="is not of the form KEY=VALUE", fix=fix)
+    return Problem(argument or "''", "is not of the form KEY=VALUE", fix)
 
 
 def _not_a_change(key: str, text: str) -> Problem:
@@ -179,4 +176,4 @@ def _not_a_change(key: str, text: str) -> Problem:
     known = bare if bare in settings() or bare in GROUPS else closest_key(bare)
     reason = f"{key[: len(key) - len(bare)]} would add or remove a setting, but canzona's settings are fixed"
     fix = f"write {known}=VALUE" if known else "write KEY=VALUE with a key that exists"
-    return Problem(key=key, value=text, reason=reason, fix=fix)
+    return Problem(key, reason, fix, value=text)

@@ -37,7 +37,7 @@ def installed_file(folder: str, name: str) -> Path:
             return place / name
     reason = "this installation of canzona lacks the file"
     fix = "reinstall it: pip install --force-reinstall --no-deps FOLDER, with the folder of its pyproject.toml"
-    raise EnvironmentProblem(Problem(key=folder, value=str(package / f"_{folder}" / name), reason=reason, fix=fix))
+    raise EnvironmentProblem(Problem(folder, reason, fix, value=str(package / f"_{folder}" / name)))
 
 
 def builtin_recipes_dir() -> Path:
@@ -57,7 +57,7 @@ def user_recipes_dirs(recipes_dirs: Sequence[Path] = ()) -> tuple[Path, ...]:
     folders += [(RECIPES_DIR_VARIABLE, Path(part)) for part in from_environment]
     fix = f"give a folder of recipes, or a folder with some of {', '.join(f'{group}/' for group in GROUPS)}"
     refuse(
-        Problem(key=origin, value=str(path), reason="there is no such folder", fix=fix)
+        Problem(origin, "there is no such folder", fix, value=str(path))
         for origin, path in folders
         if not path.expanduser().is_dir()
     )
@@ -136,7 +136,7 @@ def find_options(chosen: Mapping[str, str], dirs: Sequence[Path], problems: list
     reported = any(problem.key == "recipe" or problem.fix.startswith("write recipe=") for problem in problems)
     if "recipe" not in chosen and not reported:
         fix = f"write recipe=NAME: {', '.join(recipes)}"
-        problems.append(Problem(key="recipe", reason="no recipe is given", fix=fix))
+        problems.append(Problem("recipe", "no recipe is given", fix))
     return files
 
 
@@ -144,15 +144,15 @@ def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
     """Returns a problem for an unknown option. The fix suggests the closest option and lists all options."""
     options = group_options(group, dirs)
     if group == "recipe" and (Path(choice).expanduser() / WRITTEN).is_file():
-        return Problem(key=group, value=choice, reason="is a folder", fix=f"write recipe={Path(choice) / WRITTEN}")
+        return Problem(group, "is a folder", f"write recipe={Path(choice) / WRITTEN}", value=choice)
     for file in (f"{choice}.yaml", f"{choice}.yml") if group in FROM_FILES else ():
         if Path(file).expanduser().is_file():
             reason = f"there is no {group} of this name, but there is a file {file}"
-            return Problem(key=group, value=choice, reason=reason, fix=f"write {group}={display_path(Path(file))}")
+            return Problem(group, reason, f"write {group}={display_path(Path(file))}", value=choice)
     hint = closest_option(choice, options)
     available = f"available: {', '.join(options)}"
     fix = f"did you mean {hint}? ({available})" if hint else available
-    return Problem(key=group, value=choice, reason=f"there is no such {group}", fix=fix)
+    return Problem(group, f"there is no such {group}", fix, value=choice)
 
 
 def read_yaml(path: Path) -> dict[str, object]:
@@ -164,14 +164,12 @@ def read_yaml(path: Path) -> dict[str, object]:
     try:
         content = parse_yaml(read_plain(path, most=LARGEST_YAML))
     except Unreadable as error:
-        raise ConfigError(Problem(key=display_path(path), reason=f"{error}")) from error
+        raise ConfigError(Problem(display_path(path), f"{error}")) from error
     if not isinstance(content, dict) or not content:
-        raise ConfigError(
-            Problem(key=display_path(path), reason="contains no settings", fix="write `key: value` lines")
-        )
+        raise ConfigError(Problem(display_path(path), "contains no settings", "write `key: value` lines"))
     if "hydra" in content:
         reason = f"would configure Hydra itself, but a recipe may only have settings of a run (in {display_path(path)})"
-        raise ConfigError(Problem(key="hydra", reason=reason, fix="remove it"))
+        raise ConfigError(Problem("hydra", reason, "remove it"))
     return {str(key): value for key, value in content.items()}
 
 
@@ -210,7 +208,7 @@ def _no_such_file(group: str, choice: str, path: Path, dirs: Sequence[Path]) -> 
         fix = "give the path of a recipe file, or a name that `canzona recipes list` shows"
     else:
         fix = f"`canzona calibrate` writes one; there are {', '.join(group_options(group, dirs))}"
-    return Problem(key=group, value=choice, reason="there is no such file", fix=fix)
+    return Problem(group, "there is no such file", fix, value=choice)
 
 
 _WIDTH = 120
@@ -290,7 +288,7 @@ def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a re
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
         fix = "choose a writable folder"
-        raise ConfigError(Problem(key="DEST", value=str(destination), reason=reason, fix=fix)) from error
+        raise ConfigError(Problem("DEST", reason, fix, value=str(destination))) from error
 
 
 def check_destination(destination: Path, *, force: bool, what: str = "a recipe", key: str = "DEST") -> None:
@@ -312,7 +310,7 @@ def check_destination(destination: Path, *, force: bool, what: str = "a recipe",
     elif destination.exists() and not force:
         reason, fix = "already exists", "choose another name, or replace it with --force"
     if reason:
-        raise ConfigError(Problem(key=key, value=display_path(destination), reason=reason, fix=fix))
+        raise ConfigError(Problem(key, reason, fix, value=display_path(destination)))
 
 
 def _setting_lines(name: str, value: object, meaning: str, *, indent: str) -> list[str]:

@@ -75,7 +75,7 @@ def _choose_min_lr(
         return
     if parsed.values.get(ratio) is not None:
         reason, fix = "cannot be combined with optimizer.min_lr", "keep one of them"
-        problems.append(Problem(key=ratio, value=parsed.texts[ratio], reason=reason, fix=fix))
+        problems.append(Problem(ratio, reason, fix, value=parsed.texts[ratio]))
     elif isinstance(optimizer := tree.get("optimizer"), dict):
         optimizer["min_lr_ratio"] = None
 
@@ -150,9 +150,7 @@ def with_rates(config: RunConfig, set_keys: Collection[str]) -> RunConfig:
     optimizer = config.optimizer
     for name in optimizer.lrs.keys() - OPTIMIZERS.keys():
         fix = f"use {', '.join(OPTIMIZERS)}"
-        raise ConfigError(
-            Problem(key="optimizer.lrs", value=optimizer.lrs, reason=f"{name} is not a known optimizer", fix=fix)
-        )
+        raise ConfigError(Problem("optimizer.lrs", f"{name} is not a known optimizer", fix, value=optimizer.lrs))
     # A recipe's rate is meant for Muon, but most custom optimizers are closer to AdamW.
     default_lr = optimizer.lrs.get("adamw", optimizer.lr) if optimizer.name == "custom" else optimizer.lr
     lr = optimizer.lr if "optimizer.lr" in set_keys else optimizer.lrs.get(optimizer.name, default_lr)

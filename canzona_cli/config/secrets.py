@@ -106,7 +106,7 @@ def secret_problems(settings: Mapping[str, object]) -> Iterator[Problem]:
             continue
         reason = f"{finding}, and anyone who can read the run directory would see it in config.yaml"
         fix = "leave it out; let the code that needs it read it from an environment variable"
-        yield Problem(key=key, value=HIDDEN, reason=reason, fix=fix)
+        yield Problem(key, reason, fix, value=HIDDEN)
 
 
 def safety_problems(config: RunConfig) -> Iterator[Problem]:
@@ -125,10 +125,10 @@ def safety_problems(config: RunConfig) -> Iterator[Problem]:
                 f"contains unprintable characters ({escaped}), which "
                 "could disguise a file name, a command or terminal output"
             )
-            yield Problem(key=key, value=text, reason=reason, fix="leave them out")
+            yield Problem(key, reason, "leave them out", value=text)
         elif key in _ARGUMENTS and Path(text).name.startswith("-"):
             reason = "starts with a dash, so torchrun would read it as an option"
-            yield Problem(key=key, value=text, reason=reason, fix="start with a letter")
+            yield Problem(key, reason, "start with a letter", value=text)
 
 
 def consent_problems(config: RunConfig, explicit: Collection[str], *, training: bool) -> Iterator[Problem]:
@@ -145,13 +145,13 @@ def consent_problems(config: RunConfig, explicit: Collection[str], *, training: 
         if not code_settings & set(explicit):
             reason = "the recipe names this code, but code only runs if the command line names it"
             fix = f"if you trust it: optimizer.source={custom.source}"
-            yield Problem(key="optimizer.source", value=custom.source, reason=reason, fix=fix)
+            yield Problem("optimizer.source", reason, fix, value=custom.source)
     for key in _FOLDERS:
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         if value is not None and key not in explicit and ".." in Path(value).parts:
             fix = f"if this is intended: {key}={value} on the command line"
-            yield Problem(key=key, value=value, reason="the recipe points outside the current folder with ..", fix=fix)
+            yield Problem(key, "the recipe points outside the current folder with ..", fix, value=value)
 
 
 def content_problems(content: object, where: str, key: str = "") -> Iterator[Problem]:
@@ -165,7 +165,7 @@ def content_problems(content: object, where: str, key: str = "") -> Iterator[Pro
 
 def target_problem(key: str, where: str) -> Problem:
     """Returns the problem of a `_target_` key, which could name code to run."""
-    return Problem(key=key, reason=f"_target_ {where} would run code; a recipe contains only values", fix="remove it")
+    return Problem(key, f"_target_ {where} would run code; a recipe contains only values", "remove it")
 
 
 def resolver_problem(key: str, value: str) -> Problem | None:
@@ -180,7 +180,7 @@ def resolver_problem(key: str, value: str) -> Problem | None:
         "a value can refer only to other settings, because environment variables "
         "and resolvers could put secrets into config.yaml in the run directory"
     )
-    return Problem(key=key, value=value, reason=reason, fix=f'let the shell expand it: {key}="$VARIABLE"')
+    return Problem(key, reason, f'let the shell expand it: {key}="$VARIABLE"', value=value)
 
 
 class RedactingFormatter(logging.Formatter):

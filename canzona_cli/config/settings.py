@@ -99,7 +99,7 @@ def mapping_key(key: str) -> str | None:
 
 def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Problem:
     """Returns a problem with a setting that shows the run's value."""
-    return Problem(key=key, value=value_of(config, key), reason=reason, fix=fix)
+    return Problem(key, reason, fix, value=value_of(config, key))
 
 
 def value_of(config: RunConfig, key: str) -> object:

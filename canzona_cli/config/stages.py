@@ -62,19 +62,19 @@ def pipeline_problems(layers: int, pp: int | None, vpp: int | None) -> Iterator[
         possible = sorted({chunks for stages in possible_pp(layers) for chunks in possible_vpp(layers, stages)})
         if vpp is not None and vpp not in possible:
             reason = f"cannot split the stages of {layers} layers into {vpp} chunks"
-            yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=f"use one of {number_list(possible)}")
+            yield Problem("parallel.vpp", reason, f"use one of {number_list(possible)}", value=vpp)
         return
     chunks = vpp or 1
     if count_parts_as_layers(layers, pp) is None:
         reason = f"cannot split {layers} layers into {pp} stages, even if the loss or the embedding counts as a layer"
-        yield Problem(key="parallel.pp", value=pp, reason=reason, fix=f"use one of {number_list(possible_pp(layers))}")
+        yield Problem("parallel.pp", reason, f"use one of {number_list(possible_pp(layers))}", value=pp)
     elif chunks > 1 and pp == 1:
         reason = "model chunks interleave pipeline stages, but with parallel.pp=1 there is only one stage"
-        yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix="use parallel.vpp=1, or a larger parallel.pp")
+        yield Problem("parallel.vpp", reason, "use parallel.vpp=1, or a larger parallel.pp", value=vpp)
     elif count_parts_as_layers(layers, pp * chunks) is None:
         reason = f"cannot split {layers} layers into {pp} stages of {chunks} chunks"
         fix = f"use one of {number_list(possible_vpp(layers, pp))}"
-        yield Problem(key="parallel.vpp", value=vpp, reason=reason, fix=fix)
+        yield Problem("parallel.vpp", reason, fix, value=vpp)
 
 
 def number_list(numbers: Sequence[int]) -> str:

@@ -50,9 +50,9 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     swept = [key_of(argument) for argument, values in zip(arguments, choices, strict=True) if values]
     if not swept and not problems:
         reason, fix = "no setting has several values", "for example optimizer.lr=1e-3,3e-3, or train.seed='range(1,5)'"
-        problems.append(Problem(key="--sweep", reason=reason, fix=fix))
+        problems.append(Problem("--sweep", reason, fix))
     problems += [
-        Problem(key=key, reason="is swept twice", fix="write all values in one argument")
+        Problem(key, "is swept twice", "write all values in one argument")
         for key, count in Counter(swept).items()
         if count > 1
     ]
@@ -68,7 +68,7 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
         runs.append(Combination(name=_directory_name(chosen), values=chosen, overrides=overrides))
     if len(runs) > MOST_RUNS:
         reason = f"asks for more than {MOST_RUNS:,} runs"
-        raise ConfigError(Problem(key="--sweep", reason=reason, fix="sweep fewer values at a time"))
+        raise ConfigError(Problem("--sweep", reason, "sweep fewer values at a time"))
     return tuple(_with_unique_names(runs))
 
 
@@ -95,15 +95,15 @@ def _expand(argument: str, problems: list[Problem]) -> tuple[str, ...]:
         values = ()
     if not values:
         reason = "is not a fixed list of values"
-        problems.append(Problem(key=key, value=text, reason=reason, fix=f"list the values: {key}=A,B,C"))
+        problems.append(Problem(key, reason, f"list the values: {key}=A,B,C", value=text))
         return ()
     repeated = sorted(value for value, count in Counter(values).items() if count > 1)
     if repeated:
         reason = f"lists the same value several times: {', '.join(repeated)}"
-        problems.append(Problem(key=key, value=text, reason=reason, fix="list each value once"))
+        problems.append(Problem(key, reason, "list each value once", value=text))
     if key == "run.dir":
         reason = "all runs of a sweep are in subdirectories of one directory"
-        problems.append(Problem(key=key, value=text, reason=reason, fix="write run.dir=DIR, or leave it out"))
+        problems.append(Problem(key, reason, "write run.dir=DIR, or leave it out", value=text))
     return tuple(f"{key}={value}" for value in values)
 
 

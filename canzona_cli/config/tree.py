@@ -150,7 +150,7 @@ def _compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[di
         except RecursionError as error:  # Hydra follows a cycle of `defaults:` lists forever
             reason = "builds on itself: its `defaults:` lead back to the same file"
             fix = "give the file a different name from the recipe it builds on, or give its path: recipe=./FILE.yaml"
-            raise ConfigError(Problem(key=where, reason=reason, fix=fix)) from error
+            raise ConfigError(Problem(where, reason, fix)) from error
     assert isinstance(container, dict)
     tree = {str(key): value for key, value in container.items()}
     refuse(content_problems(tree, where))
@@ -286,9 +286,9 @@ def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> 
         near = bare if bare in recipes else closest_option(bare, recipes)
         fix = f"write `- {near or 'qwen3-tiny'}`; there are {', '.join(recipes)}"
         reason = f"builds on recipe {name} in its `defaults:`, but there is no such recipe"
-        return Problem(key=where, reason=reason, fix=fix)
+        return Problem(where, reason, fix)
     fix = "see `canzona recipes show qwen3-tiny` for the files a recipe is made of"
-    return Problem(key=where, reason=f"cannot be composed: {text.rstrip('.')}", fix=fix)
+    return Problem(where, f"cannot be composed: {text.rstrip('.')}", fix)
 
 
 def with_values(base: Mapping[str, object], values: Mapping[str, object], problems: list[Problem]) -> dict[str, object]:
@@ -307,7 +307,7 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
             merge = isinstance(value, Mapping) and key != "data.blend"
             OmegaConf.update(config, key, value, merge=merge, force_add=True)
         except OmegaConfBaseException as error:
-            problems.append(Problem(key=key, value=value, reason=f"cannot be set: {str(error).splitlines()[0]}"))
+            problems.append(Problem(key, f"cannot be set: {str(error).splitlines()[0]}", value=value))
     raw = OmegaConf.to_container(config, resolve=False)
     assert isinstance(raw, dict)
     resolved: dict[str, object] = {}
@@ -321,7 +321,7 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
             continue
         if _resolved_length(key, texts, ()) > _LONGEST:
             reason = "its references form a cycle or expand to a text that is too long"
-            problems.append(Problem(key=key, value=value, reason=reason, fix="write the value itself"))
+            problems.append(Problem(key, reason, "write the value itself", value=value))
             continue
         try:
             filled = OmegaConf.select(config, key, throw_on_resolution_failure=True)
@@ -330,7 +330,7 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
         except OmegaConfBaseException as error:
             reason = f"the reference cannot be resolved: {str(error).splitlines()[0]}"
             fix = "refer to a setting by its full key, for example ${train.seq_length}"
-            problems.append(Problem(key=key, value=value, reason=reason, fix=fix))
+            problems.append(Problem(key, reason, fix, value=value))
             continue
         resolved[key] = filled
     return tree_of(resolved)

@@ -47,7 +47,7 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
         elif name in tree or name in sections():
             value = tree.get(name, {})  # an absent section gets its defaults, if all its settings have defaults
             if is_dataclass(kind) and not isinstance(value, Mapping):
-                problems.append(Problem(key=name, value=value, reason=f"must be a section of settings (in {where})"))
+                problems.append(Problem(name, f"must be a section of settings (in {where})", value=value))
                 continue
             try:
                 parts[name] = adapter(kind).validate_json(json.dumps(value), strict=True)
@@ -112,7 +112,7 @@ def _merge_missing_values(problems: list[Problem], where: str) -> list[Problem]:
     names = ", ".join(problem.key for problem in absent)
     fix = "begin the recipe with `# @package _global_` and `defaults: [qwen3-tiny]`, or the name of another recipe"
     return [
-        Problem(key=where, reason=f"has no value for {names}", fix=fix),
+        Problem(where, f"has no value for {names}", fix),
         *(problem for problem in problems if problem not in absent),
     ]
 
@@ -168,7 +168,7 @@ def _out_of_range(setting: Setting, value: object, shown: object, place: str) ->
         bound = setting.range.at_least if low else min(setting.range.at_most, setting.range.below - 1)
         fix = f"use {setting.key}={bound:.0f} or {'more' if low else 'less'}"
     fix += _OR_NULL if setting.optional else ""
-    return Problem(key=setting.key, value=shown, reason=reason, fix=fix)
+    return Problem(setting.key, reason, fix, value=shown)
 
 
 def _optimizer_type(tree: Mapping[str, object]) -> type | None:
@@ -195,7 +195,7 @@ def _unknown_key_problems(tree: Mapping[str, object], where: str) -> Iterator[Pr
             if key.startswith("optimizer.") and optimizer is not None and optimizer not in known[key].optimizers:
                 having = sorted(known[key].optimizers)
                 reason = f"{optimizer} has no such setting; it belongs to {' or '.join(having)}"
-                yield Problem(key=key, value=value, reason=reason, fix=f"remove it, or choose optimizer={having[0]}")
+                yield Problem(key, reason, f"remove it, or choose optimizer={having[0]}", value=value)
         elif key not in in_section:
             shown = None if "." not in key and isinstance(value, Mapping | list) else value
             yield unknown_key(key, shown, where=f" (in {where})")
@@ -211,7 +211,7 @@ def _explain(key: str, error: str, value: object, texts: Mapping[str, str], wher
         return _not_a_choice(setting, shown)
     place = "" if key in texts else f" (in {where})"
     if value is None:
-        return Problem(key=key, value="null", reason=f"needs a value{place}", fix=_example(setting))
+        return Problem(key, f"needs a value{place}", _example(setting), value="null")
     if error in _BOUNDS:
         return _out_of_range(setting, value, shown, place)
     if setting.kind == "list":
@@ -224,7 +224,7 @@ def _explain(key: str, error: str, value: object, texts: Mapping[str, str], wher
         "boolean": ("true or false", f"write {key}=true or {key}=false{null}"),
         "mapping": ("a mapping of names to values", _example(setting)),
     }.get(setting.kind, ("text", f"quote it: {key}=\"'...'\""))
-    return Problem(key=key, value=shown, reason=f"is {_type_words(value)}, not {expected}{place}", fix=fix)
+    return Problem(key, f"is {_type_words(value)}, not {expected}{place}", fix, value=shown)
 
 
 def _bad_entry(key: str, value: object, reason: str, texts: Mapping[str, str], where: str) -> Problem:
@@ -241,31 +241,31 @@ def _bad_entry(key: str, value: object, reason: str, texts: Mapping[str, str], w
         expected = "a number, text, true, false, or a list of them"
     place = "" if on_command_line else f" (in {where})"
     shown = texts.get(key, "null" if value is None else value)
-    return Problem(key=key, value=shown, reason=f"{reason or f'is not {expected}'}{place}", fix=_example(setting))
+    return Problem(key, f"{reason or f'is not {expected}'}{place}", _example(setting), value=shown)
 
 
 def _not_a_choice(setting: Setting, value: object) -> Problem:
     if (setting.key, str(value)) in REMOVED_VALUES:
         instead, _ = REMOVED_VALUES[setting.key, str(value)]
-        return Problem(key=setting.key, value=value, reason="no longer exists", fix=instead)
+        return Problem(setting.key, "no longer exists", instead, value=value)
 
     hint = closest(str(value), setting.choices)
     listed = ", ".join(setting.choices)
     null = _OR_NULL if setting.optional else ""
     fix = f"did you mean {hint}? ({listed}{null})" if hint else f"use one of {listed}{null}"
-    return Problem(key=setting.key, value=value, reason="is not one of its choices", fix=fix)
+    return Problem(setting.key, "is not one of its choices", fix, value=value)
 
 
 def _missing_value(key: str, where: str) -> Problem:
-    return Problem(key=key, reason=f"{_NO_VALUE} (in {where})", fix=_example(settings()[key]))
+    return Problem(key, f"{_NO_VALUE} (in {where})", _example(settings()[key]))
 
 
 def _missing_section(name: str) -> Problem:
     option = _EXAMPLE_OPTIONS.get(name)
     if option is None:
-        return Problem(key=name, reason=_NOT_SET, fix=f"set its values: {name}.KEY=VALUE")
+        return Problem(name, _NOT_SET, f"set its values: {name}.KEY=VALUE")
     fix = f"write {name}={option}, or `override /{name}: {option}` under `defaults:` in the recipe"
-    return Problem(key=name, reason=_NOT_CHOSEN, fix=fix)
+    return Problem(name, _NOT_CHOSEN, fix)
 
 
 def _example(setting: Setting) -> str:

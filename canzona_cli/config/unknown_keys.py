@@ -153,26 +153,26 @@ def missing_feature_problem(name: str) -> Problem | None:
         return None
     for listed, (reason, fix) in _DOES_NOT_HAVE.items():
         if matching := [word for word in listed.split() if word in words or word == last]:
-            return Problem(key=name, reason=reason, fix=fix.format(min(matching)))
+            return Problem(name, reason, fix.format(min(matching)))
     return None
 
 
 def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
     """Returns a problem for a key that is not a setting. The fix suggests the most similar setting."""
     if key in REMOVED_SETTINGS:
-        return Problem(key=key, value=text, reason=f"no longer exists{where}", fix=REMOVED_SETTINGS[key])
+        return Problem(key, f"no longer exists{where}", REMOVED_SETTINGS[key], value=text)
 
     names = sections().get(key)
     if names is not None:
         example = f"{key}.{min(names)}"
         reason = f"is a section{where}, not a setting"
-        return Problem(key=key, value=text, reason=reason, fix=f"for example {example}=VALUE")
+        return Problem(key, reason, f"for example {example}=VALUE", value=text)
     if (answer := missing_feature_problem(key)) is not None:
         return replace(answer, value=text, reason=f"{answer.reason}{where}")
     group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
     hint = group or closest_key(key)
     fix = f"did you mean {hint}?" if hint else "`canzona recipes show NAME` lists every setting of a recipe"
-    return Problem(key=key, value=text, reason=f"there is no such setting{where}", fix=fix)
+    return Problem(key, f"there is no such setting{where}", fix, value=text)
 
 
 def as_override(option: str, value: str, *, exact: bool) -> str | None:

@@ -49,7 +49,7 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
         changes_nothing = value in (None, "none", "fp32") or (key, value) == ("optimizer.clip_grad", 0)
         if key in explicit and state in off and not changes_nothing:
             reason = f"has no effect: {other} is {override_text(state)}"
-            yield Problem(key=key, reason=reason, fix=f"write {remedy}, or leave it out")
+            yield Problem(key, reason, f"write {remedy}, or leave it out")
     if training:
         yield from _unused_engine(config, explicit)
 
@@ -132,15 +132,14 @@ def _unused_data(config: RunConfig, explicit: frozenset[str]) -> Iterator[Proble
         # A data group or source on the command line replaces the data of the recipe.
         if value and data.source == "stdlib" and (key in explicit or not chosen):
             reason = "is not read: data.source is stdlib, the source code of Python's standard library"
-            yield Problem(key=key, reason=reason, fix=f"write data=prepared to train on it, or {key}=null")
+            yield Problem(key, reason, f"write data=prepared to train on it, or {key}=null")
     for key in ("data.tokenizer", "data.tokenizer_vocab_size"):
         if key in explicit and data.source == "prepared":
-            reason = "has no effect: prepared data has already been tokenised"
             fix = "leave it out, or prepare the data again: canzona data prepare ... --tokenizer NAME"
-            yield Problem(key=key, reason=reason, fix=fix)
+            yield Problem(key, "has no effect: prepared data has already been tokenised", fix)
         elif key == "data.tokenizer_vocab_size" and key in explicit and data.tokenizer != "bpe":
             reason = f"has no effect: data.tokenizer is {data.tokenizer}"
-            yield Problem(key=key, reason=reason, fix="write data=stdlib-bpe, or leave it out")
+            yield Problem(key, reason, "write data=stdlib-bpe, or leave it out")
 
 
 def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Problem]:
@@ -154,21 +153,19 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
     instead = "leave it out" if adamw else "use engine.strategy=canzona, or leave it out"
     if "train.non_finite" in explicit and not execution.ours:
         reason = f"has no effect: {why}, which runs Megatron's own optimizer, which has no such guard"
-        yield Problem(key="train.non_finite", reason=reason, fix=instead)
+        yield Problem("train.non_finite", reason, instead)
     if adamw:
         return
     exchanges_bf16 = engine.exchange_dtype == "bf16" and config.parallel.tp != 1
     if "engine.exchange_dtype" in explicit and exchanges_bf16:
         reason = f"has no effect: {why}, which sends gradients between TP ranks in fp32"
-        yield Problem(key="engine.exchange_dtype", reason=reason, fix=instead)
+        yield Problem("engine.exchange_dtype", reason, instead)
     if execution.ours:
         return
     if "engine.splitting" in explicit and engine.splitting in ("split", "per_head"):
         reason = f"is not possible: {why}, which runs Megatron's own Muon, which keeps gate and up together"
         fix = "use engine.splitting=qkv, or engine.strategy=canzona"
-        yield Problem(key="engine.splitting", reason=reason, fix=fix)
+        yield Problem("engine.splitting", reason, fix)
     if "optimizer.form" in explicit and isinstance(optimizer, MomentumConfig) and optimizer.form == "gram":
         reason = f"has no effect: {why}, which runs Megatron's own Muon, which has only the standard form"
-        yield Problem(
-            key="optimizer.form", reason=reason, fix="use engine.strategy=canzona, or optimizer.form=standard"
-        )
+        yield Problem("optimizer.form", reason, "use engine.strategy=canzona, or optimizer.form=standard")

@@ -151,7 +151,7 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
             written = writer.written
             if written.documents == 0:
                 reason, fix = "the inputs contain no text", "name files that are not empty"
-                raise ConfigError(Problem(key="INPUT", reason=reason, fix=fix))
+                raise ConfigError(Problem("INPUT", reason, fix))
             facts = {"tokens": written.tokens, "documents": written.documents}
             on_progress(Progress(stage="write", done=0, total=None, **facts))
             writer.finish()
@@ -387,7 +387,7 @@ def _refuse_bad_lines(tally: Tally, limit: int) -> None:
         fix += f"; to skip these lines, use {option}"
     raise ConfigError(
         *(
-            Problem(key="INPUT", value=f"{bad.path}:{bad.line}", reason=bad.kind + bad.detail, fix=fix)
+            Problem("INPUT", bad.kind + bad.detail, fix, value=f"{bad.path}:{bad.line}")
             for bad in tally.bad_lines[:_MAX_BAD_LINES_SHOWN]
         )
     )

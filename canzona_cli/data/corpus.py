@@ -103,7 +103,7 @@ def tokenizer_of(corpus: PreparedCorpus) -> Tokenizer:
         return tokenizer
     path = saved_tokenizer_path(corpus.prefix)
     reason = f"its tokenizer is unknown: there is no {path.name}, which canzona data prepare writes"
-    raise ConfigError(Problem(key="data.path", value=str(corpus.prefix), reason=reason, fix=_PREPARE))
+    raise ConfigError(Problem("data.path", reason, _PREPARE, value=str(corpus.prefix)))
 
 
 def saved_tokenizer(prefix: Path, name: str, eod: int | None) -> Tokenizer | None:
@@ -189,7 +189,7 @@ def _disagreements(pairs: Sequence[tuple[PairInfo, Sidecar | None]]) -> Iterator
         reason = f"its tokenizer is {tokenizer}, but {first.prefix} has {expected}: the same id means different text"
         saved = saved_tokenizer_path(first.prefix)
         fix = f"canzona data prepare ... --tokenizer {saved if saved.exists() else 'byte'}, the same for all sets"
-        yield Problem(key="data.blend", value=str(pair.prefix), reason=reason, fix=fix)
+        yield Problem("data.blend", reason, fix, value=str(pair.prefix))
 
 
 def _tokenizer_words(sidecar: Sidecar | None) -> str:

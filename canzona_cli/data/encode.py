@@ -93,7 +93,7 @@ def encode_in_order(
             yield next_result()
     except BrokenProcessPool:
         reason, fix = "a tokenising process died", "usually because memory ran out: use fewer --workers"
-        raise EnvironmentProblem(Problem(key="INPUT", reason=reason, fix=fix)) from None
+        raise EnvironmentProblem(Problem("INPUT", reason, fix)) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -374,4 +374,4 @@ def _missing_problem(prefix: Path, path: Path) -> Problem:
 
 
 def _problem(path: Path, reason: str, fix: str = "") -> Problem:
-    return Problem(key="data.path", value=str(path), reason=reason, fix=fix)
+    return Problem("data.path", reason, fix, value=str(path))

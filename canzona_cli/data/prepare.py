@@ -58,12 +58,12 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> BuiltPair:
     prefix = Path(request.output).expanduser()
     sources, problems = find_sources(request.inputs, request.format)
     if not request.inputs:
-        problems.append(Problem(key="INPUT", reason="there are no inputs", fix="name files, folders, - or stdlib"))
+        problems.append(Problem("INPUT", "there are no inputs", "name files, folders, - or stdlib"))
     problems += _setting_problems(request)
     problems += _output_problems(prefix, sources, request)
     if request.template and any(source.format == "parquet" for source in sources):
         reason, fix = "is for JSONL, and Parquet has one column of text", "leave it out, or write JSONL"
-        problems.append(Problem(key="--template", value=request.template, reason=reason, fix=fix))
+        problems.append(Problem("--template", reason, fix, value=request.template))
     environment = [*_disk_problems(prefix, sources, request), *_package_problems(sources)]
     if problems:
         raise ConfigError(*problems, *environment)
@@ -75,7 +75,7 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> BuiltPair:
         except Busy:
             reason = "another canzona process is writing it"
             fix = "wait for it, or choose another --output"
-            raise ConfigError(Problem(key="--output", value=str(prefix), reason=reason, fix=fix)) from None
+            raise ConfigError(Problem("--output", reason, fix, value=str(prefix))) from None
 
 
 def train_command(built: BuiltPair) -> str:
@@ -98,14 +98,14 @@ def _setting_problems(request: PrepareRequest) -> Iterator[Problem]:
     size = request.vocab_size
     if size is not None and request.tokenizer != "bpe":
         reason = f"only a bpe lets you choose the vocabulary size; {request.tokenizer} has a fixed one"
-        yield Problem(key="--vocab-size", value=size, reason=reason, fix="leave it out, or use --tokenizer bpe")
+        yield Problem("--vocab-size", reason, "leave it out, or use --tokenizer bpe", value=size)
     elif size is not None and not MIN_VOCAB_SIZE <= size <= _MAX_VOCAB_SIZE:
         entries = f"{MIN_VOCAB_SIZE} to {_MAX_VOCAB_SIZE} entries"
         reason = f"a byte-level bpe can have {entries} (it always has 256 bytes and the end-of-document token)"
-        yield Problem(key="--vocab-size", value=size, reason=reason, fix=f"use --vocab-size {DEFAULT_VOCAB_SIZE}")
+        yield Problem("--vocab-size", reason, f"use --vocab-size {DEFAULT_VOCAB_SIZE}", value=size)
     if request.eod is not None and not is_file:
         reason = f"the {request.tokenizer} tokenizer has its own end-of-document id"
-        yield Problem(key="--eod", value=request.eod, reason=reason, fix="leave it out")
+        yield Problem("--eod", reason, "leave it out", value=request.eod)
     elif is_file:
         try:
             load_json_tokenizer(request.tokenizer, request.eod)
@@ -113,11 +113,11 @@ def _setting_problems(request: PrepareRequest) -> Iterator[Problem]:
             yield from error.problems
     if request.template and (reason := template_problem(request.template)):
         fix = "for example --template '{role}: {content}\\n' --text-key messages"
-        yield Problem(key="--template", value=request.template, reason=reason, fix=fix)
+        yield Problem("--template", reason, fix, value=request.template)
     if request.max_bad < 0:
-        yield Problem(key="--max-bad", value=request.max_bad, reason="must be at least 0", fix="use --max-bad 0")
+        yield Problem("--max-bad", "must be at least 0", "use --max-bad 0", value=request.max_bad)
     if request.workers is not None and request.workers < 1:
-        yield Problem(key="--workers", value=request.workers, reason="must be at least 1", fix="use --workers 1")
+        yield Problem("--workers", "must be at least 1", "use --workers 1", value=request.workers)
 
 
 def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
@@ -137,7 +137,7 @@ def _output_problems(prefix: Path, sources: Sequence[Source], request: PrepareRe
         fix = "--overwrite to replace it, or choose another --output"
     else:
         return
-    yield Problem(key="--output", value=request.output, reason=reason, fix=fix)
+    yield Problem("--output", reason, fix, value=request.output)
 
 
 def _disk_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequest) -> Iterator[Problem]:
@@ -155,7 +155,7 @@ def _disk_problems(prefix: Path, sources: Sequence[Source], request: PrepareRequ
         fix = "make room, or choose another disk"
     else:
         return
-    yield Problem(key="--output", value=str(prefix), reason=reason, fix=fix)
+    yield Problem("--output", reason, fix, value=str(prefix))
 
 
 def _package_problems(sources: Sequence[Source]) -> Iterator[Problem]:

@@ -288,7 +288,7 @@ def _read_lines(stream: BinaryIO) -> Iterator[bytes]:
 def package_problem(label: str) -> Problem:
     """Returns the problem of an input that needs pyarrow, which is not installed."""
     reason, fix = "needs pyarrow, which is not installed", "pip install 'canzona[data]'"
-    return Problem(key="INPUT", value=label, reason=reason, fix=fix)
+    return Problem("INPUT", reason, fix, value=label)
 
 
 def open_source(source: Source) -> io.BufferedReader:
@@ -430,4 +430,4 @@ def _check_column(path: Path, file: "ParquetFile", column: str) -> None:
         reason, fix = f"its column {column!r} contains {kind}, not text", "--text-key NAME, a column with text"
     else:
         return
-    raise ConfigError(Problem(key="INPUT", value=str(path), reason=reason, fix=fix))
+    raise ConfigError(Problem("INPUT", reason, fix, value=str(path)))

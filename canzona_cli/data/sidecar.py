@@ -157,5 +157,5 @@ def load_sidecar(pair: PairInfo) -> Sidecar | None:
     if described != (pair.tokens, pair.documents, pair.sequences, pair.dtype):
         reason = f"it describes {sidecar.tokens:,} tokens in {sidecar.documents:,} documents, but its pair has "
         reason += f"{pair.tokens:,} in {pair.documents:,}"
-        raise ConfigError(Problem(key="data.path", value=str(path), reason=reason, fix=fix))
+        raise ConfigError(Problem("data.path", reason, fix, value=str(path)))
     return sidecar

@@ -65,7 +65,7 @@ def find_sources(inputs: Sequence[str], format: InputFormat) -> tuple[list[Sourc
             problems.extend(error.problems)
         except OSError as error:
             reason = f"cannot be read: {error.strerror}"
-            problems.append(Problem(key="INPUT", value=text, reason=reason, fix="check its permissions"))
+            problems.append(Problem("INPUT", reason, "check its permissions", value=text))
     return list(sources.values()), problems
 
 
@@ -150,7 +150,7 @@ def stdlib_sources() -> list[Source]:
     if not sources:
         reason = f"this Python has no standard library sources in {root}"
         fix = "install them (Debian: libpython3-stdlib), or prepare other text with canzona data prepare"
-        raise EnvironmentProblem(Problem(key="INPUT", value="stdlib", reason=reason, fix=fix))
+        raise EnvironmentProblem(Problem("INPUT", reason, fix, value="stdlib"))
     return sources
 
 
@@ -173,4 +173,4 @@ def _is_utf8(path: Path) -> bool:
 
 def input_error(value: str, reason: str, fix: str) -> ConfigError:
     """Returns the error for an input that cannot be used."""
-    return ConfigError(Problem(key="INPUT", value=value, reason=reason, fix=fix))
+    return ConfigError(Problem("INPUT", reason, fix, value=value))

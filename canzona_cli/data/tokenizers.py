@@ -216,7 +216,7 @@ def train_bpe(sample: Iterable[bytes], vocab_size: int, *, workers: int | None =
         child.join()
         reason = f"its training process died (exit code {child.exitcode})"
         fix = "code -9 usually means out of memory: try a smaller --vocab-size, or an existing tokenizer.json"
-        raise EnvironmentProblem(Problem(key="--tokenizer", value="bpe", reason=reason, fix=fix)) from None
+        raise EnvironmentProblem(Problem("--tokenizer", reason, fix, value="bpe")) from None
     finally:
         child.kill()
         child.join()
@@ -292,7 +292,7 @@ def tokenizer_file(spec: str) -> Path:
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         reason = "this folder has no tokenizer.json, which is the file of a fast tokenizer"
         fix = f"write one with transformers: AutoTokenizer.from_pretrained({spec!r}).save_pretrained(FOLDER)"
-        raise ConfigError(Problem(key="--tokenizer", value=spec, reason=reason, fix=fix))
+        raise ConfigError(Problem("--tokenizer", reason, fix, value=spec))
     if path.is_dir():
         path = path / "tokenizer.json"
     if path.is_file():
@@ -303,7 +303,7 @@ def tokenizer_file(spec: str) -> Path:
         if spec.count("/") == 1 and not spec.startswith((".", "/", "~")) and not spec.endswith(".json")
         else "give byte, bpe, or the path of a tokenizer.json"
     )
-    raise ConfigError(Problem(key="--tokenizer", value=spec, reason=reason, fix=fix))
+    raise ConfigError(Problem("--tokenizer", reason, fix, value=spec))
 
 
 def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
@@ -337,13 +337,13 @@ def read_backend(path: Path) -> "RustTokenizer":
     try:
         backend = RustTokenizer.from_buffer(read_plain(path))
     except Unreadable as error:
-        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=_EXPECTED_FILE)) from None
+        raise ConfigError(Problem("--tokenizer", str(error), _EXPECTED_FILE, value=str(path))) from None
     except BaseException as error:
         raise _tokenizer_error(error, str(path), "is not a tokenizer file") from error
     largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= _MOST_IDS:
         reason = f"has a token with the id {largest:,}, which is too large for an embedding"
-        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_EXPECTED_FILE))
+        raise ConfigError(Problem("--tokenizer", reason, _EXPECTED_FILE, value=str(path)))
     return backend
 
 
@@ -355,7 +355,7 @@ def _tokenizer_error(error: BaseException, value: str, what: str) -> ConfigError
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     message = (str(error).splitlines() or [type(error).__name__])[0]
-    return ConfigError(Problem(key="--tokenizer", value=value, reason=f"{what}: {message}", fix=_EXPECTED_FILE))
+    return ConfigError(Problem("--tokenizer", f"{what}: {message}", _EXPECTED_FILE, value=value))
 
 
 def _apply_config(backend: "RustTokenizer", path: Path) -> str | None:
@@ -376,13 +376,13 @@ def _apply_config(backend: "RustTokenizer", path: Path) -> str | None:
         # Not `parse_json`, because model_max_length may be an integer of 31 digits ("no limit").
         config = parse(TokenizerSettings, read_plain(path))
     except (Unreadable, Damaged) as error:
-        raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=str(error), fix=fix)) from None
+        raise ConfigError(Problem("--tokenizer", str(error), fix, value=str(path))) from None
     for token_id, token in sorted(config.added_tokens_decoder.items()):
         if backend.token_to_id(token.content) is None:
             backend.add_tokens([AddedToken(**asdict(token))])
         if (other := backend.token_to_id(token.content)) != token_id:
             reason = f"it gives {token.content!r} the id {token_id}, but tokenizer.json gives it {other}"
-            raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=fix))
+            raise ConfigError(Problem("--tokenizer", reason, fix, value=str(path)))
     return config.eos_token.content if isinstance(config.eos_token, TokenSettings) else config.eos_token
 
 
@@ -413,9 +413,9 @@ def _find_eod(backend: "RustTokenizer", name: str | None, path: Path) -> int:
     if name is not None:
         near = get_close_matches(name, [*special, *EOD_CANDIDATES, *backend.get_vocab()], n=3)
         fix = f"did you mean {' or '.join(near)}?" if near else _eod_fix(special)
-        raise ConfigError(Problem(key="--eod", value=name, reason=f"{path} has no such token", fix=fix))
+        raise ConfigError(Problem("--eod", f"{path} has no such token", fix, value=name))
     reason = "it has none of the usual end-of-document tokens"
-    raise ConfigError(Problem(key="--tokenizer", value=str(path), reason=reason, fix=_eod_fix(special)))
+    raise ConfigError(Problem("--tokenizer", reason, _eod_fix(special), value=str(path)))
 
 
 def _eod_fix(special: Sequence[str]) -> str:

@@ -84,7 +84,7 @@ def prepare(
     if (nodes := torchrun.node_count(config)) > 1:
         per_node = config.cluster.gpus_per_node
         reason = f"need {nodes} machines, but an evaluation runs on a single machine, with {per_node} at most"
-        raise ConfigError(Problem(key="gpus", value=config.gpus, reason=reason, fix=f"add gpus={per_node} or fewer"))
+        raise ConfigError(Problem("gpus", reason, f"add gpus={per_node} or fewer", value=config.gpus))
     preflight.check_machine(config, layout, training=False)
     other_data = any(key == "data" or key.startswith("data.") for key in overridden - {"data.cache_dir"})
     corpus = _corpus(config, documents or ("all" if other_data else "held-out"), on_progress)
@@ -174,7 +174,7 @@ def _batches(config: RunConfig, corpus: PreparedCorpus, requested: int | Literal
     if samples < batch:
         reason = f"the documents contain {samples} samples of {length} tokens, fewer than one batch of {batch}"
         fix = "use a smaller train.global_batch_size, or give --batches a number: samples are then repeated"
-        raise ConfigError(Problem(key="--batches", value="all", reason=reason, fix=fix))
+        raise ConfigError(Problem("--batches", reason, fix, value="all"))
     return samples // batch
 
 

@@ -68,7 +68,7 @@ class HangReport:
     def problem(self) -> Problem:
         """The problem that the command reports for the hang when it exits."""
         fix = "the logs have the Python stacks of all ranks that still run; run.hang_timeout_s sets the limit"
-        return Problem(key=self.name, reason=self.reason, fix=fix)
+        return Problem(self.name, self.reason, fix)
 
 
 @contextmanager

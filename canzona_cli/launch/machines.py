@@ -78,7 +78,7 @@ class Machines:
                 place = f"{self._files.root} within {patience_s:.0f} s"
                 reason = f"of the run's {self._nodes} machines, these did not arrive in {place}"
                 fix = "start `canzona train` on each of them, with a run.dir that every machine shares"
-                raise EnvironmentProblem(Problem(key="cluster.node_rank", value=missing, reason=reason, fix=fix))
+                raise EnvironmentProblem(Problem("cluster.node_rank", reason, fix, value=missing))
             if waited > 2 and not announced:
                 announced = True
                 say(f"waiting for machine {missing} of {self._nodes}")
@@ -113,7 +113,7 @@ class Machines:
             "start machine 0 too, with a run.dir that every machine shares, "
             f"and only one launcher with cluster.node_rank={self.node_rank}"
         )
-        raise EnvironmentProblem(Problem(key="run.dir", value=str(self._files.root), reason=reason, fix=fix))
+        raise EnvironmentProblem(Problem("run.dir", reason, fix, value=str(self._files.root)))
 
     def others_failed(self) -> bool:
         """Returns True if another machine's failure was seen more than `FAILURE_GRACE_S` ago, so that the

@@ -77,8 +77,7 @@ class Outcome(RunResult):
         if self.problems:
             return kind(*self.problems)
         place = "launcher" if self.rank is None else f"rank {self.rank}"
-        reason = self.message.removeprefix(place).removeprefix(":").strip()
-        return kind(Problem(key=place, reason=reason))
+        return kind(Problem(place, self.message.removeprefix(place).removeprefix(":").strip()))
 
     @property
     def result(self) -> RunResult:

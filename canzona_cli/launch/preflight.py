@@ -56,14 +56,14 @@ def check_nodes(config: RunConfig) -> None:
     if cluster.rdzv_endpoint is None:
         reason = f"the run spans {nodes} machines, and the address where they meet is not set"
         fix = "on each machine cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach"
-        problems.append(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix))
+        problems.append(Problem("cluster.rdzv_endpoint", reason, fix))
     if cluster.node_rank is None or not 0 <= cluster.node_rank < nodes:
         reason = f"must be the rank of this machine, from 0 to {nodes - 1}"
         fix = "in a Slurm job, srun --ntasks-per-node=1 sets it; otherwise give each machine a different rank"
         problems.append(problem_with(config, "cluster.node_rank", reason, fix))
     if config.run.dir is None:
         reason = f"the {nodes} machines of the run would each create their own directory"
-        problems.append(Problem(key="run.dir", reason=reason, fix="run.dir=DIR, a directory that every machine shares"))
+        problems.append(Problem("run.dir", reason, "run.dir=DIR, a directory that every machine shares"))
     refuse(problems)
     if cluster.node_rank == 0 and cluster.rdzv_endpoint is not None:
         host, _, port = cluster.rdzv_endpoint.rpartition(":")
@@ -97,7 +97,7 @@ def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True
         yield from _host_memory_problems(config, memory.total if training else memory.forward)
     if on_one_machine(config) and (obstacle := loopback_problem(ranks_per_node(config))) is not None:
         reason = f"its ranks cannot meet there: {obstacle[:1].lower()}{obstacle[1:]}"
-        yield Problem(key="network", value=LOOPBACK, reason=reason, fix=LOOPBACK_FIX)
+        yield Problem("network", reason, LOOPBACK_FIX, value=LOOPBACK)
     if config.cluster.fused_layers and (problem := fused_layers_problem()) is not None:
         yield problem
     if config.parallel.dispatcher == "flex" and layout.ep > 1 and importlib.util.find_spec("deep_ep") is None:

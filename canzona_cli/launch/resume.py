@@ -106,7 +106,7 @@ def choose_resumption(config: RunConfig, layout: Layout, *, again: bool = False)
     if used and not of_this_run and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
         reason = f"belongs to another run, but {files.root} already has checkpoints of its own"
         fix = "run.dir=DIR for a new run, or checkpoint.resume=auto to continue this one"
-        raise ConfigError(Problem(key=_KEY, value=request, reason=reason, fix=fix))
+        raise ConfigError(Problem(_KEY, reason, fix, value=request))
     return _from_checkpoint(config, layout, checkpoint, of_this_run=of_this_run)
 
 
@@ -248,7 +248,7 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
     other = next_free(files.root)
     reason = f"the run in it has finished all {result.step:,} steps"
     fix = f"train.steps={2 * result.step} continues it; run.dir={other}, or no run.dir at all, starts another"
-    raise ConfigError(Problem(key="run.dir", value=str(config.run.dir), reason=reason, fix=fix))
+    raise ConfigError(Problem("run.dir", reason, fix, value=str(config.run.dir)))
 
 
 def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_this_run: bool) -> Resumption:
@@ -270,11 +270,11 @@ def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_
     if progress.step > config.train.steps or (progress.step == config.train.steps and not of_this_run):
         reason = f"the checkpoint was saved at step {progress.step:,}, but the run ends at step {config.train.steps:,}"
         fix = f"train.steps={2 * progress.step}, or an earlier checkpoint: checkpoint.resume=NAME"
-        problems.append(Problem(key="train.steps", value=config.train.steps, reason=reason, fix=fix))
+        problems.append(Problem("train.steps", reason, fix, value=config.train.steps))
     if progress.samples % layout.global_batch_size:
         reason = f"the checkpoint is at sample {progress.samples:,}, in the middle of a batch of this size"
         fix = "use the batch size it was saved with, or one that divides the number of samples"
-        problems.append(Problem(key="train.global_batch_size", value=layout.global_batch_size, reason=reason, fix=fix))
+        problems.append(Problem("train.global_batch_size", reason, fix, value=layout.global_batch_size))
     refuse(problems)
     warnings = [*differences.warnings]
     if progress.losses.excess > 0:

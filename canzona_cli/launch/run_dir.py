@@ -266,7 +266,7 @@ def _already_used_error(path: Path, config: RunConfig) -> ConfigError:
     result = "finished" if RunFiles(path).result.exists() else "unfinished or still running"
     reason = f"it already holds a run ({result}), and two runs cannot share a directory"
     fix = f"run.dir={next_free(path)}, or leave run.dir out: each run then gets its own directory"
-    return ConfigError(Problem(key="run.dir", value=str(config.run.dir or path), reason=reason, fix=fix))
+    return ConfigError(Problem("run.dir", reason, fix, value=str(config.run.dir or path)))
 
 
 def _not_writable_error(path: Path, config: RunConfig, reason: str) -> EnvironmentProblem:
@@ -302,7 +302,7 @@ def _lock(files: RunFiles, config: RunConfig) -> IO[str]:
         place = str(config.run.dir or files.root)
         reason = f"process {pid or '(unknown)'} on {host or 'some machine'} is using it"
         fix = "wait for it, stop it with Ctrl-C there, or run.dir=DIR for another run"
-        raise ConfigError(Problem(key="run.dir", value=place, reason=reason, fix=fix)) from None
+        raise ConfigError(Problem("run.dir", reason, fix, value=place)) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             lock.close()

@@ -138,7 +138,7 @@ def _check_shape(config: RunConfig, step: SlurmStep) -> None:
             "but one canzona train starts all ranks of its machine"
         )
         fix = "srun --ntasks-per-node=1 canzona train ..."
-        raise ConfigError(Problem(key="srun", value=f"{step.tasks} tasks", reason=reason, fix=fix))
+        raise ConfigError(Problem("srun", reason, fix, value=f"{step.tasks} tasks"))
     if step.nodes != nodes:
         unit = "GPU" if config.cluster.device == "cuda" else "rank"
         reason = (
@@ -171,7 +171,7 @@ def _endpoint(step: SlurmStep) -> str:
             return f"{host}:{port}"
     tried, fix = f"{host}:{FIRST_PORT + first}", f"cluster.rdzv_endpoint={host}:PORT with a free port"
     reason = "this port and the 99 after it are in use"
-    raise EnvironmentProblem(Problem(key="cluster.rdzv_endpoint", value=tried, reason=reason, fix=fix))
+    raise EnvironmentProblem(Problem("cluster.rdzv_endpoint", reason, fix, value=tried))
 
 
 def _address(host: str) -> str:
@@ -189,7 +189,7 @@ def _address(host: str) -> str:
         return address.group(1)
     reason = f"Slurm calls machine 0 {host}, but this machine cannot resolve that name"
     fix = "cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach"
-    raise EnvironmentProblem(Problem(key="cluster.rdzv_endpoint", reason=reason, fix=fix))
+    raise EnvironmentProblem(Problem("cluster.rdzv_endpoint", reason, fix))
 
 
 def _resolves(host: str) -> bool:

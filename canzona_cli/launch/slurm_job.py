@@ -205,14 +205,14 @@ def submit(script: str, *, name: str, array: bool) -> SubmittedJob:
     """
     if shutil.which("sbatch") is None:
         fix = "submit from a login node; without --submit the script is printed, and you can copy it there"
-        raise EnvironmentProblem(Problem(key="sbatch", reason="is not installed here, or not in PATH", fix=fix))
+        raise EnvironmentProblem(Problem("sbatch", "is not installed here, or not in PATH", fix))
     try:
         done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
-        raise EnvironmentProblem(Problem(key="sbatch", reason="Slurm did not answer within two minutes")) from None
+        raise EnvironmentProblem(Problem("sbatch", "Slurm did not answer within two minutes")) from None
     if done.returncode != 0:
         reasons = done.stderr.strip().replace("sbatch: error: ", "").splitlines() or ["no reason given"]
-        raise EnvironmentProblem(Problem(key="sbatch", reason=f"Slurm refused the job: {'; '.join(reasons)}"))
+        raise EnvironmentProblem(Problem("sbatch", f"Slurm refused the job: {'; '.join(reasons)}"))
     job_id = done.stdout.strip().partition(";")[0]
     log = Path.cwd() / f"{name}-{job_id}{'_%a' if array else ''}.out"
     return SubmittedJob(job_id=job_id, log=log, array=array)
@@ -235,7 +235,7 @@ def option_problems(options: JobOptions) -> Iterator[Problem]:
         value = getattr(options, field)
         if value is not None and re.fullmatch(pattern, value, re.ASCII) is None:
             flag = f"--{field.replace('_', '-')}"
-            yield Problem(key=flag, value=value, reason=f"must be {form}", fix=f"for example {example}")
+            yield Problem(flag, f"must be {form}", f"for example {example}", value=value)
     numbers = {
         "cpus_per_task": (1, 100_000),
         "requeues": (0, 100_000),
@@ -245,12 +245,12 @@ def option_problems(options: JobOptions) -> Iterator[Problem]:
         number = getattr(options, field)
         if number is not None and not least <= number <= most:
             flag = f"--{field.replace('_', '-')}"
-            yield Problem(key=flag, value=number, reason=f"is not between {least} and {most}")
+            yield Problem(flag, f"is not between {least} and {most}", value=number)
     limit = None if options.time is None else _limit_seconds(options.time)
     if limit is not None and limit <= options.signal_before:
         reason = f"leaves no time to train: the job is asked to save {options.signal_before} s before the limit"
         fix = "use a longer --time, or a shorter --signal-before"
-        yield Problem(key="--time", value=options.time, reason=reason, fix=fix)
+        yield Problem("--time", reason, fix, value=options.time)
 
 
 def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[Problem]:
@@ -275,7 +275,7 @@ def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[
         else:
             seen.add(name)
             continue
-        yield Problem(key="--sbatch", value=directive, reason=reason, fix=fix)
+        yield Problem("--sbatch", reason, fix, value=directive)
 
 
 def _full_name(name: str) -> str:
