@@ -284,9 +284,8 @@ def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> 
         recipes = group_options("recipe", dirs)
         bare = name.rpartition("/")[2]
         near = bare if bare in recipes else closest_option(bare, recipes)
-        fix = f"write `- {near or 'qwen3-tiny'}`; there are {', '.join(recipes)}"
         reason = f"builds on recipe {name} in its `defaults:`, but there is no such recipe"
-        return Problem(where, reason, fix)
+        return Problem(where, reason, f"write `- {near or 'qwen3-tiny'}`; there are {', '.join(recipes)}")
     fix = "see `canzona recipes show qwen3-tiny` for the files a recipe is made of"
     return Problem(where, f"cannot be composed: {text.rstrip('.')}", fix)
 

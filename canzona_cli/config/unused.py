@@ -164,8 +164,7 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
         return
     if "engine.splitting" in explicit and engine.splitting in ("split", "per_head"):
         reason = f"is not possible: {why}, which runs Megatron's own Muon, which keeps gate and up together"
-        fix = "use engine.splitting=qkv, or engine.strategy=canzona"
-        yield Problem("engine.splitting", reason, fix)
+        yield Problem("engine.splitting", reason, "use engine.splitting=qkv, or engine.strategy=canzona")
     if "optimizer.form" in explicit and isinstance(optimizer, MomentumConfig) and optimizer.form == "gram":
         reason = f"has no effect: {why}, which runs Megatron's own Muon, which has only the standard form"
         yield Problem("optimizer.form", reason, "use engine.strategy=canzona, or optimizer.form=standard")
