@@ -22,22 +22,8 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from canzona_cli.cluster import machine
 from canzona_cli.cluster.gpus import GpuInfo, gpu_inventory, installed_gpus
-from canzona_cli.cluster.machine import (
-    LOOPBACK,
-    LOOPBACK_FIX,
-    admits,
-    bounds_text,
-    driver_problem,
-    fused_layers_problem,
-    install_fused_layers,
-    installed_version,
-    interface_problem,
-    loopback_problem,
-    missing_for_compiling,
-    missing_torch_features,
-    processor_name,
-)
 from canzona_cli.errors import ExitCode, Problem
 from canzona_cli.run.machine import cores, existing_folder, tool_output
 
@@ -159,22 +145,22 @@ def packages() -> Iterator[Finding]:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             yield package(requirement)
     for extra in canzona.get_all("Provides-Extra") or ():
-        install = install_fused_layers() if extra == "te" else f"pip install 'canzona[{extra}]'"
+        install = machine.install_fused_layers() if extra == "te" else f"pip install 'canzona[{extra}]'"
         meaning = f"optional: {install}"
         for requirement in requirements:
             marker = requirement.marker
             if extra != "dev" and marker is not None and marker.evaluate({"extra": extra}):
-                value = installed_version(requirement.name) or "not installed"
+                value = machine.installed_version(requirement.name) or "not installed"
                 yield _finding("python", requirement.name, False, value, meaning, otherwise="info")
-    value = installed_version("deep_ep") or "not installed"
+    value = machine.installed_version("deep_ep") or "not installed"
     yield _finding("python", "deep_ep", False, value, "optional: parallel.dispatcher=flex", otherwise="info")
 
 
 def package(requirement: Requirement) -> Finding:
     """Checks that a required package is installed in a version that satisfies the requirement."""
-    name, version = requirement.name, installed_version(requirement.name)
-    bounds = bounds_text(requirement)
-    ok = version is not None and admits(requirement, version)
+    name, version = requirement.name, machine.installed_version(requirement.name)
+    bounds = machine.bounds_text(requirement)
+    ok = version is not None and machine.admits(requirement, version)
     fix = f"{sys.executable} -m pip install '{name}{bounds}'"
     return _finding("python", name, ok, version or "not installed", f"required ({bounds})", fix, otherwise="fail")
 
@@ -228,7 +214,7 @@ def _torch(probed: Mapping[str, object] | str | None) -> Iterator[Finding]:
     nccl = probed.get("nccl")
     value = str(nccl or "not in this build")
     yield _finding("torch", "NCCL", bool(nccl), value, "the backend of GPU ranks", otherwise="info")
-    lacking = missing_torch_features()
+    lacking = machine.missing_torch_features()
     meaning = "training is correct without them" if lacking else "all features that canzona uses on GPUs"
     value = f"without {', '.join(lacking)}" if lacking else "all that canzona uses are present"
     yield _finding("torch", "features", not lacking, value, meaning, otherwise="info")
@@ -260,12 +246,13 @@ def gpus(usable: bool | None, visible: Sequence[GpuInfo], installed: int) -> Ite
     if usable is None:
         meaning, fix = "torch took too long to say whether it can use these GPUs", "see torch above"
     yield _finding("gpu", "GPUs", usable is True, value, meaning, fix)
-    lacks = missing_for_compiling()
+    lacks = machine.missing_for_compiling()
     yield _requirement_finding(
-        "driver", visible[0].driver or "installed, version unknown", driver_problem(), "runs torch's CUDA"
+        "driver", visible[0].driver or "installed, version unknown", machine.driver_problem(), "runs torch's CUDA"
     )
-    version, meaning = installed_version("transformer-engine"), "fused layers, used if installed"
-    yield _requirement_finding("Transformer Engine", version or "not installed", fused_layers_problem(), meaning)
+    version = machine.installed_version("transformer-engine") or "not installed"
+    meaning = "fused layers, used if installed"
+    yield _requirement_finding("Transformer Engine", version, machine.fused_layers_problem(), meaning)
     value = f"{lacks} is missing" if lacks else "a C compiler, Python's header files and Triton"
     meaning = "SwiGLU and the loss run unfused on every machine of a run" if lacks else "torch.compile can fuse kernels"
     fix = "install gcc and your Python's development package (python3-dev), or set CC"
@@ -281,7 +268,7 @@ def _requirement_finding(name: str, value: str, problem: Problem | None, meaning
 def _machine() -> Iterator[Finding]:
     """Checks the cores and the memory that this process may use. Containers and Slurm may limit both."""
     meaning = "shared by CPU ranks; more ranks than cores run, but slowly"
-    yield _finding("machine", "CPU cores", True, f"{cores()} of {os.cpu_count()}, {processor_name()}", meaning)
+    yield _finding("machine", "CPU cores", True, f"{cores()} of {os.cpu_count()}, {machine.processor_name()}", meaning)
     memory = psutil.virtual_memory()
     try:
         limit = int(_CONTAINER_LIMIT.read_text(encoding="ascii"))
@@ -326,10 +313,10 @@ def _folder_finding(name: str, path: Path, meaning: str, setting: str, *, unwrit
 
 def network() -> Iterator[Finding]:
     """Checks the loopback interface and the resolution of this machine's host name."""
-    problem = loopback_problem(_RANKS)
-    value = problem or f"{_RANKS} ranks can connect on {LOOPBACK}"
+    problem = machine.loopback_problem(_RANKS)
+    value = problem or f"{_RANKS} ranks can connect on {machine.LOOPBACK}"
     meaning = "the ranks of one machine connect on this interface"
-    yield _finding("network", "loopback", problem is None, value, meaning, LOOPBACK_FIX, otherwise="fail")
+    yield _finding("network", "loopback", problem is None, value, meaning, machine.LOOPBACK_FIX, otherwise="fail")
     name = socket.gethostname()
     address = _address(name)
     value = f"{name} resolves to {address}" if address else f"{name} does not resolve"
@@ -374,6 +361,6 @@ def _environment() -> Iterator[Finding]:
         yield _finding("environment", "left over", False, value, meaning, f"unset {' '.join(left_over)}")
     for name in sorted(name for name in os.environ if name.startswith(_WATCHED)):
         value = os.environ[name]
-        problem = interface_problem(value, alone=True) if name == "NCCL_SOCKET_IFNAME" else None
+        problem = machine.interface_problem(value, alone=True) if name == "NCCL_SOCKET_IFNAME" else None
         reason, fix = (problem.reason, problem.fix) if problem else ("changes how workers run; left unchanged", "")
         yield _finding("environment", name, False, value or "(empty)", reason, fix, otherwise="warn" if fix else "info")

@@ -86,62 +86,51 @@ RENAMED: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() 
 """canzona's key for each setting name in other programs that takes the same values. `resume` is `run.dir`,
 because a run continues in its directory."""
 
-_DOES_NOT_HAVE: Final[Mapping[str, tuple[str, str]]] = {
-    "expert experts moe": (
-        "canzona does not have this; its expert settings are model.num_experts, .experts_per_token and parallel.ep",
-        "leave it out",
+_LEAVE_OUT: Final[Mapping[str, str]] = {
+    "expert experts moe": "the settings of experts are model.num_experts, .experts_per_token and parallel.ep",
+    "lora qlora peft adapter adapters": "canzona does not have LoRA; it trains all weights",
+    "fsdp fsdp2 zero zero1 zero2 zero3 deepspeed hsdp shard": (
+        "canzona does not have FSDP or ZeRO; its default strategy divides optimizer state among ranks"
     ),
-    "lora qlora peft adapter adapters": ("canzona does not have LoRA; it trains all weights", "leave it out"),
+    "use_distributed_optimizer": "the default strategy divides optimizer state among ranks",
+    "compile": "canzona does not have torch.compile; it runs the model as Megatron does",
+    "dropout": "canzona does not have dropout",
+    "packed packing": "documents are always packed into sequences",
+    "distributed_backend backend": "follows from the device: NCCL on GPUs, gloo on CPUs",
+    "num_workers dataloader_num_workers": "is fixed: two processes per rank on GPUs, none on CPUs",
+    "offload": "canzona does not move optimizer state to host memory",
+    "ema swa z_loss label_smoothing early_stopping sliding_window": "canzona does not have this",
+    "log_every log_freq log_interval logging_steps log_every_n_steps": "every step is logged, in metrics.jsonl",
+}
+"""The reason for names of features that canzona does not have or does not let users set. A word matches names
+that contain it between dots or underscores; a word with underscores matches the part of a name after its last
+dot."""
+_OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     "sft dpo rlhf finetune finetuning": (
         "canzona does not fine-tune on instructions; it trains on plain text",
-        "leave it out; init=DIR starts from the weights of a Hugging Face folder",
+        "init=DIR starts from the weights of a Hugging Face folder",
     ),
-    "fsdp fsdp2 zero zero1 zero2 zero3 deepspeed hsdp shard": (
-        "canzona does not have FSDP or ZeRO; its default strategy divides optimizer state among ranks",
-        "leave it out",
-    ),
-    "dp data_parallel data_parallel_size replicate": (
-        "the data-parallel size follows from the other settings: gpus / (tp * pp * cp)",
-        "set gpus=N",
-    ),
+    "dp data_parallel data_parallel_size replicate": ("is gpus / (tp * pp * cp)", "set gpus=N"),
     "fp8 float8 fp4 mxfp8 nvfp4": ("canzona does not have FP8", "use train.precision=bf16"),
     "fp16": ("canzona does not train in fp16", "use train.precision=bf16"),
     "bf16": ("is a value of train.precision", "write train.precision=bf16, or fp32"),
-    "compile": ("canzona does not have torch.compile; it runs the model as Megatron does", "leave it out"),
     "accumulation accumulate": (
         "accumulation follows from the batch: train.global_batch_size / (train.micro_batch_size * DP)",
         "set train.global_batch_size=N",
     ),
     "checkpointing": ("recomputation is set by its amount", "write train.recompute=selective, or full"),
-    "dropout": ("canzona does not have dropout", "leave it out"),
     "tensorboard wandb mlflow": ("trackers are listed in one setting", "write run.trackers=[{}]"),
-    "comet neptune aim": (
-        "canzona does not support this tracker",
-        "write run.trackers=[tensorboard], or read metrics.jsonl in the run directory: a line for every step",
-    ),
+    "comet neptune aim": ("canzona does not support this tracker", "write run.trackers=[tensorboard]"),
     "epoch epochs": ("the length of a run is its number of steps", "write train.steps=N"),
     "warmup_ratio lr_warmup_fraction": ("the warm-up is a number of steps", "write schedule.warmup_steps=N"),
-    "untie_embeddings_and_output_weights": (
-        "the setting has the opposite meaning here",
-        "write model.tied_embeddings=false for a separate output layer",
-    ),
+    "untie_embeddings_and_output_weights": ("has the opposite meaning here", "write model.tied_embeddings=false"),
     "split": ("validation data are set as a share of the data", "write data.validation_fraction=0.01"),
-    "packed packing": ("documents are always packed into sequences", "leave it out"),
-    "use_distributed_optimizer": ("the default strategy divides optimizer state among ranks", "leave it out"),
-    "distributed_backend backend": ("follows from the device: NCCL on GPUs, gloo on CPUs", "leave it out"),
-    "num_workers dataloader_num_workers": ("is fixed: two processes per rank on GPUs, none on CPUs", "leave it out"),
-    "offload": ("canzona does not move optimizer state to host memory", "leave it out"),
     "master_addr master_port": ("address and port are one setting", "write cluster.rdzv_endpoint=HOST:PORT"),
     "enable_profiling profiling": ("profiling is set by its steps", "write run.profile_steps=[10,12]"),
-    "ema swa z_loss label_smoothing early_stopping sliding_window": ("canzona does not have this", "leave it out"),
-    "log_every log_freq log_interval logging_steps log_every_n_steps": (
-        "canzona does not have this: every step is logged",
-        "leave it out; metrics.jsonl in the run directory has a line for every step",
-    ),
 }
-"""The reason and the fix for names of features that canzona does not have. A word matches names that contain
-it between dots or underscores; a word with underscores matches the part of a name after its last dot. In a
-fix, `{}` is replaced by the matching word."""
+"""The reason and the fix for names of features that canzona has in another form. Words match as in
+`_LEAVE_OUT`; in a fix, `{}` is replaced by the matching word."""
+_ADVICE: Final = {words: (reason, "leave it out") for words, reason in _LEAVE_OUT.items()} | _OTHERWISE
 
 
 def missing_feature_problem(name: str) -> Problem | None:
@@ -151,7 +140,7 @@ def missing_feature_problem(name: str) -> Problem | None:
     words, last = {*flat.replace(".", "_").split("_")}, flat.rpartition(".")[2]
     if {flat, last} & RENAMED.keys():
         return None
-    for listed, (reason, fix) in _DOES_NOT_HAVE.items():
+    for listed, (reason, fix) in _ADVICE.items():
         if matching := [word for word in listed.split() if word in words or word == last]:
             return Problem(name, reason, fix.format(min(matching)))
     return None

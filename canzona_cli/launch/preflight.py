@@ -7,16 +7,8 @@ from contextlib import suppress
 
 import psutil
 
+from canzona_cli.cluster import machine
 from canzona_cli.cluster.gpus import visible_gpus
-from canzona_cli.cluster.machine import (
-    LOOPBACK,
-    LOOPBACK_FIX,
-    backend_problem,
-    driver_problem,
-    fused_layers_problem,
-    interface_problem,
-    loopback_problem,
-)
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.costs.memory import GIB, estimate
@@ -69,7 +61,7 @@ def check_nodes(config: RunConfig) -> None:
         host, _, port = cluster.rdzv_endpoint.rpartition(":")
         # Launchers that meet at a loopback address are all on this machine; otherwise torchrun listens on
         # every interface.
-        local = LOOPBACK if on_one_machine(config) else ""
+        local = machine.LOOPBACK if on_one_machine(config) else ""
         # torchrun refuses an invalid address itself. For a port in use it would print a traceback while the
         # other machines wait.
         if port.isdecimal() and int(port) <= 65535 and port_in_use(local, int(port)):
@@ -95,10 +87,10 @@ def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True
     else:
         memory = estimate(config, layout)
         yield from _host_memory_problems(config, memory.total if training else memory.forward)
-    if on_one_machine(config) and (obstacle := loopback_problem(ranks_per_node(config))) is not None:
+    if on_one_machine(config) and (obstacle := machine.loopback_problem(ranks_per_node(config))) is not None:
         reason = f"its ranks cannot meet there: {obstacle[:1].lower()}{obstacle[1:]}"
-        yield Problem("network", reason, LOOPBACK_FIX, value=LOOPBACK)
-    if config.cluster.fused_layers and (problem := fused_layers_problem()) is not None:
+        yield Problem("network", reason, machine.LOOPBACK_FIX, value=machine.LOOPBACK)
+    if config.cluster.fused_layers and (problem := machine.fused_layers_problem()) is not None:
         yield problem
     if config.parallel.dispatcher == "flex" and layout.ep > 1 and importlib.util.find_spec("deep_ep") is None:
         fix = "install DeepEP (github.com/deepseek-ai/DeepEP), or leave it null"
@@ -134,9 +126,12 @@ def _gpu_count_problems(config: RunConfig) -> Iterator[Problem]:
 def _gpu_access_problems(config: RunConfig) -> Iterator[Problem]:
     """Yields the problems with the driver, the network interface and the NCCL backend that would keep ranks
     from using this machine's GPUs."""
-    environment = worker_environment(config)
-    interfaces, backend = environment.get("NCCL_SOCKET_IFNAME"), environment.get("TORCH_DIST_USE_NCCL2")
-    problems = driver_problem(), interface_problem(interfaces, alone=on_one_machine(config)), backend_problem(backend)
+    environment, alone = worker_environment(config), on_one_machine(config)
+    problems = (
+        machine.driver_problem(),
+        machine.interface_problem(environment.get("NCCL_SOCKET_IFNAME"), alone=alone),
+        machine.backend_problem(environment.get("TORCH_DIST_USE_NCCL2")),
+    )
     yield from filter(None, problems)
 
 

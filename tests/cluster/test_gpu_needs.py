@@ -225,8 +225,8 @@ def test_a_run_is_refused_with_all_that_is_missing(driver: Driver, monkeypatch: 
 def test_the_doctor_says_the_same(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     visible = (GpuInfo(name="H100", memory_bytes=80 << 30, driver="570.86.15"),)
     monkeypatch.setattr(machine, "torch_cuda", lambda: (13, 2))
-    monkeypatch.setattr(doctor, "installed_version", lambda package: None)
-    monkeypatch.setattr(doctor, "fused_layers_problem", lambda: Problem(key="", reason="", fix="without"))
+    monkeypatch.setattr(machine, "installed_version", lambda package: None)
+    monkeypatch.setattr(machine, "fused_layers_problem", lambda: Problem(key="", reason="", fix="without"))
     for release, status in ((12080, "warn"), (13000, "ok")):
         driver(release)
         found = {finding.name: finding for finding in doctor.gpus(True, visible, 1)}

@@ -87,9 +87,8 @@ class ClusterConfig(HashedOnce):
     ] = 20.0
     intra_node_channels: Annotated[
         Count,
-        "Channels that NCCL uses in an intra-node group. Reductions and broadcasts are "
-        "pipelined in chunks of 512 KiB per channel; filling the pipeline takes the time "
-        "of one chunk per hop, in addition to the latency. Has no effect on CPU ranks.",
+        "Channels that NCCL uses in an intra-node group. Filling the pipeline of a reduction or broadcast"
+        " takes the time of one 512 KiB chunk per channel and hop. Has no effect on CPU ranks.",
     ] = 24
     # NCCL logs "24 coll channels" for eight H100, and 24 for the links of eight A100: NVIDIA/nccl issues 1259
     # and 652.
@@ -99,14 +98,12 @@ class ClusterConfig(HashedOnce):
     # NVIDIA/nccl issue 1041; logs of two nodes with eight H100 each say "16 coll channels".
     matmul_tflops: Annotated[
         tuple[tuple[Side, Positive], ...],
-        "Measured rates of bf16 matmuls of n by n matrices, as "
-        "pairs [n, rate] in ascending order of n; empty: estimated.",
+        "Measured rates of n by n bf16 matmuls, as pairs [n, rate] in ascending order of n; empty: estimated.",
         Example("[[2048,540],[8192,800]]"),
     ] = ()
     sustained_tflops: Annotated[
         Positive | None,
-        "Highest rate of bf16 matmuls that the GPU sustains for more than "
-        "a second, at its power limit; null: no limit on matmul_tflops.",
+        "Highest rate of bf16 matmuls that the GPU sustains at its power limit; null: no limit on matmul_tflops.",
         Example("700"),
     ] = None
     symmetric_factor: Annotated[
@@ -114,7 +111,6 @@ class ClusterConfig(HashedOnce):
         Range(at_least=0.25, at_most=1),
         "Time of a bf16 matmul with a symmetric result, using this machine's symmetric kernels, relative "
         "to a general matmul of the same size; 1: there are no such kernels, 0.5: they are ideal.",
-        Example("0.6"),
     ] = 1.0
     bf16_in_fp32: Annotated[
         bool,
@@ -136,13 +132,11 @@ class ClusterConfig(HashedOnce):
         Range(at_least=0, at_most=0.5),
         "Share of a GPU's compute units that a collective takes from concurrent kernels if "
         "it uses all links of a node; proportionally less if it uses fewer network ports.",
-        Example("0.12"),
     ] = 0.0
     speed_spread: Annotated[
         float,
         Range(at_least=0, at_most=0.1),
         "Relative standard deviation of the speed of GPUs of this kind; every step waits for the slowest GPU.",
-        Example("0.01"),
     ] = 0.0
     fp32_tflops: Annotated[
         Positive | None, "Rate of large fp32 matmuls; null: a sixteenth of the bf16 peak.", Example("50")
@@ -197,9 +191,8 @@ class ClusterConfig(HashedOnce):
     ] = None
     crowding: Annotated[
         Factor,
-        "Time of steps with more ranks than cores, relative to an even split of the "
-        "cores: ranks that share a core evict each other's data from its caches. "
-        "Calibration measures with the actual number of ranks, so it leaves this at 1.",
+        "Time of steps with more ranks than cores, relative to an even split of the cores: ranks "
+        "that share a core evict each other's data from its caches. Calibration leaves this at 1.",
         NOTHING,
     ] = 1.0
     forward_factor: Annotated[Factor, "Measured time of forward passes, relative to the modelled time."] = 1.0
@@ -225,8 +218,7 @@ class ClusterConfig(HashedOnce):
     ] = field(default_factory=dict, hash=False)
     measured_on: Annotated[
         dict[str, str | int | Finite],
-        "The machine that `canzona calibrate` measured (processor, cores, "
-        "torch, ...), and the date; empty for a profile written by hand.",
+        "The machine that `canzona calibrate` measured, and the date; empty for a profile written by hand.",
         NOTHING,
     ] = field(default_factory=dict, hash=False)
     not_measured: Annotated[

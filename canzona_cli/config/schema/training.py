@@ -50,15 +50,17 @@ class ModelConfig:
     """A decoder-only transformer with RMSNorm, GQA, RoPE and no bias, like Qwen3 and Llama, dense or with
     experts."""
 
+    AFFECTS: ClassVar[Affects] = MODEL | PLAN
+
     name: Annotated[str, "Name of the model, for reports.", NOTHING]
-    num_layers: Annotated[Layers, "Transformer layers.", MODEL | PLAN]
-    hidden_size: Annotated[Side, "Width of the residual stream.", MODEL | PLAN]
-    ffn_hidden_size: Annotated[Side, "Width of the feed-forward layers, or of each expert.", MODEL | PLAN]
-    num_attention_heads: Annotated[Heads, "Query heads.", MODEL | PLAN]
-    num_query_groups: Annotated[Heads, "Key/value heads (GQA groups).", MODEL | PLAN]
-    head_dim: Annotated[Side, "Width of one attention head.", MODEL | PLAN]
-    vocab_size: Annotated[Side, "Rows of the embedding.", MODEL | PLAN]
-    tied_embeddings: Annotated[bool, "Share one weight between embedding and output layer.", MODEL | PLAN]
+    num_layers: Annotated[Layers, "Transformer layers."]
+    hidden_size: Annotated[Side, "Width of the residual stream."]
+    ffn_hidden_size: Annotated[Side, "Width of the feed-forward layers, or of each expert."]
+    num_attention_heads: Annotated[Heads, "Query heads."]
+    num_query_groups: Annotated[Heads, "Key/value heads (GQA groups)."]
+    head_dim: Annotated[Side, "Width of one attention head."]
+    vocab_size: Annotated[Side, "Rows of the embedding."]
+    tied_embeddings: Annotated[bool, "Share one weight between embedding and output layer."]
     rope_base: Annotated[float, Range(at_least=1, at_most=1e12), "Base of the rotary embedding.", CURVE] = 1_000_000.0
     rope_scaling: Annotated[
         Annotated[float, Range(at_least=1, at_most=1e6)] | None,
@@ -67,9 +69,7 @@ class ModelConfig:
     ] = None
     norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
     qk_norm: Annotated[bool, "Normalise queries and keys per head: true for Qwen3, false for Llama.", MODEL] = True
-    num_experts: Annotated[
-        Experts, "Experts in every layer, each a feed-forward network; 0: a dense model.", MODEL | PLAN
-    ] = 0
+    num_experts: Annotated[Experts, "Experts in every layer, each a feed-forward network; 0: a dense model."] = 0
     experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that process each token.", CURVE] = 2
     balancing_loss: Annotated[
         BalancingLoss,
@@ -78,7 +78,7 @@ class ModelConfig:
     ] = "sequence"
     balancing_weight: Annotated[Share, "Weight of `balancing_loss`.", CURVE] = 1e-3
     gated: Annotated[
-        bool, "Gate the feed-forward layers (SwiGLU). false: one matrix fewer per layer; only for plans.", MODEL | PLAN
+        bool, "Gate the feed-forward layers (SwiGLU). false: one matrix fewer per layer; only for plans."
     ] = True
     init_std: Annotated[
         Positive,
@@ -91,21 +91,20 @@ class ModelConfig:
 class ParallelConfig:
     """The settings that distribute a model over ranks. They determine dp: `gpus / (tp * pp * cp)`."""
 
-    tp: Annotated[Ranks | None, "Tensor-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
-    pp: Annotated[Ranks | None, "Pipeline stages; null: chosen.", LAYOUT | PLAN] = None
+    AFFECTS: ClassVar[Affects] = LAYOUT | PLAN
+
+    tp: Annotated[Ranks | None, "Tensor-parallel ranks; null: chosen."] = None
+    pp: Annotated[Ranks | None, "Pipeline stages; null: chosen."] = None
     vpp: Annotated[
         Count | None,
-        "Model chunks of each pipeline stage (interleaved 1F1B). With n chunks, the idle "
-        "time at both ends of a step is divided by n, and the number of messages "
-        "multiplied by n. 1: each stage has consecutive layers. null: chosen automatically.",
-        LAYOUT | PLAN,
+        "Model chunks of each pipeline stage (interleaved 1F1B). With n chunks, the idle time at both"
+        " ends of a step is divided by n, and the number of messages multiplied by n. null: chosen.",
     ] = None
-    cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen.", LAYOUT | PLAN] = None
+    cp: Annotated[Ranks | None, "Context-parallel ranks; null: chosen."] = None
     ep: Annotated[
         Ranks | None,
         "Expert-parallel ranks: the experts of a layer are divided among this many ranks of a pipeline "
         "stage. With more than 1, tensor parallelism does not cut experts. null: chosen on GPUs, 1 on CPUs.",
-        LAYOUT | PLAN,
     ] = None
     dispatcher: Annotated[
         Dispatcher | None,
@@ -169,11 +168,10 @@ class TrainConfig:
     ] = 8.0
     divergence: Annotated[
         Divergence,
-        "If training diverges: stop (with exit code 70 and the name of the last checkpoint before "
-        "the divergence), or warn, continue, and fail only if the run has still diverged after the "
-        "last step. Training has diverged if the loss stays more than half-way back to the loss of a "
-        "uniform guess, or above its initial value, or if validation is worse than before training, "
-        "twice or at the end. Loss spikes, warm-ups and new data do not count as divergence.",
+        "If training diverges: stop and name the last checkpoint before the divergence, or warn and fail "
+        "only if the run has still diverged after the last step. Training has diverged if the loss stays "
+        "more than half-way back to the loss of a uniform guess, or above its initial value, or if "
+        "validation is worse than before training, twice or at the end.",
         NOTHING,
     ] = "stop"
     seed: Annotated[
@@ -192,10 +190,7 @@ class TrainConfig:
         NOTHING,
     ] = 0
     sample_prompt: Annotated[
-        str | None,
-        "The text that a sample continues; null: the beginning of a document.",
-        Example("'def main'"),
-        NOTHING,
+        str | None, "The text that a sample continues; null: the beginning of a document.", NOTHING
     ] = None
     sample_tokens: Annotated[
         Count,
