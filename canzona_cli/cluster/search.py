@@ -175,13 +175,9 @@ def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
                 continue
             for pp in pps:
                 if config.gpus % (tp * pp * cp) == 0 and config.gpus // pp % (parallel.ep or 1) == 0:
-                    for vpp in _model_chunks(config, pp):
-                        yield tp, pp, vpp, cp, config.gpus // (tp * pp * cp)
-
-
-def _model_chunks(config: RunConfig, pp: int) -> tuple[int, ...]:
-    """Returns the possible numbers of model chunks of each of `pp` stages."""
-    return tuple(vpp for vpp in possible_vpp(config.model.num_layers, pp) if config.parallel.vpp in (None, vpp))
+                    for vpp in possible_vpp(model.num_layers, pp):
+                        if parallel.vpp in (None, vpp):
+                            yield tp, pp, vpp, cp, config.gpus // (tp * pp * cp)
 
 
 def _global_batch(config: RunConfig, step: int) -> int | None:
@@ -376,7 +372,9 @@ def _quickest_first(config: RunConfig, layouts: Iterable[Sequence[Layout]]) -> I
     """
 
     def entry(several: Sequence[Layout]) -> tuple[float, tuple[int, ...], Sequence[Layout]]:
-        return _estimated_s(config, several[0]), _simplest_first(several[0]), several
+        layout = several[0]
+        seconds = estimated_step_seconds(config, layout) / layout.global_batch_size
+        return seconds, _simplest_first(layout), several
 
     queue = [entry(several) for several in layouts]
     heapify(queue)
@@ -387,10 +385,6 @@ def _quickest_first(config: RunConfig, layouts: Iterable[Sequence[Layout]]) -> I
         else:
             heappop(queue)
         yield seconds, layout
-
-
-def _estimated_s(config: RunConfig, layout: Layout) -> float:
-    return estimated_step_seconds(config, layout) / layout.global_batch_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
         bad = {problem.key for problem in built}
         config = stand_in(base, parsed.values, bad)
     else:
-        config = with_rates(built, set_keys)
+        config = with_rates(built)
     if config is not None:
         problems += [problem for problem in config_problems(config, training=training) if problem.key not in bad]
     if bad or config is None:

@@ -51,48 +51,33 @@ def overruling_settings(recipes: Sequence[Path], parsed: Overrides) -> Iterator[
 
 
 def drop_replaced(
-    tree: dict[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
+    tree: Mapping[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
 ) -> None:
-    """Drops a recipe's `min_lr_ratio`, number of sequences or data source if the command line instead sets
-    `min_lr`, the number of tokens or a data path.
+    """Drops the second setting of each pair in `_OVERRULES` from a recipe's values if the first is set, and its
+    data source if the command line sets a data path.
+
+    If the command line sets both `batch_tokens` and `global_batch_size`, the second takes precedence, and
+    `config_warnings` warns about it.
 
     Args:
         tree: the recipe's values, overridden by the command line's; changed in place.
-        set_keys: the settings that the command line sets, and those that `overruling` yields.
-        problems: gets a problem if the command line sets two values of which only one can apply.
+        set_keys: the settings that the command line sets, and those that `overruling_settings` yields.
+        problems: gets a problem if the command line sets both settings of another pair.
     """
-    _choose_min_lr(tree, parsed, set_keys, problems)
-    _choose_batch(tree, parsed, set_keys)
+    for key, other in _OVERRULES.items():
+        section, _, name = other.partition(".")
+        values = tree.get(section)
+        if key not in set_keys or not isinstance(values, dict):
+            continue
+        if parsed.values.get(other) is None:
+            values[name] = {} if name == "lrs" else None
+        elif section == "optimizer":
+            reason = f"cannot be combined with {key}"
+            problems.append(Problem(other, reason, "keep one of them", value=parsed.texts[other]))
     _choose_source(tree, parsed)
 
 
-def _choose_min_lr(
-    tree: dict[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
-) -> None:
-    """Drops the recipe's `min_lr_ratio` if the command line sets `min_lr`; adds a problem if it sets both."""
-    ratio = "optimizer.min_lr_ratio"
-    if "optimizer.min_lr" not in set_keys:
-        return
-    if parsed.values.get(ratio) is not None:
-        reason, fix = "cannot be combined with optimizer.min_lr", "keep one of them"
-        problems.append(Problem(ratio, reason, fix, value=parsed.texts[ratio]))
-    elif isinstance(optimizer := tree.get("optimizer"), dict):
-        optimizer["min_lr_ratio"] = None
-
-
-def _choose_batch(tree: dict[str, object], parsed: Overrides, set_keys: Collection[str]) -> None:
-    """Drops the recipe's number of sequences if the command line sets only the number of tokens.
-
-    If the command line sets both, the number of sequences takes precedence, and `config_warnings` warns about
-    it.
-    """
-    if "train.batch_tokens" not in set_keys or parsed.values.get("train.global_batch_size") is not None:
-        return
-    if isinstance(train := tree.get("train"), dict):
-        train["global_batch_size"] = None
-
-
-def _choose_source(tree: dict[str, object], parsed: Overrides) -> None:
+def _choose_source(tree: Mapping[str, object], parsed: Overrides) -> None:
     """Changes `data.source` from stdlib to prepared if the command line sets a path or a blend, but no data
     group or source, so that users may leave out `data=prepared`. The recipe's tokenizer settings are
     dropped."""
@@ -139,8 +124,8 @@ def _choose_schedule(tree: dict[str, object], stored: Mapping[str, object]) -> N
             schedule[name] = None
 
 
-def with_rates(config: RunConfig, set_keys: Collection[str]) -> RunConfig:
-    """Resolves `optimizer.lr` from `lrs`, unless the command line sets it, and `min_lr` from `min_lr_ratio`.
+def with_rates(config: RunConfig) -> RunConfig:
+    """Resolves `optimizer.lr` from `lrs`, and `min_lr` from `min_lr_ratio`.
 
     `lr` and `min_lr_ratio` are multiplied as decimals, so that 0.1 times 0.0003 is exactly the float 0.00003.
 
@@ -153,7 +138,7 @@ def with_rates(config: RunConfig, set_keys: Collection[str]) -> RunConfig:
         raise ConfigError(Problem("optimizer.lrs", f"{name} is not a known optimizer", fix, value=optimizer.lrs))
     # A recipe's rate is meant for Muon, but most custom optimizers are closer to AdamW.
     default_lr = optimizer.lrs.get("adamw", optimizer.lr) if optimizer.name == "custom" else optimizer.lr
-    lr = optimizer.lr if "optimizer.lr" in set_keys else optimizer.lrs.get(optimizer.name, default_lr)
+    lr = optimizer.lrs.get(optimizer.name, default_lr)
     ratio = optimizer.min_lr_ratio
     min_lr = optimizer.min_lr if ratio is None else float(Decimal(repr(ratio)) * Decimal(repr(lr)))
     return replace(config, optimizer=replace(optimizer, lr=lr, lrs={}, min_lr=min_lr))

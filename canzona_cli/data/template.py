@@ -7,6 +7,7 @@ r"""Templates make one document from several fields of a JSONL object, or from t
 template never becomes a special token.
 """
 
+import re
 from collections.abc import Mapping
 from string import Formatter
 
@@ -24,10 +25,10 @@ def template_problem(template: str) -> str:
     names = [name for _, name, _, _ in parts if name is not None]
     if not names:
         return "names no field"
-    valid = all(
-        _is_name(name) and not spec and not conversion for _, name, spec, conversion in parts if name is not None
-    )
-    return "" if valid else "may only have plain names in braces"
+    formatted = any(spec or conversion for _, _, spec, conversion in parts)
+    if formatted or not all(re.fullmatch(r"[\w-]+", name) for name in names):
+        return "may only have plain names in braces"
+    return ""
 
 
 def fill(template: str, record: Mapping[str, object], key: str) -> str:
@@ -57,7 +58,3 @@ def _fill_one(parts: list[tuple[str, str | None]], fields: object) -> str:
             raise Unfilled(f": field {name!r} is a {type(value).__name__}")
         filled.append(str(value))
     return "".join(filled)
-
-
-def _is_name(name: str) -> bool:
-    return bool(name) and all(letter.isalnum() or letter in "_-" for letter in name)

@@ -78,9 +78,10 @@ def test_a_calibration_that_was_cut_off_is_told_by_plans_too(tmp_path: Path) -> 
     assert "collectives, model, updates come from profile cpu" in warning
 
 
-def test_profiles_in_this_folder_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_in_this_folder_are_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "here.yaml", profile_text(calibration()))
-    written(tmp_path / "notes.yaml", "a: 1\n")
+    written(tmp_path / "notes.txt", "a: 1\n")
     assert complete_override("cluster=./") == ["cluster=./here.yaml"]
+    assert complete_override("recipe=./") == ["recipe=./here.yaml"]
     assert complete_override("cluster=c") == ["cluster=cpu"]
