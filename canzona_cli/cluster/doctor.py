@@ -135,11 +135,9 @@ def packages() -> Iterator[Finding]:
         yield _finding("python", "canzona", False, "not installed as a package", meaning, fix)
         return
     required = SpecifierSet(canzona["Requires-Python"])
-    version, fix = platform.python_version(), f"install Python {required} and set up a new virtual environment with it"
-    meaning = f"required ({required})"
-    yield _finding(
-        "python", "Python", version in required, f"{version}, {sys.executable}", meaning, fix, otherwise="fail"
-    )
+    version, meaning = platform.python_version(), f"required ({required})"
+    value, fix = f"{version}, {sys.executable}", f"set up a new virtual environment with Python {required}"
+    yield _finding("python", "Python", version in required, value, meaning, fix, otherwise="fail")
     requirements = [Requirement(text) for text in canzona.get_all("Requires-Dist") or ()]
     for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
@@ -247,9 +245,8 @@ def gpus(usable: bool | None, visible: Sequence[GpuInfo], installed: int) -> Ite
         meaning, fix = "torch took too long to say whether it can use these GPUs", "see torch above"
     yield _finding("gpu", "GPUs", usable is True, value, meaning, fix)
     lacks = machine.missing_for_compiling()
-    yield _requirement_finding(
-        "driver", visible[0].driver or "installed, version unknown", machine.driver_problem(), "runs torch's CUDA"
-    )
+    driver = visible[0].driver or "installed, version unknown"
+    yield _requirement_finding("driver", driver, machine.driver_problem(), "runs torch's CUDA")
     version = machine.installed_version("transformer-engine") or "not installed"
     meaning = "fused layers, used if installed"
     yield _requirement_finding("Transformer Engine", version, machine.fused_layers_problem(), meaning)
@@ -287,9 +284,8 @@ def _storage(on_gpus: bool) -> Iterator[Finding]:
     cache = Path(os.environ.get("CANZONA_CACHE") or "~/.cache/canzona").expanduser()
     yield _folder_finding("runs", Path("runs"), "run directories go here", "run.root")
     yield _folder_finding("cache", cache, "prepared corpora go here", "CANZONA_CACHE")
-    yield _folder_finding(
-        "temporary", Path(tempfile.gettempdir()), "workers start from here", "TMPDIR", unwritable="fail"
-    )
+    temporary = Path(tempfile.gettempdir())
+    yield _folder_finding("temporary", temporary, "workers start from here", "TMPDIR", unwritable="fail")
     shared = Path("/dev/shm")
     if shared.is_dir():
         total = shutil.disk_usage(shared).total

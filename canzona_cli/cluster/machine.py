@@ -195,9 +195,7 @@ def missing_torch_features() -> list[str]:
     if not Path(spec.origin).with_name("_vendor").joinpath("quack").is_dir():
         lacking.append("a copy of QuACK's symmetric matmuls (since torch 2.15; cuBLAS is used instead)")
     if Version(version) < _NCCL2_WAITS:
-        lacking.append(
-            "an NCCL backend nccl2 that waits for all reductions of a bucket (since torch 2.15; nccl is used instead)"
-        )
+        lacking.append("an NCCL backend nccl2 that waits for reductions (since torch 2.15; nccl is used instead)")
     return lacking
 
 

@@ -329,9 +329,8 @@ def _search(config: RunConfig, count: int) -> LayoutSearch:
         if result is not None:
             known.add(same)
             # Rounded, because equal times may differ by the order of summation.
-            seconds = seconds_without[without_recomputation] = float(
-                f"{result.result.iteration_s / layout.global_batch_size:.5e}"
-            )
+            seconds = float(f"{result.result.iteration_s / layout.global_batch_size:.5e}")
+            seconds_without[without_recomputation] = seconds
             best[seconds] = min(result, best.get(seconds, result), key=lambda either: _simplest_first(either.layout))
     fastest = tuple(best[seconds].complete() for seconds in sorted(best)[:count])
     return LayoutSearch(best=fastest, legal=sum(map(len, fitting)), simulated=simulated)

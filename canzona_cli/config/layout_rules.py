@@ -161,12 +161,10 @@ def _batch_problems(config: RunConfig) -> Iterator[Problem]:
     else:
         dp = 1  # unknown until `canzona_cli.cluster.fit` chooses a dp that divides the batch
     pp = parallel.pp if (parallel.vpp or 1) > 1 else None
-    factors = [
-        (name, n) for name, n in (("dp", dp), ("micro-batch", micro), ("pp (with vpp > 1)", pp)) if n is not None
-    ]
-    step = math.prod(n for _, n in factors)
+    sizes = {"dp": dp, "micro-batch": micro or 1, "pp (with vpp > 1)": pp or 1}
+    step = math.prod(sizes.values())
     if batch % step:
-        product = " * ".join(f"{name} {n}" for name, n in factors if n > 1)
+        product = " * ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         above = -(-batch // step) * step
         reason = f"is not a multiple of {product}" + (f" = {step}" if " * " in product else "")
         fix = f"use train.global_batch_size={above}" + (f" or {above - step}" if above > step else "")

@@ -150,9 +150,8 @@ def _takes_text(key: str) -> bool:
 
 
 def _sweep_problem(key: str, text: str) -> Problem:
-    fix = "add --sweep to `canzona train` or `canzona slurm` to start a run for each value" + (
-        f"; or quote the value if it is a single text: {key}=\"'{text}'\"" if _takes_text(key) else ""
-    )
+    quote = f"; or quote the value if it is a single text: {key}=\"'{text}'\"" if _takes_text(key) else ""
+    fix = f"add --sweep to `canzona train` or `canzona slurm` to start a run for each value{quote}"
     return Problem(key, "asks for several runs", fix, value=text)
 
 

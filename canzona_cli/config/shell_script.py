@@ -83,9 +83,8 @@ def read_script(text: str) -> Script:
             reader.command()
     except RecursionError:
         raise Unreadable("nests variables too deeply") from None
-    return Script(
-        commands=tuple(reader.commands), variables=reader.variables, undecided=tuple(dict.fromkeys(reader.undecided))
-    )
+    undecided = tuple(dict.fromkeys(reader.undecided))
+    return Script(commands=tuple(reader.commands), variables=reader.variables, undecided=undecided)
 
 
 class _Truth(IntEnum):

@@ -32,9 +32,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "model.rope_base": "rotary_base rope_theta",
     "model.norm_eps": "norm_epsilon layernorm_epsilon rms_norm_eps",
     "model.init_std": "init_method_std initializer_range",
-    "train.steps": (
-        "iters iterations train_iters max_steps training_steps num_steps max_steps_per_epoch max_iters num_iterations"
-    ),
+    "train.steps": "iters iterations train_iters max_steps num_steps max_steps_per_epoch max_iters num_iterations",
     "train.seq_length": "seq_len block_size max_seq_len max_seq_length context_length max_position_embeddings",
     "train.global_batch_size": "batch_size gbs",
     "train.micro_batch_size": "per_device_train_batch_size local_batch_size mbs device_batch_size",
@@ -71,9 +69,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "checkpoint.resume": "load resume_from_checkpoint load_step resume_from",
     "checkpoint.weights_from": "model_name_or_path pretrained_checkpoint initial_load_path restore_from_path",
     "data.path": "data_path dataset_path files data_prefix train_data dataset",
-    "data.tokenizer": (
-        "tokenizer_model tokenizer_name tokenizer_path tokenizer_name_or_path tokenizer_type tokenizer.path"
-    ),
+    "data.tokenizer": "tokenizer_model tokenizer_name_or_path tokenizer_type tokenizer.path",
     "parallel.tp": "tensor_model_parallel_size tensor_parallel_degree tensor_parallel tensor_parallel_size tp_size",
     "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_degree pipeline_parallel pp_size",
     "parallel.vpp": "virtual_pipeline_model_parallel_size",

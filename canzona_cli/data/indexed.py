@@ -311,9 +311,8 @@ def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
         raise ConfigError(_problem(idx, reason, _PREPARE_AGAIN))
     _, version, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size])
     if version != VERSION:
-        raise ConfigError(
-            _problem(idx, f"index version {version}; Megatron-core reads version {VERSION}", _PREPARE_AGAIN)
-        )
+        reason = f"index version {version}; Megatron-core reads version {VERSION}"
+        raise ConfigError(_problem(idx, reason, _PREPARE_AGAIN))
     if code not in _DTYPE_CODES:
         raise ConfigError(_problem(idx, f"its .bin contains no integers (type code {code})", _PREPARE_AGAIN))
     expected = _HEADER.size + 12 * sequences + 8 * indices

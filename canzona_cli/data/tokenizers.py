@@ -277,9 +277,8 @@ def bpe_from_json(text: str) -> JsonTokenizer:
     backend = RustTokenizer.from_str(text)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     vocab_size = backend.get_vocab_size(with_added_tokens=True)
-    return JsonTokenizer(
-        kind="bpe", name=f"bpe-{vocab_size}-{digest}", eod=_find_eod(backend, END_OF_TEXT, Path("bpe")), backend=backend
-    )
+    eod = _find_eod(backend, END_OF_TEXT, Path("bpe"))
+    return JsonTokenizer(kind="bpe", name=f"bpe-{vocab_size}-{digest}", eod=eod, backend=backend)
 
 
 def tokenizer_file(spec: str) -> Path:
@@ -321,9 +320,8 @@ def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
     path = tokenizer_file(spec)
     backend = read_backend(path)
     eos = _apply_config(backend, path.with_name("tokenizer_config.json")) if path.name == "tokenizer.json" else None
-    return JsonTokenizer(
-        kind="huggingface", name=_display_name(path), eod=_find_eod(backend, eod or eos, path), backend=backend
-    )
+    eod_id = _find_eod(backend, eod or eos, path)
+    return JsonTokenizer(kind="huggingface", name=_display_name(path), eod=eod_id, backend=backend)
 
 
 def read_backend(path: Path) -> "RustTokenizer":

@@ -160,9 +160,8 @@ def _corpus(
             raise ConfigError(problem_with(config, "train.eval_interval", reason, fix))
         return ensure_corpus(config, on_progress)
     corpus = ensure_corpus(replace(config, train=replace(config.train, eval_interval=0)), on_progress)
-    return replace(
-        corpus, sets=tuple(replace(data, train_tokens=0, validation_tokens=data.tokens) for data in corpus.sets)
-    )
+    sets = [replace(data, train_tokens=0, validation_tokens=data.tokens) for data in corpus.sets]
+    return replace(corpus, sets=tuple(sets))
 
 
 def _batches(config: RunConfig, corpus: PreparedCorpus, requested: int | Literal["all"] | None) -> int:

@@ -156,10 +156,9 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
     if all(result.status in ("done", unreported) for result in results):
         return Outcome(status="done", exit_code=ExitCode.OK, message=_unwritten_text(results))
     saved = next((f", saved as {result.checkpoint}" for result in results if result.checkpoint is not None), "")
+    stopped = f"stopped after a complete step{saved}"
     if all(result.status == "preempted" for result in results):
-        return Outcome(
-            status="preempted", exit_code=ExitCode.PREEMPTED, message=f"stopped after a complete step{saved}"
-        )
+        return Outcome(status="preempted", exit_code=ExitCode.PREEMPTED, message=stopped)
     exit_codes = {} if agent_code == 0 else _exit_codes(workers.files.agent_log(workers.node_rank))
     failed = sorted((result for result in results if result.status in FAILURES), key=lambda result: result.time)
     causes = [result for result in failed if not _lost_another_rank(result)]
@@ -167,7 +166,7 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
     signals = {rank: -code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
     killed = [result.rank for result in results if result.rank in signals]
     if stopping and not causes and not killed:
-        return interrupted_outcome(f"stopped after a complete step{saved}")
+        return interrupted_outcome(stopped)
     if causes or (failed and not killed):
         return _failure_outcome(workers, (causes or failed)[0])
     if killed:

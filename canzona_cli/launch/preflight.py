@@ -106,20 +106,14 @@ def _gpu_count_problems(config: RunConfig) -> Iterator[Problem]:
     if present >= needed:
         return
     per_machine = "" if node_count(config) == 1 else f" on each of {node_count(config)} machines"
-    visible = {0: "no GPU is visible here", 1: "one GPU is visible here"}.get(
-        present, f"{present} GPUs are visible here"
-    )
+    visible = {0: "no GPU is", 1: "one GPU is"}.get(present, f"{present} GPUs are")
+    dry_run = "the same command with --dry-run checks all but the machine, and shows layout and memory"
     ways = (
-        *((f"gpus={present} uses all GPUs of this machine",) if present else ()),
-        *(
-            ()
-            if present
-            else ("the same command with --dry-run checks all but the machine, and shows layout and memory",)
-        ),
+        f"gpus={present} uses all GPUs of this machine" if present else dry_run,
         "`canzona slurm --submit` with the same arguments submits the run to Slurm",
         "`canzona train recipe=qwen3-tiny` trains on this machine's CPU",
     )
-    reason = f"{config.name} needs {needed} GPUs{per_machine}, and {visible}"
+    reason = f"{config.name} needs {needed} GPUs{per_machine}, and {visible} visible here"
     yield problem_with(config, "gpus", reason, ";\n".join(ways))
 
 

@@ -119,15 +119,11 @@ def data_order_warning(resumption: Resumption, config: RunConfig, layout: Layout
         return None
     tokens = [tokens_needed(config, layout, steps=steps) for steps in (resumption.steps_before, config.train.steps)]
     for data_set in corpus.sets:
-        passes_before, passes_now = (
-            math.ceil(read * data_set.share / max(1, data_set.train_tokens)) for read in tokens
-        )
-        if passes_before != passes_now:
+        passes = [math.ceil(read * data_set.share / max(1, data_set.train_tokens)) for read in tokens]
+        if passes[0] != passes[1]:
             data = "the data" if len(corpus.sets) == 1 else clean(data_set.name)
-            now_words, before_words = (
-                "once" if passes == 1 else f"{passes} times" for passes in (passes_now, passes_before)
-            )
-            reads = f"reads {data} {now_words}, but {resumption.steps_before} steps read it {before_words}"
+            before, now = ("once" if count == 1 else f"{count} times" for count in passes)
+            reads = f"reads {data} {now}, but {resumption.steps_before} steps read it {before}"
             change = "the order changes from here on, and some samples are repeated"
             return f"train.steps={config.train.steps} {reads}: {change}"
     return None

@@ -151,9 +151,8 @@ class RunDirectory:
                 else:
                     known = error if isinstance(error, CanzonaError) else machine_error(error)
                     code = ExitCode.CRASH if known is None else known.exit_code
-                    outcome = Outcome(
-                        status="failed", exit_code=code, message=redact(f"{type(error).__name__}: {error}")
-                    )
+                    message = redact(f"{type(error).__name__}: {error}")
+                    outcome = Outcome(status="failed", exit_code=code, message=message)
                 with suppress(OSError):  # the original error matters more than a full disk
                     go_on = resume_command if outcome.resumable else None
                     save(self.files.result, replace(outcome, go_on=go_on).result)

@@ -176,9 +176,8 @@ class Supervision:
             self._forced = True
             self._announce("stop", "stopping: training has not begun")
             return False
-        self._announce(
-            "stop", f"stopping after this step, {self.grace_s:.0f} s at most (press Ctrl-C again to stop at once)"
-        )
+        at_most = f"{self.grace_s:.0f} s at most (press Ctrl-C again to stop at once)"
+        self._announce("stop", f"stopping after this step, {at_most}")
         return True
 
     def _judge(self, agent_code: int) -> Outcome:

@@ -121,9 +121,7 @@ class CheckpointConfig:
     every_steps: Annotated[Count | None, "Steps between checkpoints; null: save only by time."] = None
     every_minutes: Annotated[Positive | None, "Minutes between checkpoints; null: save only by steps."] = 30.0
     at_end: Annotated[bool, "Also save after the last step. Preempted and interrupted runs are always saved."] = True
-    asynchronous: Annotated[bool, "Write checkpoints while training continues; false: training waits for the disk."] = (
-        True
-    )
+    asynchronous: Annotated[bool, "Write checkpoints while training continues; false: training waits."] = True
     keep: Annotated[Count, "Number of the newest checkpoints to keep."] = 3
     keep_every: Annotated[
         Count | None, "Also keep all checkpoints at multiples of this number of steps; null: keep only the newest."
