@@ -126,7 +126,7 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
 }
 """The reason and the fix for names of features that canzona has in another form. Words match as in
 `_LEAVE_OUT`; in a fix, `{}` is replaced by the matching word."""
-_ADVICE: Final = {words: (reason, "leave it out") for words, reason in _LEAVE_OUT.items()} | _OTHERWISE
+_ADVICE: Final = {**{words: (reason, "leave it out") for words, reason in _LEAVE_OUT.items()}, **_OTHERWISE}
 
 
 def missing_feature_problem(name: str) -> Problem | None:

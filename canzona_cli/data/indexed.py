@@ -301,43 +301,15 @@ def inspect_pair(prefix: Path) -> PairInfo:
 
 
 def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
-    """Checks `raw`, the bytes of an index, and returns the contents of the pair."""
-    idx = idx_path(prefix)
-    if len(raw) < len(MAGIC) or bytes(raw[: len(MAGIC)]) != MAGIC:
-        reason = "it is empty" if not len(raw) else "it is not a Megatron index (does not start with MMIDIDX)"
-        raise ConfigError(_problem(idx, reason, _PREPARE_AGAIN))
-    if len(raw) < _HEADER.size:
-        reason = f"truncated: {len(raw)} bytes, but the header alone has {_HEADER.size}"
-        raise ConfigError(_problem(idx, reason, _PREPARE_AGAIN))
-    _, version, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size])
-    if version != VERSION:
-        reason = f"index version {version}; Megatron-core reads version {VERSION}"
-        raise ConfigError(_problem(idx, reason, _PREPARE_AGAIN))
-    if code not in _DTYPE_CODES:
-        raise ConfigError(_problem(idx, f"its .bin contains no integers (type code {code})", _PREPARE_AGAIN))
-    expected = _HEADER.size + 12 * sequences + 8 * indices
-    # Multimodal datasets append one byte per sequence, which a text run ignores.
-    if len(raw) not in (expected, expected + sequences):
-        state = "truncated" if len(raw) < expected else "damaged"
-        reason = f"{state}: {len(raw):,} bytes, but {expected:,} according to its header"
-        raise ConfigError(_problem(idx, reason, _PREPARE_AGAIN))
-    if sequences == 0:
-        raise ConfigError(_problem(idx, "it contains no documents", "prepare it again from inputs that contain text"))
+    """Checks `raw`, the bytes of an index, and that its sequence lengths, byte offsets and document ends are
+    consistent with each other and the .bin; returns the contents of the pair."""
+    if reason := _header_fault(raw):
+        raise ConfigError(_problem(idx_path(prefix), reason, _PREPARE_AGAIN))
+    _, _, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size])
+    dtype = np.dtype(_DTYPE_CODES[code])
     lengths = np.frombuffer(raw, dtype="<i4", count=sequences, offset=_HEADER.size)
     offsets = np.frombuffer(raw, dtype="<i8", count=sequences, offset=_HEADER.size + 4 * sequences)
     ends = np.frombuffer(raw, dtype="<i8", count=indices, offset=_HEADER.size + 12 * sequences)
-    return _check_body(prefix, np.dtype(_DTYPE_CODES[code]), lengths, offsets, ends)
-
-
-def _check_body(
-    prefix: Path,
-    dtype: np.dtype[np.generic],
-    lengths: npt.NDArray[np.int32],
-    offsets: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-) -> PairInfo:
-    """Checks that sequence lengths, byte offsets and document ends are consistent with each other and the
-    .bin."""
     problems: list[Problem] = []
     tokens = int(lengths.sum(dtype=np.int64))
     size, expected = bin_path(prefix).stat().st_size, tokens * dtype.itemsize
@@ -359,6 +331,28 @@ def _check_body(
         lengths=lengths,
         document_ends=ends[1:],
     )
+
+
+def _header_fault(raw: memoryview | bytes) -> str:
+    """Returns the reason why an index of these bytes cannot be used, judged by its header and its length;
+    empty if it can."""
+    if not len(raw):
+        return "it is empty"
+    if bytes(raw[: len(MAGIC)]) != MAGIC:
+        return "it is not a Megatron index (does not start with MMIDIDX)"
+    if len(raw) < _HEADER.size:
+        return f"truncated: {len(raw)} bytes, but the header alone has {_HEADER.size}"
+    _, version, code, sequences, indices = _HEADER.unpack(raw[: _HEADER.size])
+    if version != VERSION:
+        return f"index version {version}; Megatron-core reads version {VERSION}"
+    if code not in _DTYPE_CODES:
+        return f"its .bin contains no integers (type code {code})"
+    expected = _HEADER.size + 12 * sequences + 8 * indices
+    # Multimodal datasets append one byte per sequence, which a text run ignores.
+    if len(raw) not in (expected, expected + sequences):
+        state = "truncated" if len(raw) < expected else "damaged"
+        return f"{state}: {len(raw):,} bytes, but {expected:,} according to its header"
+    return "" if sequences else "it contains no documents"
 
 
 def _missing_problem(prefix: Path, path: Path) -> Problem:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -288,20 +289,16 @@ def tokenizer_file(spec: str) -> Path:
         ConfigError: there is no such file.
     """
     path = Path(spec).expanduser()
-    if path.is_dir() and not (path / "tokenizer.json").is_file():
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file():
+        return file
+    reason = "there is no such file; a tokenizer is byte, bpe, or a local tokenizer.json (nothing is downloaded)"
+    fix = "give byte, bpe, or the path of a tokenizer.json"
+    if path.is_dir():
         reason = "this folder has no tokenizer.json, which is the file of a fast tokenizer"
         fix = f"write one with transformers: AutoTokenizer.from_pretrained({spec!r}).save_pretrained(FOLDER)"
-        raise ConfigError(Problem("--tokenizer", reason, fix, value=spec))
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    if path.is_file():
-        return path
-    reason = "there is no such file; a tokenizer is byte, bpe, or a local tokenizer.json (nothing is downloaded)"
-    fix = (
-        f"hf download {spec} tokenizer.json --local-dir ., then --tokenizer tokenizer.json"
-        if spec.count("/") == 1 and not spec.startswith((".", "/", "~")) and not spec.endswith(".json")
-        else "give byte, bpe, or the path of a tokenizer.json"
-    )
+    elif re.fullmatch(r"[^./~][^/]*/[^/]+(?<!\.json)", spec):
+        fix = f"hf download {spec} tokenizer.json --local-dir ., then --tokenizer tokenizer.json"
     raise ConfigError(Problem("--tokenizer", reason, fix, value=spec))
 
 
