@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import get_type_hints
 
 from pydantic import ValidationError
@@ -25,7 +25,7 @@ _EXAMPLE_OPTIONS = {
     "data": "stdlib-bpe",
 }
 _OR_NULL = ", or null to let canzona choose"
-_NO_VALUE, _NOT_CHOSEN, _NOT_SET = "has no value", "is not chosen by the recipe", "is not set by the recipe"
+_NO_VALUE = "has no value"
 
 
 def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -> RunConfig | list[Problem]:
@@ -40,23 +40,21 @@ def build(tree: Mapping[str, object], *, texts: Mapping[str, str], where: str) -
     problems = list(_unknown_key_problems(tree, where))
     parts: dict[str, object] = {}
     for field in fields(RunConfig):
-        name = field.name
-        kind: type | None = _optimizer_type(tree) if name == "optimizer" else hints[name]
-        if kind is None:
-            problems.append(_bad_optimizer(tree, texts))
-        elif name in tree or name in sections():
-            value = tree.get(name, {})  # an absent section gets its defaults, if all its settings have defaults
-            if is_dataclass(kind) and not isinstance(value, Mapping):
-                problems.append(Problem(name, f"must be a section of settings (in {where})", value=value))
-                continue
+        name, value = field.name, tree.get(field.name)
+        kind = OPTIMIZERS.get(str(_optimizer(tree))) if name == "optimizer" else hints[name]
+        if name not in tree or (name == "optimizer" and _optimizer(tree) is None):
+            if field.default is MISSING and field.default_factory is MISSING:
+                problems.append(_missing_section(name) if name in sections() else _missing_value(name, where))
+        elif kind is None:
+            setting = settings()["optimizer.name"]
+            problems.append(_not_a_choice(setting, texts.get(setting.key, _optimizer(tree))))
+        elif is_dataclass(kind) and not isinstance(value, Mapping):
+            problems.append(Problem(name, f"must be a section of settings (in {where})", value=value))
+        else:
             try:
                 parts[name] = adapter(kind).validate_json(json.dumps(value), strict=True)
             except ValidationError as error:
-                problems += (
-                    _section_problems(name, value, error, texts, where) if name in tree else [_missing_section(name)]
-                )
-        elif settings()[name].required:
-            problems.append(_missing_value(name, where))
+                problems += _section_problems(name, value, error, texts, where)
     return _merge_missing_values(problems, where) or RunConfig(**parts)  # type: ignore[arg-type]
 
 
@@ -106,7 +104,7 @@ def _concerns(key: str, keys: Collection[str]) -> bool:
 def _merge_missing_values(problems: list[Problem], where: str) -> list[Problem]:
     """Merges all problems about missing values into one if even the model is missing, because the recipe then
     probably lacks its `defaults:` list; otherwise returns the problems unchanged."""
-    absent = [problem for problem in problems if problem.reason.startswith((_NO_VALUE, _NOT_CHOSEN, _NOT_SET))]
+    absent = [problem for problem in problems if problem.reason.startswith(_NO_VALUE)]
     if not any(problem.key == "model" for problem in absent):
         return problems
     names = ", ".join(problem.key for problem in absent)
@@ -171,34 +169,24 @@ def _out_of_range(setting: Setting, value: object, shown: object, place: str) ->
     return Problem(setting.key, reason, fix, value=shown)
 
 
-def _optimizer_type(tree: Mapping[str, object]) -> type | None:
+def _optimizer(tree: Mapping[str, object]) -> object:
+    """Returns the name of the optimizer in a tree; None if there is none."""
     section = tree.get("optimizer")
-    name = section.get("name") if isinstance(section, Mapping) else None
-    return OPTIMIZERS.get(name) if isinstance(name, str) else None
-
-
-def _bad_optimizer(tree: Mapping[str, object], texts: Mapping[str, str]) -> Problem:
-    section = tree.get("optimizer")
-    if not isinstance(section, Mapping) or "name" not in section:
-        return _missing_section("optimizer")
-    name = texts.get("optimizer.name", section["name"])
-    return _not_a_choice(settings()["optimizer.name"], name)
+    return section.get("name") if isinstance(section, Mapping) else None
 
 
 def _unknown_key_problems(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
     """Yields a problem for each key that is not a setting, or not a setting of the run's optimizer."""
-    known, in_section = settings(), sections()
-    variant = _optimizer_type(tree)
-    optimizer = next((name for name, kind in OPTIMIZERS.items() if kind is variant), None)
+    known, optimizer = settings(), _optimizer(tree)
     for key, value in leaves(tree):
-        if key in known:
-            if key.startswith("optimizer.") and optimizer is not None and optimizer not in known[key].optimizers:
-                having = sorted(known[key].optimizers)
-                reason = f"{optimizer} has no such setting; it belongs to {' or '.join(having)}"
-                yield Problem(key, reason, f"remove it, or choose optimizer={having[0]}", value=value)
-        elif key not in in_section:
-            shown = None if "." not in key and isinstance(value, Mapping | list) else value
-            yield unknown_key(key, shown, where=f" (in {where})")
+        if key not in known:
+            if key not in sections():
+                shown = None if "." not in key and isinstance(value, Mapping | list) else value
+                yield unknown_key(key, shown, where=f" (in {where})")
+        elif known[key].optimizers and optimizer in OPTIMIZERS and optimizer not in known[key].optimizers:
+            having = sorted(known[key].optimizers)
+            reason = f"{optimizer} has no such setting; it belongs to {' or '.join(having)}"
+            yield Problem(key, reason, f"remove it, or choose optimizer={having[0]}", value=value)
 
 
 def _explain(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:
@@ -263,9 +251,9 @@ def _missing_value(key: str, where: str) -> Problem:
 def _missing_section(name: str) -> Problem:
     option = _EXAMPLE_OPTIONS.get(name)
     if option is None:
-        return Problem(name, _NOT_SET, f"set its values: {name}.KEY=VALUE")
+        return Problem(name, f"{_NO_VALUE} in the recipe", f"set its values: {name}.KEY=VALUE")
     fix = f"write {name}={option}, or `override /{name}: {option}` under `defaults:` in the recipe"
-    return Problem(name, _NOT_CHOSEN, fix)
+    return Problem(name, f"{_NO_VALUE}: the recipe does not choose one", fix)
 
 
 def _example(setting: Setting) -> str:
