@@ -35,7 +35,6 @@ def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem
         *_data_problems(config),
         *_cluster_problems(config),
         *_measurement_problems(config),
-        *(_recorded_step_problems(config) if training else ()),
         *(_training_problems(config) if training else ()),
     ]
     return [*with_own_values(config, problems), *safety_problems(config)]
@@ -195,13 +194,11 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _training_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yields a problem for a model that can only be planned, and for steps to trace or to profile that are not
+    steps of the run."""
     if not config.model.gated:
         reason = "can only be planned: canzona does not train feed-forward layers without a gate"
         yield Problem("model.gated", reason, "leave it out, or use `canzona plan --dry-run`")
-
-
-def _recorded_step_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem if the steps to trace or to profile are not steps of the run."""
     last = config.train.steps
     for key in ("trace_steps", "profile_steps"):
         steps = getattr(config.run, key)

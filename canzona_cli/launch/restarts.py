@@ -18,9 +18,9 @@ from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.config.overrides import text_value
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import ExitCode
-from canzona_cli.launch.outcome import Outcome, interrupted_outcome, unsaved_outcome
+from canzona_cli.launch.outcome import Outcome
 from canzona_cli.launch.slurm import current_step
-from canzona_cli.launch.stop import Requests, checkpoint_to_resume
+from canzona_cli.launch.stop import Requests, stop_outcome
 from canzona_cli.launch.torchrun import node_count
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, StopReason
@@ -103,11 +103,7 @@ def run_with_restarts(
             restarts.done += 1
             continue
         message = f"stopped before the restart, after a failure at step {outcome.step:,}: {outcome.message}"
-        end = (
-            unsaved_outcome(message, checkpoint_to_resume(files))
-            if reason == "preempted"
-            else interrupted_outcome(message)
-        )
+        end = stop_outcome(message, reason, files)
         stopped = replace(
             outcome,
             status=end.status,

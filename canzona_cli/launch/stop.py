@@ -114,13 +114,18 @@ def handle_signals(handler: Callable[[int, FrameType | None], None], *, to_the_e
             signal.signal(number, signal.SIG_IGN if to_the_end else previous)
 
 
-def early_stop_outcome(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
-    """Returns the outcome of a run that was asked to stop before its workers started.
+def stop_outcome(message: str, reason: StopReason, files: RunFiles | None) -> Outcome:
+    """Returns the outcome of a run that was stopped while it had no workers.
 
     Args:
         files: the files of the run directory; None if there is no directory yet.
     """
-    message = "stopped before training began"
-    if not isinstance(error, Preempted):
+    if reason == "interrupted":
         return interrupted_outcome(message)
     return unsaved_outcome(message, None if files is None else checkpoint_to_resume(files))
+
+
+def early_stop_outcome(files: RunFiles | None, error: KeyboardInterrupt) -> Outcome:
+    """Returns the outcome of a run that was asked to stop before its workers started."""
+    reason: StopReason = "preempted" if isinstance(error, Preempted) else "interrupted"
+    return stop_outcome("stopped before training began", reason, files)
