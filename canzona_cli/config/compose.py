@@ -116,18 +116,14 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     typed_files = [path for group, path in chosen.items() if is_file_name(parsed.groups[group])]
     where = " with ".join(map(display_path, dict.fromkeys([recipe_file, *typed_files])))
     built = build(tree, texts=parsed.texts, where=where)
-    bad: set[str] = set()
     if isinstance(built, list):
-        reported = {problem.key for problem in problems}
+        reported, bad = {problem.key for problem in problems}, {problem.key for problem in built}
         problems += [problem for problem in built if problem.key not in reported]
-        bad = {problem.key for problem in built}
-        config = stand_in(base, parsed.values, bad)
-    else:
-        config = with_rates(built)
-    if config is not None:
-        problems += [problem for problem in config_problems(config, training=training) if problem.key not in bad]
-    if bad or config is None:
+        if (valid := stand_in(base, parsed.values, bad)) is not None:
+            problems += [problem for problem in config_problems(valid, training=training) if problem.key not in bad]
         raise ConfigError(*problems)
+    config = with_rates(built)
+    problems += config_problems(config, training=training)
     explicit = frozenset(parsed.values) | frozenset(parsed.groups)
     problems += consent_problems(config, explicit, training=training)
     problems += with_own_values(config, unused_problems(config, explicit, training=training))

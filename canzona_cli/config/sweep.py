@@ -60,11 +60,8 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     runs = []
     lists = [values or (argument,) for argument, values in zip(arguments, choices, strict=True)]
     for overrides in itertools.islice(itertools.product(*lists), MOST_RUNS + 1):
-        chosen = {}
-        for override, values in zip(overrides, choices, strict=True):
-            if values:
-                key, _, text = override.partition("=")
-                chosen[key] = text
+        swept_here = (override for override, values in zip(overrides, choices, strict=True) if values)
+        chosen = dict(override.split("=", 1) for override in swept_here)
         runs.append(Combination(name=_directory_name(chosen), values=chosen, overrides=overrides))
     if len(runs) > MOST_RUNS:
         reason = f"asks for more than {MOST_RUNS:,} runs"
