@@ -132,7 +132,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     shadowing = [
         f"{group} {file.stem} from {display_path(file)} shadows the built-in"
         for file, group in groups.items()
-        if file not in typed_files and shadows_builtin(group, file)
+        if shadows_builtin(group, file) and (group == "recipe" or file not in typed_files)
     ]
     return Composed(
         config=config,

@@ -329,7 +329,7 @@ class TestOwnRecipes:
         path.write_text("defaults: [qwen3-tiny]\ngpus: 8\n")
         composed = compose_run([f"recipe={path}"])
         assert composed.config.gpus == 8
-        assert "not the built-in" in composed.warnings[0]
+        assert composed.warnings == (f"recipe qwen3-tiny from {path} shadows the built-in",)
 
     def test_a_whole_section_gives_way_to_the_command_lines_group(self, tmp_path: Path) -> None:
         path = tmp_path / "config.yaml"

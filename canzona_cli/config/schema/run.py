@@ -62,19 +62,17 @@ class EngineConfig:
     ]
     layout: Annotated[
         BufferLayout,
-        "Order of the parameters in a bucket: contiguous (Megatron's order, as in "
-        "the paper), or owner (sorted by owner, with uneven shards and no padding).",
+        "Order of parameters in a bucket: contiguous (Megatron's), or owner (sorted by owner, no padding).",
     ] = "owner"
     splitting: Annotated[
         Splitting,
-        "Splitting of weights into matrices. fused: weights as Megatron stores them; qkv: "
-        "q, k and v separate (the finest splitting that layerwise, and sc with Muon, "
-        "support); split: gate and up separate too; per_head: also each head of q, k and v.",
+        "Splitting of weights into matrices. fused: none; qkv: q, k and v (the finest for layerwise, and"
+        " for sc with Muon); split: gate and up too; per_head: also each head of q, k and v.",
     ] = "split"
     alpha: Annotated[
         float,
         Range(at_least=0, at_most=1),
-        "Quantity to balance over data-parallel ranks: 0: communication, 1: compute, in between: a mixture of both.",
+        "Quantity to balance over data-parallel ranks: 0: communication, 1: compute, in between: both.",
     ] = 1.0
     grouping: Annotated[
         Grouping,
@@ -82,27 +80,26 @@ class EngineConfig:
     ] = "auto"
     mode: Annotated[
         Literal["auto"] | Mode,
-        "Ranks that update a matrix: hosted (only its host), shared (all TP ranks of its owner, if the optimizer and "
-        "the matrix allow it), or auto (a search chooses for each matrix). Strategies paper and asc always use hosted.",
+        "Ranks that update a matrix: hosted (only its host), shared (all TP ranks of its owner, if optimizer"
+        " and matrix allow it), or auto (chosen for each matrix). paper and asc always use hosted.",
     ] = "auto"
     c_max_mib: Annotated[
         Positive | None, "Size limit of one rank's fused exchange; null: chosen automatically.", Example("64")
     ] = None
     reduction: Annotated[
         Reduction | None,
-        "How gradients reach their owners, and weights return: reduce (one reduction and one broadcast "
-        "per owner), or ring (a reduce-scatter and an all-gather of equal parts, plus messages between "
-        "the ranks that have these parts and the owners). null: the faster one for each bucket.",
+        "How gradients reach their owners, and weights return: reduce (a reduction and a broadcast per owner)"
+        " or ring (a reduce-scatter and an all-gather of equal parts, exchanged with the owners). null: the"
+        " faster one for each bucket.",
     ] = None
     plan: Annotated[
         str | None,
-        "The plan file (from `canzona plan`) to execute; null: the newest file in "
-        "./plans that fits this run, or else a new plan. Planning is deterministic.",
+        "The plan file to execute; null: the newest file in ./plans that fits this run, or else a new plan.",
         NOTHING,
     ] = None
     exchange_dtype: Annotated[
         Precision,
-        "Precision of gradients in messages between TP ranks; bf16 halves the messages but rounds the gradients.",
+        "Precision of gradients in messages between TP ranks; bf16 halves the messages but rounds.",
         CURVE | PLAN,
     ] = "fp32"
 
@@ -124,19 +121,17 @@ class CheckpointConfig:
     asynchronous: Annotated[bool, "Write checkpoints while training continues; false: training waits."] = True
     keep: Annotated[Count, "Number of the newest checkpoints to keep."] = 3
     keep_every: Annotated[
-        Count | None, "Also keep all checkpoints at multiples of this number of steps; null: keep only the newest."
+        Count | None, "Also keep checkpoints at multiples of this number of steps; null: only the newest."
     ] = None
     resume: Annotated[
         str,
-        "Checkpoint from which the run resumes. auto: the newest one in the run directory, "
-        "or a start at step 1 if there is none. Or the name of a checkpoint in the run "
-        "directory (step-00000030), or the path of a checkpoint or of another run directory.",
+        "Checkpoint from which the run resumes. auto: the newest one in the run directory, or a start at step"
+        " 1. Or a checkpoint's name there (step-00000030), or the path of a checkpoint or run directory.",
     ] = "auto"
     weights_from: Annotated[
         str | None,
-        "A run directory, a checkpoint or a Hugging Face folder with the initial weights, for "
-        "example for annealing. The run starts at step 1 with new optimizer state. Once it has a "
-        "checkpoint of its own, it resumes from that. Short form: init=DIR. null: random weights.",
+        "A run directory, a checkpoint or a Hugging Face folder with the initial weights. The run starts at"
+        " step 1 with new optimizer state. Short form: init=DIR. null: random weights.",
     ] = None
 
 
@@ -161,14 +156,12 @@ class RunSettings:
     ] = 600.0
     restarts: Annotated[
         CountOrZero,
-        "How many times one launch restarts a run whose workers crashed or hung; 0: never. The wait before a restart "
-        "is 10 s, and doubles while the run makes no progress. A run is not restarted if it failed twice in the same "
-        "way at the same step, if it diverged, or if it failed because of a user's mistake.",
+        "How many times one launch restarts a run whose workers crashed or hung. A run is not restarted if it"
+        " failed twice in the same way at the same step, diverged, or failed because of a user's mistake.",
     ] = 0
     trace_steps: Annotated[
         tuple[Count, Count] | None,
-        "First and last step whose timelines are written to trace.json; null: no "
-        "trace.json, but `canzona report --trace` can show the last two steps.",
+        "First and last step in trace.json; null: no file, but `canzona report --trace` shows the last two.",
         Example("[5,7]"),
     ] = None
     profile_steps: Annotated[

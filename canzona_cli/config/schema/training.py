@@ -64,7 +64,7 @@ class ModelConfig:
     rope_base: Annotated[float, Range(at_least=1, at_most=1e12), "Base of the rotary embedding.", CURVE] = 1_000_000.0
     rope_scaling: Annotated[
         Annotated[float, Range(at_least=1, at_most=1e6)] | None,
-        "Factor by which Llama 3.1's scaling of the rotary embedding stretches a context of 8,192 tokens; null: none.",
+        "Factor by which Llama 3.1's rotary embedding stretches a context of 8,192 tokens; null: none.",
         CURVE,
     ] = None
     norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
@@ -73,7 +73,7 @@ class ModelConfig:
     experts_per_token: Annotated[int, Range(at_least=2, at_most=1024), "Experts that process each token.", CURVE] = 2
     balancing_loss: Annotated[
         BalancingLoss,
-        "Loss that spreads tokens evenly over experts, over each sequence or the global batch; none: no such loss.",
+        "Loss that spreads tokens evenly over experts, per sequence or global batch; none: no such loss.",
         CURVE,
     ] = "sequence"
     balancing_weight: Annotated[Share, "Weight of `balancing_loss`.", CURVE] = 1e-3
@@ -114,8 +114,7 @@ class ParallelConfig:
     ] = None
     sequence_parallel: Annotated[
         bool | None,
-        "Shard the activations of norms over TP ranks. null: true if tp > 1 and the model has experts or uses"
-        " Transformer Engine.",
+        "Shard activations of norms over TP ranks. null: if tp > 1, with experts or Transformer Engine.",
         NOTHING,
     ] = None
     overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients during the backward pass.", PLAN] = True
@@ -155,9 +154,7 @@ class TrainConfig:
         NOTHING,
     ] = "stop"
     loss_spike: Annotated[
-        LossSpike,
-        "On a sudden rise of the loss: ignore it, warn, or stop without saving another checkpoint.",
-        NOTHING,
+        LossSpike, "On a sudden rise of the loss: ignore it, warn, or stop without saving another checkpoint.", NOTHING
     ] = "warn"
     loss_spike_sigmas: Annotated[
         Positive, "Standard deviations above the recent mean at which a loss counts as a spike.", NOTHING
@@ -175,7 +172,7 @@ class TrainConfig:
     ] = 1234
     eval_interval: Annotated[
         CountOrZero,
-        "Steps between validations; 0: no validation. Validation also runs before step 1 and after the last step.",
+        "Steps between validations, which also run before the first and after the last step; 0: never.",
         NOTHING,
     ] = 100
     eval_batches: Annotated[Count, "Global batches per validation, from each set of a blend.", NOTHING] = 8
@@ -189,9 +186,7 @@ class TrainConfig:
         str | None, "The text that a sample continues; null: the beginning of a document.", NOTHING
     ] = None
     sample_tokens: Annotated[
-        Count,
-        "Maximum number of tokens in a sample. Each takes a forward pass; prompt and sample together fit one sequence.",
-        NOTHING,
+        Count, "Maximum number of tokens in a sample; prompt and sample together fit one sequence.", NOTHING
     ] = 48
 
     @property
