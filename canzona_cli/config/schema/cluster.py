@@ -119,13 +119,13 @@ class ClusterConfig(HashedOnce):
     ] = False
     tp_overlap: Annotated[
         bool,
-        "Simulate tensor-parallel collectives as overlapped with their matmuls, as with Transformer Engine's"
-        " user buffers in NVIDIA's published recipes. canzona's own runs do not overlap them.",
+        "Simulate tensor-parallel collectives as overlapped with their matmuls, as Transformer Engine's user"
+        " buffers do. canzona's own runs do not overlap them.",
     ] = False
     dispatch_overlap: Annotated[
         bool,
-        "Simulate the transfers of tokens to experts and back as overlapped with another micro-batch's computation, as"
-        " with Megatron's overlap_moe_expert_parallel_comm. canzona's own runs do not overlap them.",
+        "Simulate transfers of tokens to experts and back as overlapped with another micro-batch, as Megatron's"
+        " overlap_moe_expert_parallel_comm does. canzona's own runs do not overlap them.",
     ] = False
     collective_units: Annotated[
         float,
@@ -136,14 +136,14 @@ class ClusterConfig(HashedOnce):
     speed_spread: Annotated[
         float,
         Range(at_least=0, at_most=0.1),
-        "Relative standard deviation of the speed of GPUs of this kind; every step waits for the slowest GPU.",
+        "Relative standard deviation of the speed of GPUs; every step waits for the slowest.",
     ] = 0.0
     fp32_tflops: Annotated[
         Positive | None, "Rate of large fp32 matmuls; null: a sixteenth of the bf16 peak.", Example("50")
     ] = None
     tf32_tflops: Annotated[
         Positive | None,
-        "Rate of large fp32 matmuls in TF32, which Shampoo and SOAP allow; null: fp32_tflops, for GPUs without TF32.",
+        "Rate of large fp32 matmuls in TF32, which Shampoo and SOAP allow; null: fp32_tflops.",
         Example("400"),
     ] = None
     qr_tflops: Annotated[
@@ -162,8 +162,8 @@ class ClusterConfig(HashedOnce):
     ] = 1.0
     grouped_collectives: Annotated[
         bool,
-        "Launch all reductions to the owners of a bucket (or broadcasts from them) together, as one NCCL group; false: "
-        "one after another, each with its own latency. Workers on GPUs check this when they start.",
+        "Launch all reductions to the owners of a bucket (or broadcasts from them) as one NCCL group; false:"
+        " one after another, each with its own latency. Workers on GPUs check this when they start.",
     ] = True
     measured_updates: Annotated[
         tuple[tuple[str, Side, Side, Seconds], ...],
@@ -198,8 +198,7 @@ class ClusterConfig(HashedOnce):
     forward_factor: Annotated[Factor, "Measured time of forward passes, relative to the modelled time."] = 1.0
     backward_factor: Annotated[Factor, "Measured time of backward passes, relative to the modelled time."] = 1.0
     forward_module_us: Annotated[
-        NotNegative,
-        "Measured fixed time of a module (the work around one weight) in the forward pass, to launch its operations.",
+        NotNegative, "Measured fixed time of a module (the work around one weight) in the forward pass."
     ] = 0.0
     backward_module_us: Annotated[NotNegative, "Measured fixed time of a module in the backward pass."] = 0.0
     pass_us: Annotated[
@@ -222,9 +221,7 @@ class ClusterConfig(HashedOnce):
         NOTHING,
     ] = field(default_factory=dict, hash=False)
     not_measured: Annotated[
-        tuple[str, ...],
-        "Parts that an interrupted calibration did not measure and copied from the base profile.",
-        NOTHING,
+        tuple[str, ...], "Parts that an interrupted calibration copied from the base profile.", NOTHING
     ] = ()
     nodes: Annotated[Ranks | None, "Number of nodes; null: gpus / gpus_per_node, rounded up.", SPREAD] = None
     node_rank: Annotated[CountOrZero | None, "Rank of this node, from 0, if nodes are started by hand.", NOTHING] = None
@@ -241,7 +238,7 @@ class ClusterConfig(HashedOnce):
     ] = ()
     srun_args: Annotated[
         tuple[str, ...],
-        "Additional srun options in a Slurm job, such as those of a container plugin.",
+        "Additional srun options in a Slurm job, such as a container plugin's.",
         Example('["--container-image=/images/canzona.sqsh"]'),
         NOTHING,
     ] = ()
