@@ -151,12 +151,9 @@ def driver_problem() -> Problem | None:
     if here[0] >= needed[0]:
         return None
     newer = f" to {_DRIVERS[needed[0]]} or later" if needed[0] in _DRIVERS else ""
-    return Problem(
-        "NVIDIA driver",
-        f"is too old for torch {torch_version()} here, which is built for CUDA {_release_text(needed)}",
-        f"update the driver{newer}, or {_GET_TORCH}",
-        value=f"for CUDA {_release_text(here)}",
-    )
+    reason = f"is too old for torch {torch_version()} here, which is built for CUDA {_release_text(needed)}"
+    fix = f"update the driver{newer}, or {_GET_TORCH}"
+    return Problem("NVIDIA driver", reason, fix, value=f"for CUDA {_release_text(here)}")
 
 
 def driver_cuda() -> Release | None:
@@ -219,11 +216,8 @@ def fused_layers_problem() -> Problem | None:
     """Returns a problem if Transformer Engine is missing or its version is untested with megatron-core;
     otherwise None."""
     version, needed = installed_version("transformer-engine"), requirement("transformer-engine")
-    key, without = (
-        "cluster.transformer_engine",
-        "cluster.transformer_engine=false, which builds the same model without it",
-    )
-    fix = f"{install_fused_layers()}, or {without}"
+    key = "cluster.transformer_engine"
+    fix = f"{install_fused_layers()}, or {key}=false, which builds the same model without it"
     if importlib.util.find_spec("transformer_engine") is None:
         return Problem(key, "Transformer Engine is not installed here", fix, value=True)
     if version is None or needed is None or admits(needed, version):
@@ -264,12 +258,9 @@ def interface_problem(chosen: str | None, *, alone: bool) -> Problem | None:
         return None
     others = ", ".join(sorted(usable)) or "none"
     where = "" if alone else " and leads to other machines"
-    return Problem(
-        "NCCL_SOCKET_IFNAME",
-        f"matches no network interface that is up{where}",
-        f"unset it, or use an interface that is up here: {others}",
-        value=chosen,
-    )
+    reason = f"matches no network interface that is up{where}"
+    fix = f"unset it, or use an interface that is up here: {others}"
+    return Problem("NCCL_SOCKET_IFNAME", reason, fix, value=chosen)
 
 
 def matching_interfaces(chosen: str, interfaces: Set[str]) -> set[str]:

@@ -41,7 +41,7 @@ from canzona_cli.data.tokenizers import (
     load_json_tokenizer,
     train_bpe,
 )
-from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, write_error
+from canzona_cli.errors import CanzonaError, ConfigError, EnvironmentProblem, Problem, refuse, write_error
 from canzona_cli.run.codec import load_if_valid, save
 from canzona_cli.run.machine import cores
 
@@ -385,11 +385,9 @@ def _refuse_bad_lines(tally: Tally, limit: int) -> None:
     if tally.text_bytes:
         option = f"--max-bad {max(10, 2 * tally.bad)}" if limit == 0 else "a higher --max-bad"
         fix += f"; to skip these lines, use {option}"
-    raise ConfigError(
-        *(
-            Problem("INPUT", bad.kind + bad.detail, fix, value=f"{bad.path}:{bad.line}")
-            for bad in tally.bad_lines[:_MAX_BAD_LINES_SHOWN]
-        )
+    refuse(
+        Problem("INPUT", bad.kind + bad.detail, fix, value=f"{bad.path}:{bad.line}")
+        for bad in tally.bad_lines[:_MAX_BAD_LINES_SHOWN]
     )
 
 
