@@ -146,8 +146,8 @@ class TrainConfig:
         "Activation recomputation: none, selective (core attention), full (entire layers); null: chosen.",
         SPREAD | PLAN,
     ] = None
-    precision: Annotated[Precision, "bf16: weights with fp32 masters. fp32: everything.", CURVE | PLAN] = "bf16"
-    grad_reduce_dtype: Annotated[Precision, "Precision of sums of gradients over ranks.", CURVE | PLAN] = "fp32"
+    precision: Annotated[Precision, "bf16: with fp32 masters. fp32: everything in fp32.", CURVE | PLAN] = "bf16"
+    grad_reduce_dtype: Annotated[Precision, "Precision in which ranks sum gradients.", CURVE | PLAN] = "fp32"
     non_finite: Annotated[
         NonFinite,
         "On NaN or infinite gradients: stop all ranks before any weight changes, or skip and count the update.",
