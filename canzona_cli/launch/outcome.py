@@ -198,12 +198,8 @@ def _failure_outcome(workers: Workers, first: RankResult) -> Outcome:
     # An error written for the user has no traceback, and its message needs no class name.
     kind = f"{error.type}: " if error.traceback else ""
     message = error.message if mistake else f"rank {first.rank}: {kind}{error.message.strip()}"
-    return Outcome(
-        status="failed",
-        exit_code=code,
-        message=message.strip(),
-        rank=first.rank,
-        log=workers.log(first.rank),
+    return replace(
+        workers.failure(message, rank=first.rank, exit_code=code),
         traceback=() if mistake else tuple(error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]),
         problems=error.problems,
         error_type=error.type if mistake else "",
@@ -223,16 +219,9 @@ def _divergence_outcome(workers: Workers, rank: int, error: RankError) -> Outcom
     if last_good is not None:
         hint = f"; the last good checkpoint is {last_good}"
         resume = f"checkpoint.resume={last_good} with "
-    problems = (replace(p, reason=f"{p.reason}{hint}", fix=f"{resume}{p.fix}") for p in error.problems)
-    return Outcome(
-        status="diverged",
-        exit_code=ExitCode.CRASH,
-        message=f"{error.message.strip()}{hint}",
-        rank=rank,
-        log=workers.log(rank),
-        problems=tuple(problems),
-        last_good=last_good,
-    )
+    problems = tuple(replace(p, reason=f"{p.reason}{hint}", fix=f"{resume}{p.fix}") for p in error.problems)
+    failure = workers.failure(f"{error.message.strip()}{hint}", rank=rank)
+    return replace(failure, status="diverged", problems=problems, last_good=last_good)
 
 
 def _lost_another_rank(result: RankResult) -> bool:
@@ -250,15 +239,8 @@ def _unwritten_text(results: Sequence[RankResult]) -> str:
 
 def hang_outcome(workers: Workers, report: HangReport) -> Outcome:
     """Returns the outcome of a run whose ranks were killed because they made no progress."""
-    return Outcome(
-        status="failed",
-        exit_code=ExitCode.HANG,
-        message=f"{report.name} {report.reason}".strip(),
-        rank=report.rank,
-        log=workers.log(report.rank),
-        problems=(report.problem,),
-        secondary=report.elsewhere,
-    )
+    failure = workers.failure(f"{report.name} {report.reason}", rank=report.rank, exit_code=ExitCode.HANG)
+    return replace(failure, problems=(report.problem,), secondary=report.elsewhere)
 
 
 def _signal_text(number: int) -> str:

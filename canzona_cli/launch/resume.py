@@ -8,11 +8,11 @@ here: the workers hash these files together, once, before they open any.
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from canzona_cli.checkpoint.contents import as_checkpoint_errors, saved_run
-from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Manifest, Progress, step_name, step_of
+from canzona_cli.checkpoint.manifest import NO_OPTIMIZER, Progress, step_name, step_of
 from canzona_cli.checkpoint.store import CheckpointStore, resolve
 from canzona_cli.config.changes import changes, shape_problems
 from canzona_cli.config.reading import Unreadable, read_plain
@@ -138,31 +138,23 @@ def _from_weights(config: RunConfig) -> Resumption:
         pretrained = open_folder(path, key=key)
         pretrained.check(config.model)
         tokenizer, now = pretrained.tokenizer, Path(config.data.tokenizer).expanduser().resolve()
-        trained_with = (
-            "" if tokenizer is None or now in (tokenizer.resolve(), tokenizer.parent.resolve()) else str(tokenizer)
-        )
-        return _first_step(config, path, created=path.stat().st_mtime, tokenizer=trained_with)
+        same = tokenizer is None or now in (tokenizer.resolve(), tokenizer.parent.resolve())
+        return _first_step(config, path, created=path.stat().st_mtime, tokenizer="" if same else str(tokenizer))
     checkpoint = resolve(path, str(path), key=key)
     assert checkpoint is not None  # only `auto` may give None
-    manifest, saved = saved_run(checkpoint)
-    return _from_weights_of(config, checkpoint, manifest, saved)
+    return _from_weights_of(config, checkpoint)
 
 
-def _from_weights_of(
-    config: RunConfig, checkpoint: Path, manifest: Manifest, saved: RunConfig, *, of_this_run: bool = False
-) -> Resumption:
+def _from_weights_of(config: RunConfig, checkpoint: Path) -> Resumption:
     """Returns a resumption from only the weights of a checkpoint; the two models must have the same
     shapes."""
+    manifest, saved = saved_run(checkpoint)
     source = str(checkpoint)
     refuse([*family_problems(saved.model, config.model, source), *shape_problems(saved, config, source)])
-    return _first_step(
-        config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer, of_this_run=of_this_run
-    )
+    return _first_step(config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer)
 
 
-def _first_step(
-    config: RunConfig, place: Path, *, created: float, tokenizer: str, of_this_run: bool = False
-) -> Resumption:
+def _first_step(config: RunConfig, place: Path, *, created: float, tokenizer: str) -> Resumption:
     """Returns a resumption that starts at the first step, from existing weights.
 
     Args:
@@ -175,7 +167,7 @@ def _first_step(
         checkpoint=place,
         progress=Progress(step=0, samples=0, tokens=0),
         created=created,
-        of_this_run=of_this_run,
+        of_this_run=False,
         steps_before=config.train.steps,
         weights_only=True,
         warnings=(warning,) if known and tokenizer != now else (),
@@ -256,7 +248,7 @@ def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_
     """
     manifest, saved = saved_run(checkpoint)
     if manifest.optimizer == NO_OPTIMIZER:
-        return _from_weights_of(config, checkpoint, manifest, saved, of_this_run=of_this_run)
+        return replace(_from_weights_of(config, checkpoint), of_this_run=of_this_run)
     progress = manifest.progress
     differences = changes(saved, config, step=progress.step)
     with as_checkpoint_errors(checkpoint):
