@@ -4,7 +4,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig
 from canzona_cli.errors import Problem
@@ -161,12 +161,10 @@ def tree_of(values: Mapping[str, object]) -> dict[str, object]:
     """Converts values by dotted key to a tree of sections. This is the inverse of `leaves`."""
     tree: dict[str, object] = {}
     for key, value in values.items():
-        section = tree
-        *sections_above, name = key.split(".")
-        for above in sections_above:
-            inner = section.setdefault(above, {})
-            assert isinstance(inner, dict)
-            section = inner
+        section: dict[str, Any] = tree
+        *above, name = key.split(".")
+        for part in above:
+            section = section.setdefault(part, {})
         section[name] = value
     return tree
 

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from canzona_cli.errors import EnvironmentProblem, ExitCode, Problem
-from canzona_cli.launch.outcome import Outcome
+from canzona_cli.errors import EnvironmentProblem, Problem
+from canzona_cli.launch.outcome import Outcome, failed_outcome
 from canzona_cli.run.codec import load_if_valid, save
 from canzona_cli.run.files import RunFiles, read_json, write_json_atomic
 
@@ -185,12 +185,8 @@ class Machines:
     def _gone_outcome(self, node_rank: int) -> Outcome:
         host = (read_json(self._arrival_file(node_rank)) or {}).get("host")
         name = f"machine {node_rank}" + (f" ({host})" if host else "")
-        return Outcome(
-            status="failed",
-            exit_code=ExitCode.CRASH,
-            message=f"{name} is gone: its launcher exited without reporting",
-            log=self._files.agent_log(node_rank),
-        )
+        gone = failed_outcome(f"{name} is gone: its launcher exited without reporting")
+        return replace(gone, log=self._files.agent_log(node_rank))
 
     def _outcomes(self) -> dict[int, Outcome]:
         """Reads the outcomes of the machines that have ended, by node rank. The machine that ended first, by

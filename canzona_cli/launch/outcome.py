@@ -95,6 +95,11 @@ def interrupted_outcome(message: str) -> Outcome:
     return Outcome(status="interrupted", exit_code=ExitCode.INTERRUPTED, message=message)
 
 
+def failed_outcome(message: str, exit_code: int = ExitCode.CRASH) -> Outcome:
+    """Returns the outcome of a run that failed."""
+    return Outcome(status="failed", exit_code=int(exit_code), message=message)
+
+
 def unsaved_outcome(message: str, checkpoint: str | None) -> Outcome:
     """Returns the outcome of a run that was preempted before it could save: preempted if there is an older
     checkpoint to resume from, else interrupted."""
@@ -138,9 +143,7 @@ class Workers:
 
     def failure(self, message: str, *, rank: int | None = None, exit_code: int = ExitCode.CRASH) -> Outcome:
         """Returns the outcome for a failed rank or, if `rank` is None, for a failure of torchrun."""
-        return Outcome(
-            status="failed", exit_code=int(exit_code), message=message.strip(), rank=rank, log=self.log(rank)
-        )
+        return replace(failed_outcome(message.strip(), exit_code), rank=rank, log=self.log(rank))
 
 
 def judge(workers: Workers, *, stopping: bool) -> Outcome:

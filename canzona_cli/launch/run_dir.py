@@ -28,7 +28,7 @@ from canzona_cli.errors import (
     machine_error,
     write_error,
 )
-from canzona_cli.launch.outcome import Outcome
+from canzona_cli.launch.outcome import failed_outcome
 from canzona_cli.launch.resume import Resumption, choose_resumption, holds_run, next_free, resume_point, set_aside
 from canzona_cli.launch.stop import early_stop_outcome
 from canzona_cli.launch.torchrun import LaunchCommand
@@ -151,8 +151,7 @@ class RunDirectory:
                 else:
                     known = error if isinstance(error, CanzonaError) else machine_error(error)
                     code = ExitCode.CRASH if known is None else known.exit_code
-                    message = redact(f"{type(error).__name__}: {error}")
-                    outcome = Outcome(status="failed", exit_code=code, message=message)
+                    outcome = failed_outcome(redact(f"{type(error).__name__}: {error}"), code)
                 with suppress(OSError):  # the original error matters more than a full disk
                     go_on = resume_command if outcome.resumable else None
                     save(self.files.result, replace(outcome, go_on=go_on).result)

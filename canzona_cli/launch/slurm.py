@@ -117,17 +117,8 @@ def fill_in_step(config: RunConfig, step: SlurmStep | None) -> tuple[RunConfig, 
 def first_host(node_list: str) -> str:
     """Returns the first host of a list in Slurm's notation: `n01` of `n[01-03,7],m2`, `r0n4` of
     `r[0-1]n[4-7]`."""
-    host, rest = "", node_list
-    while rest and not rest.startswith(","):
-        if rest.startswith("["):
-            inside, _, rest = rest[1:].partition("]")
-            host += re.split("[-,]", inside, maxsplit=1)[0]
-        else:
-            literal = re.match(r"[^\[,]+", rest)
-            assert literal is not None
-            host += literal.group()
-            rest = rest[literal.end() :]
-    return host
+    first_of_each_range = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", node_list)
+    return first_of_each_range.partition(",")[0]
 
 
 def _check_shape(config: RunConfig, step: SlurmStep) -> None:

@@ -18,13 +18,14 @@ import psutil
 
 from canzona_cli.config.compose import dump_resolved
 from canzona_cli.config.schema import Layout, RunConfig
-from canzona_cli.errors import CanzonaError, ExitCode
+from canzona_cli.errors import CanzonaError
 from canzona_cli.launch import torchrun
 from canzona_cli.launch.hang import HangReport, HangWatch, hang_watch
 from canzona_cli.launch.machines import Machines
 from canzona_cli.launch.outcome import (
     Outcome,
     Workers,
+    failed_outcome,
     hang_outcome,
     judge,
     killed_outcome,
@@ -92,7 +93,7 @@ class Supervision:
 
         Machine 0 writes `result.json` before the outcome is shown, even if this method raises.
         """
-        outcome = Outcome(status="failed", exit_code=ExitCode.CRASH, message="the launcher itself failed")
+        outcome = failed_outcome("the launcher itself failed")
         try:
             outcome = self._run_here()
             outcome = self._machines.conclude(outcome, settle=self._settle)
