@@ -4,6 +4,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import problem_with
 from canzona_cli.data.build import BuildSettings, Progress, build_pair, disk_problem
-from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair, temporary_path
+from canzona_cli.data.indexed import PairInfo, bin_path, inspect_pair
 from canzona_cli.data.locks import exclusive_lock, lock_path
 from canzona_cli.data.sidecar import FORMAT, Sidecar, load_sidecar, saved_tokenizer_path
 from canzona_cli.data.sources import stdlib_digest, stdlib_sources
@@ -27,6 +28,7 @@ from canzona_cli.data.tokenizers import (
 )
 from canzona_cli.errors import CanzonaError, ConfigError, Problem, collect_problems, refuse
 from canzona_cli.run.corpus import PreparedCorpus, PreparedSet
+from canzona_cli.run.files import write_text_atomic
 
 _PREPARE = "prepare the text with canzona data prepare, which keeps the tokenizer beside the tokens"
 ReportProgress = Callable[[str, float], None]
@@ -298,17 +300,12 @@ def _largest_token_id(pair: PairInfo, config: RunConfig, report: ReportProgress)
     status = bin_path(pair.prefix).stat()
     key = f"{bin_path(pair.prefix)}\0{status.st_size}\0{status.st_mtime_ns}\0{pair.dtype}"
     memo = config.data.cache_root / "scans" / hashlib.sha256(key.encode()).hexdigest()[:24]
-    try:
+    with suppress(OSError, ValueError):
         return int(memo.read_text())
-    except (OSError, ValueError):
-        pass
     largest = pair.scan_max_token_id(lambda share: report("looking for the largest token id", share))
-    try:
+    with suppress(OSError):  # without the cache, the next run scans again
         memo.parent.mkdir(parents=True, exist_ok=True)
-        temporary_path(memo).write_text(str(largest))
-        temporary_path(memo).replace(memo)
-    except OSError:
-        pass  # without the cache, the next run scans again
+        write_text_atomic(memo, str(largest))
     return largest
 
 
