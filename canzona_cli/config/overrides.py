@@ -47,7 +47,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
     for argument in arguments:
         key, equals, text = argument.partition("=")
         key, text = _SHORT.get(key.strip(), key.strip()), text.strip()
-        if not _is_text(argument):
+        if argument.encode(errors="ignore").decode() != argument:  # bytes that Python could not decode
             fix = "rename the file or directory: its name must be UTF-8"
             problems.append(Problem(key, "is not UTF-8", fix, value=text))
         elif not equals or not key:
@@ -135,14 +135,6 @@ def _parse_value(key: str, text: str) -> tuple[object] | Problem:
     if _takes_text(key) and value is not None and not isinstance(value, str | list | dict):
         value = text.strip("'\"")  # for example `cluster.rdzv_id=0042`, a name that looks like a number
     return (value,)
-
-
-def _is_text(argument: str) -> bool:
-    try:
-        argument.encode()
-    except UnicodeEncodeError:  # bytes of the command line that Python could not decode
-        return False
-    return True
 
 
 def _takes_text(key: str) -> bool:
