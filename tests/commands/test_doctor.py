@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from canzona_cli.cluster import doctor as machine
+from canzona_cli.cluster import doctor as checks
+from canzona_cli.cluster import machine
 from canzona_cli.cluster.doctor import Diagnosis, Finding, package, packages
 from canzona_cli.cluster.gpus import GpuInfo
 from canzona_cli.cluster.machine import admits
@@ -106,16 +107,16 @@ def slow_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(machine, "_PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(checks, "_PROBE_TIMEOUT_S", 0.2)
 
 
 @pytest.mark.usefixtures("slow_torch")
 @pytest.mark.parametrize("visible", [(), (GpuInfo(name="NVIDIA H200", memory_bytes=0),)])
 def test_a_slow_torch_is_not_called_broken(visible: tuple[GpuInfo, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the verdict claim what was not seen, on CPU or GPU."""
-    monkeypatch.setattr(machine, "gpu_inventory", lambda: visible)
-    monkeypatch.setattr(machine, "installed_gpus", lambda: visible)
-    diagnosis = machine.diagnose()
+    monkeypatch.setattr(checks, "gpu_inventory", lambda: visible)
+    monkeypatch.setattr(checks, "installed_gpus", lambda: visible)
+    diagnosis = checks.diagnose()
     (finding,) = (each for each in diagnosis.findings if each.group == "torch")
     assert finding.status == "warn"
     assert "took longer than" in finding.value
@@ -134,10 +135,10 @@ def test_a_resolver_without_an_answer_is_given_up(monkeypatch: pytest.MonkeyPatc
     """The resolver answers when the check has ended."""
     ended, known = threading.Event(), socket.getaddrinfo("127.0.0.1", None)
     monkeypatch.setattr(machine, "loopback_problem", lambda ranks: None)
-    monkeypatch.setattr(machine, "_RESOLVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(checks, "_RESOLVE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments: ended.wait(PATIENCE_S) and known)
     try:
-        found = {finding.name: finding for finding in machine.network()}
+        found = {finding.name: finding for finding in checks.network()}
     finally:
         ended.set()
     assert found["host name"].status == "warn"
