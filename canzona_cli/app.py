@@ -7,8 +7,6 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -17,7 +15,7 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from canzona_cli import __version__
-from canzona_cli.errors import ExitCode
+from canzona_cli.errors import BadUsage, ExitCode, Problem
 
 COMMANDS = {
     "plan": "Plan which rank updates which matrix; simulate a step.",
@@ -51,7 +49,6 @@ class LazyCommands(TyperGroup):
             self.commands[args[0]] = _load(args[0])
         else:
             from canzona_cli.commands.instead import other_command
-            from canzona_cli.errors import BadUsage
 
             raise BadUsage(other_command(args, COMMANDS))
         ctx.meta[_ARGUMENTS] = args[1:]
@@ -59,40 +56,32 @@ class LazyCommands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with _explain_usage_errors(ctx):
-                return super().invoke(ctx)
+            return super().invoke(ctx)
         except KeyboardInterrupt:
             typer.echo("Interrupted", err=True)
             raise typer.Exit(ExitCode.INTERRUPTED) from None
+        except Exception as error:
+            if problems := _usage_problems(ctx, error):
+                raise BadUsage(*problems) from None
+            raise
 
 
-@contextmanager
-def _explain_usage_errors(ctx: Any) -> Iterator[None]:
-    """Converts click's usage errors to a `BadUsage` that suggests what to write instead.
+def _usage_problems(ctx: Any, error: Any) -> list[Problem]:
+    """Suggests what to write instead of a command line that the parser refuses; empty for other errors.
 
     A common mistake is to type a setting as an option: `--steps 10` instead of `train.steps=10`.
     """
-    try:
-        yield
-    except Exception as error:
-        asks_for_help = type(error).__name__ == "NoArgsIsHelpError"
-        if asks_for_help or not hasattr(error, "format_message"):
-            raise  # not a usage error; Typer does not export the classes of usage errors
-        from canzona_cli.commands.instead import Command, bad_usage, other_options
-        from canzona_cli.errors import BadUsage, Problem
+    if type(error).__name__ == "NoArgsIsHelpError" or not hasattr(error, "format_message"):
+        return []  # a request for help, or no usage error; Typer does not export the classes of usage errors
+    from canzona_cli.commands.instead import bad_usage, other_options
 
-        context, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
-        if context is None:  # the option is the last word, but needs a value
-            fix = f"see canzona {ctx.invoked_subcommand} --help"
-            raise BadUsage(Problem(key=option, reason="needs a value", fix=fix)) from None
-        if not hasattr(error, "possibilities"):
-            raise BadUsage(bad_usage(context, error, ctx.meta[_ARGUMENTS])) from None
-        command = Command(
-            name=context.command_path,
-            options=[name for part in context.command.params for name in part.opts if name.startswith("-")],
-            takes_overrides=any(part.name == "overrides" for part in context.command.params),
-        )
-        raise BadUsage(*other_options(command, ctx.meta[_ARGUMENTS], option)) from None
+    context, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
+    if context is None:  # the option is the last word, but needs a value
+        fix = f"see canzona {ctx.invoked_subcommand} --help"
+        return [Problem(key=option, reason="needs a value", fix=fix)]
+    if not hasattr(error, "possibilities"):
+        return [bad_usage(context, error, ctx.meta[_ARGUMENTS])]
+    return other_options(context, ctx.meta[_ARGUMENTS], option)
 
 
 def _load(name: str) -> Any:

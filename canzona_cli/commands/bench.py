@@ -5,67 +5,61 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Option
 
 from canzona_cli.commands.output import (
     AsJson,
     HtmlFile,
+    JsonFile,
     RecipesDirs,
-    overrides_argument,
+    key_values,
     progress,
     show,
     warn,
     write_out,
     write_page,
 )
+from canzona_cli.errors import collect_problems, refuse
+from canzona_cli.run.words import json_text
 
 if TYPE_CHECKING:
-    from canzona_cli.bench.options import Options
+    from canzona_cli.bench.options import Options, SweepKind
     from canzona_cli.bench.results import BenchResult
     from canzona_cli.report.page import Page
 
 
 def bench(
-    overrides: Annotated[list[str] | None, overrides_argument("recipe=qwen3-mini gpus=4 parallel.tp=2 ...")] = None,
+    overrides: Annotated[list[str] | None, key_values("recipe=qwen3-mini gpus=4 parallel.tp=2 ...")] = None,
     strategies: Annotated[
         list[str] | None,
-        typer.Option(
-            "--strategies",
+        Option(
             metavar="NAME,NAME",
             help="Some of canzona, paper, asc, layerwise, sc, adamw. [default: all that support the run]",
         ),
     ] = None,
-    rounds: Annotated[
-        int, typer.Option("--rounds", metavar="N", help="Measured rounds; each strategy runs once per round.")
-    ] = 6,
+    rounds: Annotated[int, Option(metavar="N", help="Measured rounds; each strategy runs once per round.")] = 6,
     steps_per_turn: Annotated[
-        int,
-        typer.Option(
-            "--steps-per-turn", metavar="K", help="Training steps per strategy and round; the first is not measured."
-        ),
+        int, Option(metavar="K", help="Training steps per strategy and round; the first is not measured.")
     ] = 3,
     as_json: AsJson = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.json", help="Also write the JSON to this file.")
-    ] = None,
+    out: JsonFile = None,
     html: HtmlFile = None,
     sweep: Annotated[
         Literal["gpus", "optimizer", "alpha", "c_max"] | None,
-        typer.Option("--sweep", help="Run a bench (with --simulate: predict) for each value of a setting."),
+        Option(help="Run a bench (with --simulate: predict) for each value of a setting."),
     ] = None,
     values: Annotated[
-        list[str] | None,
-        typer.Option("--values", metavar="VALUE,VALUE", help="The values for --sweep. [default: chosen for the run]"),
+        list[str] | None, Option(metavar="VALUE,VALUE", help="The values for --sweep. [default: chosen for the run]")
     ] = None,
     simulate: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--simulate",
             help="Only predict, for each count in --gpus: the given recipe or, without one, every Qwen3 size.",
         ),
     ] = False,
     gpus: Annotated[
-        str | None,
-        typer.Option("--gpus", metavar="8..1024", help="With --simulate: GPU counts; 8..1024 means 8, 16, 32, ..."),
+        str | None, Option(metavar="8..1024", help="With --simulate: GPU counts; 8..1024 means 8, 16, 32, ...")
     ] = None,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -87,11 +81,11 @@ def bench(
         simulate=simulate,
         gpus=gpus,
     )
+    settings, dirs = overrides or [], recipes_dir or []
     if sweep is None:
-        run = _simulate if simulate else _bench_once
+        (_simulate if simulate else _bench_once)(settings, options, dirs, as_json=as_json)
     else:
-        run = _simulate_sweep if simulate else _sweep
-    run(overrides or [], options, recipes_dir or [], as_json=as_json)
+        (_simulate_sweep if simulate else _sweep)(sweep, settings, options, dirs, as_json=as_json)
 
 
 def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
@@ -114,13 +108,13 @@ def _bench_once(overrides: list[str], options: "Options", recipes_dirs: list[Pat
         typer.echo(f"\nbench directory: {folder}")
 
 
-def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
+def _sweep(
+    kind: "SweepKind", overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool
+) -> None:
     from canzona_cli.bench.results import content_of
     from canzona_cli.bench.session import prepare_sweep, run
     from canzona_cli.report.bench_sweep import SweepView
 
-    kind = options.sweep
-    assert kind is not None
     sessions = prepare_sweep(overrides, options, kind, recipes_dirs)
     warn(line for session in sessions.values() for line in session.warnings)
     results = {}
@@ -135,7 +129,6 @@ def _sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *
 
 def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
     from canzona_cli.bench.simulated import run_simulation
-    from canzona_cli.errors import collect_problems, refuse
     from canzona_cli.report.bench_simulated import SimulationView
 
     problems = [*options.problems]
@@ -146,17 +139,17 @@ def _simulate(overrides: list[str], options: "Options", recipes_dirs: list[Path]
     _conclude("canzona bench --simulate", simulation.as_json(), options, view, as_json=as_json)
 
 
-def _simulate_sweep(overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool) -> None:
+def _simulate_sweep(
+    kind: "SweepKind", overrides: list[str], options: "Options", recipes_dirs: list[Path], *, as_json: bool
+) -> None:
     from canzona_cli.bench.options import simulate_sweep
     from canzona_cli.report.bench_simulated import SimulatedSweepView
 
-    kind = options.sweep
-    assert kind is not None
     simulations = simulate_sweep(overrides, options, kind, recipes_dirs)
     results = {value: simulation.as_json() for value, simulation in simulations.items()}
-    write_json({"version": 1, "simulated": True, "sweep": kind, "results": results}, options, as_json=as_json)
-    if not as_json:
-        show(SimulatedSweepView(kind, simulations))
+    content = {"version": 1, "simulated": True, "sweep": kind, "results": results}
+    view = SimulatedSweepView(kind, simulations)
+    _conclude("canzona bench --simulate --sweep", content, options, view, as_json=as_json)
 
 
 def _conclude(
@@ -181,7 +174,11 @@ def _conclude(
     """
     from canzona_cli.bench.results import check_losses
 
-    write_json(content, options, as_json=as_json)
+    if as_json:
+        show(content)
+    if options.out is not None:
+        fix = "bench.json in the bench directory has the same content"
+        write_out(options.out, json_text(content) + "\n", fix)
     for result in measured:
         check_losses(result)
     if options.html is not None:
@@ -190,17 +187,3 @@ def _conclude(
         write_page(options.html, document(kind, view))
     if not as_json:
         show(view)
-
-
-def write_json(content: Mapping[str, object], options: "Options", *, as_json: bool) -> None:
-    """Prints a result as JSON with `--json`, and writes it with `--out`.
-
-    Raises:
-        EnvironmentProblem: the file cannot be written.
-    """
-    from canzona_cli.run.words import json_text
-
-    if as_json:
-        show(content)
-    if options.out is not None:
-        write_out(options.out, json_text(content) + "\n", fix="bench.json in the bench directory has the same content")

@@ -4,25 +4,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
-from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument, progress, show, warn_about
+from canzona_cli.commands.output import AsJson, RecipesDirs, key_values, progress, show, warn_about
 
 
 def calibrate(
     overrides: Annotated[
         list[str] | None,
-        overrides_argument(
+        key_values(
             "The matrices and ranks to measure: recipe=qwen3-mini gpus=4; the profile to start from: cluster=NAME."
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE.yaml", help="The profile to write. [default: ./BASE-calibrated.yaml]"),
+        Path | None, Option(metavar="FILE.yaml", help="The profile to write. [default: ./BASE-calibrated.yaml]")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing profile.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace an existing profile.")] = False,
     quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Fewer repetitions and sizes, and no training steps: half a minute, but noisier."),
+        bool, Option("--quick", help="Fewer repetitions and sizes, and no training steps: half a minute, but noisier.")
     ] = False,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
@@ -48,27 +47,22 @@ def calibrate(
     from canzona_cli.calibrate.calibrate import calibrate as measure
     from canzona_cli.calibrate.profile import FULL, QUICK
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.report.calibrate import CalibrationView, Progress, closing_lines
+    from canzona_cli.report.calibrate import CalibrationView, Progress
 
     composed = compose_run(overrides or (), recipes_dirs=recipes_dir or (), training=False)
     warn_about(composed, training=False)
     config, layout = prepare_run(composed.config)
     path = out or default_path(config.cluster.name)
     check_writable(path, force=force)
-    view = Progress(Console(stderr=True, highlight=False))
-    calibration = measure(config, layout, view, name=path.stem, effort=QUICK if quick else FULL)
+    progress_view = Progress(Console(stderr=True, highlight=False))
+    calibration = measure(config, layout, progress_view, name=path.stem, effort=QUICK if quick else FULL)
     written = path if calibration.record.measurements else None
     if written is not None:
         write_profile(written, calibration)
         if calibration.outcome.exit_code == 0 and not quick:
             benches = ShortBenches(overrides or (), config, written, progress, recipes_dir or ())
             calibration = with_steps(calibration, benches, partial(write_profile, written))
-    if as_json:
-        show(content_of(calibration, written))
-    else:
-        console = Console(highlight=False)
-        console.print(CalibrationView(calibration=calibration, config=config))
-        for line in closing_lines(calibration, config, written):
-            console.print(line, soft_wrap=True)
+    view = CalibrationView(calibration=calibration, config=config, written=written)
+    show(content_of(calibration, written) if as_json else view)
     if calibration.outcome.exit_code:
         raise typer.Exit(calibration.outcome.exit_code)

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from canzona_cli.commands.output import AsJson, RecipesDirs, option_argument
+from canzona_cli.commands.output import AsJson, Destination, Force, RecipesDirs, option_argument
 from canzona_cli.commands.output import show as show_page
+from canzona_cli.config.recipes import display_path, write_recipe
+from canzona_cli.errors import refuse
 
 if TYPE_CHECKING:
     from canzona_cli.cluster.profiles import Profile
@@ -33,7 +35,6 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
 @app.command()
 def show(name: Name, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """Print the file of a profile, with the source of each number."""
-    from canzona_cli.config.recipes import display_path
     from canzona_cli.report.machines import profile_json
 
     profile = _valid_profile(name, recipes_dir)
@@ -45,17 +46,11 @@ def show(name: Name, as_json: AsJson = False, recipes_dir: RecipesDirs = None) -
 
 
 @app.command()
-def copy(
-    name: Name,
-    destination: Annotated[Path, typer.Argument(metavar="DEST.yaml", help="The file to write.")],
-    recipes_dir: RecipesDirs = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
-) -> None:
+def copy(name: Name, destination: Destination, recipes_dir: RecipesDirs = None, force: Force = False) -> None:
     """Copy a profile to a file of your own, to edit.
 
     The copy is named after its file.
     """
-    from canzona_cli.config.recipes import display_path, write_recipe
 
     text = _valid_profile(name, recipes_dir).text_with_name(destination.stem)
     write_recipe(destination, text, force=force, what="a profile")
@@ -69,7 +64,6 @@ def _valid_profile(name: str, recipes_dirs: list[Path] | None) -> "Profile":
         ConfigError: there is no such profile, or it has problems; all of them are reported.
     """
     from canzona_cli.cluster.profiles import find_profile
-    from canzona_cli.errors import refuse
 
     profile = find_profile(name, recipes_dirs or ())
     refuse(profile.problems)

@@ -5,22 +5,18 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from canzona_cli.commands.output import AsJson
 
-app = typer.Typer(help="Prepare text for training, and look at prepared data.", no_args_is_help=True)
-
-
-@app.callback()
-def data() -> None:
-    """Prepare text for training, and look at prepared data."""
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 @app.command()
 def prepare(
     inputs: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="INPUT...",
             help="Files, globs or folders of UTF-8 text, JSONL or Parquet (also .gz, .bz2, .xz, .zst), - for standard "
             "input, or stdlib for the sources of the Python standard library.",
@@ -28,23 +24,22 @@ def prepare(
         ),
     ],
     output: Annotated[
-        str,
-        typer.Option("--output", "-o", metavar="PREFIX", help="Write PREFIX.bin, PREFIX.idx and PREFIX.json."),
+        str, Option("--output", "-o", metavar="PREFIX", help="Write PREFIX.bin, PREFIX.idx and PREFIX.json.")
     ],
     tokenizer: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="byte|bpe|PATH",
             help="byte: one token per byte. bpe: a byte-pair encoding trained on the inputs. PATH: a tokenizer.json, "
             "or a Hugging Face folder that has one.",
         ),
     ] = "byte",
     vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Vocabulary size of bpe, at least 257. [default: 16384]")
+        int | None, Option(metavar="N", help="Vocabulary size of bpe, at least 257. [default: 16384]")
     ] = None,
     eod: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="TOKEN",
             help="End-of-document token of a tokenizer.json. [default: the eos_token of the tokenizer_config.json "
             "next to it, or a token with a common name]",
@@ -52,17 +47,17 @@ def prepare(
     ] = None,
     format: Annotated[
         Literal["auto", "text", "jsonl", "parquet"],
-        typer.Option(
+        Option(
             help="auto: .jsonl, .ndjson and .parquet by name, all other files as text; standard input by its first "
             "bytes."
         ),
     ] = "auto",
     text_key: Annotated[
-        str, typer.Option(metavar="NAME", help="The JSONL field or Parquet column that contains the text.")
+        str, Option(metavar="NAME", help="The JSONL field or Parquet column that contains the text.")
     ] = "text",
     template: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="TEXT",
             help="Make a document from several JSONL fields: '{question}\\n{answer}'; or from the messages in the list "
             "that --text-key names: '{role}: {content}\\n'.",
@@ -71,19 +66,19 @@ def prepare(
     ] = "",
     document: Annotated[
         Literal["file", "line"],
-        typer.Option(
+        Option(
             help="Make each plain text file, or each of its lines, a document. In JSONL and Parquet, each "
             "line or row is always a document."
         ),
     ] = "file",
     max_bad: Annotated[
         int,
-        typer.Option(
+        Option(
             metavar="N", help="How many lines or rows without text to skip and report; with more, the command fails."
         ),
     ] = 0,
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Processes. [default: one per core]")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing PREFIX.")] = False,
+    workers: Annotated[int | None, Option(metavar="N", help="Processes. [default: one per core]")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing PREFIX.")] = False,
 ) -> None:
     """Tokenise text for `canzona train data=prepared data.path=PREFIX`.
 
@@ -121,14 +116,14 @@ def prepare(
 
 @app.command("show")
 def show_data(
-    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The data: PREFIX.bin and PREFIX.idx.")],
-    documents: Annotated[int, typer.Option(min=0, metavar="N", help="Number of documents to show.")] = 2,
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens to show of each.")] = 100,
+    prefix: Annotated[Path, Argument(metavar="PREFIX", help="The data: PREFIX.bin and PREFIX.idx.")],
+    documents: Annotated[int, Option(min=0, metavar="N", help="Number of documents to show.")] = 2,
+    tokens: Annotated[int, Option(min=1, metavar="N", help="Maximum number of tokens to show of each.")] = 100,
     seq_length: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Also show a training sequence of N tokens.")
+        int | None, Option(min=1, metavar="N", help="Also show a training sequence of N tokens.")
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show all lines of each text, not only the first three.")
+        bool, Option("--verbose", "-v", help="Show all lines of each text, not only the first three.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

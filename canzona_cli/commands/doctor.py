@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from canzona_cli.commands.output import AsJson, show
 
 
 def doctor(
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show every package and the meaning of every finding.")
+        bool, Option("--verbose", "-v", help="Show every package and the meaning of every finding.")
     ] = False,
     json: AsJson = False,
     gpu_check: Annotated[
         Path | None,
-        typer.Option(
-            "--gpu-check",
+        Option(
             metavar="FILE.json",
             help="Instead, test the GPUs here for ten minutes, compare measured with simulated times, and write FILE.",
         ),

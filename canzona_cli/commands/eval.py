@@ -1,39 +1,35 @@
 """`canzona eval RUN`: computes the loss of a checkpoint on prepared data, without training."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Option
 
-from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument
+from canzona_cli.checkpoint.store import choose
+from canzona_cli.commands.output import AsJson, JsonFile, RecipesDirs, RunOrCheckpoint, Step, key_values
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.run.words import json_text
 
 
 def eval(
-    where: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory or one of its checkpoints.")
-    ],
+    where: RunOrCheckpoint,
     overrides: Annotated[
-        list[str] | None,
-        overrides_argument("Settings that replace the run's: data=prepared data.path=PREFIX gpus=2 ..."),
+        list[str] | None, key_values("Settings that replace the run's: data=prepared data.path=PREFIX gpus=2 ...")
     ] = None,
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="The step of the checkpoint. [default: the newest]")
-    ] = None,
+    step: Step = None,
     documents: Annotated[
         Literal["held-out", "all"] | None,
-        typer.Option(
+        Option(
             help="held-out: only documents that the run does not train on. [default: held-out for the run's data, "
-            "all for other data]",
+            "all for other data]"
         ),
     ] = None,
     batches: Annotated[
         str | None,
-        typer.Option(
-            metavar="N|all",
-            help="Global batches to evaluate; all: every sample once. [default: train.eval_batches]",
+        Option(
+            metavar="N|all", help="Global batches to evaluate; all: every sample once. [default: train.eval_batches]"
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Also write the JSON to this file.")] = None,
+    out: JsonFile = None,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -42,11 +38,9 @@ def eval(
     Uses any layout that fits, and does not change the checkpoint. Without settings, it repeats the run's
     own validation: same samples, layout and arithmetic, and therefore the same loss.
     """
-    from canzona_cli.checkpoint.store import choose
-    from canzona_cli.commands.output import progress, show, warn, write_out
+    from canzona_cli.commands.output import announce, progress, show, warn, write_out
     from canzona_cli.launch import evaluation
     from canzona_cli.report.checkpoint import EvaluationView
-    from canzona_cli.run.words import json_text
 
     prepared = evaluation.prepare(
         choose(where).find(step),
@@ -54,7 +48,7 @@ def eval(
         recipes_dirs=recipes_dir or [],
         documents=documents,
         batches=_batches(batches),
-        on_progress=lambda what, share: progress(what) if share == 0 else None,
+        on_progress=announce,
     )
     warn(prepared.notes)
     evaluated, folder = evaluation.run(prepared, progress)
@@ -76,7 +70,6 @@ def _batches(text: str | None) -> int | Literal["all"] | None:
         return "all"
     if text.isdecimal() and int(text):
         return int(text)
-    from canzona_cli.errors import ConfigError, Problem
 
     raise ConfigError(
         Problem(key="--batches", value=text, reason="is neither a positive number nor all", fix="--batches 100")

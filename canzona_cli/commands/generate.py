@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Option
 
-from canzona_cli.commands.output import AsJson
+from canzona_cli.checkpoint.store import StoredCheckpoint, choose
+from canzona_cli.commands.output import AsJson, RunOrCheckpoint, Step
+from canzona_cli.errors import EnvironmentProblem, Problem, refuse
 
 if TYPE_CHECKING:
-    from canzona_cli.checkpoint.store import StoredCheckpoint
     from canzona_cli.config.schema import Device
     from canzona_cli.huggingface.generating import SamplingSettings, Writer
 
@@ -19,40 +21,27 @@ JSON_VERSION = 1
 
 
 def generate(
-    where: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory or one of its checkpoints.")
-    ],
+    where: RunOrCheckpoint,
     prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", metavar="TEXT", help="The text to continue; '' starts a new document."),
+        str | None, Option(metavar="TEXT", help="The text to continue; '' starts a new document.")
     ] = None,
     interactive: Annotated[
-        bool, typer.Option("--interactive", help="Read one prompt per line until the input ends.")
+        bool, Option("--interactive", help="Read one prompt per line until the input ends.")
     ] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Maximum number of tokens to generate.")
-    ] = 128,
+    max_new_tokens: Annotated[int, Option(metavar="N", min=1, help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[
         float,
-        typer.Option(
-            metavar="T", min=0, max=100, help="0: always the most likely token; 1: the model's probabilities."
-        ),
+        Option(metavar="T", min=0, max=100, help="0: always the most likely token; 1: the model's probabilities."),
     ] = 0.0,
     top_p: Annotated[
         float,
-        typer.Option(
-            metavar="P", min=0.001, max=1, help="Sample from the most likely tokens with this total probability."
-        ),
+        Option(metavar="P", min=0.001, max=1, help="Sample from the most likely tokens with this total probability."),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Random seed; the same seed gives the same text.")] = 0,
-    step: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="The step of the checkpoint. [default: the newest]", show_default=False),
-    ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU if there is one.")] = "auto",
+    seed: Annotated[int, Option(metavar="N", min=0, help="Random seed; the same seed gives the same text.")] = 0,
+    step: Step = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: a GPU if there is one.")] = "auto",
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A folder with the tokenizer.json to use. [default: the run's]"),
+        Path | None, Option(metavar="DIR", help="A folder with the tokenizer.json to use. [default: the run's]")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -60,7 +49,6 @@ def generate(
 
     Each prompt is continued separately, without a chat template.
     """
-    from canzona_cli.errors import Problem, refuse
 
     problems = []
     if interactive == (prompt is not None):
@@ -77,7 +65,6 @@ def generate(
         problems.append(Problem(key="--top-p", value=top_p, reason=reason, fix="add --temperature 1"))
     refuse(problems)
     _require_transformers()
-    from canzona_cli.checkpoint.store import choose
 
     checkpoint = choose(where).find(step)
     atexit.register(_silence_teardown)
@@ -117,8 +104,6 @@ def _require_transformers() -> None:
     """
     from importlib.util import find_spec
 
-    from canzona_cli.errors import EnvironmentProblem, Problem
-
     if find_spec("transformers") is None:
         fix = "pip install 'canzona[hf]', or canzona checkpoint export, which does not need it, and another program"
         raise EnvironmentProblem(Problem(key="transformers", reason="is not installed here", fix=fix))
@@ -127,7 +112,7 @@ def _require_transformers() -> None:
 def _writer(checkpoint: "StoredCheckpoint", tokenizer: Path | None, device: "Device | None") -> "Writer":
     """Verifies every byte of a checkpoint and loads its model."""
     from canzona_cli.checkpoint.manifest import tensor_bytes
-    from canzona_cli.commands.verified import verify_run
+    from canzona_cli.commands.checkpoint_files import verify_run
     from canzona_cli.huggingface.folder import DTYPES
     from canzona_cli.model.families import parameter_count
     from canzona_cli.report.checkpoint import bar_of_bytes

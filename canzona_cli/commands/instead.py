@@ -3,7 +3,6 @@ command line has such a word."""
 
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from canzona_cli.config.removed import REMOVED_OPTIONS
@@ -42,34 +41,28 @@ _LEAVE_OUT = "leave it out"
 replaces it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """A command whose options could not be parsed."""
-
-    name: str
-    """The name on the command line: `canzona recipes list`."""
-    options: Collection[str]
-    """The command's options: `--dry-run`, ..."""
-    takes_overrides: bool
-
-
-def other_options(command: Command, words: Sequence[str], unknown: str) -> list[Problem]:
+def other_options(context: Any, words: Sequence[str], unknown: str) -> list[Problem]:
     """Suggests a replacement for each option that the command does not have.
 
     Args:
+        context: the parser's context of the command.
         words: the arguments after the command's name.
         unknown: the first unknown option, as the parser names it.
     """
-    options = []
+    options, problems = _options(context), []
     for index, word in enumerate(words):
         option, equals, value = word.partition("=")
-        if option != unknown and (not option.startswith("--") or len(option) == 2 or option in command.options):
+        if option != unknown and (not option.startswith("--") or len(option) == 2 or option in options):
             continue
         next_word = words[index + 1] if index + 1 < len(words) else ""
         if not equals and not next_word.startswith("-") and "=" not in next_word:
             value = next_word
-        options.append(_other_option(command, option, value))
-    return options or [_other_option(command, unknown, "")]
+        problems.append(_other_option(context, option, value))
+    return problems or [_other_option(context, unknown, "")]
+
+
+def _options(context: Any) -> list[str]:
+    return [name for part in context.command.params for name in part.opts if name.startswith("-")]
 
 
 def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
@@ -110,7 +103,8 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
     if parameter is None and subcommands:
         word = words[0] if words else ""
         near = closest(word, subcommands)
-        fix = f"write {path} {near}" if near else f"there are {', '.join(f'{path} {name}' for name in subcommands)}"
+        known = ", ".join(f"{path} {name}" for name in subcommands)
+        fix = f"write {path} {near}" if near else f"there are {known}"
         return Problem(key=f"{path} {word}".strip(), reason="there is no such command", fix=fix)
     if parameter is None:
         return Problem(key=path, reason=_sentence(error.format_message()), fix=fix)
@@ -125,7 +119,7 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
 
 
 def _option_and_value(parameter: Any) -> tuple[str, str]:
-    """Returns the longest name of an option, empty for an argument, and the word that stands for the value."""
+    """Returns the longest name of an option, empty for an argument, and the word that stands for its value."""
     option = max(parameter.opts, key=len) if parameter.param_type_name == "option" else ""
     return option, parameter.metavar or str(parameter.name).upper()
 
@@ -135,15 +129,16 @@ def _sentence(message: str) -> str:
     return message[:1].lower() + message[1:].rstrip(".")
 
 
-def _other_option(command: Command, option: str, value: str) -> Problem:
+def _other_option(context: Any, option: str, value: str) -> Problem:
     """Suggests a replacement for one option: a setting, another option, or the help page."""
     if option in REMOVED_OPTIONS:
         return Problem(key=option, value=value or None, reason="was removed", fix=REMOVED_OPTIONS[option])
-    near = closest(option, command.options, cutoff=0.75)
-    hint = as_override(option, value, exact=near is not None) if command.takes_overrides else None
-    reason = f"is not an option of {command.name}"
+    near = closest(option, _options(context), cutoff=0.75)
+    takes_overrides = any(part.name == "overrides" for part in context.command.params)
+    hint = as_override(option, value, exact=near is not None) if takes_overrides else None
+    reason = f"is not an option of {context.command_path}"
     if hint is None:
-        fix = f"did you mean {near}?" if near else f"see {command.name} --help"
+        fix = f"did you mean {near}?" if near else f"see {context.command_path} --help"
         return Problem(key=option, reason=reason, fix=fix)
     if option.startswith("--resume"):
         hint += ": a run continues in its directory"

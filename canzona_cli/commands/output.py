@@ -6,9 +6,16 @@ Imports rich only to print, so that help stays fast.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
+from typer.models import ArgumentInfo
+
+from canzona_cli.config.completion import complete_override
+from canzona_cli.errors import write_error
+from canzona_cli.run.files import write_text_atomic
+from canzona_cli.run.words import json_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,18 +24,11 @@ if TYPE_CHECKING:
     from canzona_cli.config.schema import Layout, RunConfig
     from canzona_cli.report.document import Document
     from canzona_cli.run.corpus import PreparedCorpus
-from typing import Annotated
-
-from typer.models import ArgumentInfo
-
-from canzona_cli.config.completion import complete_override
 
 
 def show(content: "Mapping[str, object] | RenderableType") -> None:
     """Prints a mapping as JSON, and anything else with rich."""
     if isinstance(content, Mapping):
-        from canzona_cli.run.words import json_text
-
         typer.echo(json_text(content))
         return
     from rich.console import Console
@@ -45,10 +45,10 @@ def warn(warnings: Iterable[str], printed: set[str] | None = None) -> None:
         printed: the warnings that have already been printed, which are not repeated. The new warnings are
             added to the set.
     """
-    for warning in dict.fromkeys(warnings):
-        if printed is None or warning not in printed:
+    printed = set() if printed is None else printed
+    for warning in warnings:
+        if warning not in printed:
             tell(f"warning: {warning}", "yellow")
-        if printed is not None:
             printed.add(warning)
 
 
@@ -77,7 +77,7 @@ def check_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | Non
     if config.data.source != "stdlib" or config.data.tokenizer not in ("byte", "bpe"):
         from canzona_cli.data.corpus import check_data  # imports numpy
 
-        corpus = check_data(config, lambda what, share: progress(what) if share == 0 else None)
+        corpus = check_data(config, announce)
     warn(data_warnings(config, layout, corpus))
     if isinstance(config.optimizer, CustomConfig) and not config.optimizer.built_in:
         source = config.optimizer.source
@@ -105,6 +105,12 @@ def progress(line: str) -> None:
     tell(line, "dim")
 
 
+def announce(what: str, share: float) -> None:
+    """Prints what a long preparation does when it begins, at a share of 0."""
+    if share == 0:
+        progress(what)
+
+
 def tell(line: str, style: str = "") -> None:
     """Prints a line on standard error without wrapping or interpreting markup."""
     from rich.console import Console
@@ -112,23 +118,22 @@ def tell(line: str, style: str = "") -> None:
     Console(stderr=True, highlight=False).print(line, style=style, markup=False, soft_wrap=True)
 
 
-def write_out(path: Path, text: str, fix: str) -> None:
-    """Writes the file of `--out`.
+def write_out(path: Path, text: str, fix: str, *, key: str = "--out") -> None:
+    """Writes the file of `--out` or of another option, and creates missing parent folders.
 
     Args:
         fix: the fix in the error if the file cannot be written.
+        key: the option.
 
     Raises:
         EnvironmentProblem: the file cannot be written.
     """
-    from canzona_cli.errors import write_error
-    from canzona_cli.run.files import write_text_atomic
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, text)
     except OSError as error:
-        raise write_error("--out", path, error, fix=fix) from None
+        raise write_error(key, path, error, fix=fix) from None
 
 
 def write_page(path: Path, page: "Document") -> None:
@@ -137,13 +142,13 @@ def write_page(path: Path, page: "Document") -> None:
     Raises:
         EnvironmentProblem: the file cannot be written.
     """
-    page.write(path)
+    write_out(path, page.text(), "give another file with --html FILE.html", key="--html")
     progress(f"{path}: {page.title}")
 
 
-def overrides_argument(help: str) -> ArgumentInfo:
+def key_values(help: str) -> ArgumentInfo:
     """Returns the command-line argument `KEY=VALUE ...`, with shell completion."""
-    argument: ArgumentInfo = typer.Argument(
+    argument: ArgumentInfo = Argument(
         metavar="KEY=VALUE", help=help, autocompletion=complete_override, show_default=False
     )
     return argument
@@ -156,16 +161,22 @@ def option_argument(group: str, help: str) -> ArgumentInfo:
     def complete(incomplete: str) -> list[str]:
         return [word.removeprefix(f"{group}=") for word in complete_override(f"{group}={incomplete}")]
 
-    argument: ArgumentInfo = typer.Argument(metavar="NAME", help=help, autocompletion=complete)
+    argument: ArgumentInfo = Argument(metavar="NAME", help=help, autocompletion=complete)
     return argument
 
 
 RecipesDirs = Annotated[
     list[Path] | None,
-    typer.Option("--recipes-dir", metavar="DIR", help="Search this folder for recipes first; may be repeated."),
+    Option("--recipes-dir", metavar="DIR", help="Search this folder for recipes first; may be repeated."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+RunOrCheckpoint = Annotated[
+    Path, Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory or one of its checkpoints.")
+]
+Step = Annotated[int | None, Option("--step", metavar="N", help="The step of the checkpoint. [default: the newest]")]
+Destination = Annotated[Path, Argument(metavar="DEST.yaml", help="The file to write.")]
+Force = Annotated[bool, Option("--force", help="Replace the file if it exists.")]
+JsonFile = Annotated[Path | None, Option("--out", metavar="FILE.json", help="Also write the JSON to this file.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 HtmlFile = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE.html", help="Also write a self-contained page for a browser."),
+    Path | None, Option("--html", metavar="FILE.html", help="Also write a self-contained page for a browser.")
 ]

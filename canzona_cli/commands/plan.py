@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Option
 
 from canzona_cli.commands.output import (
     AsJson,
     HtmlFile,
     RecipesDirs,
-    overrides_argument,
+    key_values,
     progress,
     show,
     warn,
@@ -52,47 +52,37 @@ SHAPES_RECIPE = "qwen3-8b"
 
 def plan(
     overrides: Annotated[
-        list[str] | None, overrides_argument("recipe=qwen3-32b gpus=256 engine.alpha=0.5 engine.layout=contiguous ...")
+        list[str] | None, key_values("recipe=qwen3-32b gpus=256 engine.alpha=0.5 engine.layout=contiguous ...")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan without writing it.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Show the plan without writing it.")] = False,
     json: AsJson = False,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="The plan file to write. [default: plans/RECIPE-GPUSgpus-HASH.json]"
-        ),
+        Path | None, Option(metavar="FILE", help="The plan file to write. [default: plans/RECIPE-GPUSgpus-HASH.json]")
     ] = None,
     html: HtmlFile = None,
     compare: Annotated[
         Literal["strategies", "alpha", "form"] | None,
-        typer.Option(
-            "--compare",
-            help="Compare strategies by phase, values of alpha, or Muon's forms, instead of showing the plan.",
-        ),
+        Option(help="Compare strategies by phase, values of alpha, or Muon's forms, instead of showing the plan."),
     ] = None,
     shapes: Annotated[
         Path | None,
-        typer.Option(
-            "--shapes",
-            metavar="FILE",
-            help="Plan the shapes in this YAML file instead of the recipe's model; needs no recipe.",
+        Option(
+            metavar="FILE", help="Plan the shapes in this YAML file instead of the recipe's model; needs no recipe."
         ),
     ] = None,
     from_megatron: Annotated[
         Path | None,
-        typer.Option(
-            "--from-megatron",
+        Option(
             metavar="FILE",
             help="Show the optimizer's cost in a Megatron-LM run, next to canzona's plan for the same layout; needs no"
             " recipe. FILE: a script (it is not run), a command line, or the arguments that Megatron prints.",
         ),
     ] = None,
     layouts: Annotated[
-        bool,
-        typer.Option("--layouts", help="Instead of a plan, show the fastest layouts, and why the first is fastest."),
+        bool, Option("--layouts", help="Instead of a plan, show the fastest layouts, and why the first is fastest.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all details of a plan or of layouts.")] = False,
-    assumptions: Annotated[bool, typer.Option("--assumptions", help="List the assumptions of the simulation.")] = False,
+    verbose: Annotated[bool, Option("--verbose", "-v", help="Show all details of a plan or of layouts.")] = False,
+    assumptions: Annotated[bool, Option("--assumptions", help="List the assumptions of the simulation.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
     """Plan which rank updates which matrix.
@@ -101,14 +91,15 @@ def plan(
     is written to plans/, where `canzona train` looks for it. A dry run without a recipe shows the Qwen3 sizes
     from 0.6B to 235B.
     """
-    if dry_run and not {out, html, compare, shapes, from_megatron} - {None} and not _names_recipe(overrides or ()):
+    settings, dirs = overrides or [], recipes_dir or []
+    given = {"--out": out, "--html": html, "--compare": compare, "--shapes": shapes, "--from-megatron": from_megatron}
+    if dry_run and not any(given.values()) and not _names_recipe(settings):
         from canzona_cli.report.layouts import overview
 
-        sizes = overview(overrides or (), recipes_dir or ())
+        sizes = overview(settings, dirs)
         show(sizes.as_json() if json else sizes)
         return
 
-    given = {"--out": out, "--html": html, "--compare": compare, "--shapes": shapes, "--from-megatron": from_megatron}
     problems = [*clashes({**given, "--layouts": layouts, "--dry-run": dry_run}, CLASHES)]
     if html is not None:
         from canzona_cli.bench.options import page_problems
@@ -116,9 +107,7 @@ def plan(
         problems += page_problems(html)
     refuse(problems)
     if from_megatron is not None:
-        from canzona_cli.commands.plan_megatron import show_beside_megatron
-
-        show_beside_megatron(from_megatron, overrides or (), recipes_dir or (), json=json, verbose=verbose)
+        _show_beside_megatron(from_megatron, settings, dirs, json=json, verbose=verbose)
         return
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.costs.sharing import mode_warnings
@@ -126,7 +115,7 @@ def plan(
     from canzona_cli.simulate.compare import study_run, with_shapes
 
     shapes_file = None if shapes is None else load_shapes(shapes)
-    config = _compose_plannable(overrides or (), recipes_dir or (), shaped=shapes is not None)
+    config = _compose_plannable(settings, dirs, shaped=shapes is not None)
     if shapes_file is not None:
         config = with_shapes(config, shapes_file)
     if layouts:
@@ -189,6 +178,44 @@ def _compose_plannable(overrides: Sequence[str], recipes_dirs: Sequence[Path], *
     config, notes = plannable(composed.config, composed.explicit)
     warn_about(composed, *notes, training=False)
     return config
+
+
+def _show_beside_megatron(
+    path: Path, user_overrides: Sequence[str], recipes_dirs: Sequence[Path], *, json: bool, verbose: bool
+) -> None:
+    """Shows a run of Megatron-LM next to canzona's plan.
+
+    Args:
+        path: the file with the run's script, command line or printed arguments.
+        user_overrides: the overrides on the command line, which take precedence over the file.
+
+    Raises:
+        ConfigError: the file cannot be read or translated, or its arguments are impossible. The problems name
+            the arguments.
+    """
+    from canzona_cli.cluster.search import candidates, fill
+    from canzona_cli.config.compose import compose_run
+    from canzona_cli.config.megatron_translation import read_megatron_run
+    from canzona_cli.planner.make import plannable
+    from canzona_cli.simulate.beside_megatron import compare_with_megatron
+
+    run = read_megatron_run(path, user_overrides)
+    overrides = [*(f"{key}={value}" for key, value in run.overrides.items()), *user_overrides]
+    try:
+        composed = compose_run(overrides, recipes_dirs=recipes_dirs, training=False)
+        config, notes = plannable(composed.config, composed.explicit)
+        layout = candidates(config)[0].layout
+    except ConfigError as error:
+        raise ConfigError(*map(run.by_argument, error.problems)) from None
+    warn_about(composed, *notes, training=False)
+    command = run.command(composed.config, user_overrides, recipes_dirs)
+    comparison = compare_with_megatron(run, fill(config, layout), layout, command)
+    if json:
+        show(comparison.as_json())
+        return
+    from canzona_cli.report.beside_megatron import BesideMegatronView
+
+    show(BesideMegatronView(beside=comparison, verbose=verbose))
 
 
 def _with_hint(problem: Problem) -> Problem:

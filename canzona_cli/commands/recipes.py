@@ -1,18 +1,26 @@
 """`canzona recipes`: lists, shows and copies recipes, derives them from Hugging Face models, and shows their
 layouts."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from canzona_cli.commands.output import AsJson, RecipesDirs, option_argument, overrides_argument, warn_about
+from canzona_cli.commands.output import AsJson, Destination, Force, RecipesDirs, key_values, option_argument, warn_about
 from canzona_cli.commands.output import show as show_page
+from canzona_cli.config.overrides import parse_overrides
+from canzona_cli.config.recipes import check_destination, display_path, recipe_text, short_recipe_text, write_recipe
+from canzona_cli.errors import ConfigError, Problem
+from canzona_cli.model.families import parameter_count
+from canzona_cli.run.words import count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from canzona_cli.config.compose import Composed
+    from canzona_cli.config.schema import RunConfig
     from canzona_cli.config.tree import RecipeInfo
 
 JSON_VERSION = 1
@@ -20,20 +28,18 @@ JSON_VERSION = 1
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
 Name = Annotated[str, option_argument("recipe", "The name or the file of a recipe.")]
-OverrideList = Annotated[list[str] | None, overrides_argument("Settings to change.")]
+OverrideList = Annotated[list[str] | None, key_values("Settings to change.")]
 
 
 @app.command("list")
 def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     """List your recipes and the built-in ones."""
-    from canzona_cli.config.recipes import display_path
     from canzona_cli.config.tree import list_recipes
-    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.tables import Table
-    from canzona_cli.run.words import count
 
     recipes = list_recipes(recipes_dir or ())
-    sizes = {recipe.name: 0 if recipe.model is None else parameter_count(recipe.model).total for recipe in recipes}
+    models = {recipe.name: recipe.model for recipe in recipes}
+    sizes = {name: 0 if model is None else parameter_count(model).total for name, model in models.items()}
     recipes.sort(key=lambda recipe: (recipe.builtin, sizes[recipe.name]))
     if as_json:
         listed = [{**_content(recipe), "parameters": sizes[recipe.name] or None} for recipe in recipes]
@@ -68,7 +74,6 @@ def show(name: Name, overrides: OverrideList = None, as_json: AsJson = False, re
     Settings that are null are chosen when a run starts.
     """
     from canzona_cli.config.compose import compose_run, dump_resolved
-    from canzona_cli.config.recipes import display_path
 
     composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
     warn_about(composed)
@@ -87,12 +92,12 @@ def show(name: Name, overrides: OverrideList = None, as_json: AsJson = False, re
 @app.command()
 def copy(
     name: Name,
-    destination: Annotated[Path, typer.Argument(metavar="DEST.yaml", help="The file to write.")],
+    destination: Destination,
     overrides: OverrideList = None,
     recipes_dir: RecipesDirs = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    force: Force = False,
     short: Annotated[
-        bool, typer.Option("--short", help="Write only the changes, on top of the recipe: about ten lines.")
+        bool, Option("--short", help="Write only the changes, on top of the recipe: about ten lines.")
     ] = False,
 ) -> None:
     """Copy a recipe to a file of your own, to edit.
@@ -100,20 +105,16 @@ def copy(
     The file is complete: it has every setting with its value and meaning. With --short it builds on the
     recipe (`defaults: [NAME]`) and has only the differences.
     """
-    from dataclasses import replace
-
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.config.recipes import display_path, recipe_text, write_recipe
 
     composed = compose_run([f"recipe={name}", *(overrides or ())], recipes_dirs=recipes_dir or ())
-    config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
-    text = (
-        _short_text(composed.recipe_file, overrides or (), config.name)
-        if short
-        else recipe_text(config, origin=composed.config.name)
-    )
+    config = _named_after(destination, composed)
+    text = recipe_text(config, origin=composed.config.name)
+    if short:
+        text = _short_text(composed.recipe_file, overrides or (), config.name)
     write_recipe(destination, text, force=force)
-    typer.echo(f"Wrote {display_path(destination)}. Train it with: canzona train recipe={display_path(destination)}")
+    written = display_path(destination)
+    typer.echo(f"Wrote {written}. Train it with: canzona train recipe={written}")
 
 
 def _short_text(recipe: Path, overrides: "Sequence[str]", name: str) -> str:
@@ -127,10 +128,6 @@ def _short_text(recipe: Path, overrides: "Sequence[str]", name: str) -> str:
     Raises:
         ConfigError: the other recipe is not in a group folder, so recipes cannot build on it.
     """
-    from canzona_cli.config.overrides import parse_overrides
-    from canzona_cli.config.recipes import short_recipe_text
-    from canzona_cli.errors import ConfigError, Problem
-
     if recipe.parent.name != "recipe":
         reason = "is not in a recipe folder, and a recipe can build only on another recipe's name"
         fix = "leave out --short, or move the file to DIR/recipe/ and use --recipes-dir DIR"
@@ -142,26 +139,23 @@ def _short_text(recipe: Path, overrides: "Sequence[str]", name: str) -> str:
 
 @app.command("from-hf")
 def from_hf(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3 or Llama model.")],
-    destination: Annotated[Path, typer.Argument(metavar="DEST.yaml", help="The file to write.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="A Hugging Face folder of a Qwen3 or Llama model.")],
+    destination: Destination,
     overrides: OverrideList = None,
     recipes_dir: RecipesDirs = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    force: Force = False,
 ) -> None:
     """Write a recipe for a Hugging Face model.
 
     Shape and tokenizer come from the folder; all other settings come from recipe=NAME, or from the built-in
     recipe that is closest in size.
     """
-    from dataclasses import replace
-
-    from canzona_cli.config.recipes import check_destination, display_path, recipe_text, write_recipe
     from canzona_cli.huggingface.folder import compose_from_folder, open_folder
 
     check_destination(destination, force=force)
     composed = compose_from_folder(open_folder(folder, key="DIR"), overrides or (), recipes_dir or ())
     warn_about(composed)
-    config = composed.config if "name" in composed.explicit else replace(composed.config, name=destination.stem)
+    config = _named_after(destination, composed)
     if "description" not in composed.explicit:
         config = replace(config, description=f"The model in {folder.resolve().name}")
     write_recipe(destination, recipe_text(config, origin=composed.config.name), force=force)
@@ -169,11 +163,16 @@ def from_hf(
     typer.echo(f"Wrote {display_path(destination)}. Train from the folder's weights with: {train}")
 
 
+def _named_after(file: Path, composed: "Composed") -> "RunConfig":
+    """Returns a composed run with the name of a file, unless an override sets the name."""
+    return composed.config if "name" in composed.explicit else replace(composed.config, name=file.stem)
+
+
 @app.command()
 def layouts(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="The recipes. [default: all built-in GPU sizes]", show_default=False),
+        Argument(metavar="NAME", help="The recipes. [default: all built-in GPU sizes]", show_default=False),
     ] = None,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
@@ -185,16 +184,17 @@ def layouts(
     """
     from canzona_cli.config.compose import compose_run
     from canzona_cli.config.tree import list_recipes
-    from canzona_cli.model.families import parameter_count
     from canzona_cli.report.layouts import layouts_by_gpus
 
     dirs = recipes_dir or ()
-    recipes = names or [recipe.name for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu"]
+    built_in = (recipe for recipe in list_recipes(dirs) if recipe.builtin and recipe.cluster != "cpu")
+    recipes = names or [recipe.name for recipe in built_in]
     configs = [compose_run([f"recipe={name}"], recipes_dirs=dirs).config for name in recipes]
     if not names:
         configs.sort(key=lambda config: parameter_count(config.model).total)
     if as_json:
-        show_page({"version": JSON_VERSION, "recipes": [layouts_by_gpus(config).as_json() for config in configs]})
+        listed = [layouts_by_gpus(config).as_json() for config in configs]
+        show_page({"version": JSON_VERSION, "recipes": listed})
         return
     for index, config in enumerate(configs):
         if index:

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from canzona_cli.commands.output import AsJson, HtmlFile, progress, show, write_page
-from canzona_cli.errors import Clash, Problem, clashes, refuse
+from canzona_cli.errors import Clash, ConfigError, Problem, clashes, refuse
+from canzona_cli.run.files import RunFiles
+from canzona_cli.run.words import plural
 
 CLASHES = (
     Clash(
@@ -33,22 +36,19 @@ CLASHES = (
 def report(
     run_dirs: Annotated[
         list[Path] | None,
-        typer.Argument(
+        Argument(
             metavar="RUN_DIR",
             help="The run directory that `canzona train` printed. [default: the newest in ./runs]",
             show_default=False,
         ),
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Compare two or more run directories.")] = False,
+    compare: Annotated[bool, Option("--compare", help="Compare two or more run directories.")] = False,
     trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace", metavar="FILE.json", help="Write the ranks' timelines as a Chrome trace, for Perfetto."
-        ),
+        Path | None, Option(metavar="FILE.json", help="Write the ranks' timelines as a Chrome trace, for Perfetto.")
     ] = None,
     html: HtmlFile = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show the time of each phase, and the load of the ranks.")
+        bool, Option("--verbose", "-v", help="Show the time of each phase, and the load of the ranks.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -60,7 +60,6 @@ def report(
     _check_usage(run_dirs, compare=compare, trace=trace, html=html, as_json=as_json)
     if trace is not None:
         from canzona_cli.report.run_trace import write_trace
-        from canzona_cli.run.words import plural
 
         ranks = write_trace(run_dirs[0], trace)
         typer.echo(f"{trace}: timelines of {plural(ranks, 'rank')} (open it in ui.perfetto.dev)", err=True)
@@ -102,8 +101,6 @@ def _newest_run() -> list[Path]:
     Raises:
         ConfigError: there is no run.
     """
-    from canzona_cli.errors import ConfigError, Problem
-    from canzona_cli.run.files import RunFiles
     from canzona_cli.run.summary import newest_run
 
     newest = Path() if RunFiles(Path()).config.exists() else newest_run(Path("runs"))

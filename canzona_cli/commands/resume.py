@@ -3,24 +3,24 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument
+from canzona_cli.commands.output import AsJson, RecipesDirs, key_values
+from canzona_cli.config.overrides import key_of, text_value
+from canzona_cli.config.recipes import WRITTEN
+from canzona_cli.errors import Problem, refuse
 
 
 def resume(
-    run_dir: Annotated[
-        Path,
-        typer.Argument(metavar="RUN", help="The run directory that `canzona train` printed."),
-    ],
+    run_dir: Annotated[Path, Argument(metavar="RUN", help="The run directory that `canzona train` printed.")],
     overrides: Annotated[
-        list[str] | None, overrides_argument("Settings to change: gpus=8 train.steps=2000 optimizer.lr=1e-3 ...")
+        list[str] | None, key_values("Settings to change: gpus=8 train.steps=2000 optimizer.lr=1e-3 ...")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved run and the checkpoint to resume; start nothing.")
+        bool, Option("--dry-run", help="Print the resolved run and the checkpoint to resume; start nothing.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and one line at the end.")
+        bool, Option("--quiet", "-q", help="Print only warnings, errors and one line at the end.")
     ] = False,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
@@ -34,22 +34,19 @@ def resume(
     from canzona_cli.checkpoint.manifest import step_of
     from canzona_cli.commands.train import train
     from canzona_cli.config.compose import load_resolved
-    from canzona_cli.config.overrides import key_of, text_value
-    from canzona_cli.config.recipes import WRITTEN
-    from canzona_cli.errors import ConfigError, Problem
     from canzona_cli.run.summary import suggest_run_dir
 
     problems = []
     if not (run_dir / WRITTEN).is_file():
-        reason = f"has no {WRITTEN}, so it is not a run directory" if run_dir.is_dir() else "there is no such directory"
+        not_a_run = f"has no {WRITTEN}, so it is not a run directory"
+        reason = not_a_run if run_dir.is_dir() else "there is no such directory"
         problems.append(Problem(key="RUN", value=run_dir, reason=reason, fix=suggest_run_dir(run_dir)))
     for override in overrides or ():
         if key_of(override) in ("recipe", "run.dir"):
             fix = "leave it out, or write canzona train"
             reason = "a resumed run keeps its directory and its settings"
             problems.append(Problem(key=key_of(override), value=override.partition("=")[2], reason=reason, fix=fix))
-    if problems:
-        raise ConfigError(*problems)
+    refuse(problems)
     arguments = [f"run.dir={text_value(str(run_dir))}", *(overrides or ())]
     # A run that resumed from a named step has newer checkpoints by now.
     if step_of(load_resolved(run_dir / WRITTEN).checkpoint.resume) is not None:

@@ -5,43 +5,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
-from canzona_cli.commands.output import AsJson, RecipesDirs, check_inputs, overrides_argument, show, warn_about
+from canzona_cli.commands.output import AsJson, RecipesDirs, check_inputs, key_values, show, warn_about
+from canzona_cli.errors import ConfigError, Problem, collect_problems, refuse
+from canzona_cli.run.files import sweep_root
+from canzona_cli.run.words import plural
 
 if TYPE_CHECKING:
     from canzona_cli.config.schema import Layout, RunConfig
     from canzona_cli.launch.slurm_job import JobOptions, SubmittedJob
 
 
-Overrides = Annotated[list[str] | None, overrides_argument("recipe=qwen3-32b gpus=256 ..., as for `canzona train`.")]
-Submit = Annotated[bool, typer.Option("--submit", help="Submit the job instead of printing it.")]
-Time = Annotated[str | None, typer.Option(metavar="TIME", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")]
-Partition = Annotated[str | None, typer.Option(metavar="NAME", help="Partition to run in.")]
-Account = Annotated[str | None, typer.Option(metavar="NAME", help="Account to charge.")]
-Qos = Annotated[str | None, typer.Option(metavar="NAME", help="Quality of service.")]
-Nodes = Annotated[
-    int | None, typer.Option(min=1, help="Number of nodes (cluster.nodes). [default: as few as possible]")
-]
-Array = Annotated[
-    str | None, typer.Option(metavar="TASKS", help="With --sweep: only these tasks, for example 0-3 or 0-7%2.")
-]
+Overrides = Annotated[list[str] | None, key_values("recipe=qwen3-32b gpus=256 ..., as for `canzona train`.")]
+Submit = Annotated[bool, Option("--submit", help="Submit the job instead of printing it.")]
+Time = Annotated[str | None, Option(metavar="TIME", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")]
+Partition = Annotated[str | None, Option(metavar="NAME", help="Partition to run in.")]
+Account = Annotated[str | None, Option(metavar="NAME", help="Account to charge.")]
+Qos = Annotated[str | None, Option(metavar="NAME", help="Quality of service.")]
+Nodes = Annotated[int | None, Option(min=1, help="Number of nodes (cluster.nodes). [default: as few as possible]")]
+Array = Annotated[str | None, Option(metavar="TASKS", help="With --sweep: only these tasks, for example 0-3 or 0-7%2.")]
 Sweep = Annotated[
-    bool,
-    typer.Option("--sweep", help="Use a job array with a task for each combination of values: train.seed=1,2."),
+    bool, Option("--sweep", help="Use a job array with a task for each combination of values: train.seed=1,2.")
 ]
-JobName = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job. [default: the recipe's]")]
+JobName = Annotated[str | None, Option(metavar="NAME", help="Name of the job. [default: the recipe's]")]
 CpusPerTask = Annotated[
-    int | None, typer.Option(metavar="N", help="Share nodes: request N cores on each instead of exclusive nodes.")
+    int | None, Option(metavar="N", help="Share nodes: request N cores on each instead of exclusive nodes.")
 ]
-Requeues = Annotated[int, typer.Option(metavar="N", help="How many times a preempted job may be requeued.")]
-SignalBefore = Annotated[
-    int, typer.Option(metavar="S", help="Save and requeue this many seconds before the time limit.")
-]
+Requeues = Annotated[int, Option(metavar="N", help="How many times a preempted job may be requeued.")]
+SignalBefore = Annotated[int, Option(metavar="S", help="Save and requeue this many seconds before the time limit.")]
 Sbatch = Annotated[
     list[str] | None,
-    typer.Option(metavar="OPTION", help="An additional sbatch option: '--constraint=h100'; may be repeated."),
+    Option(metavar="OPTION", help="An additional sbatch option: '--constraint=h100'; may be repeated."),
 ]
-Needs = Annotated[bool, typer.Option("--needs", help="Only print the number of nodes and of GPUs per node.")]
+Needs = Annotated[bool, Option("--needs", help="Only print the number of nodes and of GPUs per node.")]
 
 
 def slurm(
@@ -100,7 +97,6 @@ def _resolve(
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
     """Resolves the run, or the first run of a sweep, and checks the job's options."""
     from canzona_cli.cluster.fit import resolve
-    from canzona_cli.errors import ConfigError, Problem
 
     if sweep:
         return _resolve_sweep(arguments, options, recipes_dirs)
@@ -154,7 +150,6 @@ def _content(config: "RunConfig", *, script: str | None = None, job: "SubmittedJ
 
 def _run_dir(job: "SubmittedJob", config: "RunConfig") -> str:
     """Returns the run directory of a job, or the parent directory of a sweep's runs."""
-    from canzona_cli.run.files import sweep_root
 
     root = sweep_root(config.run.root, job.job_id) if job.array else f"{config.run.root}/{config.name}-{job.job_id}"
     return config.run.dir or str(root)
@@ -170,7 +165,6 @@ def _resolve_sweep(
             numbers of nodes or ranks.
     """
     from canzona_cli.cluster.fit import swept_runs
-    from canzona_cli.errors import Problem, refuse
     from canzona_cli.launch.slurm_job import check_options, task_indices
     from canzona_cli.launch.torchrun import node_count, ranks_per_node
 
@@ -197,7 +191,6 @@ def _compose_with_options(arguments: list[str], options: "JobOptions", recipes_d
         ConfigError: the run or the options have mistakes; all are reported at once.
     """
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.errors import collect_problems, refuse
     from canzona_cli.launch.slurm_job import option_problems
 
     problems = [*option_problems(options)]
@@ -212,7 +205,6 @@ def _show_job(job: "SubmittedJob", config: "RunConfig") -> None:
     from rich.console import Console
 
     from canzona_cli.launch.torchrun import node_count
-    from canzona_cli.run.words import plural
 
     lines = {
         "job": f"{job.job_id}, {config.name} on {plural(node_count(config), 'machine')}",

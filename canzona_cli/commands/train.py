@@ -3,8 +3,9 @@
 from typing import Annotated
 
 import typer
+from typer import Option
 
-from canzona_cli.commands.output import RecipesDirs, overrides_argument, tell
+from canzona_cli.commands.output import RecipesDirs, key_values, tell
 from canzona_cli.errors import Clash, Problem, clashes, refuse
 from canzona_cli.run.streams import mark_training_run
 
@@ -27,46 +28,36 @@ CLASHES = (
 
 def train(
     overrides: Annotated[
-        list[str] | None, overrides_argument("recipe=qwen3-tiny gpus=4 parallel.tp=2 train.steps=100 ...")
+        list[str] | None, key_values("recipe=qwen3-tiny gpus=4 parallel.tp=2 train.steps=100 ...")
     ] = None,
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Check the run, and print it with its torchrun command; start nothing."),
+        bool, Option("--dry-run", help="Check the run, and print it with its torchrun command; start nothing.")
     ] = False,
     prepare_only: Annotated[
-        bool,
-        typer.Option("--prepare-only", help="Write the run directory and print the torchrun command; start nothing."),
+        bool, Option("--prepare-only", help="Write the run directory and print the torchrun command; start nothing.")
     ] = False,
     show_config: Annotated[
-        bool,
-        typer.Option("--config", help="With --dry-run or --prepare-only: also print all settings and the environment."),
+        bool, Option("--config", help="With --dry-run or --prepare-only: also print all settings and the environment.")
     ] = False,
     sweep: Annotated[
-        bool,
-        typer.Option("--sweep", help="Start a run for each combination of values (optimizer.lr=1e-3,3e-3)."),
+        bool, Option("--sweep", help="Start a run for each combination of values (optimizer.lr=1e-3,3e-3).")
     ] = False,
     trace: Annotated[
-        str | None,
-        typer.Option("--trace", metavar="FIRST-LAST", help="Write a Chrome trace of these steps (run.trace_steps)."),
+        str | None, Option(metavar="FIRST-LAST", help="Write a Chrome trace of these steps (run.trace_steps).")
     ] = None,
     profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile", metavar="FIRST-LAST", help="Run torch's profiler on these steps (run.profile_steps)."
-        ),
+        str | None, Option(metavar="FIRST-LAST", help="Run torch's profiler on these steps (run.profile_steps).")
     ] = None,
     weights_from: Annotated[
         str | None,
-        typer.Option(
-            "--weights-from",
-            metavar="RUN|CHECKPOINT|DIR",
-            help="Start from the weights of a run or a Hugging Face folder (also init=).",
+        Option(
+            metavar="RUN|CHECKPOINT|DIR", help="Start from the weights of a run or a Hugging Face folder (also init=)."
         ),
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only warnings, errors and one line at the end.")
+        bool, Option("--quiet", "-q", help="Print only warnings, errors and one line at the end.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run or --prepare-only: print JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="With --dry-run or --prepare-only: print JSON.")] = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
     """Train a model, or resume the run in run.dir.
@@ -88,7 +79,8 @@ def train(
     requests = Requests(raising=True)
     with handle_signals(requests.add, to_the_end=True):
         try:
-            arguments = [*(overrides or []), *_recorded_steps(trace=trace, profile=profile), *_weights(weights_from)]
+            recorded = _recorded_steps(trace=trace, profile=profile)
+            arguments = [*(overrides or []), *recorded, *_weights(weights_from)]
             # These imports take a while, and signals that arrive meanwhile must be handled.
             if sweep:
                 from canzona_cli.commands.train_sweep import sweep as train_swept

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from canzona_cli.checkpoint.store import CheckpointStore
 from canzona_cli.cluster.fit import resolve
-from canzona_cli.commands.output import check_inputs, progress, show, tell, tell_batch, warn, warn_about
+from canzona_cli.commands.output import announce, check_inputs, progress, show, tell, tell_batch, warn, warn_about
 from canzona_cli.commands.train_end import show_end
 from canzona_cli.config.compose import Composed, compose_run, dump_resolved
 from canzona_cli.config.overrides import parse_overrides
@@ -90,8 +90,7 @@ def run(
     short = (name or config.name) if quiet else ""
     job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout), short=short, printed=printed)
     if dry_run or prepare_only:
-        output = _Output(console=console, as_json=as_json, show_config=show_config)
-        (_show_dry_run if dry_run else _prepare_only)(job, output)
+        (_show_dry_run if dry_run else _prepare_only)(job, as_json=as_json, show_config=show_config)
         return
     try:
         outcome, directory = _launch(job, console, requests, command_line=(overrides, recipes_dirs))
@@ -148,21 +147,12 @@ class _Job:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Output:
-    """The settings for printing a resolved run."""
-
-    console: Console
-    as_json: bool
-    show_config: bool
-
-
-def _show_dry_run(job: _Job, output: _Output) -> None:
+def _show_dry_run(job: _Job, *, as_json: bool, show_config: bool) -> None:
     """Checks a run as far as this machine can, and prints it; writes and starts nothing."""
     config, layout = job.config, job.layout
     corpus = check_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()
-    _print_start(job, output, corpus, run_dir)
+    _show_start(job, corpus, run_dir, as_json=as_json, show_config=show_config)
     if preflight.needs_gpu_machine(config):
         progress("note: no GPU is visible here, so this machine is not checked; run canzona doctor where you train")
     else:
@@ -189,29 +179,35 @@ def _earlier_corpus(config: RunConfig) -> PreparedCorpus | None:
     return None if config.run.dir is None else load_if_valid(RunFiles(Path(config.run.dir)).corpus, PreparedCorpus)
 
 
-def _prepare_only(job: _Job, output: _Output) -> None:
+def _prepare_only(job: _Job, *, as_json: bool, show_config: bool) -> None:
     """Writes everything that the workers need to the run directory, so that another launcher can start
     them."""
     config, layout = job.config, job.layout
     check_free(config, resumes=True)
     choose_resumption(config, layout)
-    corpus = ensure_corpus(config, lambda what, share: progress(what) if share == 0 else None)
+    corpus = ensure_corpus(config, announce)
     run = RunDirectory.create(config, resumes=True)
     _import_weights(config, run)
     _print_resumption(run, run.resume(config, layout))
     job.write_inputs(run, corpus)
     warn(data_warnings(config, layout, corpus))
-    _print_start(job, output, corpus, run.path, prepared=True)
+    _show_start(job, corpus, run.path, as_json=as_json, show_config=show_config, prepared=True)
 
 
-def _print_start(
-    job: _Job, output: _Output, corpus: PreparedCorpus | None, run_dir: Path, *, prepared: bool = False
+def _show_start(
+    job: _Job,
+    corpus: PreparedCorpus | None,
+    run_dir: Path,
+    *,
+    as_json: bool,
+    show_config: bool,
+    prepared: bool = False,
 ) -> None:
-    """Prints the resolved run and the command that starts it."""
+    """Shows the resolved run and the command that starts it."""
     config = replace(job.config, run=replace(job.config.run, dir=str(run_dir))) if prepared else job.config
     description = DryRun(
         config=config,
-        config_yaml=dump_resolved(config) if output.show_config else None,
+        config_yaml=dump_resolved(config) if show_config else None,
         layout=job.layout,
         corpus=corpus,
         plan=job.plan,
@@ -221,10 +217,7 @@ def _print_start(
         card=card_of(config),
         prepared=prepared,
     )
-    if output.as_json:
-        show(description.as_json())
-    else:
-        output.console.print(description, soft_wrap=True)
+    show(description.as_json() if as_json else description)
 
 
 def _launch(
@@ -242,9 +235,11 @@ def _launch(
     first_view = make_view(config, layout, console, short=job.short)
     with _show_progress(first_view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
-        run = _claim(job)
         if node_rank == 0:
+            run = RunDirectory.create(config, resumes=True)
             _import_weights(config, run)
+        else:  # node 0 creates it, and the other nodes wait in it for node 0's address (`_prepare_attempt`)
+            run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
         first_attempt = _prepare_attempt(run, job, corpus, restarts=0)
     if node_rank:
         last = torchrun.node_count(config) - 1
@@ -269,7 +264,8 @@ def _launch(
         # On a terminal, the view's console prints above the live frame. On a pipe its output may be
         # invisible, so use standard error.
         say = console.print if console.is_terminal else tell
-        trackers, start = () if node_rank else config.run.trackers, 0 if run.earlier is None else run.earlier.step
+        trackers = () if node_rank else config.run.trackers
+        start = 0 if run.earlier is None else run.earlier.step
         with run_trackers(run.files, trackers, start=start, environment=command.environment, say=say):
             return Supervision(
                 run.files,
@@ -322,20 +318,13 @@ def _show_progress(view: TrainView, requests: Requests) -> Iterator[Callable[[st
         raise
 
 
-def _claim(job: _Job) -> RunDirectory:
-    """Returns the run directory, which node 0 creates or resumes in. The other nodes do not create it: they
-    wait in it for node 0's address (`_prepare_attempt`)."""
-    if job.node_rank == 0:
-        return RunDirectory.create(job.config, resumes=True)
-    return RunDirectory(RunFiles(Path(job.config.run.dir or "").absolute()))
-
-
 def _import_weights(config: RunConfig, run: RunDirectory) -> None:
     """Imports the weights of a Hugging Face folder as the checkpoint of step 0. Does nothing if the run does
     not start from such a folder or already has a checkpoint."""
     where = config.checkpoint.weights_from
     folder = Path(where or "").expanduser()
-    if where is None or not is_hugging_face(folder) or CheckpointStore(run.files.checkpoints).latest() is not None:
+    saved = CheckpointStore(run.files.checkpoints).latest()
+    if where is None or not is_hugging_face(folder) or saved is not None:
         return
     from canzona_cli.huggingface.weights import import_weights  # imports torch
 
@@ -358,7 +347,8 @@ def _prepare_attempt(
         The connection to the other nodes, and the command that starts this node's ranks.
     """
     config = job.config
-    machines = Machines(run.files, node_rank=job.node_rank, nodes=torchrun.node_count(config), restarts=restarts)
+    nodes = torchrun.node_count(config)
+    machines = Machines(run.files, node_rank=job.node_rank, nodes=nodes, restarts=restarts)
     if job.node_rank:
         config = replace(config, cluster=replace(config.cluster, rdzv_endpoint=machines.arrive()))
     else:

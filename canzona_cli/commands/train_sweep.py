@@ -48,8 +48,9 @@ def sweep(
     """
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
     root = _sweep_directory(runs, step)
-    added = {override for run in runs for override in run.combination.overrides if override.startswith(MIN_LR_RATIO)}
-    for override in sorted(added - {*arguments}):
+    swept = {override for run in runs for override in run.combination.overrides}
+    added = {override for override in swept - {*arguments} if override.startswith(MIN_LR_RATIO)}
+    for override in sorted(added):
         progress(f"note: optimizer.min_lr follows optimizer.lr, at the recipe's ratio: {override}")
     if step is not None and step.array_task is not None:
         runs = (_run_of_task(runs, step.array_task),)
@@ -57,7 +58,7 @@ def sweep(
     if dry_run or prepare_only:
         for run in runs:
             tell(f"\n{run.combination.words}", "bold")
-            if finished_result(RunFiles(root / run.combination.name), run.config) is not None:
+            if finished_result(_files(run, root), run.config) is not None:
                 tell("is already finished")
                 continue
             train_run.run(
@@ -82,17 +83,16 @@ def _train_all(runs: Sequence[SweptRun], root: Path, recipes_dirs: list[Path], r
     codes, printed = [int(ExitCode.OK)], set[str]()
     for number, run in enumerate(runs, 1):
         where = f"run {number} of {len(runs)}: {run.combination.words}"
-        if finished_result(RunFiles(root / run.combination.name), run.config) is not None:
+        if finished_result(_files(run, root), run.config) is not None:
             tell(f"{where}: is already finished", "bold")
             continue
-        overrides = _run_overrides(run, root)
-        codes.append(_train(overrides, recipes_dirs, requests, name=where, printed=printed))
+        codes.append(_train(_run_overrides(run, root), recipes_dirs, requests, where, printed))
         if codes[-1] in _STOPPED:
             return codes[-1]
     return max(codes)
 
 
-def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *, name: str, printed: set[str]) -> int:
+def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, name: str, printed: set[str]) -> int:
     """Trains one run, prints one line at its end, and returns its exit code.
 
     A request to stop that arrives too late for the run still stops the sweep; the exit code of the stop is
@@ -118,17 +118,18 @@ def _train(overrides: list[str], recipes_dirs: list[Path], requests: Requests, *
 def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
     """Shows a row for each started run, the names of the others, and the commands that resume and report the
     runs."""
-    started = [root / run.combination.name for run in runs if holds_run(RunFiles(root / run.combination.name))]
+    started = [run for run in runs if holds_run(_files(run, root))]
     typer.echo()
     if started:
-        show(RunTableView(comparison=load_runs(started)))
-    not_started = [run.combination.words for run in runs if root / run.combination.name not in started]
+        show(RunTableView(comparison=load_runs([_files(run, root).root for run in started])))
+    not_started = [run.combination.words for run in runs if run not in started]
     if not_started:
         tell(f"not started: {', '.join(not_started)}", "yellow")
     if stopped:
         tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} resumes each run")
     if started:
-        tell(f"canzona report --compare {shlex.quote(str(root))}/*  shows this again; --html FILE.html writes a page")
+        again = f"canzona report --compare {shlex.quote(str(root))}/*"
+        tell(f"{again}  shows this again; --html FILE.html writes a page")
 
 
 def _sweep_directory(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
@@ -143,9 +144,13 @@ def _sweep_directory(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:
     return next_free(root) if root.exists() else root
 
 
+def _files(run: SweptRun, root: Path) -> RunFiles:
+    return RunFiles(root / run.combination.name)
+
+
 def _run_overrides(run: SweptRun, root: Path) -> list[str]:
     others = [override for override in run.combination.overrides if key_of(override) != "run.dir"]
-    return [*others, f"run.dir={text_value(str(root / run.combination.name))}"]
+    return [*others, f"run.dir={text_value(str(_files(run, root).root))}"]
 
 
 def _run_of_task(runs: Sequence[SweptRun], task: int) -> SweptRun:

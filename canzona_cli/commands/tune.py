@@ -5,30 +5,31 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
-from canzona_cli.commands.output import AsJson, RecipesDirs, overrides_argument, progress, show, warn
+from canzona_cli.commands.output import AsJson, RecipesDirs, key_values, progress, show, warn
+from canzona_cli.config.recipes import check_destination, display_path, write_recipe
 
 
 def tune(
-    overrides: Annotated[list[str] | None, overrides_argument("recipe=mini gpus=4 cluster=./here.yaml ...")] = None,
+    overrides: Annotated[list[str] | None, key_values("recipe=mini gpus=4 cluster=./here.yaml ...")] = None,
     count: Annotated[
         int,
-        typer.Option(
+        Option(
             "--candidates",
             metavar="N",
             help="How many layouts to measure: the fastest in simulation, and that of an untuned run.",
         ),
     ] = 4,
-    everything: Annotated[bool, typer.Option("--all", help="Measure every valid layout that fits in memory.")] = False,
-    rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="Rounds; each layout runs once per round.")] = 3,
+    everything: Annotated[bool, Option("--all", help="Measure every valid layout that fits in memory.")] = False,
+    rounds: Annotated[int, Option(metavar="N", help="Rounds; each layout runs once per round.")] = 3,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="K", help="Measured steps per layout and round, after two warm-up steps.")
+        int, Option(metavar="K", help="Measured steps per layout and round, after two warm-up steps.")
     ] = 3,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE.yaml", help="The recipe to write. [default: ./RECIPE-GPUS-tuned.yaml]"),
+        Path | None, Option(metavar="FILE.yaml", help="The recipe to write. [default: ./RECIPE-GPUS-tuned.yaml]")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the recipe if it exists.")] = False,
+    force: Annotated[bool, Option("--force", help="Replace the recipe if it exists.")] = False,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
@@ -38,7 +39,6 @@ def tune(
     numbers are written to tune/RECIPE-TIME. Ctrl-C stops after the current step.
     """
     from canzona_cli.bench.layouts import content_of, prepare, run, tuned_recipe
-    from canzona_cli.config.recipes import check_destination, display_path, write_recipe
     from canzona_cli.report.tune import TuneView
 
     tuning = prepare(

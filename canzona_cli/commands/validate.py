@@ -8,17 +8,19 @@ from canzona_cli.commands.output import (
     AsJson,
     RecipesDirs,
     check_inputs,
-    overrides_argument,
+    key_values,
     show,
     tell_batch,
     warn,
     warn_about,
 )
+from canzona_cli.config.recipes import display_path
+from canzona_cli.errors import CanzonaError
 
 
 def validate(
     overrides: Annotated[
-        list[str] | None, overrides_argument("The recipe (recipe=NAME or recipe=FILE.yaml), and settings to change.")
+        list[str] | None, key_values("The recipe (recipe=NAME or recipe=FILE.yaml), and settings to change.")
     ] = None,
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
@@ -34,9 +36,7 @@ def validate(
 
     from canzona_cli.cluster.fit import resolve
     from canzona_cli.config.compose import compose_run
-    from canzona_cli.config.recipes import display_path
     from canzona_cli.costs.sharing import mode_warnings
-    from canzona_cli.errors import CanzonaError
     from canzona_cli.launch.resume import choose_resumption
     from canzona_cli.planner.plan_file import obtain_plan
     from canzona_cli.report.header import header_rows

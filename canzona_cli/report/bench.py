@@ -8,15 +8,15 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.results import BenchResult, Predicted, StrategyBench, TurnsResult, loss_references
-from canzona_cli.report.charts import Bars, LoadMap, LoadMaps, phase_bar, step_bars
+from canzona_cli.report.charts import Bars, LoadMaps, phase_bar, step_bars
 from canzona_cli.report.curves import Curve, Curves
-from canzona_cli.report.header import describe_layout, rank_word
-from canzona_cli.report.page import Page, Screen, items, labelled_rows, note, paragraph, section_head
+from canzona_cli.report.header import describe_layout
+from canzona_cli.report.page import Page, Screen, items, joined, labelled_rows, note, paragraph, section_head
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.breakdown import CALIBRATE, why
 from canzona_cli.run.phases import COMMUNICATION, LABELS, PHASES, STRATEGIES
 from canzona_cli.run.statistics import Quartiles, Speedup
-from canzona_cli.run.words import MISSING, clean, finite_or_none, milliseconds, number, plural
+from canzona_cli.run.words import MISSING, error_percent, finite_or_none, milliseconds, number, overhead, plural
 
 MIB = 1 << 20
 TOLERANCE = 0.20
@@ -48,7 +48,7 @@ class BenchView(Page):
         yield Text()
         above = ", measured above predicted" if result.planned else ""
         yield section_head("Step", f", mean over ranks{above}, on one scale")
-        yield steps(((name, result.strategies[name]) for name in shown_strategies(result)), planned=result.planned)
+        yield steps(shown_strategies(result).items(), planned=result.planned)
         if len(result.strategies) > 1:
             yield Text()
             yield from self._comparison()
@@ -58,8 +58,8 @@ class BenchView(Page):
         yield Text()
         yield Text("Losses", style="bold")
         for name in shown_strategies(result):
-            yield paragraph(_losses_text(result, name), first=f"  {clean(name):<10} ")
-        yield from items("Notes", map(clean, result.notes))
+            yield paragraph(_losses_text(result, name), first=f"  {name:<10} ")
+        yield from items("Notes", result.notes)
         if screen.page:
             yield from self._ranks()
 
@@ -68,54 +68,41 @@ class BenchView(Page):
         applies."""
         yield Text("Why measured and predicted differ", style="bold")
         reasons: dict[str, list[str]] = {}
-        for name in shown_strategies(self.result):
-            reasons.setdefault(_difference_text(self.result, name), []).append(clean(name))
+        for name, bench in shown_strategies(self.result).items():
+            difference = why(bench.measured.phases, bench.predicted.phases)
+            text = "no phase was measured" if difference is None else difference.text
+            reasons.setdefault(text, []).append(name)
         for text, names in reasons.items():
             yield paragraph(f"{', '.join(names)}: {text}", first="  ", rest="    ")
 
     def _steps(self) -> GroupedTable:
         """Returns a table of phases, step times, load balance and memory, with a column group for each
         strategy."""
-        strategies = {name: self.result.strategies[name] for name in shown_strategies(self.result)}
-        planned = self.result.planned
-        present = {phase for strategy in strategies.values() for phase in strategy.measured.phases}
-        if planned:
-            predicted = [strategy.predicted.phases for strategy in strategies.values()]
-            present |= {phase for seconds in predicted for phase in seconds if seconds[phase]}
-        phases = [phase for phase in LABELS if phase in present]
-        summaries = {name: list(_summary(strategy, planned=planned)) for name, strategy in strategies.items()}
+        strategies, planned = shown_strategies(self.result), self.result.planned
+        phases = [phase for phase in LABELS if _occurs(phase, strategies.values(), planned=planned)]
+        summaries = {name: list(_summary(bench, planned=planned)) for name, bench in strategies.items()}
         summary_rows = next(iter(summaries.values()))
+        groups = []
+        for name, bench in strategies.items():
+            rows = [*(_phase_cells(bench, phase) for phase in phases), *(cells for *_, cells in summaries[name])]
+            groups.append(Columns(name + " *" * bench.alone, ("ms", "plan", "error"), rows))
+        names = (PHASES[phase].name if phase in PHASES else LABELS[phase] for phase in phases)
+        phase_styles = ("dim" if phase.endswith("_total") else "" for phase in phases)
         return GroupedTable(
             head="phase",
-            labels=[*map(phase_name, phases), *(label for label, _, _ in summary_rows)],
-            groups=shown_groups(
-                self.result,
-                [
-                    Columns(
-                        title=clean(name) + (" *" if strategy.alone else ""),
-                        heads=("ms", "plan", "error"),
-                        rows=(
-                            *(_phase_cells(strategy, phase) for phase in phases),
-                            *(cells for *_, cells in summaries[name]),
-                        ),
-                    )
-                    for name, strategy in strategies.items()
-                ],
-            ),
+            labels=[*names, *(label for label, _, _ in summary_rows)],
+            groups=shown_groups(self.result, groups),
             sections=(len(phases), len(phases) + 5),
-            styles=[
-                *("dim" if phase.endswith("_total") else "" for phase in phases),
-                *(style for _, style, _ in summary_rows),
-            ],
+            styles=[*phase_styles, *(style for _, style, _ in summary_rows)],
         )
 
     def _ranks(self) -> Iterator[RenderableType]:
         """Draws the update time and the tensor memory of every rank; only HTML pages show them."""
         layout = self.result.layout
-        measured = {name: self.result.strategies[name].measured for name in shown_strategies(self.result)}
+        measured = {name: bench.measured for name, bench in shown_strategies(self.result).items()}
         cells = layout.tp * layout.owners
         loads = {name: bench.update_s for name, bench in measured.items() if len(bench.update_s) == cells}
-        maps = [LoadMap(title=name, loads=seconds) for name, seconds in loads.items() if any(seconds)]
+        maps = {name: seconds for name, seconds in loads.items() if any(seconds)}
         if maps:
             lead = "measured matrix update time of every rank in one step; colour: time relative to the mean"
             yield section_head("Load map", f", {lead}")
@@ -128,31 +115,25 @@ class BenchView(Page):
 
     def _comparison(self) -> Iterator[RenderableType]:
         """Yields every strategy's times relative to the reference's, and its overhead over AdamW."""
-        result, reference, names = self.result, clean(self.result.reference), shown_strategies(self.result)
+        result, reference, names = self.result, self.result.reference, list(shown_strategies(self.result))
         heads = ("measured", "plan")
         groups = [
-            Columns(
-                title=title,
-                heads=heads,
-                rows=tuple(_ratio_cells(result, name, speedup, seconds) for name in names),
-            )
+            Columns(title, heads, [_ratio_cells(result, name, speedup, seconds) for name in names])
             for title, speedup, seconds in (
-                ("optimizer step", result.optimizer_speedup, lambda strategy: strategy.optimizer_s),
-                ("iteration", result.iteration_speedup, lambda strategy: strategy.iteration_s),
+                ("optimizer step", result.optimizer_speedup, lambda predicted: predicted.optimizer_s),
+                ("iteration", result.iteration_speedup, lambda predicted: predicted.iteration_s),
             )
         ]
         if "adamw" in result.strategies:
-            cells = tuple(_overhead_cells(result, name) for name in names)
-            groups.append(Columns(title="over AdamW", heads=heads, rows=cells))
+            groups.append(Columns("over AdamW", heads, [_overhead_cells(result, name) for name in names]))
         title = f": time divided by {reference}'s time, median [quartiles] of the ratio in each round"
         yield section_head("Compared", title)
-        labels = [clean(name) for name in names]
-        yield GroupedTable(head="strategy", labels=labels, groups=shown_groups(result, groups))
+        yield GroupedTable(head="strategy", labels=names, groups=shown_groups(result, groups))
         if len(groups) > 2:
             yield note("over AdamW: the increase of an iteration's time over AdamW's")
         if any(group.shows(NOT_DISTINCT) for group in groups):
             yield note(OVERLAP)
-        alone = [clean(name) for name in names if result.strategies[name].alone]
+        alone = [name for name in names if result.strategies[name].alone]
         if alone:
             yield note(f"* {', '.join(alone)}: measured alone, because {reference} did not fit in memory as well")
 
@@ -168,34 +149,37 @@ def steps(benches: Iterable[tuple[str, StrategyBench]], *, planned: bool) -> Bar
     rows = []
     for label, bench in benches:
         measured, predicted = bench.measured, bench.predicted
-        rows.append(phase_bar(clean(label), measured.means, median(measured.iteration_s)))
+        rows.append(phase_bar(label, measured.means, median(measured.iteration_s)))
         if planned:
             rows.append(phase_bar("predicted", predicted.phases, predicted.iteration_s, faint=True))
     return step_bars(rows)
 
 
-def heading(result: BenchResult, title: str, *, without: str = "") -> Iterator[RenderableType]:
+def heading(result: BenchResult, title: str, *, without: str | None = None) -> Iterator[RenderableType]:
     """Yields the heading: the run, the hardware and the number of rounds.
 
     Args:
         without: the setting that a sweep varies (`optimizer` or `gpus`), which the title leaves out.
     """
-    layout = describe_layout(result.layout, rank_word(result.device))
-    parts = {"": result.recipe, "optimizer": result.optimizer, "gpus": layout}
-    yield section_head(title, f": {', '.join(clean(parts[key]) for key in parts if not key or key != without)}")
-    machine = ", ".join(
-        f"{_fact_text(value)}{_UNITS[key]}" if key in _UNITS else f"{clean(key).replace('_', ' ')} {_fact_text(value)}"
-        for key, value in result.machine.items()
-        if key not in _LEFT_OUT
-    )
+    layout = describe_layout(result.layout, result.device)
+    parts = {"recipe": result.recipe, "optimizer": result.optimizer, "gpus": layout}
+    yield section_head(title, f": {', '.join(text for key, text in parts.items() if key != without)}")
+    facts = [_fact(key, value) for key, value in result.machine.items() if key not in _LEFT_OUT]
+    steps = plural(max(1, result.steps_per_turn - 1), "measured step")
+    rounds = f"{plural(result.rounds, 'round')} of {steps}"
     rows: dict[str, Text | str] = {
         **predictions(result, "measured by canzona calibrate"),
-        "measured": f"{_rounds(result)}, interleaved, after {plural(result.warm_up_rounds, 'warm-up round')}",
-        "machine": machine,
-        "arithmetic": clean(result.arithmetic),
-        "settings": " ".join(clean(override) for override in result.overrides),
+        "measured": f"{rounds}, interleaved, after {plural(result.warm_up_rounds, 'warm-up round')}",
+        "machine": ", ".join(facts),
+        "arithmetic": result.arithmetic,
+        "settings": " ".join(result.overrides),
     }
     yield from labelled_rows(((label, value) for label, value in rows.items() if value), 11)
+
+
+def _fact(key: str, value: str | int | float) -> str:
+    text = number(value) if isinstance(value, float) else str(value)
+    return f"{text}{_UNITS[key]}" if key in _UNITS else f"{key.replace('_', ' ')} {text}"
 
 
 def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
@@ -208,15 +192,12 @@ def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
     if not result.planned:
         return {"planned": CALIBRATE}
     trust = (origin, "") if result.calibrated else ("not calibrated: expect large errors", "yellow")
-    return {"predicted": Text.assemble(f"by profile {clean(result.profile)}, ", trust)}
+    return {"predicted": joined(f"by profile {result.profile}, ", trust)}
 
 
-def _rounds(result: BenchResult) -> str:
-    return f"{plural(result.rounds, 'round')} of {plural(max(1, result.steps_per_turn - 1), 'measured step')}"
-
-
-def _fact_text(value: str | int | float) -> str:
-    return number(value) if isinstance(value, float) else clean(value)
+def _occurs(phase: str, benches: Iterable[StrategyBench], *, planned: bool) -> bool:
+    """Returns True if a strategy has a measured or, if `planned`, a predicted time for the phase."""
+    return any(phase in bench.measured.phases or (planned and bench.predicted.phases.get(phase)) for bench in benches)
 
 
 def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
@@ -253,16 +234,17 @@ def _ratio_cells(
     """Returns the strategy's time divided by the reference's, as measured and as predicted."""
     if name == result.reference:
         return ("1", "1")
-    strategy_s, reference_s = (seconds(result.strategies[strategy].predicted) for strategy in (name, result.reference))
+    names = (name, result.reference)
+    strategy_s, reference_s = (seconds(result.strategies[strategy].predicted) for strategy in names)
     return speedup_text(speedup(name)), f"{ratio_text(strategy_s / reference_s if reference_s else None)}x"
 
 
 def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
-    overhead = result.overhead(name)
-    if overhead is None:
+    measured = result.overhead(name)
+    if measured is None:
         return (MISSING, MISSING)
-    shown = percent_text(overhead.ratio.median - 1) if overhead.distinct else NOT_DISTINCT
-    return (shown, percent_text(result.predicted_overhead(name)))
+    shown = overhead(measured.ratio.median - 1) if measured.distinct else NOT_DISTINCT
+    return (shown, overhead(result.predicted_overhead(name)))
 
 
 def _losses_text(result: BenchResult, name: str) -> Text:
@@ -273,26 +255,15 @@ def _losses_text(result: BenchResult, name: str) -> Text:
     if relative != name:
         others = result.strategies[relative].measured.losses
         difference = max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
-        text.append(f", at most {100 * difference:.2g}% from {clean(relative)}'s")
+        text.append(f", at most {100 * difference:.2g}% from {relative}'s")
     elif name != result.reference and [*relatives.values()].count(name) == 1:
         text.append(", not compared: it computes different updates", style="dim")
     return text
 
 
-def _difference_text(result: BenchResult, name: str) -> str:
-    bench = result.strategies[name]
-    difference = why(bench.measured.phases, bench.predicted.phases)
-    return "no phase was measured" if difference is None else difference.text
-
-
-def phase_name(phase: str) -> str:
-    """Returns a phase's label: its bare name, or for a total the label that a breakdown has below its phase."""
-    return PHASES[phase].name if phase in PHASES else LABELS.get(phase, phase)
-
-
-def shown_strategies(result: BenchResult) -> tuple[str, ...]:
+def shown_strategies(result: BenchResult) -> dict[str, StrategyBench]:
     """Returns the strategies of a result in the order in which they are shown."""
-    return tuple(name for name in STRATEGIES if name in result.strategies)
+    return {name: result.strategies[name] for name in STRATEGIES if name in result.strategies}
 
 
 def error_text(measured: float | None, predicted: float | None) -> Text:
@@ -301,8 +272,7 @@ def error_text(measured: float | None, predicted: float | None) -> Text:
     if not actual or not planned:  # a value that is missing or 0 has no relative error worth showing
         return Text("")
     error = planned / actual - 1
-    shown = "0%" if abs(error) < 0.005 else f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
-    return Text(shown, style="yellow" if abs(error) > TOLERANCE else "dim")
+    return Text(error_percent(error), style="yellow" if abs(error) > TOLERANCE else "dim")
 
 
 def ms_text(seconds: float | None) -> str:
@@ -332,10 +302,6 @@ def speedup_text(speedup: Speedup) -> str:
         return NOT_DISTINCT
     ratio = speedup.ratio
     return f"{ratio.median:.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]"
-
-
-def percent_text(value: float | None) -> str:
-    return MISSING if value is None else f"{100 * value:+.1f}%"
 
 
 def ratio_text(value: float | None) -> str:

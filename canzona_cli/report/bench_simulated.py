@@ -12,12 +12,13 @@ from canzona_cli.bench.options import AFFECTED, SweepKind
 from canzona_cli.bench.simulated import YARDSTICKS, SimulatedCell, Simulation
 from canzona_cli.cluster.search import LayoutResult
 from canzona_cli.report.bench_sweep import HEADS, TITLES
-from canzona_cli.report.curves import Curve, Curves, SideBySide
+from canzona_cli.report.curves import Curve, Curves, side_by_side
 from canzona_cli.report.header import rank_word
+from canzona_cli.report.markup import Html
 from canzona_cli.report.page import Page, Screen, items, paragraph, section_head
 from canzona_cli.report.tables import Columns, GroupedTable
 from canzona_cli.run.phases import STRATEGIES
-from canzona_cli.run.words import MISSING, clean, layout_code, milliseconds, number, overhead
+from canzona_cli.run.words import MISSING, layout_code, milliseconds, number, overhead
 from canzona_cli.simulate.compare import Study
 
 _MATRIX = tuple(name for name in STRATEGIES if name != "adamw")
@@ -38,16 +39,13 @@ class SimulationView(Page):
         trust = "(calibrated)" if simulation.calibrated else "(hand-written, not calibrated)"
         low, high = min(simulation.gpus), max(simulation.gpus)
         span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-        yield section_head(
-            "Simulated",
-            f", not measured: {clean(simulation.optimizer)} on {span} {unit}, "
-            f"profile {clean(simulation.profile)} {trust}",
-        )
+        scope = f"{simulation.optimizer} on {span} {unit}, profile {simulation.profile} {trust}"
+        yield section_head("Simulated", f", not measured: {scope}")
         if simulation.overrides:
-            yield paragraph(" ".join(map(clean, simulation.overrides)), "dim")
+            yield paragraph(" ".join(simulation.overrides), "dim")
         for recipe in simulation.recipes:
             yield Text()
-            yield Text(clean(recipe), style="bold")
+            yield paragraph(recipe, "bold")
             if screen.page:
                 yield _scaling_charts(self.simulation.cells_of(recipe))
             yield from self._size(recipe)
@@ -77,7 +75,7 @@ class SimulationView(Page):
         yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
         for cell in cells:
             if cell.reason:
-                yield paragraph(f"{cell.gpus:,}: no layout: {clean(cell.reason)}", "yellow", first="  ", rest="    ")
+                yield paragraph(f"{cell.gpus:,}: no layout: {cell.reason}", "yellow", first="  ", rest="    ")
 
     def _legend(self) -> Iterator[str]:
         yield (
@@ -90,10 +88,8 @@ class SimulationView(Page):
         if any(not strategy.fits for study in studies for strategy in study.strategies.values()):
             yield "! does not fit in memory in that layout: simulated as if it did, and excluded from comparisons"
         if self.simulation.optimizer != "muon":
-            yield (
-                "layerwise: Megatron supports it only for muon; the times are those of the same method with "
-                f"{clean(self.simulation.optimizer)}"
-            )
+            method = f"the same method with {self.simulation.optimizer}"
+            yield f"layerwise: Megatron supports it only for muon; the times are those of {method}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ class SimulatedSweepView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         first = next(iter(self.simulations.values()))
-        yield section_head("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {clean(first.profile)}")
+        yield section_head("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {first.profile}")
         yield paragraph(TITLES[self.kind], "dim")
         unit = f"{rank_word(first.device)}s"
         for place, cell in enumerate(first.cells):
@@ -120,13 +116,11 @@ class SimulatedSweepView(Page):
             else:
                 where, groups = "", [layouts, *groups]
             yield Text()
-            yield Text(f"{clean(cell.recipe)} on {cell.gpus:,} {unit}{where}", style="bold")
-            yield GroupedTable(
-                head=HEADS[self.kind], labels=[clean(value) for value in self.simulations], groups=groups
-            )
+            yield paragraph(f"{cell.recipe} on {cell.gpus:,} {unit}{where}", "bold")
+            yield GroupedTable(head=HEADS[self.kind], labels=list(self.simulations), groups=groups)
             for value, other in zip(self.simulations, cells, strict=True):
                 if other.reason:
-                    yield paragraph(f"{clean(value)}: {clean(other.reason)}", "yellow", first="  ", rest="    ")
+                    yield paragraph(f"{value}: {other.reason}", "yellow", first="  ", rest="    ")
 
     def _groups(self, cells: Sequence[SimulatedCell]) -> list[Columns]:
         names = AFFECTED.get(self.kind, _MATRIX)
@@ -146,15 +140,15 @@ class SimulatedSweepView(Page):
 
 
 def _layout_column(cells: Sequence[SimulatedCell]) -> Columns:
-    rows = tuple((MISSING if cell.study is None else layout_code(cell.study.layout),) for cell in cells)
-    return Columns(title="layout", heads=("",), rows=rows)
+    rows = [(MISSING if cell.study is None else layout_code(cell.study.layout),) for cell in cells]
+    return Columns("layout", ("",), rows)
 
 
 def _strategy_columns(
     cells: Sequence[SimulatedCell], title: str, names: Sequence[str], show: Callable[[Study, str], str]
 ) -> Columns:
-    rows = (() if cell.study is None else tuple(show(cell.study, name) for name in names) for cell in cells)
-    return Columns(title=title, heads=tuple(names), rows=tuple(rows))
+    rows = [() if cell.study is None else tuple(show(cell.study, name) for name in names) for cell in cells]
+    return Columns(title, names, rows)
 
 
 def _yardstick_columns(
@@ -165,11 +159,11 @@ def _yardstick_columns(
     Args:
         show: formats a cell, given the fastest layout and canzona's overhead over it.
     """
-    rows = (
+    rows = [
         tuple(MISSING if best is None else show(best, cell.overhead(name)) for name, best in cell.yardsticks.items())
         for cell in cells
-    )
-    return Columns(title=title, heads=YARDSTICKS, rows=tuple(rows))
+    ]
+    return Columns(title, YARDSTICKS, rows)
 
 
 def _step_columns(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Iterator[Columns]:
@@ -198,7 +192,7 @@ def _ratio_to_canzona(study: Study, name: str) -> str:
     return f"{ratio:.0f}x" if ratio >= 99.5 else f"{ratio:.1f}x"
 
 
-def _scaling_charts(cells: Sequence[SimulatedCell]) -> SideBySide:
+def _scaling_charts(cells: Sequence[SimulatedCell]) -> Html:
     """Returns charts with the number of GPUs as the x axis and a curve for each strategy. Only HTML pages
     show them."""
     studies = {cell.gpus: cell.study for cell in cells if cell.study is not None}
@@ -217,7 +211,7 @@ def _scaling_charts(cells: Sequence[SimulatedCell]) -> SideBySide:
         ]
         return Curves(title=title, curves=curves, height=160, axes=axes, x="GPUs", show=_axis_number)
 
-    return SideBySide(
+    return side_by_side(
         chart("iteration, s (hollow: does not fit)", lambda study, name: study.result(name).iteration_s, *STRATEGIES),
         chart("optimizer step, ms", lambda study, name: 1e3 * study.result(name).optimizer_s, *STRATEGIES),
         chart("iteration / AdamW's", _ratio_to_adamw, *_MATRIX, axes="log x"),

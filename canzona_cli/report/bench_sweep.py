@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Literal
 
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from canzona_cli.bench.options import SweepKind
 from canzona_cli.bench.results import BenchResult, Measured, Predicted
+from canzona_cli.config.schema import Layout
 from canzona_cli.report.bench import (
     NOT_DISTINCT,
     OVERLAP,
@@ -24,12 +26,11 @@ from canzona_cli.report.bench import (
     speedup_text,
     steps,
 )
-from canzona_cli.report.curves import Curve, Curves, SideBySide
-from canzona_cli.report.markup import Picture
+from canzona_cli.report.curves import Curve, Curves, side_by_side
 from canzona_cli.report.page import Page, Screen, items, note, paragraph
 from canzona_cli.report.tables import Cell, Columns, GroupedTable
 from canzona_cli.run.statistics import Speedup
-from canzona_cli.run.words import clean, layout_code, milliseconds, number
+from canzona_cli.run.words import layout_code, milliseconds, number
 
 TITLES: Mapping[SweepKind, str] = {
     "alpha": "Balance communication (0) or compute (1) across data-parallel ranks",
@@ -37,12 +38,7 @@ TITLES: Mapping[SweepKind, str] = {
     "gpus": "The same job on more ranks",
     "optimizer": "Optimizers",
 }
-HEADS: Mapping[SweepKind, str] = {
-    "alpha": "alpha",
-    "c_max": "C_max",
-    "gpus": "ranks",
-    "optimizer": "optimizer",
-}
+HEADS: Mapping[SweepKind, str] = {"alpha": "alpha", "c_max": "C_max", "gpus": "ranks", "optimizer": "optimizer"}
 _ALL = ("measured", "plan", "error")
 _Pair = tuple[float | None, float | None]
 """A measured value and its prediction."""
@@ -57,6 +53,8 @@ class SweepRow:
     result: BenchResult
     fewest: BenchResult
     """The first result with this strategy. In a sweep of ranks, it has the fewest ranks."""
+    begins: bool
+    """True for the first row of a value."""
 
     @property
     def measured(self) -> Measured:
@@ -66,47 +64,15 @@ class SweepRow:
     def predicted(self) -> Predicted:
         return self.result.strategies[self.strategy].predicted
 
-    def phase(self, name: str) -> _Pair:
-        """Returns the seconds of a phase."""
-        return self.measured.means.get(name), self.predicted.phases.get(name)
-
-    @property
-    def optimizer(self) -> _Pair:
-        """The median seconds of an optimizer step, and its predicted seconds."""
-        return median(self.measured.optimizer_s), self.predicted.optimizer_s
-
-    @property
-    def iteration(self) -> _Pair:
-        """The median seconds of an iteration, and its predicted seconds."""
-        return median(self.measured.iteration_s), self.predicted.iteration_s
-
-    @property
-    def balance(self) -> _Pair:
-        """The load balance of matrix updates: max over mean of the ranks."""
-        return self.measured.load_balance, self.predicted.load_balance
-
-    @property
-    def efficiency(self) -> _Pair:
-        """The throughput per rank, relative to the same strategy on the fewest ranks."""
-        base = replace(self, result=self.fewest)
-        more = self._sequences / base._sequences
-        measured = median(base.measured.iteration_s) / median(self.measured.iteration_s)
-        return more * measured, more * base.predicted.iteration_s / self.predicted.iteration_s
-
-    @property
-    def _sequences(self) -> float:
-        """The sequences per rank in an iteration."""
-        return self.result.layout.global_batch_size / self.result.layout.world_size
-
 
 def sweep_rows(results: Mapping[str, BenchResult]) -> list[SweepRow]:
     """Returns a row for each value and strategy."""
     fewest: dict[str, BenchResult] = {}
     rows = []
     for value, result in results.items():
-        for strategy in shown_strategies(result):
+        for place, strategy in enumerate(shown_strategies(result)):
             first = fewest.setdefault(strategy, result)
-            rows.append(SweepRow(value=value, strategy=strategy, result=result, fewest=first))
+            rows.append(SweepRow(value=value, strategy=strategy, result=result, fewest=first, begins=place == 0))
     return rows
 
 
@@ -124,8 +90,7 @@ class _Quantity:
 
     def columns(self, rows: Sequence[SweepRow]) -> Columns:
         """Returns the two columns of the quantity: measured and predicted."""
-        cells = (tuple(map(self.show, self.pair(row))) for row in rows)
-        return Columns(title=self.title, heads=("measured", "plan"), rows=tuple(cells))
+        return Columns(self.title, ("measured", "plan"), [tuple(map(self.show, self.pair(row))) for row in rows])
 
     def chart(self, rows: Sequence[SweepRow], kind: SweepKind) -> Curves:
         """Draws a measured and a predicted curve for each strategy."""
@@ -142,17 +107,40 @@ class _Quantity:
 
 
 def _phase(title: str, name: str) -> _Quantity:
-    """Returns a quantity that shows the time of a phase."""
-    return _Quantity(title=title, pair=lambda row: row.phase(name))
+    """Returns a quantity that shows the seconds of a phase."""
+    return _Quantity(title=title, pair=lambda row: (row.measured.means.get(name), row.predicted.phases.get(name)))
 
 
-_STEP = _Quantity(title="optimizer step, ms", pair=lambda row: row.optimizer)
-_ITERATION = _Quantity(title="iteration, ms", pair=lambda row: row.iteration)
-_BALANCE = _Quantity(title="load balance", pair=lambda row: row.balance, show=ratio_text, unit=1.0)
+def _optimizer(row: SweepRow) -> _Pair:
+    return median(row.measured.optimizer_s), row.predicted.optimizer_s
+
+
+def _iteration(row: SweepRow) -> _Pair:
+    return median(row.measured.iteration_s), row.predicted.iteration_s
+
+
+def _balance(row: SweepRow) -> _Pair:
+    return row.measured.load_balance, row.predicted.load_balance
+
+
+def _efficiency(row: SweepRow) -> _Pair:
+    """Returns the throughput per rank, relative to the same strategy on the fewest ranks."""
+    fewest = replace(row, result=row.fewest)
+    more = _sequences(row.result.layout) / _sequences(row.fewest.layout)
+    measured = median(fewest.measured.iteration_s) / median(row.measured.iteration_s)
+    return more * measured, more * fewest.predicted.iteration_s / row.predicted.iteration_s
+
+
+def _sequences(layout: Layout) -> float:
+    """Returns the sequences per rank in an iteration."""
+    return layout.global_batch_size / layout.world_size
+
+
+_STEP = _Quantity(title="optimizer step, ms", pair=_optimizer)
+_ITERATION = _Quantity(title="iteration, ms", pair=_iteration)
+_BALANCE = _Quantity(title="load balance", pair=_balance, show=ratio_text, unit=1.0)
 _EXCHANGE = _phase("exposed exchange, ms", "exchange")
-_EFFICIENCY = _Quantity(
-    title="efficiency, %", pair=lambda row: row.efficiency, show=lambda share: number(share, ".0%"), unit=0.01
-)
+_EFFICIENCY = _Quantity(title="efficiency, %", pair=_efficiency, show=partial(number, spec=".0%"), unit=0.01)
 _SUBJECTS: Mapping[SweepKind, _Quantity] = {"alpha": _BALANCE, "c_max": _EXCHANGE, "gpus": _EFFICIENCY}
 """The quantity that each numeric setting is meant to change."""
 
@@ -172,20 +160,17 @@ class SweepView(Page):
         yield from heading(self._common_result, f"Sweep of {HEADS[self.kind]}", without=self.kind)
         yield Text()
         yield paragraph(TITLES[self.kind], "bold")
-        rows = sweep_rows(self.results)
+        rows, several = sweep_rows(self.results), self._has_several_strategies
         if screen.page:
             yield self._picture(rows)
-        sections = (
-            [n for n, row in enumerate(rows) if n and row.value != rows[n - 1].value]
-            if self._has_several_strategies
-            else []
-        )
         groups = shown_groups(rows[0].result, self._groups(rows))
+        width = max(len(row.value) for row in rows)
+        labels = [f"{row.value * row.begins:<{width}} {row.strategy}" if several else row.value for row in rows]
         yield GroupedTable(
-            head=f"{HEADS[self.kind]}, strategy" if self._has_several_strategies else HEADS[self.kind],
-            labels=[self._label(n, rows) for n in range(len(rows))],
+            head=HEADS[self.kind] + ", strategy" * several,
+            labels=labels,
             groups=groups,
-            sections=sections,
+            sections=[place for place, row in enumerate(rows) if several and place and row.begins],
         )
         yield from map(note, self._remarks(groups))
         shared = set.intersection(*(set(result.notes) for result in self.results.values()))
@@ -194,16 +179,16 @@ class SweepView(Page):
             for value, result in self.results.items()
             for text in result.notes
         )
-        yield from items("Notes", map(clean, notes))
+        yield from items("Notes", notes)
 
-    def _picture(self, rows: Sequence[SweepRow]) -> Picture:
+    def _picture(self, rows: Sequence[SweepRow]) -> RenderableType:
         """Draws curves if the values are numbers; otherwise draws a bar for each value and strategy."""
         numeric = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not `auto`
         if not numeric:
             labelled = ((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)
             return steps(labelled, planned=rows[0].result.planned)
         shown = (_STEP, _ITERATION, _SUBJECTS[self.kind])
-        return SideBySide(*(quantity.chart(numeric, self.kind) for quantity in shown))
+        return side_by_side(*(quantity.chart(numeric, self.kind) for quantity in shown))
 
     @property
     def _common_result(self) -> BenchResult:
@@ -223,33 +208,24 @@ class SweepView(Page):
     def _has_several_strategies(self) -> bool:
         return any(len(result.strategies) > 1 for result in self.results.values())
 
-    def _label(self, place: int, rows: list[SweepRow]) -> str:
-        row = rows[place]
-        if not self._has_several_strategies:
-            return clean(row.value)
-        width = max(len(clean(other.value)) for other in rows)
-        value = clean(row.value) if place == 0 or rows[place - 1].value != row.value else ""
-        return f"{value:<{width}} {clean(row.strategy)}"
-
     def _groups(self, rows: list[SweepRow]) -> list[Columns]:
         """Returns the columns for step times and for the quantities that this setting affects."""
 
         def group(title: str, cells: Callable[[SweepRow], tuple[Cell, ...]], *heads: str) -> Columns:
-            return Columns(title=title, heads=heads, rows=tuple(map(cells, rows)))
+            return Columns(title, heads, list(map(cells, rows)))
 
-        times = [
-            group(_STEP.title, lambda row: _time_cells(row.measured.optimizer_s, row.predicted.optimizer_s), *_ALL),
-            group(
-                _ITERATION.title, lambda row: _time_cells(row.measured.iteration_s, row.predicted.iteration_s), *_ALL
-            ),
-        ]
+        steps = [_time_cells(row.measured.optimizer_s, row.predicted.optimizer_s) for row in rows]
+        iterations = [_time_cells(row.measured.iteration_s, row.predicted.iteration_s) for row in rows]
+        times = [Columns(_STEP.title, _ALL, steps), Columns(_ITERATION.title, _ALL, iterations)]
         balance = _BALANCE.columns(rows)
         if self.kind == "alpha":
             reduced = _phase("total reduction, ms", "grad_reduce_total").columns(rows)
             return [balance, *times, reduced, _phase("total gathering, ms", "param_gather_total").columns(rows)]
         if self.kind == "c_max":
+            amounts = [(max(row.measured.tensor_bytes), row.predicted.tensor_bytes) for row in rows]
+            memory = Columns("fullest rank, MiB", _ALL, [cells_with_error(*pair, mib_text) for pair in amounts])
             exchanged = (_EXCHANGE.columns(rows), _phase("total exchange, ms", "exchange_total").columns(rows))
-            return [*times, *exchanged, group("fullest rank, MiB", _memory_cells, *_ALL)]
+            return [*times, *exchanged, memory]
         if self.kind == "gpus":
             layouts = group("layout", lambda row: (layout_code(row.result.layout),), "")
             work = group("CPU time, s", lambda row: (number(median(row.measured.processor_s), ".3g"),), "measured")
@@ -263,17 +239,17 @@ class SweepView(Page):
         ]
 
     def _remarks(self, groups: Sequence[Columns]) -> Iterator[str]:
-        plan = "; plan: predicted; error: predicted / measured - 1" if self._common_result.planned else ""
+        first = next(iter(self.results.values()))
+        plan = "; plan: predicted; error: predicted / measured - 1" if first.planned else ""
         yield f"measured: median [quartiles] of the rounds{plan}"
         if any(group.shows(NOT_DISTINCT) for group in groups):
             yield OVERLAP
         if self.kind == "optimizer" and self._has_several_strategies:
-            references = dict.fromkeys(clean(result.reference) for result in self.results.values())
-            base = ", ".join(references)
+            base = ", ".join(dict.fromkeys(result.reference for result in self.results.values()))
             yield f"ratio: time divided by {base}'s time, median [quartiles] of the ratio in each round"
         if self.kind == "gpus":
             yield "efficiency: sequences per second per rank, relative to the run on the fewest ranks"
-            cores = next(iter(self.results.values())).machine.get("cores")
+            cores = first.machine.get("cores")
             most = max(result.layout.world_size for result in self.results.values())
             on_cpu = any(result.device == "cpu" for result in self.results.values())
             if on_cpu and isinstance(cores, int) and most > cores:
@@ -285,10 +261,6 @@ class SweepView(Page):
 
 def _time_cells(measured: Sequence[float], plan: float) -> tuple[Cell, ...]:
     return quartiles(measured), milliseconds(plan), error_text(median(measured), plan)
-
-
-def _memory_cells(row: SweepRow) -> tuple[Cell, ...]:
-    return cells_with_error(max(row.measured.tensor_bytes), row.predicted.tensor_bytes, mib_text)
 
 
 def _speedup_cells(row: SweepRow, speedup: Callable[[str], Speedup]) -> tuple[Cell, ...]:

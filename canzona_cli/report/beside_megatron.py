@@ -9,10 +9,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.costs.memory import GIB
-from canzona_cli.report.header import describe_layout, rank_word
-from canzona_cli.report.page import Page, Screen, labelled_rows, note, paragraph
+from canzona_cli.report.header import describe_layout
+from canzona_cli.report.page import Page, Screen, joined, labelled_rows, note, paragraph
 from canzona_cli.report.tables import rows_table
-from canzona_cli.run.words import MISSING, clean, overhead, plural, step_time
+from canzona_cli.run.words import MISSING, overhead, plural, step_time
 from canzona_cli.simulate.beside_megatron import Cost, MegatronComparison
 
 _SHOWN = 4
@@ -37,15 +37,15 @@ class BesideMegatronView(Page):
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         beside, run, config = self.beside, self.beside.run, self.beside.config
         optimizer = "AdamW" if run.optimizer == "adamw" else "Muon"
-        layout = describe_layout(beside.layout, rank_word(config.cluster.device))
-        model = f"  {clean(config.model.name)}, {optimizer}, {layout} on {clean(config.cluster.name)}"
-        yield paragraph(Text.assemble((clean(run.path.name), "bold"), model))
+        layout = describe_layout(beside.layout, config.cluster.device)
+        model = f"  {config.model.name}, {optimizer}, {layout} on {config.cluster.name}"
+        yield paragraph(joined((run.path.name, "bold"), model))
         batch = f"{beside.layout.global_batch_size:,} sequences × {config.train.seq_length:,}"
         yield note(f"{batch}, micro-batch {beside.layout.micro_batch_size}")
         yield self._table()
         fits = all(cost.fits for cost in (beside.adamw, beside.muon, beside.canzona))
-        misfits = "" if fits else "; !: does not fit"
         yield note("simulated, all in Megatron's own loop, so that only the optimizers differ")
+        misfits = "" if fits else "; !: does not fit"
         yield note(f"optimizer: exposed time; balance: max / mean update time of ranks{misfits}")
         yield Text()
         yield from labelled_rows(self._rows(), 16)
@@ -54,7 +54,7 @@ class BesideMegatronView(Page):
             elsewhere = "canzona's own loop cannot train this model:"
             nowhere = "canzona plans this model, but cannot train it:"
             yield paragraph(elsewhere if self._in_megatrons_loop else nowhere, "bold")
-            yield from (note(clean(reason)) for reason in self._first_few(run.plans_only))
+            yield from map(note, self._first_few(run.plans_only))
             return
         lacking = f", without {' and '.join(beside.overlaps)}" if beside.overlaps else ""
         data = "" if "data.path" in run.overrides else "; add data.path=PREFIX"
@@ -98,10 +98,10 @@ class BesideMegatronView(Page):
             yield "muon-tp-mode", f"{run.tp_mode}: {_MODES[run.tp_mode]}"
         for label, arguments in (("not understood", run.not_understood), ("not simulated", run.left_out)):
             if arguments:
-                yield label, clean(", ".join(self._first_few(arguments)))
+                yield label, ", ".join(self._first_few(arguments))
         if run.no_effect:
             shown = f": {', '.join(run.no_effect)}" if self.verbose else " (-v lists them)"
-            yield "no effect", clean(f"{plural(len(run.no_effect), 'other argument')}{shown}")
+            yield "no effect", f"{plural(len(run.no_effect), 'other argument')}{shown}"
 
     def _first_few(self, arguments: Sequence[str]) -> Sequence[str]:
         """Returns all arguments if they are few or the view is verbose; otherwise the first few and the

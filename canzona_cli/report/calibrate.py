@@ -2,7 +2,7 @@
 the base profile's number."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,15 +24,18 @@ from canzona_cli.run.words import MISSING, clean, milliseconds, plural, size
 _NAME, _BEFORE = 31, 9
 """The widths in characters of the first column of every table, and of the longest heading of a last
 column."""
-_SINGLE: Mapping[Quantity, tuple[str, str]] = {
-    "fp32_tflops": ("fp32 matmuls", "TFLOP/s"),
-    "tf32_tflops": ("TF32 matmuls", "TFLOP/s"),
-    "qr_tflops": ("QR", "TFLOP/s"),
-    "eigh_tflops": ("eigendecomposition", "TFLOP/s"),
-    "launch_us": ("operation launch", "us"),
-    "memory_gb_per_s": ("memory bandwidth", "GB/s"),
-    "adamw_ns": ("AdamW per element", "ns"),
+_SINGLE: Mapping[Quantity, str] = {
+    "fp32_tflops": "fp32 matmuls, TFLOP/s",
+    "tf32_tflops": "TF32 matmuls, TFLOP/s",
+    "qr_tflops": "QR, TFLOP/s",
+    "eigh_tflops": "eigendecomposition, TFLOP/s",
+    "launch_us": "operation launch, us",
+    "memory_gb_per_s": "memory bandwidth, GB/s",
+    "adamw_ns": "AdamW per element, ns",
 }
+_IN_SECONDS: tuple[Quantity, ...] = ("updates", "collectives", "forward", "backward")
+_Row = tuple[str, Measurement, str]
+"""A name with its unit, the measurement, and the base profile's number."""
 
 
 class Progress(TrainView):
@@ -55,122 +58,96 @@ class CalibrationView(Page):
     calibration: Calibration
     config: RunConfig
     """The run that the calibration was made for; its cluster is the base profile."""
+    written: Path | None
+    """The file of the profile; None if nothing was measured."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         calibration = self.calibration
         if calibration.record.measurements:
-            for table in (self._rates(), self._updates(), self._collectives(), self._steps()):
+            tables = [
+                self._table("", self._rates()),
+                self._table("update of a matrix, ms", self._updates()),
+                self._table("collective, ms", self._collectives()),
+                self._steps(),
+            ]
+            for table in tables:
                 if table.row_count:
                     yield table
                     yield Text()
         yield Text(f"took {calibration.seconds:.0f} s, load average {calibration.load:.1f} at the start")
         for skipped in calibration.record.skipped:
-            yield paragraph(clean(skipped), first="not measured, left to the cost model: ", rest="  ")
+            yield paragraph(skipped, first="not measured, left to the cost model: ", rest="  ")
         for warning in calibration.warnings:
-            yield paragraph(clean(warning), "yellow", first="warning: ", rest="  ")
+            yield paragraph(warning, "yellow", first="warning: ", rest="  ")
+        outcome = calibration.outcome
+        if outcome.status == "interrupted":
+            numbers = "nothing was measured yet" if self.written is None else "the numbers measured so far are kept"
+            yield paragraph(f"interrupted: {numbers}", "bold yellow")
+        elif outcome.failed:
+            yield paragraph(f"failed: {outcome.message}", "bold red")
+            if outcome.log is not None:
+                yield paragraph(f"full output: {outcome.log}")
+        if self.written is not None:
+            where = display_path(self.written)
+            use = f"use it: canzona plan recipe={self.config.name} gpus={self.config.gpus} cluster={where}"
+            yield paragraph(f"written: {where}", "bold")
+            yield replace(paragraph(use), unbroken=True)
 
-    def _rates(self) -> Table:
-        base, table = self.calibration.base, self._empty_table("")
-        for measurement in self.calibration.record.measurements:
-            if measurement.quantity == "matmul_tflops":
-                base_value = matmul_rate(base, int(measurement.key[0]), "bf16") / 1e12
-                _add(
-                    table,
-                    f"bf16 matmuls of {measurement.key[0]}, TFLOP/s",
-                    f"{measurement.spread.median:.3g}",
-                    measurement,
-                    f"{base_value:.3g}",
-                )
-            elif measurement.quantity in _SINGLE:
-                name, unit = _SINGLE[measurement.quantity]
-                _add(
-                    table,
-                    f"{name}, {unit}",
-                    f"{measurement.spread.median:.3g}",
-                    measurement,
-                    _base_value(measurement.quantity, base),
-                )
-        for measurement in self.calibration.record.measurements:
-            if measurement.quantity in ("forward", "backward"):
-                label = f"{measurement.quantity} of {plural(int(measurement.key[0]), 'sequence')}, ms"
-                _add(table, label, milliseconds(measurement.spread.median), measurement, MISSING)
+    def _table(self, title: str, rows: Iterable[_Row]) -> Table:
+        """Returns a table of measurements, their spreads and the base profile's numbers."""
+        table = Table()
+        table.add_column(title, min_width=_NAME, overflow="fold")
+        base = self.calibration.base.name
+        table.add_numbers("measured", "spread", base if len(base) < _BEFORE else f"{base[: _BEFORE - 3]}..")
+        for name, measurement, base_value in rows:
+            median = measurement.spread.median
+            measured = milliseconds(median) if measurement.quantity in _IN_SECONDS else f"{median:.3g}"
+            table.add_row(name, measured, f"{measurement.spread.relative:.0%}", base_value)
         return table
 
-    def _updates(self) -> Table:
-        table = self._empty_table("update of a matrix, ms")
+    def _rates(self) -> Iterator[_Row]:
+        base, measurements = self.calibration.base, self.calibration.record.measurements
+        for measurement in measurements:
+            if measurement.quantity == "matmul_tflops":
+                side = int(measurement.key[0])
+                yield f"bf16 matmuls of {side}, TFLOP/s", measurement, f"{matmul_rate(base, side, 'bf16') / 1e12:.3g}"
+            elif measurement.quantity in _SINGLE:
+                yield _SINGLE[measurement.quantity], measurement, _base_value(measurement.quantity, base)
+        for measurement in measurements:
+            if measurement.quantity in ("forward", "backward"):
+                sequences = plural(int(measurement.key[0]), "sequence")
+                yield f"{measurement.quantity} of {sequences}, ms", measurement, MISSING
+
+    def _updates(self) -> Iterator[_Row]:
         algorithms = {label(update): update for update in map(algorithm_of, measured_runs(self.config))}
         for measurement in self._measurements_of("updates"):
             name, rows, columns = str(measurement.key[0]), int(measurement.key[1]), int(measurement.key[2])
             update = algorithms.get(name.removeprefix("megatron/"))
             code: Implementation = "megatron" if name.startswith("megatron/") else "canzona"
             base_value = None if update is None else seconds(update, rows, columns, self.config.cluster, code)
-            _add(
-                table,
-                f"{name} {rows}x{columns}",
-                milliseconds(measurement.spread.median),
-                measurement,
-                milliseconds(base_value),
-            )
-        return table
+            yield f"{name} {rows}x{columns}", measurement, milliseconds(base_value)
 
-    def _collectives(self) -> Table:
-        rows, table = self._measurements_of("collectives"), self._empty_table("collective, ms")
+    def _collectives(self) -> Iterator[_Row]:
+        measurements = self._measurements_of("collectives")
         links = Links(cluster=replace(self.calibration.base, collectives=()))
-        for measurement in rows:
+        for measurement in measurements:
             kind, ranks, bytes_ = str(measurement.key[0]), int(measurement.key[1]), int(measurement.key[2])
-            largest = max(int(other.key[2]) for other in rows if other.key[:2] == measurement.key[:2])
-            if bytes_ not in (8, 1 << 20, largest):
-                continue  # the table shows three sizes of each collective; the profile has all
-            base_value = milliseconds(_link_seconds(links, kind, ranks, bytes_))
-            _add(
-                table,
-                f"{kind} among {ranks}, {size(bytes_)}",
-                milliseconds(measurement.spread.median),
-                measurement,
-                base_value,
-            )
-        return table
+            largest = max(int(other.key[2]) for other in measurements if other.key[:2] == measurement.key[:2])
+            if bytes_ in (8, 1 << 20, largest):  # three sizes of each collective; the profile has all
+                base_value = milliseconds(_link_seconds(links, kind, ranks, bytes_))
+                yield f"{kind} among {ranks}, {size(bytes_)}", measurement, base_value
 
     def _steps(self) -> Table:
-        profile = self.calibration.profile
         table = Table()
         table.add_column("phase, from full steps", min_width=_NAME)
         table.add_numbers("factor")
-        for name, factor in profile.step_factors.items():
+        for name, factor in self.calibration.profile.step_factors.items():
             table.add_row(name, f"{factor:.3g}")
         return table
 
-    def _empty_table(self, title: str) -> Table:
-        """Returns an empty table with columns for the measurement, its spread and the base profile's
-        number."""
-        table = Table()
-        table.add_column(title, min_width=_NAME, overflow="fold")
-        base = self.calibration.base.name
-        table.add_numbers("measured", "spread", base if len(base) < _BEFORE else f"{base[: _BEFORE - 3]}..")
-        return table
-
     def _measurements_of(self, quantity: Quantity) -> list[Measurement]:
-        rows = [measurement for measurement in self.calibration.record.measurements if measurement.quantity == quantity]
+        rows = (each for each in self.calibration.record.measurements if each.quantity == quantity)
         return sorted(rows, key=lambda measurement: (str(measurement.key[0]), measurement.key[1:]))
-
-
-def closing_lines(calibration: Calibration, config: RunConfig, written: Path | None) -> Iterator[Text]:
-    """Yields lines about the end of the calibration: its outcome, the path of the profile, and a command that
-    uses it.
-
-    The lines are meant to be printed unwrapped, so that they can be copied.
-    """
-    if calibration.outcome.status == "interrupted":
-        outcome = "the numbers measured so far are kept" if written is not None else "nothing was measured yet"
-        yield Text(f"interrupted: {outcome}", style="bold yellow")
-    elif calibration.outcome.failed:
-        yield Text(f"failed: {clean(calibration.outcome.message)}", style="bold red")
-        if calibration.outcome.log is not None:
-            yield Text(f"full output: {calibration.outcome.log}")
-    if written is not None:
-        where = display_path(written)
-        yield Text(f"written: {where}", style="bold")
-        yield Text(f"use it: canzona plan recipe={config.name} gpus={config.gpus} cluster={where}")
 
 
 def _base_value(quantity: Quantity, base: ClusterConfig) -> str:
@@ -193,7 +170,3 @@ def _link_seconds(links: Links, kind: str, ranks: int, bytes_: int) -> float | N
     if kind == "send":
         return links.point_to_point(bytes_, crosses=False).seconds
     return links.ring_pass(bytes_, group).seconds
-
-
-def _add(table: Table, name: str, value: str, measurement: Measurement, base_value: str) -> None:
-    table.add_row(clean(name), value, f"{measurement.spread.relative:.0%}", base_value)

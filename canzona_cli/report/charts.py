@@ -15,10 +15,11 @@ from rich.text import Text
 
 from canzona_cli.report.markup import Html, Picture, foldable, join_markup, key, percent, table_html, tag
 from canzona_cli.report.page import Screen, note
-from canzona_cli.report.tables import GroupedTable, columns
+from canzona_cli.report.tables import GroupedTable, column
 from canzona_cli.run.breakdown import SimulatedEvent, streams_of
 from canzona_cli.run.phases import PHASES, STREAMS, Ink, Interval
-from canzona_cli.run.words import milliseconds, step_time
+from canzona_cli.run.statistics import load_balance
+from canzona_cli.run.words import clean, milliseconds, step_time
 
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _GUTTER: Final = 23
@@ -81,7 +82,7 @@ class Bars(Picture):
                 drawn.append("·" * (round(width * row.limit / self.scale) - drawn.cell_len), style="dim")
             if self._is_cut_off(row):
                 drawn.append(" ▶", style="bold")
-            yield Text.assemble("  ", f"{row.label:<10} {row.value:>9} ", drawn)
+            yield Text.assemble("  ", f"{clean(row.label):<10} {row.value:>9} ", drawn)
         yield from legend_lines(self._legend(), self.inks, screen.width, colour=screen.colour)
 
     def html(self) -> Html:
@@ -110,7 +111,8 @@ class Bars(Picture):
         for name, amount in row.parts:
             if amount > 0:
                 words = f"{self.inks[name].name}: {self.show(amount)}"
-                rects.append(_bar_part(position / self.scale, amount / self.scale, self.inks[name].css, words))
+                start, length = position / self.scale, amount / self.scale
+                rects.append(_bar_part(start, length, self.inks[name].css, words))
                 position += amount
         yield tag("span", row.label, class_="bar-label")
         look = "bar faint" if row.faint else "bar"
@@ -145,8 +147,8 @@ def stacked_bar(
         done += amount
         end = min(width, round(done / total * width)) if total > 0 else 0
         if end > drawn_width:
-            ink = inks[name]
-            drawn.append(("█" if colour else ink.letter) * (end - drawn_width), style=ink.style if colour else "")
+            mark, style = ("█", inks[name].style) if colour else (inks[name].letter, "")
+            drawn.append(mark * (end - drawn_width), style=style)
             drawn_width = end
     return drawn
 
@@ -164,9 +166,8 @@ def legend_lines(
     line = Text()
     for name, label in parts:
         ink = inks[name]
-        entry = Text.assemble(
-            "  ", ("█" if colour else ink.letter, ink.style if colour else "bold"), f" {label}", no_wrap=True
-        )
+        mark = ("█", ink.style) if colour else (ink.letter, "bold")
+        entry = Text.assemble("  ", mark, f" {label}", no_wrap=True)
         if line and line.cell_len + entry.cell_len > width:
             yield line
             line = Text()
@@ -310,31 +311,19 @@ _BETWEEN: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadMap:
-    """The measured or planned load of every rank, with a title such as the name of a strategy."""
-
-    title: str
-    loads: Sequence[float]
-    """The seconds of each cell; the cell of an owner and a host has the index `owner * hosts + host`."""
-
-    @property
-    def balance(self) -> float | None:
-        """The largest load divided by the mean; None if all loads are 0."""
-        total = sum(self.loads)
-        return max(self.loads) * len(self.loads) / total if total > 0 else None
-
-
-@dataclass(frozen=True, kw_only=True)
 class LoadMaps(Picture):
-    """Load maps next to each other: columns are owners (DP), rows are hosts (TP)."""
+    """Maps of the measured or planned load of every rank, next to each other: columns are owners (DP), rows
+    are hosts (TP)."""
 
-    maps: Sequence[LoadMap]
+    maps: Mapping[str, Sequence[float]]
+    """The seconds of each cell, by a title such as the name of a strategy. The cell of an owner and a host has
+    the index `owner * hosts + host`."""
     hosts: int
     """The number of TP ranks."""
 
     @property
     def owners(self) -> int:
-        return len(self.maps[0].loads) // self.hosts
+        return len(next(iter(self.maps.values()))) // self.hosts
 
     @property
     def _axes(self) -> str:
@@ -345,11 +334,11 @@ class LoadMaps(Picture):
         width = min(width, max(4 * self.owners, 24))
         blocks = [
             [
-                Text(f"{load_map.title} {load_map.balance or 1.0:.2f}", style="bold"),
-                Text(f"slowest {step_time(max(load_map.loads))}", style="dim"),
-                *heat_map(load_map.loads, self.hosts, width),
+                Text(f"{title} {load_balance(loads):.2f}", style="bold"),
+                Text(f"slowest {step_time(max(loads))}", style="dim"),
+                *heat_map(loads, self.hosts, width),
             ]
-            for load_map in self.maps
+            for title, loads in self.maps.items()
         ]
         for row in zip(*blocks, strict=True):
             line = Text("  ", no_wrap=True)
@@ -365,23 +354,24 @@ class LoadMaps(Picture):
     def html(self) -> Html:
         words = (*(f"up to {limit:g}" for limit in HEAT_LIMITS), "above that, times the mean")
         keys = (key(f"h{level}", text) for level, text in enumerate(words))
-        pictures = tag(
-            "div", *map(self._map_html, self.maps), tag("p", *keys, class_="keys wide"), class_="grid-of-charts"
-        )
-        return join_markup([pictures, foldable("table of the numbers", *map(self._numbers_table, self.maps))])
+        legend = tag("p", *keys, class_="keys wide")
+        drawn = (self._map_html(title, loads) for title, loads in self.maps.items())
+        pictures = tag("div", *drawn, legend, class_="grid-of-charts")
+        tables = (self._numbers_table(title, loads) for title, loads in self.maps.items())
+        return join_markup([pictures, foldable("table of the numbers", *tables)])
 
-    def _numbers_table(self, load_map: LoadMap) -> Html:
+    def _numbers_table(self, title: str, loads: Sequence[float]) -> Html:
         """Returns a table with a row for each owner and a column for each host."""
-        rows = list(itertools.batched(map(milliseconds, load_map.loads), self.hosts))
-        groups = columns([f"TP {host}" for host in range(self.hosts)], rows)
+        times = list(map(milliseconds, loads))
+        groups = [column(f"TP {host}", times[host :: self.hosts]) for host in range(self.hosts)]
         labels = [f"DP {owner}" for owner in range(self.owners)]
-        return table_html(GroupedTable(head=f"{load_map.title}, ms", labels=labels, groups=groups))
+        return table_html(GroupedTable(head=f"{title}, ms", labels=labels, groups=groups))
 
-    def _map_html(self, load_map: LoadMap) -> Html:
+    def _map_html(self, title: str, loads: Sequence[float]) -> Html:
         cells: list[Html] = []
-        mean = sum(load_map.loads) / len(load_map.loads)
+        mean = sum(loads) / len(loads)
         width = 1 / self.owners
-        for cell, load in enumerate(load_map.loads):
+        for cell, load in enumerate(loads):
             owner, host = divmod(cell, self.hosts)
             share = f", {load / mean:.2f} of the mean" if mean > 0 else ""
             words = tag("title", f"DP {owner}, TP {host}: {step_time(load)}{share}")
@@ -392,11 +382,11 @@ class LoadMaps(Picture):
                 middle = {"x": percent((owner + 0.5) * width), "y": host * 26 + 16}
                 cells.append(tag("text", milliseconds(load), **middle, class_="cell-text"))
         balance = "no updates"
-        if load_map.balance is not None:
-            balance = f"max / mean {load_map.balance:.3f}, slowest {step_time(max(load_map.loads))}"
-        description = f"{load_map.title}: {self.owners} owners x {self.hosts} hosts, {balance}"
+        if any(loads):
+            balance = f"max / mean {load_balance(loads):.3f}, slowest {step_time(max(loads))}"
+        description = f"{title}: {self.owners} owners x {self.hosts} hosts, {balance}"
         picture = tag("svg", *cells, class_="map", height=26 * self.hosts, role="img", aria_label=description)
-        caption = tag("figcaption", tag("b", load_map.title), tag("span", balance))
+        caption = tag("figcaption", tag("b", title), tag("span", balance))
         return tag("figure", caption, picture, tag("p", f"{self._axes}, ms", class_="note"))
 
 
@@ -419,10 +409,8 @@ def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
         row = Text(no_wrap=True)
         for begin, end in columns:
             load = max(loads[o * hosts + h] for o in range(begin, end) for h in range(first, last))
-            row.append(
-                _heat_mark(load / top if top > 0 else 0.0) * wide,
-                style=_HEAT_STYLES[heat_level(load, mean)],
-            )
+            mark = _heat_mark(load / top if top > 0 else 0.0)
+            row.append(mark * wide, style=_HEAT_STYLES[heat_level(load, mean)])
         yield row
 
 

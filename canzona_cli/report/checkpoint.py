@@ -19,30 +19,18 @@ from canzona_cli.checkpoint.store import ChosenCheckpoints, StoredCheckpoint
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import Problem
 from canzona_cli.report.header import describe_layout, header_rows, optimizer_words
-from canzona_cli.report.page import Page, Screen, labelled_rows, note, paragraph
+from canzona_cli.report.page import Page, Screen, joined, labelled_rows, note, paragraph
 from canzona_cli.report.tables import Cell, Table, rows_table
 from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.records import Evaluation
-from canzona_cli.run.words import (
-    MISSING,
-    clean,
-    count,
-    duration,
-    guard_notes,
-    layout_words,
-    number,
-    plural,
-    size,
-    step_time,
-)
+from canzona_cli.run.words import MISSING, count, duration, guard_notes, layout_words, number, plural, size, step_time
 
 VERSION = 1
 """The version of the JSON output. New keys do not change it; any other change raises it."""
 _LAYOUT = "layout.json"
 _MOST_LAYOUT_BYTES = 1 << 16
-_BIGGEST = 5
 _INTACT = "intact: manifest and file sizes are as written; `canzona checkpoint verify` also hashes the contents"
 
 
@@ -60,7 +48,7 @@ class CheckpointListView(Page):
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        yield paragraph(f"checkpoints in {clean(self.chosen.root)}", "dim")
+        yield paragraph(f"checkpoints in {self.chosen.root}", "dim")
         if not self.chosen.checkpoints:
             yield Text("no checkpoints yet")
             return
@@ -68,7 +56,7 @@ class CheckpointListView(Page):
         yield rows_table(("age", "size", "ranks", "layout", "optimizer", "state"), rows, head="checkpoint")
         for checkpoint in self.chosen.checkpoints:
             for problem in checkpoint.problems:
-                yield paragraph(clean(f"{problem.key}: {problem.reason}"), "red", rest="  ")
+                yield paragraph(f"{problem.key}: {problem.reason}", "red", rest="  ")
         if all(checkpoint.usable for checkpoint in self.chosen.checkpoints):
             yield paragraph(_INTACT, "dim")
 
@@ -81,7 +69,7 @@ def _cells(checkpoint: StoredCheckpoint) -> tuple[Cell, ...]:
         duration(max(0.0, time.time() - manifest.created)),
         size(manifest.bytes),
         f"{manifest.world_size:,}",
-        MISSING if layout is None else describe_layout(layout, "rank").partition(": ")[2],
+        MISSING if layout is None else layout_words(layout, times="×"),
         optimizer_words(manifest.optimizer, manifest.strategy),
         Text("intact", style="green"),
     )
@@ -89,11 +77,12 @@ def _cells(checkpoint: StoredCheckpoint) -> tuple[Cell, ...]:
 
 def _checkpoint_json(checkpoint: StoredCheckpoint) -> dict[str, object]:
     manifest, layout = checkpoint.manifest, _saved_layout(checkpoint)
+    facts, axes = ("created", "bytes", "world_size", "optimizer", "strategy"), ("tp", "pp", "vpp", "cp", "dp")
     return {
         **_problems_json(checkpoint, checkpoint.problems),
         "step": checkpoint.step,
-        **{name: getattr(manifest, name, None) for name in ("created", "bytes", "world_size", "optimizer", "strategy")},
-        "layout": None if layout is None else {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp")},
+        **{name: getattr(manifest, name, None) for name in facts},
+        "layout": None if layout is None else {name: getattr(layout, name) for name in axes},
     }
 
 
@@ -117,20 +106,13 @@ class CheckpointView(Page):
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        yield from labelled_rows(((label, clean(value)) for label, value in self._rows(screen)), 11)
+        yield from labelled_rows(self._rows(), 11)
         yield Text()
         yield self._table()
         yield Text()
-        sizes = self._sizes()
-        for place, name in enumerate(sorted(sizes, key=lambda name: (-sizes[name], name))[:_BIGGEST]):
-            tensor = self.manifest.tensors.get(name)
-            shape = "in pieces" if tensor is None else " × ".join(f"{edge:,}" for edge in tensor.shape)
-            first = f"  {'' if place else 'biggest':<11}"
-            words = f"{name}  {shape if tensor is None else f'{tensor.dtype} {shape}'}, {size(sizes[name])}"
-            yield paragraph(clean(words), first=first, rest=" " * 15)
         yield note(_INTACT)
 
-    def _rows(self, screen: Screen) -> Iterator[tuple[str, str]]:
+    def _rows(self) -> Iterator[tuple[str, str]]:
         manifest = self.manifest
         progress, config = manifest.progress, saved_config(self.checkpoint.path, manifest)
         yield "checkpoint", f"{self.checkpoint.name}, {self.checkpoint.path}"
@@ -138,7 +120,8 @@ class CheckpointView(Page):
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
         yield "saved", f"{age} ago ({saved}), by canzona {manifest.canzona}"
         planned = "" if config is None else f" of {config.train.steps:,}"
-        yield "progress", f"step {progress.step:,}{planned}, {progress.samples:,} sequences, {progress.tokens:,} tokens"
+        read = f"{progress.samples:,} sequences, {progress.tokens:,} tokens"
+        yield "progress", f"step {progress.step:,}{planned}, {read}"
         for text in guard_notes(progress.skipped, progress.fallbacks):
             yield "guards", text
         yield "size", f"{size(manifest.bytes)} in {plural(len(manifest.files), 'file')}"
@@ -149,7 +132,7 @@ class CheckpointView(Page):
             return
         yield "optimizer", optimizer_words(manifest.optimizer, manifest.strategy)
         if layout is not None:
-            yield "layout", describe_layout(layout, "rank")
+            yield "layout", describe_layout(layout, None)
 
     def _sizes(self) -> Counter[str]:
         """Returns the bytes of each full tensor by name. A tensor that is stored in pieces has the sum of
@@ -174,7 +157,7 @@ class CheckpointView(Page):
         total = self._sizes().total()
         for kind, sizes in self._kinds().items():
             share = f"{sum(sizes) / total:.1%}" if total else MISSING
-            table.add_row(Text(clean(kind)), f"{len(sizes):,}", size(sum(sizes)), share)
+            table.add_row(kind, f"{len(sizes):,}", size(sum(sizes)), share)
         table.add_row("scalars", f"{len(self.manifest.scalars):,}")
         return table
 
@@ -209,17 +192,15 @@ class VerificationView(Page):
     def problems(self) -> list[Problem]:
         """The problems of all checkpoints; if several were verified, each fix names the last intact
         checkpoint before the damaged one."""
+        if len(self.verified) == 1:
+            return list(self.verified[0].problems)
         problems: list[Problem] = []
-        intact: str | None = None
+        fix = "no earlier checkpoint is intact"
         for verified in self.verified:
             if not verified.problems:
-                intact = verified.checkpoint.name
-            fix = "no earlier checkpoint is intact"
-            if intact is not None:
-                fix = f"resume from the last intact checkpoint before it: checkpoint.resume={intact}"
-            problems += (
-                verified.problems if len(self.verified) == 1 else (replace(p, fix=fix) for p in verified.problems)
-            )
+                resume = f"checkpoint.resume={verified.checkpoint.name}"
+                fix = f"resume from the last intact checkpoint before it: {resume}"
+            problems += [replace(problem, fix=fix) for problem in verified.problems]
         return problems
 
     def as_json(self) -> dict[str, object]:
@@ -240,22 +221,19 @@ class VerificationView(Page):
         }
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        good, bad = "✓", "✗"
         for verified in self.verified:
-            mark = (bad, "bold red") if verified.problems else (good, "green")
-            rate = size(verified.bytes / max(verified.seconds, 1e-6))
-            text = f"{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
+            mark, result = ("✓", "green"), ""
             if verified.problems:
-                text = f"{plural(len(verified.problems), 'problem')}; {text}"
-            yield paragraph(Text.assemble(mark, f" {verified.checkpoint.name}  {text}"), rest="      ")
+                mark, result = ("✗", "bold red"), f"{plural(len(verified.problems), 'problem')}; "
+            rate = size(verified.bytes / max(verified.seconds, 1e-6))
+            text = f"{result}{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
+            yield paragraph(joined(mark, f" {verified.checkpoint.name}  {text}"), rest="      ")
             if verified.foreign:
-                names = ", ".join(map(clean, verified.foreign))
-                yield paragraph(f"other files in the folder, which canzona ignores: {names}", "yellow", first="    ")
+                names = ", ".join(verified.foreign)
+                words = f"other files in the folder, which canzona ignores: {names}"
+                yield paragraph(words, "yellow", first="    ")
         if self.removed:
-            yield paragraph(
-                f"removed by the run during verification: {', '.join(map(clean, self.removed))}",
-                "dim",
-            )
+            yield paragraph(f"removed by the run during verification: {', '.join(self.removed)}", "dim")
 
 
 @contextmanager
@@ -281,7 +259,8 @@ def bar_of_bytes(doing: str, total: int) -> Iterator[Callable[[int], None]]:
 
 def verify_all(chosen: ChosenCheckpoints) -> VerificationView:
     """Hashes all files of every chosen checkpoint, with a progress bar."""
-    with bar_of_bytes("hashing", sum(bytes_written(checkpoint.path) for checkpoint in chosen.checkpoints)) as on_bytes:
+    total = sum(bytes_written(checkpoint.path) for checkpoint in chosen.checkpoints)
+    with bar_of_bytes("hashing", total) as on_bytes:
         verified, removed = verify_chosen(chosen, on_bytes)
     return VerificationView(root=str(chosen.root), verified=verified, removed=removed)
 
@@ -299,19 +278,17 @@ class EvaluationView(Page):
             bits += " (the data's tokenizer is not known)"
         elif not evaluation.bytes_counted:
             bits += " (from the corpus's mean bytes per token, because its tokenizer does not report bytes by token)"
+        batch = evaluation.layout.global_batch_size
         times = f", read {evaluation.epochs:.2g} times" if evaluation.epochs > 1 else ""
         yield from labelled_rows(
             (
                 ("loss", f"{number(evaluation.loss, '.4f')} nats per token"),
-                *((f"  {clean(name)}", number(loss, ".4f")) for name, loss in evaluation.sets.items()),
+                *((f"  {name}", number(loss, ".4f")) for name, loss in evaluation.sets.items()),
                 ("perplexity", number(evaluation.perplexity, ".4g")),
                 ("bits per byte", bits),
                 ("checkpoint", str(evaluation.checkpoint)),
                 ("data", f"{evaluation.data} ({evaluation.tokenizer}), {_DOCUMENTS[evaluation.documents]}{times}"),
-                (
-                    "read",
-                    f"{count(evaluation.tokens)} tokens in batches of {evaluation.layout.global_batch_size} sequences",
-                ),
+                ("read", f"{count(evaluation.tokens)} tokens in batches of {batch} sequences"),
                 ("layout", layout_words(evaluation.layout)),
             )
         )

@@ -11,14 +11,14 @@ from rich.text import Text
 
 from canzona_cli.config.overrides import override_text
 from canzona_cli.report.charts import phase_bar, step_bars
-from canzona_cli.report.curves import Curve, Curves, SideBySide, loss_curve
+from canzona_cli.report.curves import Curve, Curves, loss_curve, side_by_side
 from canzona_cli.report.document import Document, sections
 from canzona_cli.report.page import Page, Screen, paragraph, remarks, section_head
-from canzona_cli.report.tables import GroupedTable, Table, columns
+from canzona_cli.report.tables import GroupedTable, Table, column
 from canzona_cli.run.compare import Pair, RunComparison, RunPair, compare_two, ratio, run_figures
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.summary import RunSummary
-from canzona_cli.run.words import MISSING, clean, finite_or_none, milliseconds, number, plural, size, step_time
+from canzona_cli.run.words import MISSING, finite_or_none, milliseconds, number, overhead, plural, size, step_time
 
 _LONGEST_VALUE = 36
 _Row = tuple[str, str, str, str]
@@ -36,16 +36,15 @@ class RunPairView(Page):
         compared = self.compared
         for letter, run, plan in zip("AB", (compared.a, compared.b), compared.plans, strict=True):
             planned = "" if plan is None else f", plan {plan[:8]}"
-            text = f"{clean(run.run_dir)}: {clean(run.status)}, step {run.step:,}{planned}"
+            text = f"{run.run_dir}: {run.status}, step {run.step:,}{planned}"
             yield paragraph(text, first=f"  {letter}  ")
         yield Text()
         if compared.a.config is None or compared.b.config is None:
-            yield paragraph(
-                "settings: not compared, because one of the runs has no readable config.yaml", "yellow", first="  "
-            )
+            reason = "one of the runs has no readable config.yaml"
+            yield paragraph(f"settings: not compared, because {reason}", "yellow", first="  ")
         elif compared.settings:
-            settings = ((clean(key), *map(setting_value, values)) for key, values in compared.settings.items())
-            yield _table("setting", ((key, a, b, "") for key, a, b in settings), last="")
+            settings = ((key, setting_value(a), setting_value(b), "") for key, (a, b) in compared.settings.items())
+            yield _table("setting", settings, last="")
         else:
             yield Text("  all settings are equal")
         yield Text()
@@ -64,15 +63,15 @@ class RunPairView(Page):
             if loss is None:
                 yield f"{position} common step", MISSING, MISSING, MISSING
             else:
-                change = MISSING if loss.change is None else f"{100 * loss.change:+.2f}%"
+                change = overhead(loss.change, digits=2)
                 yield f"step {loss.step:,} ({position} in both)", f"{loss.a:.4f}", f"{loss.b:.4f}", change
         a, b = compared.best_validation
-        change = f"{100 * (b / a - 1):+.2f}%" if a and b is not None else MISSING
+        change = overhead(b / a - 1 if a and b is not None else None, digits=2)
         yield "best validation", number(a, ".4f"), number(b, ".4f"), change
 
     def _phases(self) -> Iterator[_Row]:
         for name, pair in self.compared.phases.items():
-            label = name if name == "step" else LABELS.get(name, clean(name))
+            label = name if name == "step" else LABELS.get(name, name)
             yield _pair(label, pair, milliseconds)
 
     def _figures(self) -> Iterator[_Row]:
@@ -107,7 +106,7 @@ def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
 def setting_value(value: object) -> str:
     """Formats the value of a setting as a user types it. For a long list, returns the number of its entries;
     other long texts are cut."""
-    shown = clean(f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else override_text(value))
+    shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else override_text(value)
     if len(shown) <= _LONGEST_VALUE:
         return shown
     return f"{len(value)} entries" if isinstance(value, tuple) else f"{shown[: _LONGEST_VALUE - 3]}..."
@@ -135,22 +134,18 @@ class RunTableView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         comparison = self.comparison
-        names, best = run_names(comparison.runs), comparison.best
+        runs, best = comparison.runs, comparison.best
+        names = run_names(runs)
         shown = dict(list(comparison.settings.items())[:_MOST_SETTINGS])
         figures = [run_figures(run) for run in comparison.runs]
-        results = {name: column for name, column in COLUMNS.items() if any(run[name] is not None for run in figures)}
-        heads = [*shown, "status", "steps", *(head for head, _ in results.values())]
-        rows = [
-            [
-                *(setting_value(values[index]) for values in shown.values()),
-                clean(run.status),
-                f"{run.step:,}",
-                *(show(figures[index][name]) for name, (_, show) in results.items()),
-            ]
-            for index, run in enumerate(comparison.runs)
-        ]
-        styles = ["bold green" if run is best else "" if run.status == "done" else "yellow" for run in comparison.runs]
-        yield GroupedTable(head="run", labels=names, groups=columns(heads, rows), styles=styles)
+        table = {key: list(map(setting_value, values)) for key, values in shown.items()}
+        table |= {"status": [run.status for run in runs], "steps": [f"{run.step:,}" for run in runs]}
+        for name, (head, show) in COLUMNS.items():
+            if any(run[name] is not None for run in figures):
+                table[head] = [show(run[name]) for run in figures]
+        styles = ["bold green" if run is best else "" if run.status == "done" else "yellow" for run in runs]
+        groups = [column(head, cells) for head, cells in table.items()]
+        yield GroupedTable(head="run", labels=names, groups=groups, styles=styles)
         if hidden := len(comparison.settings) - len(shown):
             differ = "differs" if hidden == 1 else "differ"
             yield paragraph(f"{plural(hidden, 'more setting')} {differ}: --json lists all of them", "dim", first="  ")
@@ -158,17 +153,17 @@ class RunTableView(Page):
             yield Text()
             by = "validation loss" if best.best_validation is not None else "loss"
             value = best.best_validation if best.best_validation is not None else best.losses[-1][1]
-            yield paragraph(f"lowest {by}: {number(value, '.4f')}, {clean(best.run_dir)}")
-        notes = [f"{name}: {note}" for name, run in zip(names, comparison.runs, strict=True) for note in run.notes]
-        for note in notes:
-            yield paragraph(clean(note), "yellow", first="  ! ")
+            yield paragraph(f"lowest {by}: {number(value, '.4f')}, {best.run_dir}")
+        for name, run in zip(names, runs, strict=True):
+            for note in run.notes:
+                yield paragraph(f"{name}: {note}", "yellow", first="  ! ")
 
 
 def run_names(runs: Sequence[RunSummary]) -> list[str]:
     """Returns the directory of each run, relative to the nearest directory that contains all of them."""
     paths = [run.run_dir.absolute() for run in runs]
     common = os.path.commonpath([path.parent for path in paths])
-    return [clean(path.relative_to(common)) for path in paths]
+    return [str(path.relative_to(common)) for path in paths]
 
 
 def comparison_page(comparison: RunComparison) -> Document:
@@ -191,12 +186,10 @@ def _page_parts(comparison: RunComparison) -> Iterator[RenderableType]:
         yield section_head(title, ", nats per token")
         yield Curves(title=title.lower(), curves=curves, numbers=partial(number, spec=".4f"))
     yield section_head("Loss by setting", ", for each numeric setting that differs between the runs")
-    yield SideBySide(*(_losses_by(key, values, comparison) for key, values in _numeric_settings(comparison).items()))
-    steps = [
-        phase_bar(name, run.breakdown.means, run.breakdown.step.mean_s)
-        for name, run in runs.items()
-        if run.breakdown is not None
-    ]
+    settings = _numeric_settings(comparison)
+    yield side_by_side(*(_losses_by(key, values, comparison) for key, values in settings.items()))
+    breakdowns = {name: run.breakdown for name, run in runs.items() if run.breakdown is not None}
+    steps = [phase_bar(name, breakdown.means, breakdown.step.mean_s) for name, breakdown in breakdowns.items()]
     if steps:
         yield section_head("Step", ", measured, mean over ranks, on one scale")
         yield step_bars(steps)
@@ -207,25 +200,16 @@ def _page_parts(comparison: RunComparison) -> Iterator[RenderableType]:
 
 def _numeric_settings(comparison: RunComparison) -> dict[str, list[float]]:
     """Returns the numeric settings that differ between the runs, with each run's value."""
-    numeric = {
-        key: [number for value in values if (number := finite_or_none(value)) is not None]
-        for key, values in comparison.settings.items()
-    }
-    return {key: values for key, values in numeric.items() if len(values) == len(comparison.runs)}
+    numbers = {key: list(map(finite_or_none, values)) for key, values in comparison.settings.items()}
+    return {key: [v for v in values if v is not None] for key, values in numbers.items() if None not in values}
 
 
 def _losses_by(key: str, values: list[float], comparison: RunComparison) -> Curves:
     """Draws the final losses of the runs over the values of a setting."""
-    figures = [run_figures(run) for run in comparison.runs]
-    curves = [
-        Curve(
-            name=name,
-            points=sorted(
-                (value, loss) for value, run in zip(values, figures, strict=True) if (loss := run[figure]) is not None
-            ),
-            dots=True,
-        )
-        for name, figure in (("lowest validation loss", "best_validation"), ("last training loss", "loss"))
-    ]
+    curves = []
+    for name, figure in (("lowest validation loss", "best_validation"), ("last training loss", "loss")):
+        losses = [run_figures(run)[figure] for run in comparison.runs]
+        points = [(value, loss) for value, loss in zip(values, losses, strict=True) if loss is not None]
+        curves.append(Curve(name=name, points=sorted(points), dots=True))
     wide_range = min(values) > 0 and max(values) / min(values) > 5
     return Curves(title=f"loss by {key}", curves=curves, axes="log x" if wide_range else "linear", x=key)

@@ -7,7 +7,7 @@ pointer.
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -17,20 +17,18 @@ from canzona_cli.report.charts import BLOCKS
 from canzona_cli.report.markup import NOTHING, Html, Picture, foldable, join_markup, key, percent, table_html, tag
 from canzona_cli.report.page import Screen
 from canzona_cli.report.tables import GroupedTable, column
-from canzona_cli.run.words import finite_or_none, number
+from canzona_cli.run.words import number
 
-_EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 _BRAILLE: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bits that set the 2 x 4 dots of a Unicode Braille character, by column and row."""
 
 
-def sparkline(values: Iterable[object], width: int) -> str:
-    """Returns a line of at most `width` block characters whose heights follow the finite values."""
-    finite = [value for value in map(finite_or_none, values) if value is not None]
-    if not finite or width < 1:
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Returns a line of at most `width` block characters whose heights follow the values."""
+    if not values or width < 1:
         return ""
     blocks = BLOCKS[1:]
-    points = _resample(finite, width)
+    points = _resample(values, width)
     low, high = min(points), max(points)
     if high <= low:
         return blocks[len(blocks) // 2] * len(points)
@@ -45,14 +43,11 @@ def _resample(values: Sequence[float], width: int) -> list[float]:
     return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
-def bar(share: object, width: int) -> str:
-    """Returns a bar that fills the fraction `share` (0 to 1) of `width` characters, to an eighth of a
-    character."""
-    value = finite_or_none(share)
-    if value is None or width < 1:
-        return ""
-    eighths = round(min(1.0, max(0.0, value)) * width * 8)
-    return ("█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else ""))[:width]
+def progress_bar(fraction: float, width: int) -> Text:
+    """Returns a bar of `width` characters that is filled up to the fraction, from 0 to 1."""
+    done = round(width * fraction)
+    filled = "━" * done if done in (0, width) else "━" * (done - 1) + "╸"
+    return Text.assemble((filled, "green"), ("─" * (width - done), "bright_black"))
 
 
 def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
@@ -177,40 +172,28 @@ class Curves(Picture):
         if not drawn:
             return NOTHING
         chart = _Chart(self, drawn).html()
-        return (
-            chart
-            if self.numbers is None
-            else join_markup([chart, foldable("table of the numbers", self._table(drawn))])
-        )
+        if self.numbers is None:
+            return chart
+        return join_markup([chart, foldable("table of the numbers", self._table(drawn, self.numbers))])
 
-    def _table(self, curves: Sequence[Curve]) -> Html:
+    def _table(self, curves: Sequence[Curve], show: Callable[[float], str]) -> Html:
         """Returns a table of the curves' values: a column for each curve, a row for each of at most 25
         steps."""
-        assert self.numbers is not None
         steps = sorted({step for curve in curves for step, _ in curve.points})
         if len(steps) > _MOST_NUMBERS:
-            indices = (round(index * (len(steps) - 1) / (_MOST_NUMBERS - 1)) for index in range(_MOST_NUMBERS))
-            steps = [steps[index] for index in indices]
-        values = [dict(curve.points) for curve in curves]
-        groups = [
-            column(curve.name, [self.numbers(points[step]) if step in points else "" for step in steps])
-            for curve, points in zip(curves, values, strict=True)
-        ]
+            stride = (len(steps) - 1) / (_MOST_NUMBERS - 1)
+            steps = [steps[round(index * stride)] for index in range(_MOST_NUMBERS)]
+        groups = []
+        for curve in curves:
+            points = dict(curve.points)
+            groups.append(column(curve.name, [show(points[step]) if step in points else "" for step in steps]))
         return table_html(GroupedTable(head=self.x, labels=list(map(_step, steps)), groups=groups))
 
 
-class SideBySide(Picture):
-    """Small charts that fill rows of an HTML page; a terminal does not show them."""
-
-    def __init__(self, *pictures: Picture) -> None:
-        self._pictures = pictures
-
-    def parts(self, screen: Screen) -> Iterator[Text]:
-        return iter(())
-
-    def html(self) -> Html:
-        shown = [drawn for picture in self._pictures if (drawn := picture.html())]
-        return tag("div", *shown, class_="grid-of-charts") if shown else NOTHING
+def side_by_side(*pictures: Picture) -> Html:
+    """Returns small charts that fill rows of an HTML page."""
+    shown = [drawn for picture in pictures if (drawn := picture.html())]
+    return tag("div", *shown, class_="grid-of-charts") if shown else NOTHING
 
 
 class _Chart:

@@ -15,6 +15,7 @@ from canzona_cli.data.build import Progress as BuildProgress
 from canzona_cli.data.prepare import train_command
 from canzona_cli.data.sidecar import Sidecar
 from canzona_cli.data.view import DataView
+from canzona_cli.report.page import joined
 from canzona_cli.run.words import clean, count, plural, size
 
 _LINE_INTERVAL_S = 5.0
@@ -78,11 +79,11 @@ def print_prepared(built: BuiltPair) -> None:
     """Prints the files that a build wrote, the documents that it dropped, notes, and the command to train on
     the data."""
     console = Console(highlight=False)
-    files = [("file", f"{clean(path)} ({size(path.stat().st_size)})") for path in built.files]
+    files = [("file", f"{path} ({size(path.stat().st_size)})") for path in built.files]
     _print_rows(console, [*_facts_of(built.sidecar), *files])
     command = train_command(built)
     for note in _notes(built, command):
-        console.print(Text.assemble((f"{'note':<11}", "yellow"), note), soft_wrap=True)
+        console.print(joined((f"{'note':<11}", "yellow"), note), soft_wrap=True)
     console.print(Text("\nTrain on this data (with any recipe whose vocabulary covers the ids):"))
     console.print(Text(f"  {command}", style="bold"), soft_wrap=True)
 
@@ -98,23 +99,19 @@ def _facts_of(sidecar: Sidecar) -> Iterator[tuple[str, str]]:
     if sidecar.dropped:
         yield "dropped", _dropped(sidecar)
     per_token = sidecar.text_bytes / sidecar.tokens
-    tokens = (
-        f"{sidecar.tokens:,} ({per_token:.2f} bytes per token), {sidecar.dtype}, largest id {sidecar.max_token_id:,}"
-    )
-    yield "tokens", tokens
-    yield "tokenizer", f"{clean(sidecar.tokenizer)}, {sidecar.vocab_size:,} ids, {sidecar.eod} ends a document"
+    ids = f"{sidecar.dtype}, largest id {sidecar.max_token_id:,}"
+    yield "tokens", f"{sidecar.tokens:,} ({per_token:.2f} bytes per token), {ids}"
+    yield "tokenizer", f"{sidecar.tokenizer}, {sidecar.vocab_size:,} ids, {sidecar.eod} ends a document"
 
 
 def _print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     for label, value in rows:
         # Not wrapped, so that a path can be copied or taken from piped output.
-        console.print(Text.assemble((f"{label:<11}", "dim"), value), soft_wrap=True)
+        console.print(joined((f"{label:<11}", "dim"), value), soft_wrap=True)
 
 
 _BAR = 30
 """The width of the histogram's longest bar, in characters."""
-
-
 _LINES = 3
 """The most lines of a document that are shown without `--verbose`."""
 
@@ -146,7 +143,8 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
             more |= len(lines) > _LINES or any(len(line) > most for line in lines[:_LINES])
             text = "\n".join(f"{line[:most]}…" if len(line) > most else line for line in lines[:_LINES])
         beginning = ", beginning" if more else ""
-        _print_text(console, f"document {document.number}: {plural(document.tokens, 'token')}{beginning}", text)
+        tokens = plural(document.tokens, "token")
+        _print_text(console, f"document {document.number}: {tokens}{beginning}", text)
     if shown.sequence is not None:
         parts = plural(shown.sequence_documents, "document")
         text = clean(shown.sequence, newlines=True)
@@ -175,11 +173,12 @@ def _print_text(console: Console, title: str, text: str) -> None:
 
 def _dropped(sidecar: Sidecar) -> str:
     """Returns how many documents were dropped and why, such as `3: 2 empty, 1 not JSON (a.jsonl:7)`."""
-    counts = ", ".join(f"{number:,} {clean(reason)}" for reason, number in sidecar.dropped.items())
-    bad = sum(sidecar.dropped.values()) - sidecar.dropped.get("empty", 0) - sidecar.dropped.get("binary file", 0)
-    named = ", ".join(f"{clean(line.path)}:{line.line}" for line in sidecar.bad_lines[:_MOST_NAMES])
+    counts = ", ".join(f"{number:,} {reason}" for reason, number in sidecar.dropped.items())
+    total = sum(sidecar.dropped.values())
+    bad = total - sidecar.dropped.get("empty", 0) - sidecar.dropped.get("binary file", 0)
+    named = ", ".join(f"{line.path}:{line.line}" for line in sidecar.bad_lines[:_MOST_NAMES])
     more = f" and {bad - _MOST_NAMES:,} more, listed in the .json" if bad > _MOST_NAMES else ""
-    return f"{sum(sidecar.dropped.values()):,}: {counts}" + (f" ({named}{more})" if named else "")
+    return f"{total:,}: {counts}" + (f" ({named}{more})" if named else "")
 
 
 def _notes(built: BuiltPair, command: str) -> Iterator[str]:
@@ -190,7 +189,7 @@ def _notes(built: BuiltPair, command: str) -> Iterator[str]:
         done = f"{built.inputs_done_before:,} of {sidecar.input_count:,} inputs"
         yield f"{done} were already prepared by an earlier, unfinished run"
     if built.skipped:
-        names = ", ".join(clean(name) for name in built.skipped[:_MOST_NAMES])
+        names = ", ".join(built.skipped[:_MOST_NAMES])
         more = f" and {len(built.skipped) - _MOST_NAMES:,} more" if len(built.skipped) > _MOST_NAMES else ""
         yield f"{plural(len(built.skipped), 'file')} skipped because they are not text: {names}{more}"
     if built.vocabulary_sampled:

@@ -9,19 +9,16 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Literal
 
 import rich.table
 from rich.console import RenderableType
 from rich.text import Text
 
-from canzona_cli.errors import write_error
 from canzona_cli.report.charts import MEMORY
 from canzona_cli.report.markup import NOTHING, Html, Picture, fact_list, join_markup, styled_markup, table_html, tag
 from canzona_cli.report.page import Page, Paragraph, Screen
 from canzona_cli.report.tables import GroupedTable
-from canzona_cli.run.files import write_text_atomic
 from canzona_cli.run.phases import PHASES
 from canzona_cli.run.words import clean
 
@@ -66,18 +63,6 @@ class Document:
         return environment.from_string(template).render(
             page=self, style=Html(style), style_hash=_hash(style), script=Html(script), script_hash=_hash(script)
         )
-
-    def write(self, path: Path) -> None:
-        """Writes the page to `path`, and creates missing parent folders.
-
-        Raises:
-            EnvironmentProblem: the file cannot be written.
-        """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text_atomic(path, self.text())
-        except OSError as error:
-            raise write_error("--html", path, error, fix="give another file with --html FILE.html") from None
 
 
 def _printable(value: object) -> object:

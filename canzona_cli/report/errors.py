@@ -49,9 +49,14 @@ class ErrorView(Page):
             yield Text()
             for problem in alike:
                 yield paragraph(_place(problem), "bold", first="  ", rest="      ")
-            yield paragraph(clean(redact(reason), newlines=True), first="    ")
+            yield paragraph(_lines(reason), first="    ")
             if fix:
-                yield paragraph(clean(redact(fix), newlines=True), "green", first="    → ")
+                yield paragraph(_lines(fix, "green"), first="    → ")
+
+
+def _lines(text: str, style: str = "") -> Text:
+    """Returns a reason or a fix, which may have several lines, without secrets and control characters."""
+    return Text(clean(redact(text), newlines=True), style=style)
 
 
 def _headline(error: CanzonaError) -> str:

@@ -1,5 +1,6 @@
 """The description of a run: model, optimizer, layout, plan, batch, data and run directory."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import ObtainedPlan
 from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.corpus import PreparedCorpus, supply
-from canzona_cli.run.words import clean, count, duration, layout_code, layout_words, plural, size, step_time
+from canzona_cli.run.words import count, duration, layout_code, layout_words, plural, size, step_time
 from canzona_cli.simulate.predict import Outlook
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ def rank_word(device: Device | None) -> str:
     return {"cuda": "GPU", "cpu": "CPU rank", None: "rank"}[device]
 
 
-def describe_layout(layout: Layout, unit: str) -> str:
+def describe_layout(layout: Layout, device: Device | None) -> str:
     """Returns a layout as `8 GPUs: TP 2 × PP 2 × DP 2`."""
-    return f"{plural(layout.world_size, unit)}: {layout_words(layout, times='×')}"
+    return f"{plural(layout.world_size, rank_word(device))}: {layout_words(layout, times='×')}"
 
 
 def layout_name(layout: Layout) -> str:
@@ -49,7 +50,7 @@ def batch_factors(layout: Layout) -> str:
 
 def optimizer_words(name: str, strategy: str) -> str:
     """Returns `muon (canzona)`; only the optimizer's name for AdamW, or if the strategy has the same name."""
-    return clean(name) if name in ("adamw", strategy) else f"{clean(name)} ({clean(strategy)})"
+    return name if name in ("adamw", strategy) else f"{name} ({strategy})"
 
 
 def describe_optimizer(config: RunConfig) -> str:
@@ -69,38 +70,27 @@ def describe_data(config: RunConfig, corpus: PreparedCorpus | None) -> str:
         source = " + ".join(f"{part.share:.1%} {part.name} ({count(part.tokens)} tokens)" for part in corpus.sets)
     elif config.data.blend:
         source = " + ".join(f"{weight:g} {path}" for path, weight in config.data.blend.items())
-    parts = [clean(source)]
-    if corpus is None and config.data.source != "stdlib":
-        return parts[0]  # the tokenizer is a fact of the prepared data, not of the configuration
-    if corpus is None:
-        return f"{parts[0]}, {clean(config.data.tokenizer)} tokenizer; prepared when a run first needs it"
-    parts += [
-        f"{clean(corpus.tokenizer)} tokenizer",
-        f"{count(corpus.tokens)} tokens",
-        plural(corpus.documents, "document"),
-    ]
-    return ", ".join(parts)
+    if corpus is not None:
+        amount = f"{count(corpus.tokens)} tokens, {plural(corpus.documents, 'document')}"
+        return f"{source}, {corpus.tokenizer} tokenizer, {amount}"
+    if config.data.source == "stdlib":
+        return f"{source}, {config.data.tokenizer} tokenizer; prepared when a run first needs it"
+    return source  # the tokenizer is a fact of the prepared data, not of the configuration
 
 
-def outlook_rows(config: RunConfig, outlook: Outlook) -> list[tuple[str, str]]:
-    """Returns (label, value) rows: the simulated speed and training time, and the size of checkpoints."""
-    unit = rank_word(config.cluster.device)
-    number = outlook.checkpoints_kept
-    speed = (
-        f"{count(outlook.tokens_per_s)} tokens/s, {count(outlook.tokens_per_s_per_gpu)} per {unit}, "
-        f"MFU {100 * outlook.mfu:.1f}% (simulated)"
-    )
-    steps = f"{config.train.steps:,} steps"
-    training = f"{duration(outlook.training_s)} for {steps}, excluding saves and validation{_cost(config, outlook)}"
-    unknown = f"{steps}; run `canzona calibrate` to get a time estimate for this machine"
-    return [
-        *([("speed", speed), ("training", training)] if _describes_machine(config) else [("training", unknown)]),
-        (
-            "checkpoints",
-            f"{size(outlook.checkpoint_bytes)} each, {number} kept: {size(number * outlook.checkpoint_bytes)} on disk; "
-            f"saving needs about {size(outlook.host_bytes)} of host memory on each machine",
-        ),
-    ]
+def outlook_rows(config: RunConfig, outlook: Outlook) -> Iterator[tuple[str, str]]:
+    """Yields (label, value) rows: the simulated speed and training time, and the size of checkpoints."""
+    steps, unit = f"{config.train.steps:,} steps", rank_word(config.cluster.device)
+    if _describes_machine(config):
+        rates = f"{count(outlook.tokens_per_s)} tokens/s, {count(outlook.tokens_per_s_per_gpu)} per {unit}"
+        yield "speed", f"{rates}, MFU {100 * outlook.mfu:.1f}% (simulated)"
+        training = f"{duration(outlook.training_s)} for {steps}, excluding saves and validation"
+        yield "training", training + _cost(config, outlook)
+    else:
+        yield "training", f"{steps}; run `canzona calibrate` to get a time estimate for this machine"
+    copies, bytes_ = outlook.checkpoints_kept, outlook.checkpoint_bytes
+    disk = f"{size(bytes_)} each, {copies} kept: {size(copies * bytes_)} on disk"
+    yield "checkpoints", f"{disk}; saving needs about {size(outlook.host_bytes)} of host memory on each machine"
 
 
 def _cost(config: RunConfig, outlook: Outlook) -> str:
@@ -126,28 +116,25 @@ def describe_plan(obtained: ObtainedPlan, config: RunConfig) -> str:
     words = f"{obtained.plan.name}: load balance {loads.grid:.2f} (lower bound {loads.lower_bound:.2f})"
     if _describes_machine(config):
         words += f", {step_time(loads.slowest_s)} of updates on the busiest rank predicted"
-    return words if obtained.path is None else f"{words}; from {clean(obtained.path)}"
+    return words if obtained.path is None else f"{words}; from {obtained.path}"
 
 
 def routing_rows(config: RunConfig) -> list[tuple[str, str]]:
     """Returns two rows: the parameters that are updated as matrices, and those that AdamW updates. A row
     without parameters is omitted."""
     routes = routing(config)
-    return [
-        (label, _parameters_text(parameters))
-        for label, parameters in (("matrices", routes.matrices), ("adamw", routes.adamw))
-        if parameters
-    ]
+    rows = {"matrices": routes.matrices, "adamw": routes.adamw}
+    return [(label, _parameters_text(parameters)) for label, parameters in rows.items() if parameters]
 
 
 def _parameters_text(parameters: tuple[Routed, ...]) -> str:
     """Returns parameters as `28 with 2.95 M elements: 4 layers.*.q (262 k), ...`."""
-    names = ", ".join(
-        f"{routed.count:,} {routed.pattern.removeprefix('decoder.').removesuffix('.weight')} ({count(routed.elements)})"
-        for routed in parameters
-    )
+    names = []
+    for routed in parameters:
+        name = routed.pattern.removeprefix("decoder.").removesuffix(".weight")
+        names.append(f"{routed.count:,} {name} ({count(routed.elements)})")
     elements = count(sum(routed.elements for routed in parameters))
-    return f"{sum(routed.count for routed in parameters):,} with {elements} elements: {names}"
+    return f"{sum(routed.count for routed in parameters):,} with {elements} elements: {', '.join(names)}"
 
 
 def header_rows(
@@ -167,18 +154,17 @@ def header_rows(
     """
     from canzona_cli.model.families import parameter_count
 
-    unit = rank_word(config.cluster.device)
     parameters = parameter_count(config.model).total
-    model = "" if config.model.name == config.name else f"{clean(config.model.name)}, "
+    model = "" if config.model.name == config.name else f"{config.model.name}, "
     return [
-        ("recipe", f"{clean(config.name)}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
+        ("recipe", f"{config.name}: {model}{count(parameters)} parameters, {config.train.steps:,} steps"),
         ("optimizer", describe_optimizer(config)),
         *(routing_rows(config) if routed else []),
-        ("layout", f"{describe_layout(layout, unit)} on {clean(config.cluster.name)}"),
+        ("layout", f"{describe_layout(layout, config.cluster.device)} on {config.cluster.name}"),
         *([("plan", describe_plan(plan, config))] if plan is not None else []),
         ("batch", describe_batch(layout, config.train.seq_length)),
         ("data", describe_data(config, corpus)),
         *([] if (tokens := supply(config, layout, corpus)) is None else [("epochs", tokens.words)]),
-        *([("run", clean(run_dir))] if run_dir is not None else []),
-        *([("resumes", f"from step {earlier.step:,} ({clean(earlier.origin)})")] if earlier is not None else []),
+        *([("run", str(run_dir))] if run_dir is not None else []),
+        *([("resumes", f"from step {earlier.step:,} ({earlier.origin})")] if earlier is not None else []),
     ]

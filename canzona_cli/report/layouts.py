@@ -1,7 +1,7 @@
 """The screens about layouts: a plan for each built-in size and the fastest layouts of a run (`canzona plan`),
 and a recipe's layout on each number of GPUs (`canzona recipes layouts`)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -15,14 +15,14 @@ from canzona_cli.cluster.search import LayoutResult, LayoutSearch, candidates, f
 from canzona_cli.config.compose import compose_run
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.costs.memory import GIB, Memory, capacity, headroom
-from canzona_cli.errors import ConfigError, DoesNotFit, Problem
+from canzona_cli.errors import ConfigError, DoesNotFit
 from canzona_cli.model.families import family_of, parameter_count
 from canzona_cli.planner.make import make_plan, plan_of_run, plannable
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.report.header import layout_name, optimizer_words, rank_word
 from canzona_cli.report.page import Page, Screen, note, paragraph, section_head
 from canzona_cli.report.tables import Table, rows_table
-from canzona_cli.run.words import clean, count, layout_code, number, overhead, plural, step_time
+from canzona_cli.run.words import count, layout_code, number, overhead, plural, step_time
 from canzona_cli.simulate.compare import Study, study_run
 from canzona_cli.simulate.predict import LABELS, Outlook, outlook
 
@@ -79,8 +79,7 @@ class Overview(Page):
         table.add_column("recipe", no_wrap=True)
         table.add_numbers("GPUs")
         table.add_column("layout", no_wrap=True)
-        for title in ("GiB", "balance", "bound", "step", "vs lw", "vs AdamW"):
-            table.add_numbers(title)
+        table.add_numbers("GiB", "balance", "bound", "step", "vs lw", "vs AdamW")
         for plan in self.plans:
             table.add_row(*_cells(plan), style="" if plan.study is not None else "yellow")
         yield table
@@ -97,7 +96,7 @@ class Overview(Page):
         return {"version": VERSION, "plans": [plan.as_json() for plan in self.plans]}
 
 
-def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview:
+def overview(overrides: Sequence[str], recipes_dirs: Sequence[Path]) -> Overview:
     """Plans every built-in size.
 
     Args:
@@ -106,10 +105,8 @@ def overview(overrides: Sequence[str], recipes_dirs: Iterable[Path]) -> Overview
     Raises:
         ConfigError: an override is not valid.
     """
-    dirs = tuple(recipes_dirs)
-    return Overview(
-        plans=tuple(_planned([f"recipe={name}", *overrides], dirs) for name in (*SIZES, *SIZES_WITH_EXPERTS))
-    )
+    recipes = (f"recipe={name}" for name in (*SIZES, *SIZES_WITH_EXPERTS))
+    return Overview(plans=tuple(_planned([recipe, *overrides], recipes_dirs) for recipe in recipes))
 
 
 def _planned(overrides: Sequence[str], dirs: Sequence[Path]) -> SizePlan:
@@ -163,9 +160,8 @@ class FastestLayouts(Page):
         config, best = self.config, self.search.best
         optimizer = optimizer_words(config.optimizer.name, config.engine.strategy)
         unit = rank_word(config.cluster.device)
-        yield section_head(
-            clean(config.name), f" on {plural(config.gpus, unit)}, {clean(config.cluster.name)}, {optimizer}"
-        )
+        place = f"{plural(config.gpus, unit)}, {config.cluster.name}"
+        yield section_head(config.name, f" on {place}, {optimizer}")
         needed = ("batch", "recompute", "iteration", "slower", "MFU", "GiB")
         heads = (*needed, "limited by", f"tokens/s/{unit}")
         rows = ((layout_code(tried.layout), self._cells(tried)) for tried in best)
@@ -179,12 +175,10 @@ class FastestLayouts(Page):
         yield Text()
         yield paragraph(self._why())
         if self.without_headroom is not None:
-            yield paragraph(
-                f"{config.cluster.headroom_gib:g} GiB of headroom cost "
-                f"{self._headroom_cost(self.without_headroom):.1%} of time: with cluster.headroom_gib=0, "
-                f"{layout_name(self.without_headroom.layout)} would be chosen, at "
-                f"{self.without_headroom.memory_bytes / GIB:.1f} GiB."
-            )
+            cost = f"{config.cluster.headroom_gib:g} GiB of headroom cost {self._headroom_cost:.1%} of time"
+            other = f"{layout_name(self.without_headroom.layout)} would be chosen"
+            size = f"{self.without_headroom.memory_bytes / GIB:.1f} GiB"
+            yield paragraph(f"{cost}: with cluster.headroom_gib=0, {other}, at {size}.")
         yield paragraph(
             f"{self.search.legal:,} layouts are legal and fit; {self.search.simulated:,} were simulated, and the "
             "others are estimated to be slower.",
@@ -202,7 +196,7 @@ class FastestLayouts(Page):
             "simulated": self.search.simulated,
             "capacity_bytes": capacity(self.config),
             "headroom_bytes": headroom(self.config),
-            "headroom_cost": 0.0 if self.without_headroom is None else self._headroom_cost(self.without_headroom),
+            "headroom_cost": self._headroom_cost,
             "layouts": [
                 {
                     "layout": asdict(tried.layout),
@@ -218,9 +212,11 @@ class FastestLayouts(Page):
             "why": self._why(),
         }
 
-    def _headroom_cost(self, without: LayoutResult) -> float:
-        """Returns the relative increase in time per sequence that the headroom costs."""
-        return self.search.best[0].per_sequence_s / without.per_sequence_s - 1
+    @property
+    def _headroom_cost(self) -> float:
+        """The relative increase in time per sequence that the headroom costs."""
+        best = self.search.best[0]
+        return best.per_sequence_s / (self.without_headroom or best).per_sequence_s - 1
 
     def _outlook(self, tried: LayoutResult) -> Outlook:
         return outlook(self.config, tried.layout, tried.iteration_s)
@@ -255,10 +251,11 @@ class FastestLayouts(Page):
         largest = sorted(savings.items(), key=lambda pair: -abs(pair[1]))[:3]
         least = _WORTH_NAMING / 10 * first.iteration_s
         reasons = [
-            f"{step_time(abs(saved))} {_less_or_more(saved)} on {name}" for name, saved in largest if abs(saved) > least
+            f"{step_time(abs(saved))} {'less' if saved > 0 else 'more'} on {name}"
+            for name, saved in largest
+            if abs(saved) > least
         ]
-        listed = " and ".join(part for part in (", ".join(reasons[:-1]), *reasons[-1:]) if part)
-        spends = f" For one batch, the first spends {listed}." if listed else ""
+        spends = f" For one batch, the first spends {', '.join(reasons)}." if reasons else ""
         return (
             f"{layout_name(first.layout)} has the shortest simulated time per sequence. Besides compute, it spends "
             f"time on: {_limits(first) or 'nothing'}. The next, {layout_name(second.layout)}, is "
@@ -296,17 +293,14 @@ def _usable_memory(config: RunConfig) -> str:
     """Formats the memory in GiB that a chosen layout may use on a GPU: `73.6, which leaves 3.0 of
     headroom`."""
     free = headroom(config)
-    return f"{(capacity(config) - free) / GIB:.1f}" + (f", which leaves {free / GIB:.1f} of headroom" if free else "")
+    leaves = f", which leaves {free / GIB:.1f} of headroom" if free else ""
+    return f"{(capacity(config) - free) / GIB:.1f}{leaves}"
 
 
 def _limits(tried: LayoutResult) -> str:
     """Formats the two largest parts of an iteration other than compute: `updates 5%, pipeline idle 3%`."""
     shares = ((name, seconds / tried.iteration_s) for name, seconds in tried.spent.limits[:2])
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= _WORTH_NAMING)
-
-
-def _less_or_more(saved: float) -> str:
-    return "less" if saved > 0 else "more"
 
 
 GPU_COUNTS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -394,7 +388,8 @@ def _row(config: RunConfig) -> LayoutRow:
     try:
         best = fit.choose(config)
     except ConfigError as error:
-        return LayoutRow(gpus=config.gpus, layout=None, memory=None, note="; ".join(map(_reason, error.problems)))
+        reasons = (f"{problem.key}={problem.value} {problem.reason}" for problem in error.problems)
+        return LayoutRow(gpus=config.gpus, layout=None, memory=None, note="; ".join(reasons))
     if best is not None:
         run, note = fill(config, best.layout), ""
         memory: Memory = best.memory
@@ -423,10 +418,6 @@ def _layout_cells(row: LayoutRow) -> tuple[str, ...]:
         layout.recompute,
         needs,
     )
-
-
-def _reason(problem: Problem) -> str:
-    return f"{problem.key}={problem.value} {problem.reason}"
 
 
 def _billions(parameters: int) -> str:

@@ -10,9 +10,9 @@ from rich.text import Text
 from canzona_cli.cluster.doctor import Diagnosis, Finding, Status
 from canzona_cli.cluster.profiles import Profile
 from canzona_cli.config.recipes import display_path
-from canzona_cli.report.page import Page, Screen, note, paragraph, remarks
+from canzona_cli.report.page import Page, Screen, joined, note, paragraph, remarks
 from canzona_cli.report.tables import Table
-from canzona_cli.run.words import clean, plural
+from canzona_cli.run.words import plural
 
 VERSION = 1
 
@@ -81,73 +81,70 @@ _MARKS: Mapping[Status, tuple[str, str]] = {
 }
 
 
+_Row = tuple[Status, str, str, Finding | None]
+"""A mark, a name, a value, and the finding that may be explained; None for a line about several packages."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisView(Page):
     """The findings about this machine, and a verdict on what can run here."""
 
     diagnosis: Diagnosis
     verbose: bool = False
-    """True for a table that explains every finding. Otherwise required packages share a line, and only
-    findings that need a fix are explained."""
+    """True to show and explain every finding. Otherwise required packages share a line, and only findings
+    that need a fix are explained."""
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        yield from [self._table()] if self.verbose else self._lines()
+        rows = list(map(_row, self.diagnosis.findings)) if self.verbose else self._brief_rows()
+        width = max(len(name) for _, name, _, _ in rows) + 2
+        for status, name, value, finding in rows:
+            yield paragraph(value, first=joined(_MARKS[status], f" {name:<{width}}"))
+            if finding is not None and (self.verbose or finding.fix):
+                rest = " " * (width + 2)
+                yield paragraph(finding.meaning, first=rest)
+                if finding.fix:
+                    yield paragraph(f"→ {finding.fix}", "green", first=rest)
         yield Text()
         yield from map(paragraph, self._verdict())
         if not self.verbose:
             yield paragraph("-v shows every package, and what each finding means", "dim")
 
-    def _lines(self) -> Iterator[RenderableType]:
+    def _brief_rows(self) -> list[_Row]:
         findings = self.diagnosis.findings
         packages = [finding for finding in findings if finding.group == "python" and finding.name != "Python"]
         compatible = [finding for finding in packages if finding.status == "ok"]
-        absent = [
-            clean(finding.name) for finding in packages if finding.status == "info" and finding.value == "not installed"
-        ]
+        absent = [finding.name for finding in packages if (finding.status, finding.value) == ("info", "not installed")]
         facts = [finding for finding in findings if finding not in packages or finding.status in ("warn", "fail")]
-        rows = [(finding.status, self._name(finding), clean(finding.value)) for finding in facts]
+        lines: list[_Row] = []
         if compatible:
             quantifier = "" if any(finding.status in ("warn", "fail") for finding in packages) else "all "
             installed = f"{quantifier}{plural(len(compatible), 'required package')} installed, in compatible versions"
-            rows.insert(1, ("ok", "packages", installed))
+            lines.append(("ok", "packages", installed, None))
         if absent:
-            rows.insert(2 if compatible else 1, ("info", "optional", f"not installed: {', '.join(absent)}"))
-        width = max(len(name) for _, name, _ in rows) + 2
-        explained = {self._name(finding): finding for finding in facts if finding.fix}
-        for status, name, value in rows:
-            yield paragraph(value, first=Text.assemble(_MARKS[status], f" {name:<{width}}"))
-            if (finding := explained.get(name)) is not None:
-                rest = " " * (width + 2)
-                yield paragraph(finding.meaning, first=rest)
-                yield paragraph(f"→ {clean(finding.fix)}", "green", first=rest)
-
-    def _name(self, finding: Finding) -> str:
-        return f"torch {finding.name}" if finding.group == "torch" else clean(finding.name)
-
-    def _table(self) -> Table:
-        table, group = Table("", "", "finding", "meaning"), ""
-        for finding in self.diagnosis.findings:
-            if finding.group != group and group:
-                table.add_section()
-            group = finding.group
-            table.add_row(Text(*_MARKS[finding.status]), self._name(finding), clean(finding.value), finding.meaning)
-            if finding.fix:
-                table.add_row("", "", "", Text(f"→ {clean(finding.fix)}", style="green"))
-        return table
+            lines.append(("info", "optional", f"not installed: {', '.join(absent)}", None))
+        first, *others = map(_row, facts)
+        return [first, *lines, *others]
 
     def _verdict(self) -> Iterator[Text]:
         diagnosis = self.diagnosis
         failures, warnings = diagnosis.count("fail"), diagnosis.count("warn")
+        also = f"; {plural(warnings, 'warning')}" if warnings else ""
         if failures:
-            text = Text(f"{plural(failures, 'failure')} must be fixed before anything can run here", style="bold red")
-            yield text.append(f"; {plural(warnings, 'warning')}" if warnings else "", style="default")
+            words = f"{plural(failures, 'failure')} must be fixed before anything can run here"
+            text = Text(words, style="bold red")
+            yield text.append(also, style="default")
             return
         if not diagnosis.torch_checked:
             text = Text("no failures, but torch took too long to say whether runs are possible here", style="yellow")
-            yield text.append(f"; {plural(warnings, 'warning')}")
+            yield text.append(also)
             return
         can = f"CPU and GPU runs (up to gpus={diagnosis.gpus})" if diagnosis.gpus else "CPU runs"
         text = Text(f"{can} are possible here", style="bold green")
-        yield text.append(f"; {plural(warnings, 'warning')}" if warnings else "", style="yellow")
+        yield text.append(also, style="yellow")
         if not diagnosis.gpus:
             yield Text("next: canzona train recipe=qwen3-tiny", style="dim")
+
+
+def _row(finding: Finding) -> _Row:
+    name = f"torch {finding.name}" if finding.group == "torch" else finding.name
+    return finding.status, name, finding.value, finding

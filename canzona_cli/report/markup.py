@@ -55,7 +55,8 @@ def tag(name: str, *content: str, **attributes: object) -> Html:
 
 def join_markup(parts: Iterable[str]) -> Html:
     """Joins pieces of markup and text; text is escaped."""
-    return Html("".join(part if isinstance(part, Html) else escape(clean(part, newlines=True)) for part in parts))
+    shown = (part if isinstance(part, Html) else escape(clean(part, newlines=True)) for part in parts)
+    return Html("".join(shown))
 
 
 def fact_list(rows: Iterable[tuple[str, str]], class_: str | None = None) -> Html:
@@ -105,15 +106,14 @@ def table_html(table: GroupedTable | rich.table.Table) -> Html:
         table = _in_groups(table)
     heads = []
     if any(group.title for group in table.groups):
-        titles = (
-            tag("th", group.title, colspan=len(group.heads), scope="colgroup", class_="first") for group in table.groups
-        )
+        groups = {"scope": "colgroup", "class_": "first"}
+        titles = (tag("th", group.title, colspan=len(group.heads), **groups) for group in table.groups)
         heads.append(tag("tr", tag("td"), *titles))
-    names = (
+    names = [
         tag("th", name, scope="col", class_=_first(place, group))
         for group in table.groups
         for place, name in enumerate(group.heads)
-    )
+    ]
     heads.append(tag("tr", tag("th", table.head, scope="col"), *names))
     bodies: list[list[Html]] = [[]]
     for number, label in enumerate(table.labels):
@@ -122,7 +122,8 @@ def table_html(table: GroupedTable | rich.table.Table) -> Html:
         cells = (cell for group in table.groups for cell in _cells(group, number))
         below = "below" if str(label).startswith(" ") else None
         name = tag("th", styled_markup(label), scope="row", class_=below)
-        bodies[-1].append(tag("tr", name, *cells, class_=_classes(table.styles[number] if table.styles else "")))
+        style = table.styles[number] if table.styles else ""
+        bodies[-1].append(tag("tr", name, *cells, class_=_classes(style)))
     body = (tag("tbody", *rows) for rows in bodies)
     drawn = tag("table", tag("thead", *heads), *body, class_="numbers" if numbers else None)
     return tag("div", drawn, class_="scroll", tabindex="0", role="region", aria_label="table")

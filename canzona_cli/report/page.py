@@ -1,4 +1,8 @@
-"""The base class of all views, and the wrapped paragraphs that they consist of."""
+"""The base class of all views, and the wrapped paragraphs that they consist of.
+
+Here and in `tables`, a string is shown without control characters and never parsed as markup. A rich `Text`
+is shown as it is.
+"""
 
 import re
 from abc import ABC, abstractmethod
@@ -87,26 +91,31 @@ def paragraph(text: Text | str, style: str = "", *, first: Text | str = "", rest
     """Returns a paragraph.
 
     Args:
-        text: the text, shown literally and never parsed as markup.
-        style: the style of the text.
+        style: the style of the text, if `text` is a string.
         first: the text in front of the first line.
         rest: the text in front of the other lines; by default as many spaces as `first` is wide.
     """
-    body = Text(text, style=style) if isinstance(text, str) else text
+    body = Text(clean(text), style=style) if isinstance(text, str) else text
     head = Text(first) if isinstance(first, str) else first
     return Paragraph(body, head, " " * head.cell_len if rest is None else rest)
 
 
+def joined(*parts: str | tuple[str, str]) -> Text:
+    """Joins strings, and pairs of a string and its style, to a text without control characters."""
+    styled = ((part, "") if isinstance(part, str) else part for part in parts)
+    return Text.assemble(*((clean(text), style) for text, style in styled))
+
+
 def section_head(title: str, text: str) -> Paragraph:
     """Returns a paragraph that starts with its title in bold; in a page, it starts a section."""
-    return paragraph(Text.assemble((title, "bold"), text))
+    return paragraph(joined((title, "bold"), text))
 
 
 def labelled_rows(rows: Iterable[tuple[str, Text | str]], width: int = 14, *, indent: int = 2) -> Iterator[Paragraph]:
     """Yields a row for each label and value: the faint label, `width` characters wide, and the value, wrapped
     next to it."""
     for label, value in rows:
-        yield paragraph(value, first=Text(f"{'':<{indent}}{label:<{width}}", style="dim"))
+        yield paragraph(value, first=Text(f"{'':<{indent}}{clean(label):<{width}}", style="dim"))
 
 
 def note(text: str) -> Paragraph:
@@ -119,7 +128,7 @@ def remarks(lines: Iterable[str]) -> Iterator[RenderableType]:
     for number, line in enumerate(lines):
         if number == 0:
             yield Text()
-        yield paragraph(clean(line), "yellow", first="  ! ")
+        yield paragraph(line, "yellow", first="  ! ")
 
 
 def items(title: str, lines: Iterable[str], style: str = "") -> Iterator[RenderableType]:

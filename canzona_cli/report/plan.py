@@ -1,7 +1,7 @@
 """The screen of `canzona plan`: a summary that fits in 25 lines, one comparison, or everything about a
 plan."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,17 +12,15 @@ from canzona_cli.config.schema import Gathering, Reduction
 from canzona_cli.costs.memory import GIB
 from canzona_cli.costs.update import RULES
 from canzona_cli.planner.measures import UpdateKind, kinds
-from canzona_cli.report.charts import MEMORY, Bar, Bars, Lanes, LoadMap, LoadMaps, phase_bar, planned_lanes
-from canzona_cli.report.curves import Curve, Curves
+from canzona_cli.report.charts import MEMORY, Bar, Bars, Lanes, LoadMaps, phase_bar, planned_lanes
 from canzona_cli.report.header import describe_batch, describe_layout, outlook_rows, rank_word
-from canzona_cli.report.page import Page, Paragraph, Screen, items, labelled_rows, note, paragraph, section_head
+from canzona_cli.report.page import Page, Paragraph, Screen, items, joined, labelled_rows, note, paragraph, section_head
 from canzona_cli.report.tables import GroupedTable, column, rows_table
 from canzona_cli.run.breakdown import describes_machine
 from canzona_cli.run.corpus import PreparedCorpus, supply
 from canzona_cli.run.phases import LABELS
-from canzona_cli.run.words import MISSING, clean, count, milliseconds, overhead, plural, size, step_time, traffic
+from canzona_cli.run.words import MISSING, count, milliseconds, overhead, plural, size, step_time, traffic
 from canzona_cli.simulate.compare import STRATEGIES, Comparison, Study, Variant
-from canzona_cli.simulate.step import StrategyResult
 
 _NO_GAP = 1e-6
 """The relative gap to the lower bound below which a plan is called optimal, because the gap may be due to
@@ -51,10 +49,10 @@ class PlanView(Page):
         study = self.study
         compared = [] if self.compare is None else [phases if self.compare == "strategies" else variants]
         yield self._title()
-        sections = compared or [summary]
+        sections = compared or [strategies]
         if self.verbose:
             yield from labelled_rows(self._rows())
-            sections = [strategies, *compared, load_map, memory, iterations, streams]
+            sections = [strategies_section, *compared, load_map, memory, iterations, streams]
         elif not compared:
             yield from labelled_rows(self._main_rows())
         for section in sections:
@@ -72,12 +70,9 @@ class PlanView(Page):
 
     def _title(self) -> Paragraph:
         study, config = self.study, self.study.config
-        text = Text.assemble(
-            (f"Plan {study.plan.name}", "bold"),
-            f"  {clean(config.name)}, {self._optimizer()}, "
-            f"{describe_layout(study.layout, self._unit)} on {clean(config.cluster.name)}",
-        )
-        return paragraph(text, rest="  ")
+        layout = f"{describe_layout(study.layout, config.cluster.device)} on {config.cluster.name}"
+        title = joined((f"Plan {study.plan.name}", "bold"), f"  {config.name}, {self._optimizer()}, {layout}")
+        return paragraph(title, rest="  ")
 
     def _optimizer(self) -> str:
         algorithm = self.study.plan.subject.optimizer
@@ -97,11 +92,9 @@ class PlanView(Page):
         free = max(account.capacity - account.total, 0)
         yield "memory", f"{size(account.total)} on the fullest {self._unit}, {size(free)} free"
         yield "matrices", self._matrices()
-        yield (
-            "load balance",
-            f"{balance.grid:.3f} (bound {balance.lower_bound:.3f}): {step_time(balance.slowest_s)} of updates on rank "
-            f"{balance.slowest.rank}, mean {step_time(balance.mean_s)}",
-        )
+        busiest = f"{step_time(balance.slowest_s)} of updates on rank {balance.slowest.rank}"
+        reached = f"{balance.grid:.3f} (bound {balance.lower_bound:.3f})"
+        yield "load balance", f"{reached}: {busiest}, mean {step_time(balance.mean_s)}"
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
         """Yields the rows of the verbose view."""
@@ -123,24 +116,18 @@ class PlanView(Page):
             grid += f", each expert on {plural(mesh.expert_owners, 'rank')}"
         yield "assignment", f"{settings.strategy}: {order}; grid of {grid}{shared_words}"
         yield from self._update_rows()
-        largest = max((sum(plan.matrices[i].elements for i in group.matrices) for group in plan.groups), default=0)
-        yield (
-            "buckets",
-            f"{len(plan.buckets)}, {100 * communication.padding_fraction:.1f}% padding; "
-            f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping}), up to {count(largest)} elements each",
-        )
-        yield (
-            "traffic",
-            f"per {self._unit} and step: {traffic(communication.dp_reduce_bytes)} of gradients reduced, "
-            f"{traffic(communication.dp_gather_bytes)} of weights gathered, "
-            f"{traffic(communication.tp_exchange_bytes)} exchanged over TP",
-        )
+        sizes = (sum(plan.matrices[index].elements for index in group.matrices) for group in plan.groups)
+        groups = f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping})"
+        padding = f"{len(plan.buckets)}, {100 * communication.padding_fraction:.1f}% padding"
+        yield "buckets", f"{padding}; {groups}, up to {count(max(sizes, default=0))} elements each"
+        reduced = f"{traffic(communication.dp_reduce_bytes)} of gradients reduced"
+        gathered = f"{traffic(communication.dp_gather_bytes)} of weights gathered"
+        exchanged = f"{traffic(communication.tp_exchange_bytes)} exchanged over TP"
+        yield "traffic", f"per {self._unit} and step: {reduced}, {gathered}, {exchanged}"
         if communication.reduced_by:
-            yield (
-                "collectives",
-                f"gradients: {communication.dp_reductions:,} ({_bucket_counts(communication.reduced_by)}), "
-                f"weights: {communication.dp_gathers:,} ({_bucket_counts(communication.gathered_by)})",
-            )
+            gradients = f"{communication.dp_reductions:,} ({_bucket_counts(communication.reduced_by)})"
+            weights = f"{communication.dp_gathers:,} ({_bucket_counts(communication.gathered_by)})"
+            yield "collectives", f"gradients: {gradients}, weights: {weights}"
         yield "optimizer", self._comparison_text()
 
     def _update_rows(self) -> Iterator[tuple[str, Text | str]]:
@@ -156,27 +143,20 @@ class PlanView(Page):
                 f"; {balance.ranks:.3f} over all ranks, lower bound {balance.ranks_bound:.3f}" if mesh.pp > 1 else "",
             ),
         )
-        yield (
-            "busiest rank",
-            f"{balance.slowest.describe(mesh)}: {step_time(balance.slowest_s)} (mean {step_time(balance.mean_s)})",
-        )
+        slowest, mean = step_time(balance.slowest_s), step_time(balance.mean_s)
+        yield "busiest rank", f"{balance.slowest.describe(mesh)}: {slowest} (mean {mean})"
         if mesh.tp > 1:
-            with_exchanges = study.updates
-            yield (
-                "exchanges",
-                f"updates take {step_time(with_exchanges.seconds)} with exchanges; any assignment takes at least "
-                f"{step_time(with_exchanges.least)}, and this plan is {_gap_text(with_exchanges.gap)}",
-            )
+            exchanges = study.updates
+            least = f"any assignment takes at least {step_time(exchanges.least)}"
+            this = f"this plan is {_gap_text(exchanges.gap)}"
+            yield "exchanges", f"updates take {step_time(exchanges.seconds)} with exchanges; {least}, and {this}"
         if study.refreshes is not None:
             refreshes, mean_s = study.refreshes, study.planned.result.iteration_s
             spread = "spread" if study.plan.subject.optimizer.spread else "not spread"
-            steps, most_s = plural(len(refreshes.steps_s), "step"), max(refreshes.steps_s)
-            yield (
-                "refreshes",
-                f"{spread} over {steps}: up to {step_time(most_s)} of updates in a step, mean "
-                f"{step_time(refreshes.mean_s)}; longest step {step_time(mean_s + refreshes.excess_s)}, "
-                f"{refreshes.excess_s / mean_s:+.1%} over the mean",
-            )
+            steps, most = plural(len(refreshes.steps_s), "step"), step_time(max(refreshes.steps_s))
+            updates = f"up to {most} of updates in a step, mean {step_time(refreshes.mean_s)}"
+            longest = f"{step_time(mean_s + refreshes.excess_s)}, {refreshes.excess_s / mean_s:+.1%} over the mean"
+            yield "refreshes", f"{spread} over {steps}: {updates}; longest step {longest}"
 
     def _comparison_text(self) -> Text:
         """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes
@@ -187,9 +167,8 @@ class PlanView(Page):
             longer.append(f"{name} {'does not fit' if ratio is None else f'takes {ratio:.1f}× as long'}")
         over = study.overhead(study.strategy)
         adamw = "AdamW does not fit" if over is None else f"iteration {100 * over:+.2f}% over AdamW"
-        return Text.assemble(
-            (step_time(study.planned.result.optimizer_s), "bold"), f" ({', '.join(longer)}); {adamw} in this layout"
-        )
+        seconds = step_time(study.planned.result.optimizer_s)
+        return joined((seconds, "bold"), f" ({', '.join(longer)}); {adamw} in this layout")
 
     def _matrices(self) -> str:
         plan = self.study.plan
@@ -223,15 +202,14 @@ class PlanView(Page):
         return f"{shapes}; {matmuls} matmuls{expected}"
 
     def _file_text(self) -> str:
+        plan = self.study.plan
         where = "was not written" if self.written is None else f"was written to {self.written}"
-        return f"Plan {self.study.plan.hash if self.verbose else self.study.plan.name} {where}."
+        return f"Plan {plan.hash if self.verbose else plan.name} {where}."
 
     def _hints(self) -> Iterator[str]:
         """Yields hints about the options that show more."""
         number = len(self.study.assumptions)
-        if self.verbose:
-            yield f"Planning and simulation took {step_time(self.study.planning_s)}."
-        else:
+        if not self.verbose:
             yield "-v adds updates, traffic, a map of all ranks, memory and a timeline."
         if not self.assumptions:
             yield f"The times are simulated under {number} assumptions; --assumptions lists them."
@@ -244,12 +222,11 @@ def _shared(kind: UpdateKind) -> str:
 
 
 def _bucket_counts(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
-    """Formats the number of buckets for each kind of collective: `60 buckets by ring, 5 by reduce`. With only
+    """Formats the number of buckets for each kind of collective: `60 buckets by ring, 5 buckets by reduce`. With only
     one kind, returns its name."""
     if len(buckets) == 1:
         return f"{next(iter(buckets))}"
-    first, *others = buckets.items()
-    return ", ".join([f"{first[1]} buckets by {first[0]}", *(f"{number} by {kind}" for kind, number in others)])
+    return ", ".join(f"{plural(number, 'bucket')} by {kind}" for kind, number in buckets.items())
 
 
 def _gap_text(gap: float) -> str:
@@ -259,36 +236,24 @@ def _gap_text(gap: float) -> str:
     return f"{100 * gap:.1f}% above it" if gap >= 0.0005 else "less than 0.1% above it"
 
 
-def summary(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields a table of every strategy's times, overhead and memory."""
-    heads, columns = ("iteration", "optimizer", "vs AdamW", "GiB"), (0, 1, 2, -1)
-    rows = ((name, [_strategy_cells(study, name)[place] for place in columns]) for name in STRATEGIES)
+def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Yields a table of every strategy's times, overhead and memory, and its times relative to the plan's."""
+    heads = ("iteration", "optimizer", "vs AdamW", "GiB", "opt. ratio", "iter. ratio")
+    rows = ((name, _strategy_cells(study, name)) for name in STRATEGIES)
     yield rows_table(heads, rows, bold=STRATEGIES.index(study.strategy))
-    misfits = "" if _all_fit(study) else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB"
     cluster = study.config.cluster
     measured = describes_machine(cluster.device, calibrated=cluster.calibrated)
     where = "" if measured else " on an uncalibrated CPU"
-    yield note(f"simulated in this layout{where}; optimizer: exposed time{misfits}")
+    fit = all(strategy.fits for strategy in study.strategies.values())
+    misfits = "" if fit else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB"
+    ratio = f"ratio: time divided by {study.strategy}'s"
+    yield note(f"simulated in this layout{where}; optimizer: exposed time; {ratio}{misfits}")
 
 
-def _all_fit(study: Study) -> bool:
-    return all(strategy.fits for strategy in study.strategies.values())
-
-
-def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields a table of every strategy's times, its ratio to the planned strategy, and its memory."""
+def strategies_section(study: Study, screen: Screen) -> Iterator[RenderableType]:
+    """Yields the table of strategies, with a title."""
     yield section_head("Strategies", ", simulated on the same layout and batch")
-    planned = study.strategy
-    heads = ("iteration", "optimizer", "vs AdamW", "opt. ratio", "iter. ratio", "GiB")
-    rows = ((name, _strategy_cells(study, name)) for name in STRATEGIES)
-    yield rows_table(heads, rows, bold=STRATEGIES.index(planned))
-    yield note(
-        "optimizer: exposed time; vs AdamW: iteration overhead over AdamW in this layout; ratio: time divided by "
-        f"{planned}'s; GiB: on the fullest rank"
-    )
-    if not _all_fit(study):
-        capacity = study.memory.capacity / GIB
-        yield note(f"! does not fit in {capacity:.1f} GiB: simulated as if it did, and excluded from comparisons")
+    yield from strategies(study, screen)
 
 
 def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:
@@ -298,9 +263,9 @@ def _strategy_cells(study: Study, name: str) -> tuple[str, ...]:
         step_time(simulated.result.iteration_s),
         step_time(simulated.result.optimizer_s),
         MISSING if name == "adamw" else overhead(study.overhead(name), digits=2),
+        f"{simulated.memory_bytes / GIB:.1f}{' ' if simulated.fits else '!'}",
         _times_as_long(study.optimizer_speedup(name)) if compared else "",
         _times_as_long(study.iteration_speedup(name)) if compared else "",
-        f"{simulated.memory_bytes / GIB:.1f}{' ' if simulated.fits else '!'}",
     )
 
 
@@ -315,18 +280,17 @@ def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
     waits = "exchange includes waits for other hosts; " if "exchange" in shown else ""
     lead = f" on the rank that finishes last; {waits}all rows but the totals add up to the iteration"
     yield section_head("Phases", lead)
+    groups = []
+    for name, result in zip(STRATEGIES, results, strict=True):
+        times = (result.phases.get(phase) or None for phase in shown)  # `-` for a phase without time
+        groups.append(column(name, list(map(milliseconds, (*times, result.iteration_s)))))
     yield GroupedTable(
         head="phase, ms",
         labels=[*(LABELS[phase] for phase in shown), "iteration"],
-        groups=[column(strategy, _times(result, shown)) for strategy, result in zip(STRATEGIES, results, strict=True)],
+        groups=groups,
         sections=(len(shown),),
         styles=[*("dim" if phase.endswith("_total") else "" for phase in shown), "bold"],
     )
-
-
-def _times(result: StrategyResult, phases: Sequence[str]) -> list[str]:
-    """Returns the times of the phases, `-` for a phase without time, and of the iteration."""
-    return [*(milliseconds(result.phases.get(phase) or None) for phase in phases), milliseconds(result.iteration_s)]
 
 
 def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
@@ -336,14 +300,10 @@ def variants(study: Study, screen: Screen) -> Iterator[RenderableType]:
     planned = (f"alpha {study.config.engine.alpha:g}", getattr(study.config.optimizer, "form", ""))
     names = [variant.name + " *" * (variant.name in planned) for variant in study.variants]
     yield rows_table(heads, zip(names, map(_variant_cells, study.variants), strict=True))
-    alphas = (
-        "; alpha: from even update times only (1, the default, because transfers mostly overlap with computation) to "
-        "even bytes only (0)"
-    ) * names[0].startswith("alpha")
-    yield note(
-        f"*: this plan; balance: update time of the slowest rank over the mean; bytes: peak over mean bytes per owner"
-        f"{alphas}"
-    )
+    yield note("*: this plan; balance: update time of the slowest rank over the mean; bytes: peak over mean per owner")
+    if names[0].startswith("alpha"):
+        default = "1, the default, because transfers mostly overlap with computation"
+        yield note(f"alpha: from even update times only ({default}) to even bytes only (0)")
 
 
 def _variant_cells(variant: Variant) -> tuple[str, ...]:
@@ -365,25 +325,13 @@ sc's bar is longer, it is cut off."""
 
 
 def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields one map of all ranks' update times for each strategy; HTML pages also have a chart of the sorted
-    times."""
+    """Yields one map of all ranks' update times for each strategy."""
     mesh = study.plan.subject.layout
     shown = ((name, study.strategies[name].loads) for name in study.drawn_strategies)
-    maps = [LoadMap(title=name, loads=loads) for name, loads in shown if loads is not None]
+    maps = {name: loads for name, loads in shown if loads is not None}
     stage = f", pipeline stage {study.balance.slowest.stage}" if mesh.pp > 1 else ""
     yield section_head("Update time of every rank", f"; colour: time relative to the mean of the strategy{stage}")
     yield LoadMaps(maps=maps, hosts=mesh.tp)
-    if screen.page:
-        # A perfectly balanced plan has a flat curve.
-        curves = [
-            Curve(name=shown_map.title, points=[*enumerate(sorted(shown_map.loads, reverse=True), 1)])
-            for shown_map in maps
-        ]
-        bound = study.plan.lower_bounds[study.balance.slowest.stage]
-        ends = [(1, bound), (len(maps[0].loads), bound)]
-        curves.append(Curve(name=f"lower bound {step_time(bound)}", points=ends))
-        title = "ms of updates, busiest rank first"
-        yield Curves(title=title, curves=curves, height=140, show=milliseconds, x="rank")
 
 
 def memory(study: Study, screen: Screen) -> Iterator[RenderableType]:
@@ -421,7 +369,8 @@ def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
     yield section_head("Timeline", f" of {study.strategy} on rank {slowest}, which finishes last")
     slowest_lanes = planned_lanes([event for event in result.events if event.rank == slowest])
     yield Lanes(title="iteration", rows=slowest_lanes, end_s=end)
-    rows = planned_lanes([event for event in result.events if event.end_s > begin]) if screen.page else slowest_lanes
+    late = [event for event in result.events if event.end_s > begin]
+    rows = planned_lanes(late) if screen.page else slowest_lanes
     yield Lanes(title="enlarged", rows=rows, start_s=begin, end_s=end)
     if not (screen.colour or screen.page):
         yield note("Lower-case letters: phases fill less than half of the time slice.")

@@ -8,18 +8,11 @@ from rich.text import Text
 
 from canzona_cli.report.charts import Bars, phase_bar, step_bars
 from canzona_cli.report.curves import Curve, Curves
-from canzona_cli.report.header import batch_factors, describe_layout, optimizer_words, rank_word
-from canzona_cli.report.page import Page, Paragraph, Screen, labelled_rows, paragraph, remarks, section_head
+from canzona_cli.report.header import batch_factors, describe_layout, optimizer_words
+from canzona_cli.report.page import Page, Paragraph, Screen, joined, labelled_rows, paragraph, remarks, section_head
 from canzona_cli.report.tables import Table
 from canzona_cli.report.train_state import loss_change
-from canzona_cli.run.breakdown import (
-    CALIBRATE,
-    Breakdown,
-    PhaseTime,
-    Prediction,
-    describes_machine,
-    relative_error,
-)
+from canzona_cli.run.breakdown import CALIBRATE, Breakdown, PhaseTime, relative_error
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.records import RankError
@@ -29,6 +22,7 @@ from canzona_cli.run.words import (
     MISSING,
     clean,
     duration,
+    error_percent,
     experts_words,
     finite_or_none,
     guard_notes,
@@ -86,7 +80,7 @@ class RunView(Page):
         where = RunFiles(self.summary.run_dir).rank(first.rank)
         more = f"; {plural(len(others), 'other rank')} failed after it" if others else ""
         source = "traceback" if error.traceback else "recorded"  # a user's mistake has no traceback
-        yield paragraph(clean(f"{source} in {where}{more}"), "dim", first="  ")
+        yield paragraph(f"{source} in {where}{more}", "dim", first="  ")
 
     def _time_rows(self) -> Iterator[tuple[str, str]]:
         """Yields the rows for restarts and goodput, if the run has them."""
@@ -100,26 +94,24 @@ class RunView(Page):
                 "in start, validation and saves": spent.other_s,
             }
             parts = [f"{spent.share:.1%} of {duration(spent.wall_s)} in useful steps"]
-            yield (
-                "goodput",
-                ", ".join([*parts, *(f"{duration(seconds)} {use}" for use, seconds in costs.items() if seconds >= 1)]),
-            )
+            parts += [f"{duration(seconds)} {use}" for use, seconds in costs.items() if seconds >= 1]
+            yield "goodput", ", ".join(parts)
 
     def figures(self) -> Iterator[Paragraph]:
         """Yields the labelled figures and, if the run can be continued, the command that continues it."""
         yield from labelled_rows(self._rows(), 11)
         if self.summary.go_on is not None:
             label = Text(f"  {'continue':<11}", style="dim")
-            yield Paragraph(Text(clean(self.summary.go_on)), label, " " * label.cell_len, unbroken=True)
+            yield Paragraph(joined(self.summary.go_on), label, " " * label.cell_len, unbroken=True)
 
     def _rows(self) -> Iterator[tuple[str, Text | str]]:
         summary = self.summary
-        name = f"{clean(summary.name)}, " if summary.name else ""
-        yield "run", f"{name}{clean(summary.run_dir)}"
+        name = f"{summary.name}, " if summary.name else ""
+        yield "run", f"{name}{summary.run_dir}"
         code = "" if summary.exit_code is None else f", exit code {summary.exit_code}"
-        message = f": {clean(summary.message)}" if summary.message else ""
+        message = f": {summary.message}" if summary.message else ""
         style = _STYLES.get(summary.status, "bold yellow")
-        yield "status", Text(f"{clean(summary.status)}{code}{message}", style=style)
+        yield "status", joined((f"{summary.status}{code}{message}", style))
         planned = "" if summary.steps_planned is None else f" of {summary.steps_planned:,}"
         took = "" if summary.elapsed_s is None else f" in {duration(summary.elapsed_s)}"
         yield "steps", f"{summary.step:,}{planned}{took}"
@@ -132,15 +124,14 @@ class RunView(Page):
         if newest is not None and newest.expert_load is not None:
             yield "experts", experts_words(newest.expert_load, newest.balancing_loss)
         curves = {"loss": summary.losses, "validation": summary.validations}
-        sets = {f"  {clean(name)}": losses for name, losses in summary.set_validations.items()}
+        sets = {f"  {name}": losses for name, losses in summary.set_validations.items()}
         for label, points in (curves | sets).items():
-            if not points:
-                continue
-            (begin, first), (end, last) = points[0], points[-1]
-            if len(points) == 1 or first is None or last is None:
-                yield label, f"{number(last, '.4f') if last is not None else 'not finite'} at step {end:,.0f}"
-                continue
-            yield label, f"{loss_change(first, last)}, steps {begin:,.0f} → {end:,.0f}"
+            if points:
+                (begin, first), (end, last) = points[0], points[-1]
+                text = f"{'not finite' if last is None else number(last, '.4f')} at step {end:,.0f}"
+                if len(points) > 1 and first is not None and last is not None:
+                    text = f"{loss_change(first, last)}, steps {begin:,.0f} → {end:,.0f}"
+                yield label, text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,17 +142,9 @@ class BreakdownView(Page):
     brief: bool = False
     """True to show only the bars and the main figures, as at the end of a run."""
 
-    @property
-    def _planned(self) -> Prediction | None:
-        """The planned step; None without a plan, or if its times do not describe this machine."""
-        planned = self.breakdown.planned
-        if planned is None or not describes_machine(self.breakdown.device, calibrated=planned.calibrated):
-            return None
-        return planned
-
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         breakdown = self.breakdown
-        layout = describe_layout(breakdown.layout, rank_word(breakdown.device))
+        layout = describe_layout(breakdown.layout, breakdown.device)
         optimizer = optimizer_words(breakdown.optimizer, breakdown.strategy)
         yield section_head("Step-time breakdown", f": {optimizer}, {layout}")
         if not self.brief:
@@ -176,33 +159,32 @@ class BreakdownView(Page):
 
     def _bars(self) -> Bars:
         """Draws a bar for the measured step, and another for the planned step if there is one."""
-        breakdown, planned = self.breakdown, self._planned
+        breakdown, planned = self.breakdown, self.breakdown.shown_plan
         rows = [phase_bar("measured", breakdown.means, breakdown.step.mean_s)]
         if planned is not None:
             rows.append(phase_bar("planned", planned.phases, planned.iteration_s, faint=True))
         return step_bars(rows)
 
     def _table(self, width: int) -> Table:
-        planned = self._planned
-        short = planned is not None and width < 110  # so that the table fits in 80 columns
-        columns = ["min", "mean", "max", *(["planned"] if planned is not None else [])]
-        columns += [*(["error"] if self._comparable else []), *(["slowest"] if width >= 110 else []), "share"]
+        planned, wide = self.breakdown.shown_plan, width >= 110
+        predicted = {} if planned is None else {**planned.phases, "step": planned.iteration_s}
+        columns = ["min", "mean", "max", *["planned"] * (planned is not None)]
+        columns += [*["error"] * self._comparable, *["slowest"] * wide, "share"]
         table = Table()
         table.add_column("phase, ms", no_wrap=True)
         table.add_numbers(*columns)
         slowest = _slowest_ranks(self.breakdown)
         for name, label, phase in _rows(self.breakdown):
             share = MISSING if phase is None else f"{number(100 * phase.share, '.1f')}%"
-            in_step = phase.in_step if phase is not None else not name.endswith("_total")
-            cells = self._cells(phase, None if planned is None else planned.phases.get(name)) | {
-                "slowest": slowest.get(name, MISSING),
-                "share": share if phase is None or in_step else f"({share})",
-            }
+            in_step = phase is None or phase.in_step
+            cells = self._cells(phase, predicted.get(name))
+            cells |= {"slowest": slowest.get(name, MISSING), "share": share if in_step else f"({share})"}
+            # Without `, exposed`, the table with a plan fits in 80 columns.
+            head = label if planned is None or wide else label.split(", exposed")[0]
             style = "" if in_step and phase else "dim"
-            head = label.split(", exposed")[0] if short else label
             table.add_row(head, *(cells[column] for column in columns), style=style)
         table.add_section()
-        cells = self._cells(self.breakdown.step, None if planned is None else planned.iteration_s)
+        cells = self._cells(self.breakdown.step, predicted.get("step"))
         cells |= {"slowest": "", "share": f"{number(100 * self.breakdown.in_step_share, '.1f')}%"}
         table.add_row("step", *(cells[column] for column in columns), style="bold")
         return table
@@ -211,7 +193,7 @@ class BreakdownView(Page):
     def _comparable(self) -> bool:
         """True if measured and planned times may be compared; False if the profile describes other
         hardware."""
-        return self._planned is not None and not self._planned.mismatches
+        return self.breakdown.shown_plan is not None and not self.breakdown.shown_plan.mismatches
 
     def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:
         """Returns the cells of a phase, or of the step, by column. A planned time of 0 is shown as
@@ -219,65 +201,64 @@ class BreakdownView(Page):
         return {
             **{name: milliseconds(getattr(times, f"{name}_s", None)) for name in ("min", "mean", "max")},
             "planned": milliseconds(planned or None),
-            "error": MISSING if times is None else _percent(relative_error(planned, times.mean_s)),
+            "error": MISSING if times is None else _error(planned, times.mean_s),
         }
 
-    def _figure_rows(self) -> list[tuple[str, str]]:
+    def _figure_rows(self) -> Iterator[tuple[str, str]]:
         breakdown = self.breakdown
-        unit = "GPU" if self.breakdown.device == "cuda" else "rank"
+        unit = "GPU" if breakdown.device == "cuda" else "rank"
         added = number(100 * breakdown.in_step_share, ".0f")
         shares = f"of the mean step; the phases add up to {added}%, not counting overlapped ones (in parentheses)"
         profiled = f" and {breakdown.steps_profiled} profiled" if breakdown.steps_profiled else ""
         excluded = f"excluding {breakdown.steps_skipped} for warm-up{profiled}"
         steps = f"{plural(breakdown.steps_measured, 'step')} measured, {excluded}"
         rate, total = number(breakdown.tokens_per_s_per_gpu, ",.0f"), number(breakdown.tokens_per_s, ",.0f")
-        rows = [
-            *self._plan_rows(),
-            ("shares", shares),
-            ("step", f"{step_time(breakdown.step.mean_s)}; {steps}"),
-            ("throughput", f"{rate} tokens/s per {unit}, {total} in total"),
-            ("model FLOPs", f"{number(breakdown.model_tflops_per_gpu, '.3g')} TFLOP/s per {unit}{self._mfu}"),
-        ]
-        planned = self._planned
-        balance = [
-            f"{_short_label(name)} {number(value, '.2f')}"
-            + (f" (planned {planned.load_balance:.2f})" if planned is not None and name == "matrix_update" else "")
-            for name, value in (breakdown.load_balance or {}).items()
-            if value is not None
-        ]
+        yield from self._plan_rows()
+        yield "shares", shares
+        yield "step", f"{step_time(breakdown.step.mean_s)}; {steps}"
+        yield "throughput", f"{rate} tokens/s per {unit}, {total} in total"
+        yield "model FLOPs", f"{number(breakdown.model_tflops_per_gpu, '.3g')} TFLOP/s per {unit}{self._mfu}"
+        planned = self.breakdown.shown_plan
+        balance = []
+        for name, value in (breakdown.load_balance or {}).items():
+            if value is not None:
+                balance.append(f"{LABELS.get(name, name).split(',')[0].strip()} {number(value, '.2f')}")
+                if planned is not None and name == "matrix_update":
+                    balance[-1] += f" (planned {planned.load_balance:.2f})"
         if balance:
-            rows.append(("load balance", f"{', '.join(balance)}; max / mean over ranks, 1.00 is ideal"))
+            yield "load balance", f"{', '.join(balance)}; max / mean over ranks, 1.00 is ideal"
         memory = breakdown.peak_memory_bytes
         if memory is not None:
             spread = "" if memory.min == memory.max else f" (least {size(memory.min)}, mean {size(memory.mean)})"
             included = ", Python and torch included" if self.breakdown.device == "cpu" else ""
             plan = "" if planned is None else f"; planned {size(planned.memory_bytes)}"
             plan += " without them" if plan and included else ""
-            rows.append(("peak memory", f"{size(memory.max)} on the fullest {unit}{spread}{included}{plan}"))
-        rows.append(("batch", f"{batch_factors(breakdown.layout)}, recompute {breakdown.layout.recompute}"))
-        return rows
+            yield "peak memory", f"{size(memory.max)} on the fullest {unit}{spread}{included}{plan}"
+        yield "batch", f"{batch_factors(breakdown.layout)}, recompute {breakdown.layout.recompute}"
 
-    def _plan_rows(self) -> list[tuple[str, str]]:
-        planned, why = self._planned, self.breakdown.why
-        if self.breakdown.planned is None:
-            return []
+    def _plan_rows(self) -> Iterator[tuple[str, str]]:
+        planned, why = self.breakdown.shown_plan, self.breakdown.why
         if planned is None:
-            return [("planned", CALIBRATE)]
-        source = f"simulated with profile {clean(planned.profile)}"
+            if self.breakdown.planned is not None:
+                yield "planned", CALIBRATE
+            return
+        source = f"simulated with profile {planned.profile}"
         if self._comparable:
             source += f"{', measured on this machine' if planned.calibrated else ''}; error: planned / mean - 1"
         if not planned.calibrated:
             source += ". The profile was not measured on this machine: `canzona calibrate` measures it"
         elif planned.mismatches:
-            source += f"; no errors are shown: {clean('; '.join(planned.mismatches))}"
-        return [*([("why", clean(why.text))] if why is not None else []), ("planned", source)]
+            source += f"; no errors are shown: {'; '.join(planned.mismatches)}"
+        if why is not None:
+            yield "why", why.text
+        yield "planned", source
 
     @property
     def _mfu(self) -> str:
         """The MFU as text after a comma; empty if the profile's peak rate does not describe this machine."""
         mfu = finite_or_none(self.breakdown.mfu)
         if mfu is not None:
-            if self.breakdown.planned is not None and self._planned is None:
+            if self.breakdown.planned is not None and self.breakdown.shown_plan is None:
                 return ""
             peak = number(self.breakdown.peak_tflops_per_gpu, ".4g")
             base = "" if peak == MISSING else f" of the cluster profile's {peak} TFLOP/s (bf16)"
@@ -295,19 +276,13 @@ def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
         phase = breakdown.phases.get(name)
         if phase is None and name.endswith("_total") and breakdown.phases.get(name.removesuffix("_total")) is None:
             continue
-        rows.append((name, LABELS.get(name, clean(name)), phase))
+        rows.append((name, LABELS.get(name, name), phase))
     return rows
 
 
-def _short_label(phase: str) -> str:
-    return LABELS.get(phase, clean(phase)).split(",")[0].strip()
-
-
-def _percent(error: float | None) -> str:
-    """Formats a relative error in per cent with its sign: `+12%`; `>+999%` for larger errors."""
-    if error is None:
-        return MISSING
-    return f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
+def _error(planned: float | None, measured: float) -> str:
+    error = relative_error(planned, measured)
+    return MISSING if error is None else error_percent(error)
 
 
 def _slowest_ranks(breakdown: Breakdown) -> dict[str, str]:

@@ -17,9 +17,9 @@ from canzona_cli.errors import ConfigError
 from canzona_cli.planner.memory import memory_of
 from canzona_cli.planner.plan import Plan
 from canzona_cli.planner.plan_file import read_plan
-from canzona_cli.report.charts import MEMORY, Bar, Bars, Lane, Lanes, LoadMap, LoadMaps, planned_lanes
+from canzona_cli.report.charts import MEMORY, Bar, Bars, Lane, Lanes, LoadMaps, planned_lanes
 from canzona_cli.report.compare import COLUMNS
-from canzona_cli.report.curves import Curve, Curves, SideBySide, loss_curve
+from canzona_cli.report.curves import Curve, Curves, loss_curve, side_by_side
 from canzona_cli.report.document import Document, Mood, sections
 from canzona_cli.report.markup import Html, fact_list, foldable, table_html, tag
 from canzona_cli.report.page import note, remarks, section_head
@@ -57,7 +57,7 @@ def run_page(summary: RunSummary) -> Document:
         *remarks(summary.notes),
         *_curves(summary),
         *([] if breakdown is None else [BreakdownView(breakdown=breakdown)]),
-        *_loads(breakdown, plan),
+        *_loads(layout, breakdown, plan),
         *_memory(config, layout, plan, breakdown),
         *_timeline(files, layout, None if breakdown is None else breakdown.planned),
         *_events(summary.events),
@@ -116,33 +116,24 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
             small.append(Curves(title=title, curves=[curve], height=110, show=partial(number, spec=spec)))
     yield section_head("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
     yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
-    yield SideBySide(*small)
+    yield side_by_side(*small)
 
 
-def _loads(breakdown: Breakdown | None, plan: Plan | None) -> Iterator[RenderableType]:
+def _loads(layout: Layout | None, breakdown: Breakdown | None, plan: Plan | None) -> Iterator[RenderableType]:
     """Yields the measured and planned load maps of matrix updates for the pipeline stage with the slowest
     rank."""
-    hosts = 1
-    measured: Mapping[int, Sequence[float]] = {}
-    planned: Mapping[int, Sequence[float]] = {}
-    if breakdown is not None:
-        hosts, measured = breakdown.layout.tp, _measured_loads(breakdown)
-    if plan is not None:
-        hosts = plan.subject.layout.tp
-        planned = {stage: plan.loads(stage) for stage in range(plan.subject.layout.pp)}
-    loads_by_stage = measured or planned
-    if not loads_by_stage:
+    planned = {} if plan is None else {stage: plan.loads(stage) for stage in range(plan.subject.layout.pp)}
+    measured = {} if breakdown is None else _measured_loads(breakdown)
+    loads_by_stage: Mapping[int, Sequence[float]] = measured or planned
+    if layout is None or not loads_by_stage:
         return
     slowest = max(loads_by_stage, key=lambda stage: max(loads_by_stage[stage]))
-    maps = [
-        LoadMap(title=title, loads=loads[slowest])
-        for title, loads in (("measured", measured), ("planned", planned))
-        if loads
-    ]
+    both = {"measured": measured, "planned": planned}
+    maps = {title: loads[slowest] for title, loads in both.items() if loads}
     stage = f", pipeline stage {slowest}" if len(loads_by_stage) > 1 else ""
     lead = f", matrix update time of every rank in one step{stage}; colour: time relative to the mean"
     yield section_head("Load map", lead)
-    yield LoadMaps(maps=maps, hosts=hosts)
+    yield LoadMaps(maps=maps, hosts=layout.tp)
 
 
 def _measured_loads(breakdown: Breakdown) -> dict[int, list[float]]:
@@ -169,7 +160,8 @@ def _memory(
     rows = [Bar(label="planned", parts=parts, value=total, limit=limit)]
     peak = None if breakdown is None else breakdown.peak_memory_bytes
     if peak is not None:
-        rows.append(Bar(label="measured", parts=[("measured_peak", peak.max)], value=f"{size(peak.max)} at the peak"))
+        measured = f"{size(peak.max)} at the peak"
+        rows.append(Bar(label="measured", parts=[("measured_peak", peak.max)], value=measured))
     scale = max(limit or 0.0, *(sum(amount for _, amount in row.parts) for row in rows))
     yield section_head("Memory", f", of the fullest rank, which may use {account.capacity / GIB:.1f} GiB")
     yield Bars(rows=rows, scale=scale, inks=MEMORY, show=size, amounts=True)
@@ -218,14 +210,15 @@ def _shift(intervals: Iterable[Interval], by_s: float) -> list[Interval]:
 
 
 def _events(events: Sequence[Event]) -> Iterator[RenderableType]:
-    timed = sorted((event for event in events if event.time is not None), key=lambda event: event.time or 0.0)
+    timed = [(event.time, event) for event in events if event.time is not None]
+    timed.sort(key=lambda item: item[0])
     rows = []
-    for event in timed:
+    for time, event in timed:
         note = describe(event)
         name = event.stage if isinstance(event, StageEvent) else event.event
         text = note.text if note is not None else getattr(event, "detail", "")
         mark = Text(name, style="yellow" if note is not None and note.warning else "")
-        rows.append((duration((event.time or 0.0) - (timed[0].time or 0.0)), mark, text))
+        rows.append((duration(time - timed[0][0]), mark, text))
     if rows:
         left_out = len(rows) - _MOST_EVENTS
         more = f"; {plural(left_out, 'earlier event')} in events.jsonl" if left_out > 0 else ""
@@ -237,7 +230,8 @@ def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[RenderableT
     yield section_head("Settings", ", as resolved; `canzona train recipe=RUN/config.yaml` repeats the run")
     if config is not None:
         flat = dict(leaves(asdict(config)))
-        for section, keys in groupby(sorted(flat, key=lambda key: "." in key), key=lambda key: key.rpartition(".")[0]):
+        ordered = sorted(flat, key=lambda key: "." in key)
+        for section, keys in groupby(ordered, key=lambda key: key.rpartition(".")[0]):
             rows = [(key, _value_text(flat[key])) for key in keys]
             yield _folded_table(section or "recipe", ("setting", "value"), rows)
     environment = read_json(files.environment) or {}
@@ -246,8 +240,8 @@ def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[RenderableT
         yield _folded_table("machine and versions", ("fact", "value"), rows)
 
 
-def _value_text(value: object) -> str:
-    return json_text(value) if isinstance(value, dict | list | tuple) else override_text(value)
+def _value_text(value: object) -> Text:
+    return Text(json_text(value) if isinstance(value, dict | list | tuple) else override_text(value))
 
 
 def _folded_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Html:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.run.breakdown import Prediction, load_prediction, streams_of
+from canzona_cli.run.breakdown import Prediction, streams_of
 from canzona_cli.run.codec import load_if_valid
 from canzona_cli.run.files import RunFiles, write_text_atomic
 from canzona_cli.run.phases import COMMUNICATION, PHASES, STREAMS, Interval
@@ -40,10 +40,7 @@ def write_trace(run_dir: Path, target: Path) -> int:
         reason = "has no timelines"
         fix = "give the directory of a run that finished training: timelines are written when training ends"
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix))
-    try:
-        planned = load_prediction(run_dir)
-    except ConfigError:
-        planned = None
+    planned = load_if_valid(files.predicted, Prediction)
     layout = load_if_valid(files.layout, Layout)
     trace = {
         "displayTimeUnit": "ms",

@@ -14,6 +14,8 @@ from rich.segment import Segment
 from rich.style import StyleType
 from rich.text import Text
 
+from canzona_cli.run.words import clean
+
 Cell = str | Text
 _GAP = 2
 
@@ -34,7 +36,7 @@ class Table(rich.table.Table):
     def add_words(self, *names: str) -> None:
         """Adds columns of text, which folds onto several lines if there is no room."""
         for name in names:
-            self.add_column(Text(name), overflow="fold")
+            self.add_column(_text(name), overflow="fold")
 
     def add_numbers(self, *names: str) -> None:
         """Adds columns of numbers, right-aligned and on one line."""
@@ -56,14 +58,14 @@ class Table(rich.table.Table):
             yield Segment.line()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Columns:
     """A group of columns that stay next to one another."""
 
-    title: str = ""
-    """The line above the heads."""
-    heads: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    title: str
+    """The line above the heads; empty for none."""
+    heads: Sequence[str]
+    rows: Sequence[tuple[Cell, ...]]
     """The rows, each with one cell per head. A single cell spans the group; an empty tuple is an empty
     row."""
 
@@ -86,8 +88,8 @@ class Columns:
     def drop(self, *heads: str) -> "Columns":
         """Returns a copy of the group without the columns that have these heads."""
         places = [place for place, head in enumerate(self.heads) if head not in heads]
-        rows = (row if len(row) < len(self.heads) else tuple(row[place] for place in places) for row in self.rows)
-        return replace(self, heads=tuple(self.heads[place] for place in places), rows=tuple(rows))
+        rows = [row if len(row) < len(self.heads) else tuple(row[place] for place in places) for row in self.rows]
+        return replace(self, heads=[self.heads[place] for place in places], rows=rows)
 
     def join_cells(self, cells: Sequence[Cell]) -> Text:
         """Joins the cells of a row to a text as wide as the group. Each cell is right-aligned in its column.
@@ -103,12 +105,7 @@ class Columns:
 
 def column(head: str, cells: Sequence[Cell]) -> Columns:
     """Returns a group of one column without a title."""
-    return Columns(heads=(head,), rows=tuple((cell,) for cell in cells))
-
-
-def columns(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> list[Columns]:
-    """Returns a group for each column, from rows with a cell for each head."""
-    return [column(head, cells) for head, cells in zip(heads, zip(*rows, strict=True), strict=True)]
+    return Columns("", (head,), [(cell,) for cell in cells])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +151,7 @@ class GroupedTable:
         table.box = _INTERRUPTED if titled else _RULED
         table.add_column(Text("\n" * (titled and headed) + self.head, style="not bold dim"), no_wrap=True)
         for group in groups:
-            titles = [Text(group.title, style="bold", justify="center", no_wrap=True)] * titled
+            titles = [Text(clean(group.title), style="bold", justify="center", no_wrap=True)] * titled
             heads = [Text.assemble(group.join_cells(group.heads), style="not bold dim")] * headed
             table.add_column(Group(*titles, *heads), no_wrap=True, width=group.width)
         for number, label in enumerate(self.labels):
@@ -184,8 +181,9 @@ def rows_table(
     """
     labels, cells = zip(*rows, strict=True)
     styles = ["bold" if number == bold else "" for number in range(len(labels))]
-    return GroupedTable(head=head, labels=labels, groups=columns(heads, cells), styles=styles, needed=needed)
+    groups = [column(*pair) for pair in zip(heads, zip(*cells, strict=True), strict=True)]
+    return GroupedTable(head=head, labels=labels, groups=groups, styles=styles, needed=needed)
 
 
 def _text[Shown](cell: str | Shown) -> Text | Shown:
-    return Text(cell) if isinstance(cell, str) else cell
+    return Text(clean(cell)) if isinstance(cell, str) else cell

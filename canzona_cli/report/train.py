@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import batched
 from pathlib import Path
 
@@ -16,13 +17,13 @@ from rich.text import Text
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import EarlierSteps, TrainView
 from canzona_cli.planner.plan_file import ObtainedPlan
-from canzona_cli.report.curves import bar, line_chart, sparkline
+from canzona_cli.report.curves import line_chart, progress_bar, sparkline
 from canzona_cli.report.header import header_rows
-from canzona_cli.report.page import labelled_rows, paragraph
+from canzona_cli.report.page import joined, labelled_rows, paragraph
 from canzona_cli.report.train_state import REPEATED_STAGES, Clock, TrainState, relative_change, set_losses
 from canzona_cli.run.corpus import PreparedCorpus
 from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
-from canzona_cli.run.words import MISSING, clean, count, duration, finite_or_none, number, step_time
+from canzona_cli.run.words import MISSING, count, duration, number, step_time
 
 _WIDE = 110
 _WIDE_ROWS = 14
@@ -65,23 +66,18 @@ class Frame:
         if not self.state.stages:
             return line.append("start")
         stage = self.state.stages[-1]
-        line.append(f"{clean(stage.name)} {duration(now - stage.started)}", style="default")
-        return line.append(f"  {clean(stage.detail)}", style="dim") if stage.detail else line
+        took = duration(now - stage.started)
+        return line.append_text(joined((f"{stage.name} {took}", "default"), (f"  {stage.detail}", "dim")))
 
     def _bar(self, width: int) -> Text:
         state = self.state
-        name = clean(state.stages[-1].name) if state.stages and not self.closed else "train"
+        name = state.stages[-1].name if state.stages and not self.closed else "train"
         place = f"{state.step:,}".rjust(len(f"{state.total:,}")) + f"/{state.total:,}"
         left = duration(state.elapsed) if self.closed else duration(state.eta)
         tail = f"  {place}  {100 * state.fraction:3.0f}%  {'took' if self.closed else 'ETA'} {left:<12}"
         head = f"  {name:<9}"
         length = max(4, width - len(head) - len(tail))
-        done = round(length * state.fraction)
-        full, half, empty = "━", "╸", "─"
-        filled = full * done if done in (0, length) else full * (done - 1) + half
-        return Text.assemble(
-            (head, "bold"), (filled, "green"), (empty * (length - done), "bright_black"), (tail.rstrip(), "bold")
-        )
+        return joined((head, "bold")) + progress_bar(state.fraction, length) + Text(tail.rstrip(), style="bold")
 
     def _figures(self) -> dict[str, str]:
         """Returns the formatted figures by label, in the order of the wide form."""
@@ -127,8 +123,9 @@ class Frame:
             line.append(note, style=style)
         validation = Text.assemble("  ", ("validation   ", "dim"), (state.validation_change(), "bold"))
         if len(state.validations) > 1:
-            validation.append(f"  steps {state.validations[0][0]:,} → {state.validations[-1][0]:,}", style="dim")
-        return [*lines, validation, *self._sets(width)]
+            first, last = state.validations[0][0], state.validations[-1][0]
+            validation.append(f"  steps {first:,} → {last:,}", style="dim")
+        return [*lines, validation, *self._sets()]
 
     def _wide_lines(self, width: int) -> list[Text]:
         state = self.state
@@ -146,14 +143,12 @@ class Frame:
             lines.append(line.append("   ").append_text(figure))
         if not chart:
             lines[0] = Text.assemble(f"  {MISSING:<{width - column - 5}}   ", right[0])
-        return [*lines, *self._sets(width)]
+        return [*lines, *self._sets()]
 
-    def _sets(self, width: int) -> Iterator[Text]:
+    def _sets(self) -> Iterator[Text]:
         """Yields a line with the newest validation loss of each data set of a blend, if there is a blend."""
         if self.state.sets:
-            line = Text.assemble("  ", ("validation of  ", "dim"), set_losses(self.state.sets), no_wrap=True)
-            line.truncate(width, overflow="ellipsis")
-            yield line
+            yield joined("  ", ("validation of  ", "dim"), set_losses(self.state.sets))
 
 
 _REFRESHES_PER_SECOND = 4
@@ -203,10 +198,6 @@ class ConsoleView(TrainView, ABC):
         self._console = console
         self._lock = threading.Lock()
         self._closed = False
-        self._set_up()
-
-    def _set_up(self) -> None:
-        """Creates the attributes that only this subclass has."""
 
     def header(
         self,
@@ -245,8 +236,9 @@ class LiveView(ConsoleView):
 
     _preparing: tuple[str, float] | None = None
 
-    def _set_up(self) -> None:
-        self._live = Live(
+    @cached_property
+    def _live(self) -> Live:
+        return Live(
             self,
             console=self._console,
             refresh_per_second=_REFRESHES_PER_SECOND,
@@ -255,15 +247,14 @@ class LiveView(ConsoleView):
         )
 
     def _print_header(self, rows: list[tuple[str, str]]) -> None:
-        styled = ((label, Text(value, style="bold" if label == "recipe" else "")) for label, value in rows)
+        styled = ((label, joined((value, "bold" if label == "recipe" else ""))) for label, value in rows)
         self._console.print(*labelled_rows(styled, 11))
         self._console.print()
 
     def progress(self, what: str, fraction: float) -> None:
-        share = min(1.0, max(0.0, finite_or_none(fraction) or 0.0))
         with self._lock:
-            finished = share >= 1 and self._preparing is not None
-            self._preparing = None if share >= 1 else (what, share)
+            finished = fraction >= 1 and self._preparing is not None
+            self._preparing = None if fraction >= 1 else (what, fraction)
         if finished:
             self._print_finished(what, "")
         self._start_live()
@@ -306,8 +297,8 @@ class LiveView(ConsoleView):
         with self._lock:
             if self._preparing is not None and not self._closed:
                 what, share = self._preparing
-                drawn = bar(share, 20)
-                line = Text(f"  {clean(what)}  {drawn:<20}  {100 * share:3.0f}%", no_wrap=True)
+                line = joined(f"  {what}  ") + progress_bar(share, 20) + Text(f"  {100 * share:3.0f}%")
+                line.no_wrap = True
                 line.truncate(options.max_width)
                 yield line
             else:
@@ -321,7 +312,7 @@ class LiveView(ConsoleView):
     def _print_finished(self, name: str, took: str) -> None:
         if self._short:
             return
-        line = Text.assemble(("  ✓", "green"), f" {clean(name)}", (f" {took}" if took else "", "dim"))
+        line = joined(("  ✓", "green"), f" {name}", (f" {took}" if took else "", "dim"))
         line.truncate(self._console.width)
         self._console.print(line)
 
@@ -344,7 +335,7 @@ class PlainView(ConsoleView):
         now, done = self.state.clock(), fraction >= 1
         if self._progress_at is None or done or now - self._progress_at >= 5 * _SECONDS_BETWEEN_LINES:
             self._progress_at = None if done else now
-            words = f"{clean(what)} {100 * min(1.0, max(0.0, finite_or_none(fraction) or 0.0)):.0f}%"
+            words = f"{what} {100 * fraction:.0f}%"
             if words != self._progress:  # two stages may have the same name
                 self._print(f"{self._time()} {words}")
             self._progress = words
@@ -355,8 +346,8 @@ class PlainView(ConsoleView):
         # When training and validation alternate, only the first change is printed, because steps and validations
         # have lines of their own.
         if stage.name not in REPEATED_STAGES or ended is None or ended.name not in REPEATED_STAGES:
-            detail = f": {clean(stage.detail)}" if stage.detail else ""
-            self._print(f"{self._time()} {clean(stage.name)}{detail}")
+            detail = f": {stage.detail}" if stage.detail else ""
+            self._print(f"{self._time()} {stage.name}{detail}")
 
     def step(self, metrics: StepMetrics) -> None:
         state = self.state
@@ -378,9 +369,8 @@ class PlainView(ConsoleView):
         (_, first), (step, loss) = state.validations[0], state.validations[-1]
         change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)" if known else ""
         by_set = f": {set_losses(state.sets)}" if state.sets else ""
-        self._print(
-            f"{self._time()} {f'{step:,}/{state.total:,}':>13} validation loss {number(loss, '.4f')}{change}{by_set}"
-        )
+        place = f"{step:,}/{state.total:,}"
+        self._print(f"{self._time()} {place:>13} validation loss {number(loss, '.4f')}{change}{by_set}")
 
     def note(self, note: Note) -> None:
         line = f"{self._time()} {'warning: ' if note.warning else ''}{note.text}"
@@ -418,7 +408,7 @@ class PlainView(ConsoleView):
         """Prints a line; a view with a `short` name prints it only if `always` is True."""
         if always or not self._short:
             # Without soft_wrap, rich would break lines at the width that it assumes for a pipe.
-            self._console.print(Text(line.rstrip()), soft_wrap=True)
+            self._console.print(joined(line.rstrip()), soft_wrap=True)
 
 
 def closing_line(state: TrainState, status: RunStatus, message: str, *, short: str = "") -> str:
@@ -435,7 +425,7 @@ def closing_line(state: TrainState, status: RunStatus, message: str, *, short: s
         return f"{short}: {', '.join(parts)}"
     elapsed = duration(state.elapsed)
     details = (*state.guard_lines, *((state.experts,) if state.experts else ()))
-    remarks = (f": {clean(message)}" if message else "") + "".join(f"; {detail}" for detail in details)
+    remarks = (f": {message}" if message else "") + "".join(f"; {detail}" for detail in details)
     if status == "done":
         return f"done, {state.step:,} steps in {elapsed}{remarks}"
     return f"{status} at step {state.step:,} of {state.total:,} after {elapsed}{remarks}"

@@ -2,7 +2,7 @@
 it), and the JSON of `canzona validate`."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from rich.console import RenderableType
@@ -24,18 +24,10 @@ from canzona_cli.model.matrices import routing
 from canzona_cli.planner.measures import balance
 from canzona_cli.planner.plan_file import ObtainedPlan
 from canzona_cli.report.charts import MEMORY
-from canzona_cli.report.header import (
-    describe_batch,
-    describe_data,
-    describe_layout,
-    describe_plan,
-    outlook_rows,
-    rank_word,
-    routing_rows,
-)
-from canzona_cli.report.page import Page, Screen, paragraph
+from canzona_cli.report.header import header_rows, outlook_rows, rank_word
+from canzona_cli.report.page import Page, Screen, labelled_rows, paragraph
 from canzona_cli.run.corpus import PreparedCorpus, supply
-from canzona_cli.run.words import clean, plural
+from canzona_cli.run.words import plural
 from canzona_cli.simulate.predict import Outlook
 
 VERSION = 2
@@ -139,28 +131,25 @@ class DryRun(Page):
         ]
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        tokens = supply(self.config, self.layout, self.corpus)
-        rows = {
-            "layout": describe_layout(self.layout, self._unit),
-            "batch": describe_batch(self.layout, self.config.train.seq_length),
-            **({"plan": describe_plan(self.plan, self.config)} if self.plan is not None else {}),
-            "data": describe_data(self.config, self.corpus),
-            **({} if tokens is None else {"epochs": tokens.words}),
-            **(dict(routing_rows(self.config)) if self.config_yaml is not None else {}),
-            "memory": self._memory(),
-            **dict(outlook_rows(self.config, self.outlook)),
-            **self._card(),
-        }
-        for label, value in rows.items():
-            yield paragraph(clean(value), first=f"{label:<13}")
+        routed = self.config_yaml is not None
+        rows = [
+            *header_rows(self.config, self.layout, corpus=self.corpus, plan=self.plan, routed=routed),
+            ("memory", self._memory()),
+            *outlook_rows(self.config, self.outlook),
+            *self._card(),
+        ]
+        yield from labelled_rows(rows, 13, indent=0)
         yield Text()
         if self.config_yaml is not None:
             yield from _verbatim("resolved configuration", self.config_yaml.rstrip().splitlines())
             yield Text()
         if self._environment_shown:
-            yield from _verbatim("environment", _assignments(self.command.environment))
+            variables = self.command.environment.items()
+            exports = [f"export {name}={shlex.quote(value)}" for name, value in variables]
+            yield from _verbatim("environment", exports)
             yield Text()
-        yield from _verbatim("command" + self._where(), self._command().splitlines())
+        command = LaunchCommand(argv=self.command.argv, environment={}).shell()
+        yield from _verbatim("command" + self._where(), command.splitlines())
         for note in self._notes():
             yield paragraph(note, "dim")
 
@@ -168,47 +157,38 @@ class DryRun(Page):
     def _environment_shown(self) -> bool:
         return self.config_yaml is not None or self.prepared
 
-    def _card(self) -> dict[str, str]:
+    def _card(self) -> Iterator[tuple[str, str]]:
         if self.card is not None:
-            return {"reference": self.card.words}
-        if self.config.cluster.device == "cpu":
-            return {}
-        return {"reference": "no run with these settings was recorded, so times and memory are only simulated"}
-
-    @property
-    def _unit(self) -> str:
-        return rank_word(self.config.cluster.device)
+            yield "reference", self.card.words
+        elif self.config.cluster.device == "cuda":
+            yield "reference", "no run with these settings was recorded, so times and memory are only simulated"
 
     def _memory(self) -> str:
-        parts = ", ".join(f"{MEMORY[name].name} {size / GIB:.2f}" for name, size in self.memory.parts.items() if size)
-        cluster = self.config.cluster
+        memory, cluster = self.memory, self.config.cluster
+        parts = (f"{MEMORY[name].name} {size / GIB:.2f}" for name, size in memory.parts.items() if size)
         # On CPU ranks, the reserve is the memory of Python and torch, which `top` shows as used; on a GPU, it is not
         # part of the run's memory.
         more = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
-        room = self.memory.capacity - self.memory.total
-        if room < self.memory.headroom:
-            more += f"; leaves {room / GIB:.2f} GiB free, less than cluster.headroom_gib={cluster.headroom_gib:g}"
-        return (
-            f"{self.memory.total / GIB:.2f} of {self.memory.capacity / GIB:.2f} GiB on the fullest {self._unit} "
-            f"({self.memory.worst_rank}): {parts}{more}"
-        )
+        room = memory.capacity - memory.total
+        if room < memory.headroom:
+            headroom = f"cluster.headroom_gib={cluster.headroom_gib:g}"
+            more += f"; leaves {room / GIB:.2f} GiB free, less than {headroom}"
+        total = f"{memory.total / GIB:.2f} of {memory.capacity / GIB:.2f} GiB"
+        return f"{total} on the fullest {rank_word(cluster.device)} ({memory.worst_rank}): {', '.join(parts)}{more}"
 
     def _where(self) -> str:
         nodes = node_count(self.config)
         if nodes == 1:
             return ""
-        each = plural(ranks_per_node(self.config), self._unit)
+        each = plural(ranks_per_node(self.config), rank_word(self.config.cluster.device))
         return f" on each of {nodes} machines ({each} each)"
 
-    def _command(self) -> str:
-        return LaunchCommand(argv=self.command.argv, environment={}).shell()
-
     def _notes(self) -> Iterator[str]:
-        if node_count(self.config) > 1:
+        last = node_count(self.config) - 1
+        if last:
             shown = self.command.environment if self._environment_shown else {}
             if "OMP_NUM_THREADS" in shown:
                 yield "OMP_NUM_THREADS suits this machine's cores; `canzona train` sets it on each machine."
-            last = node_count(self.config) - 1
             if NODE_RANK_PLACEHOLDER in self.command.argv:
                 yield f"{NODE_RANK_PLACEHOLDER} is cluster.node_rank: 0 to {last}, a different one on each machine."
             if not shown.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
@@ -216,10 +196,8 @@ class DryRun(Page):
             if ENDPOINT_PLACEHOLDER in self.command.argv:
                 if self._environment_shown:
                     yield "GLOO_SOCKET_IFNAME, the network interface to machine 0, is detected on each machine."
-                yield (
-                    f"{ENDPOINT_PLACEHOLDER} is cluster.rdzv_endpoint: an address of machine 0 that all others can "
-                    "reach."
-                )
+                address = "an address of machine 0 that all others can reach"
+                yield f"{ENDPOINT_PLACEHOLDER} is cluster.rdzv_endpoint: {address}."
         if self.config.run.dir is None:
             yield f"{RUN_DIR_TIME} is the start time; run.dir sets the full path instead."
         if self.prepared:
@@ -230,10 +208,6 @@ class DryRun(Page):
             yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."
         if self.config_yaml is None:
             yield "Add --config to print every setting, the matrices, and the environment of the command."
-
-
-def _assignments(environment: Mapping[str, str]) -> list[str]:
-    return [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
 
 
 def _verbatim(title: str, lines: list[str]) -> Iterator[Text]:

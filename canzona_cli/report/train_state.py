@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from canzona_cli.config.schema import Layout, RunConfig
 from canzona_cli.launch.view import EarlierSteps
 from canzona_cli.run.records import StageEvent, StepMetrics, ValidationLoss
-from canzona_cli.run.words import MISSING, clean, experts_words, finite_or_none, guard_notes, number
+from canzona_cli.run.words import MISSING, experts_words, finite_or_none, guard_notes, number
 
 Clock = Callable[[], float]
 
@@ -230,9 +230,7 @@ class TrainState:
 
 def set_losses(sets: Mapping[str, float | None]) -> str:
     """Returns the losses of a blend's data sets, such as `code 1.2345, web 2.3456`; empty without a blend."""
-    return ", ".join(
-        f"{clean(name)} {number(math.nan if loss is None else loss, '.4f')}" for name, loss in sets.items()
-    )
+    return ", ".join(f"{name} {number(math.nan if loss is None else loss, '.4f')}" for name, loss in sets.items())
 
 
 def loss_change(first: float, last: float) -> str:

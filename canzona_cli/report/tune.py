@@ -8,12 +8,12 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from canzona_cli.bench.layouts import LEAST_SHARE, ORDER_MARGIN, Accuracy, Errors, LayoutBench, TuneResult
-from canzona_cli.report.bench import cells_with_error, percent_text, predictions, quartiles
+from canzona_cli.report.bench import cells_with_error, predictions, quartiles
 from canzona_cli.report.header import layout_name, rank_word
 from canzona_cli.report.page import Page, Screen, items, labelled_rows, note, paragraph, section_head
 from canzona_cli.report.tables import Cell, rows_table
 from canzona_cli.run.phases import PHASES
-from canzona_cli.run.words import clean, layout_code, number, plural
+from canzona_cli.run.words import layout_code, number, overhead, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class TuneView(Page):
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
         result = self.result
-        yield section_head("Tune", f": {clean(result.recipe)}, {clean(result.optimizer)}, {self._ranks()}")
+        ranks = plural(result.gpus, rank_word(result.device))
+        yield section_head("Tune", f": {result.recipe}, {result.optimizer}, {ranks}")
         yield from labelled_rows(self._facts(), 11)
         yield Text()
         names = sorted(result.layouts, key=result.slower)
@@ -44,15 +45,12 @@ class TuneView(Page):
         if result.accuracy is not None and result.planned:
             yield Text()
             yield from _errors(result.accuracy, len(result.layouts))
-        yield from items("Failed", (f"{name}: {clean(reason)}" for name, reason in result.failed.items()))
-        yield from items("Notes", map(clean, result.notes))
-
-    def _ranks(self) -> str:
-        return plural(self.result.gpus, rank_word(self.result.device))
+        yield from items("Failed", (f"{name}: {reason}" for name, reason in result.failed.items()))
+        yield from items("Notes", result.notes)
 
     def _facts(self) -> Iterator[tuple[str, Text | str]]:
         result = self.result
-        fitted = f"fitted to steps of {clean(result.fitted_on)}" if result.fitted_on else "not fitted to whole steps"
+        fitted = f"fitted to steps of {result.fitted_on}" if result.fitted_on else "not fitted to whole steps"
         yield from predictions(result, fitted).items()
         selection = "all of them" if result.everything else "the predicted fastest"
         yield (
@@ -61,26 +59,22 @@ class TuneView(Page):
             f"{plural(result.rounds, 'round')} of {plural(result.steps, 'step')}, each after "
             f"{plural(result.warm_up_steps, 'warm-up step')}",
         )
-        machine = (f"{clean(result.machine[key])}" for key in ("processor", "cores") if key in result.machine)
+        machine = (str(result.machine[key]) for key in ("processor", "cores") if key in result.machine)
         load = number(result.machine.get("load_average"))
         yield "machine", f"{' x '.join(machine)} cores, load average {load}"
         if result.overrides:
-            yield "settings", " ".join(map(clean, result.overrides))
+            yield "settings", " ".join(result.overrides)
 
     def _cells(self, name: str, bench: LayoutBench) -> tuple[Cell, ...]:
         result, layout = self.result, bench.layout
-        marks = [
-            *(["fastest"] if name == result.best else []),
-            *(["simulator's choice"] if name == result.chosen else []),
-            *(["fitted on"] if bench.fitted else []),
-        ]
+        facts = {"fastest": name == result.best, "simulator's choice": name == result.chosen, "fitted on": bench.fitted}
         return (
             f"{layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
             layout.recompute,
             quartiles(bench.iteration_s),
             *(cells_with_error(bench.median_s, bench.predicted.iteration_s)[1:] if result.planned else ()),
-            "" if name == result.best else percent_text(result.slower(name)),
-            ", ".join(marks),
+            "" if name == result.best else overhead(result.slower(name)),
+            ", ".join(mark for mark, applies in facts.items() if applies),
         )
 
     def _verdict(self) -> str:
@@ -91,7 +85,7 @@ class TuneView(Page):
             return "The simulator's choice could not be measured."
         apart = "" if result.certain else "; their quartile ranges overlap"
         best, chosen = (layout_name(result.layouts[name].layout) for name in (result.best, result.chosen))
-        slower = percent_text(result.slower(result.chosen))
+        slower = overhead(result.slower(result.chosen))
         return (
             f"{best} is the fastest measured layout; the simulator's choice, {chosen}, is {slower} slower per "
             f"sequence{apart}."
@@ -122,7 +116,7 @@ def _error_cells(errors: Errors) -> tuple[Cell, ...]:
         str(errors.layouts),
         f"{errors.share:.1%}",
         f"{errors.mape:.1%}",
-        percent_text(errors.mean),
-        percent_text(errors.worst),
+        overhead(errors.mean),
+        overhead(errors.worst),
         errors.worst_layout,
     )

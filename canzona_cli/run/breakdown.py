@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from canzona_cli.config.schema import Device, Layout
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.run.codec import load, record_dict
+from canzona_cli.run.codec import load, load_if_valid, record_dict
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.phases import COMMUNICATION, IN_STEP, PHASES, STREAMS, Interval, Stream
 from canzona_cli.run.statistics import OverRanks
@@ -251,6 +251,13 @@ class Breakdown(MeasuredBreakdown):
     """The prediction; None if the run has no readable prediction."""
 
     @property
+    def shown_plan(self) -> Prediction | None:
+        """The prediction; None if there is none, or if its times do not describe this machine."""
+        if self.planned is None or not describes_machine(self.device, calibrated=self.planned.calibrated):
+            return None
+        return self.planned
+
+    @property
     def why(self) -> Why | None:
         """The phase that differs most from the prediction; None without a prediction."""
         if self.planned is None:
@@ -303,8 +310,5 @@ def load_breakdown(run_dir: Path) -> Breakdown:
         reason = "it has no breakdown.json, which is written when training ends"
         fix = "give the directory of a run that ended after its warm-up steps"
         raise ConfigError(Problem(key="RUN_DIR", value=run_dir, reason=reason, fix=fix)) from None
-    try:
-        planned = load_prediction(run_dir)
-    except ConfigError:  # `canzona report` notes the error; the measurement is shown without a prediction
-        planned = None
-    return Breakdown(**vars(measured), planned=planned)
+    # Without a prediction that can be read, the measurement is shown alone; `canzona report` notes the error.
+    return Breakdown(**vars(measured), planned=load_if_valid(files.predicted, Prediction))

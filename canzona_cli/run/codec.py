@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from canzona_cli.config.reading import Absent, Unreadable, adapter, parse_json, read_plain
 from canzona_cli.errors import ConfigError, Problem
-from canzona_cli.run.files import json_object, read_json, write_json_atomic, write_text_atomic
+from canzona_cli.run.files import json_object, write_json_atomic, write_text_atomic
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -100,8 +100,11 @@ def load[T](path: Path, kind: type[T], *, key: str, fix: str, value: object = No
 
 
 def load_if_valid[T](path: Path, kind: type[T]) -> T | None:
-    """Reads an optional record; returns None if the file is missing or damaged."""
-    return record_of(kind, read_json(path))
+    """Reads an optional record; returns None if the file is missing, damaged or of another version."""
+    try:
+        return load(path, kind, key="", fix="")
+    except (FileNotFoundError, ConfigError):
+        return None
 
 
 class JsonLines:

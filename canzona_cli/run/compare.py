@@ -8,7 +8,7 @@ from pathlib import Path
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.settings import leaves
 from canzona_cli.errors import Problem, collect_problems, refuse
-from canzona_cli.run.breakdown import NOTHING_S, Breakdown, describes_machine
+from canzona_cli.run.breakdown import NOTHING_S, Breakdown
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.phases import LABELS
 from canzona_cli.run.summary import RunSummary, holds_run, load_summary
@@ -158,7 +158,8 @@ def load_runs(run_dirs: Sequence[Path]) -> RunComparison:
             with collect_problems(problems):
                 load_summary(path)
     refuse(problems)
-    return RunComparison(runs=tuple(runs), settings=_differences([run.config for run in runs]), skipped=tuple(skipped))
+    settings = _differences([run.config for run in runs])
+    return RunComparison(runs=tuple(runs), settings=settings, skipped=tuple(skipped))
 
 
 def compare_two(several: RunComparison) -> RunPair:
@@ -199,9 +200,9 @@ def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object,
     flat = [dict(leaves(asdict(config))) for config in configs if config is not None]
     if len(flat) < len(configs):
         return {}
-    keys = [key for key in dict.fromkeys(key for settings in flat for key in settings) if key not in _ALWAYS_DIFFERENT]
+    keys = dict.fromkeys(key for settings in flat for key in settings if key not in _ALWAYS_DIFFERENT)
     values = {key: tuple(settings.get(key) for settings in flat) for key in keys}
-    return {key: differing for key, differing in values.items() if any(value != differing[0] for value in differing)}
+    return {key: several for key, several in values.items() if any(value != several[0] for value in several)}
 
 
 def _means(breakdown: Breakdown | None) -> dict[str, float]:
@@ -211,8 +212,8 @@ def _means(breakdown: Breakdown | None) -> dict[str, float]:
 def _figures(breakdown: Breakdown | None) -> dict[str, float | None]:
     if breakdown is None:
         return {}
-    memory, planned = breakdown.peak_memory_bytes, breakdown.planned
-    has_peak = planned is None or describes_machine(breakdown.device, calibrated=planned.calibrated)
+    memory = breakdown.peak_memory_bytes
+    has_peak = breakdown.planned is None or breakdown.shown_plan is not None
     return {
         "tokens_per_s": finite_or_none(breakdown.tokens_per_s),
         "tokens_per_s_per_gpu": finite_or_none(breakdown.tokens_per_s_per_gpu),

@@ -138,9 +138,9 @@ def supply(config: RunConfig, layout: Layout, corpus: PreparedCorpus | None = No
     """
     needed = tokens_needed(config, layout)
     if corpus is not None:
-        sets = {
-            part.name: Supply(needed=round(needed * part.share), available=part.train_tokens) for part in corpus.sets
-        }
+        sets = {}
+        for part in corpus.sets:
+            sets[part.name] = Supply(needed=round(needed * part.share), available=part.train_tokens)
         return Supply(needed=needed, available=corpus.train_tokens, sets=sets if len(sets) > 1 else {})
     if config.data.source == "stdlib":
         available = _STDLIB_TOKENS.get(config.data.tokenizer, _STDLIB_OTHER_TOKENS)

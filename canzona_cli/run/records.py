@@ -14,7 +14,7 @@ from typing import ClassVar, Final, Literal, get_args
 
 from canzona_cli.config.schema import Layout
 from canzona_cli.errors import Problem, collect_problems, refuse
-from canzona_cli.run.codec import load, load_if_valid, record_dict, record_of, save
+from canzona_cli.run.codec import load, load_if_valid, record_of, save
 from canzona_cli.run.files import RunFiles
 from canzona_cli.run.machine import clock_name
 from canzona_cli.run.phases import StepTimeline
@@ -232,9 +232,8 @@ class Incident:
 
     def line(self) -> dict[str, object]:
         """Returns the JSON object of the line in the file."""
-        fixed = record_dict(self)
-        facts = {key: value for key, value in fixed.items() if key not in ("facts", "level")} | dict(self.facts)
-        return facts | ({} if self.level is None else {"level": self.level})
+        level = {} if self.level is None else {"level": self.level}
+        return {"time": self.time, "event": self.event, "detail": self.detail, **self.facts, **level}
 
 
 Event = StageEvent | CheckpointEvent | Incident

@@ -4,7 +4,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Final
 
@@ -69,20 +69,17 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     Args:
         events: the events of every launch in the directory.
     """
-    lasting, redone = _with_rising_times(read_lines(files.metrics, StepMetrics)[0]), []
-    records: list[Record] = [*lasting, *events]
-    for folder in _earlier_launches(files):
-        lost = _with_rising_times(read_lines(folder.metrics, StepMetrics)[0])
-        redone.append(_step_seconds(lost))
-        records += lost
-    for folder in (files, *_earlier_launches(files)):
+    launches = [files, *_earlier_launches(files)]
+    lasting, *lost = [_with_rising_times(read_lines(folder.metrics, StepMetrics)[0]) for folder in launches]
+    records: list[Record] = [*lasting, *chain(*lost), *events]
+    for folder in launches:
         records += _with_rising_times(read_lines(folder.validation, ValidationLoss)[0])
     moments = [record.time for record in records if record.time is not None]
     launched_s = time_in_launches(records)
     wall_s = max(moments, default=0.0) - min(moments, default=0.0)
     if not lasting or launched_s is None or wall_s <= 0:
         return None
-    kept_s, redone_s = _step_seconds(lasting), math.fsum(redone)
+    kept_s, redone_s = _step_seconds(lasting), math.fsum(map(_step_seconds, lost))
     # Launches seem to overlap if the clock was set back between them.
     wall_s = max(wall_s, kept_s + redone_s)
     return Goodput(wall_s=wall_s, kept_s=kept_s, redone_s=redone_s, between_s=max(0.0, wall_s - launched_s))
@@ -225,26 +222,16 @@ class RunSummary:
     def as_json(self) -> dict[str, object]:
         """Returns the stable output of `canzona report --json`. New keys do not change `version`; any other
         change raises it."""
-        fields = (
-            "name",
-            "status",
-            "exit_code",
-            "message",
-            "step",
-            "steps_planned",
-            "elapsed_s",
-            "skipped",
-            "fallbacks",
-        )
+        sets = {} if self.supply is None else self.supply.sets
+        ending = ("name", "status", "exit_code", "message")
+        amounts = ("step", "steps_planned", "elapsed_s", "skipped", "fallbacks", "restarts", "go_on")
         return {
             "version": VERSION,
             "run_dir": str(self.run_dir),
-            **{field: getattr(self, field) for field in fields},
-            "restarts": self.restarts,
-            "go_on": self.go_on,
+            **{field: getattr(self, field) for field in (*ending, *amounts)},
             "goodput": None if self.goodput is None else self.goodput.as_json(),
             "epochs": None if self.supply is None else self.supply.epochs,
-            "epochs_by_set": {name: part.epochs for name, part in (self.supply.sets if self.supply else {}).items()},
+            "epochs_by_set": {name: part.epochs for name, part in sets.items()},
             "loss": _first_and_last(self.losses),
             "validation": _first_and_last(self.validations),
             "validation_by_set": {name: _first_and_last(losses) for name, losses in self.set_validations.items()},
@@ -278,7 +265,7 @@ def load_summary(run_dir: Path) -> RunSummary:
     validation = _read_noting_damage(files.validation, ValidationLoss, notes)
     result = load_if_valid(files.result, RunResult)
     if result is None:
-        unfinished = "there is no result.json: the run is still running, or was killed before it could write one"
+        unfinished = "there is no result.json: the run is still running, or was killed before writing one"
         continued = f"; if it was killed: canzona resume {shlex.quote(str(run_dir))}"
         notes.append(unfinished + continued * any(files.checkpoints.glob("step-*")))
     try:

@@ -20,13 +20,13 @@ def clean(value: object, *, newlines: bool = False) -> str:
     Control characters appear as Python escapes (`\\x1b`); newlines stay only where the caller lays out
     several lines.
     """
-    out = []
-    for char in str(value).expandtabs(4):
-        if char.isprintable() or (newlines and char == "\n"):
-            out.append(char)
-        else:
-            out.append(char.encode("unicode_escape").decode("ascii"))
-    return "".join(out)
+    text = str(value).expandtabs(4)
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or (newlines and char == "\n") else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
 
 
 def number(value: object, spec: str = ".4g") -> str:
@@ -101,6 +101,13 @@ def overhead(share: object, *, digits: int = 1) -> str:
     """Formats a relative overhead in per cent: 0.012 as `+1.2%`."""
     value = finite_or_none(share)
     return MISSING if value is None else f"{100 * value:+.{digits}f}%"
+
+
+def error_percent(error: float) -> str:
+    """Formats a relative error in per cent with its sign: `+12%`; `>+999%` for larger errors."""
+    if abs(error) < 0.005:
+        return "0%"
+    return f"{100 * error:+.0f}%" if error < 9.995 else ">+999%"
 
 
 def step_time(seconds: object) -> str:

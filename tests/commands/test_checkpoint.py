@@ -109,7 +109,6 @@ def test_show_tells_progress_settings_and_tensors_of_the_newest(run: Path) -> No
         "4 CPU ranks: TP 2 × DP 2",
         "master 2 1.0 KiB 50.0%",
         "momentum_buffer 2 1.0 KiB 50.0%",
-        "layers.0.q/master F32 16 × 8",
     ):
         assert part in said
     assert max(len(line) for line in done.stdout.splitlines() if str(run) not in line) <= 80, "paths stay whole"

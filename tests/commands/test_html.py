@@ -89,7 +89,6 @@ def test_the_page_says_what_the_terminal_says(tmp_path: Path) -> None:
     assert len(on_page) > 300
     assert missing == set()
     assert len(page.all("rect", class_="cell")) == 3 * 16
-    assert {"canzona", "asc", "layerwise"} < set(page.curves("ms of updates, busiest rank first"))
     assert {"canzona", "asc", "layerwise"} <= {element.text for element in page.all("b")}
 
 

@@ -35,7 +35,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProce
 def test_256_gpus_need_no_gpu_to_be_shown(large: subprocess.CompletedProcess[str]) -> None:
     assert large.returncode == 0, large.stderr
     assert "gpus: 256" not in large.stdout, "the configuration is behind --config"
-    assert large.stdout.startswith("layout ")
+    assert large.stdout.startswith("recipe ")
     assert "256 GPUs: TP 4 × PP 2 (11 chunks each) × DP 32" in large.stdout
     assert "on each of 32 machines (8 GPUs each)" in large.stdout
     assert "no GPU is visible here, so this machine is not checked" in " ".join(large.stderr.split())
@@ -68,7 +68,7 @@ def test_the_batch_arithmetic_adds_up(large: subprocess.CompletedProcess[str]) -
     text = " ".join(large.stdout.split())
     batch = re.search(
         r"batch (\S+) sequences × (\S+) = (\S+) tokens a step "
-        r"\(micro-batch (\d+) × accumulation (\d+) × DP (\d+)\) plan",
+        r"\(micro-batch (\d+) × accumulation (\d+) × DP (\d+)\) data",
         text,
     )
     assert batch is not None, text

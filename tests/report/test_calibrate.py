@@ -9,17 +9,15 @@ from rich.console import Console
 
 from canzona_cli.calibrate.calibrate import Calibration, content_of
 from canzona_cli.launch.outcome import Outcome
-from canzona_cli.report.calibrate import CalibrationView, Progress, closing_lines
+from canzona_cli.report.calibrate import CalibrationView, Progress
 from canzona_cli.run.records import StageEvent
 from tests.calibrate.calibrations import RECORD, calibration, cut_off, number, run
 
 
 def shown(found: Calibration, written: Path | None) -> list[str]:
     text = io.StringIO()
-    console = Console(file=text, width=60)
-    console.print(CalibrationView(calibration=found, config=run()[0]))
-    for line in closing_lines(found, run()[0], written):
-        console.print(line, soft_wrap=True)
+    view = CalibrationView(calibration=found, config=run()[0], written=written)
+    Console(file=text, width=60).print(view, soft_wrap=True)
     return text.getvalue().splitlines()
 
 

@@ -75,6 +75,11 @@ def test_a_terminal_gets_colours() -> None:
     assert "\x1b[" in shown(MISTAKES, 80, terminal=True)
 
 
+def test_a_reason_may_have_several_lines() -> None:
+    out = shown(ConfigError(Problem(key="k", reason="first\nsecond\x1b", fix="a\nb")), 80)
+    assert [line.strip() for line in out.splitlines()[3:]] == ["first", "second\\x1b", "→ a", "b"]
+
+
 def test_control_characters_of_user_text_are_shown_not_obeyed() -> None:
     hostile = "a\x1b[2Jb\rc\nd"
     out = shown(ConfigError(Problem(key=hostile, value=hostile, reason="no", fix="")), 80)

@@ -138,7 +138,7 @@ def test_a_plan_fits_beside_what_was_measured(tmp_path: Path, width: int) -> Non
     assert "…" not in "".join(lines)
     assert row(lines, "phase").split()[-3:] == ["planned", "error", "share"] or width >= 110
     assert "194 +100%" in " ".join(row(lines, "forward").split()), "2 x 96.8 ms"
-    assert "+0%" in row(lines, "matrix update")
+    assert " 0% " in row(lines, "matrix update")
     assert "804 +100%" in " ".join(row(lines, "step").split())
 
 
