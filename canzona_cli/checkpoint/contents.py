@@ -75,7 +75,8 @@ def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> li
     reasons = list(_reasons(manifest, model))
     if not reasons:
         return []
-    first = problem_of(folder, MANIFEST, reasons[0])  # all share one fix, which is slow: it reads other folders
+    # All share one fix, which is slow: it reads other folders.
+    first = problem_of(folder, MANIFEST, reasons[0])
     return [replace(first, reason=reason) for reason in reasons]
 
 

@@ -310,7 +310,8 @@ def _corpus_tokenizer_files(run: RunFiles) -> ExtraFiles:
         corpus = read_corpus(run)
     except FileNotFoundError:
         return ExtraFiles(texts={GENERATION: _generation(None)})
-    from canzona_cli.data.sidecar import saved_tokenizer_path  # loads numpy, which reading a folder does not need
+    # Loads numpy, which reading a folder does not need.
+    from canzona_cli.data.sidecar import saved_tokenizer_path
 
     path, eod = saved_tokenizer_path(corpus.prefix), corpus.eod
     if corpus.tokenizer == "byte":

@@ -98,7 +98,8 @@ def _read_masters(stored: FolderTensor, name: str, on_bytes: Callable[[int], Non
     """
     for rows in row_ranges(stored.shape):
         data = _read_rows(stored, name, rows).to(torch.float32)
-        if not all(bound.isfinite() for bound in torch.aminmax(data)):  # isfinite() of all elements needs more memory
+        # Isfinite() of all elements needs more memory.
+        if not all(bound.isfinite() for bound in torch.aminmax(data)):
             bad = int((~data.isfinite()).sum())
             reason = f"from row {rows[0]:,} on, {bad:,} of {data.numel():,} elements are infinite or NaN"
             raise ConfigError(Problem(key=name, value=stored.file, reason=reason, fix="download it again"))

@@ -77,13 +77,6 @@ def _unsupported(caller: Caller) -> Iterator[Problem]:
     """Yields a problem for everything in the loop's objects that the engine does not support; every rank
     yields the same problems."""
     optimizer, model = caller.optimizer, caller.model
-    if optimizer.optimizer != "muon":
-        yield Problem(
-            key="optimizer",
-            value=optimizer.optimizer,
-            reason="canzona replaces Megatron's Muon",
-            fix="use muon; the setting optimizer=soap, or shampoo, then chooses another of canzona's optimizers",
-        )
     yield from problems(optimizer, OPTIMIZER)
     yield from problems(caller.ddp, BUCKETS)
     if optimizer.bf16 and optimizer.muon_fp32_matmul_prec not in ("medium", "low"):

@@ -20,9 +20,10 @@ import yaml
 
 from canzona_cli.errors import Problem
 
-Check = Callable[[object], str | None]
-"""A check of the object that a name refers to. It returns a description of how the object differs from
-canzona's expectation; None if it does not differ."""
+Check = Callable[..., str | None]
+"""A check of the object that a name refers to, which is its first argument; the others are words of
+contract.yaml. It returns a description of how the object differs from canzona's expectation; None if it does
+not differ."""
 
 _WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.11 to 2.15"}
 """The releases that canzona was written for, by package."""
@@ -33,65 +34,45 @@ def exists(thing: object) -> str | None:
     return None
 
 
-def accepts(*parameters: str) -> Check:
-    """Returns a check that a function, or a class's constructor, takes these parameters by name."""
-
-    def check(thing: object) -> str | None:
-        if not callable(thing):
-            return "it cannot be called"
-        given = inspect.signature(thing).parameters
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in given.values()):
-            return None
-        return _lacks("parameter", parameters, given)
-
-    return check
+def accepts(thing: object, *parameters: str) -> str | None:
+    """Checks that a function, or a class's constructor, takes these parameters by name."""
+    if not callable(thing):
+        return "it cannot be called"
+    given = inspect.signature(thing).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in given.values()):
+        return None
+    return _lacks("parameter", parameters, given)
 
 
-def keeps(*attributes: str) -> Check:
-    """Returns a check that a class's constructor assigns these attributes to the instance."""
-
-    def check(thing: object) -> str | None:
-        if not isinstance(thing, type):
-            return "it is not a class"
-        words = _tokens(thing.__init__)  # type: ignore[misc]
-        assigned = {
-            name
-            for owner, dot, name, then in zip(words, words[1:], words[2:], words[3:], strict=False)
-            if (owner, dot) == ("self", ".") and then in ("=", ":")
-        }
-        return _lacks("attribute", attributes, assigned)
-
-    return check
+def keeps(thing: object, *attributes: str) -> str | None:
+    """Checks that a class's constructor assigns these attributes to the instance."""
+    if not isinstance(thing, type):
+        return "it is not a class"
+    words = _tokens(thing.__init__)  # type: ignore[misc]
+    assigned = {
+        name
+        for owner, dot, name, then in zip(words, words[1:], words[2:], words[3:], strict=False)
+        if (owner, dot) == ("self", ".") and then in ("=", ":")
+    }
+    return _lacks("attribute", attributes, assigned)
 
 
-def has(*members: str) -> Check:
-    """Returns a check that a class or module has these members, or a dataclass these fields."""
-
-    def check(thing: object) -> str | None:
-        known = {item.name for item in fields(thing)} if is_dataclass(thing) else set(dir(thing))
-        return _lacks("field" if is_dataclass(thing) else "method", members, known)
-
-    return check
+def has(thing: object, *members: str) -> str | None:
+    """Checks that a class or module has these members, or a dataclass these fields."""
+    known = {item.name for item in fields(thing)} if is_dataclass(thing) else set(dir(thing))
+    return _lacks("field" if is_dataclass(thing) else "method", members, known)
 
 
-def says(*texts: str) -> Check:
-    """Returns a check that these tokens occur in an object's source code; quotes of strings are ignored."""
-
-    def check(thing: object) -> str | None:
-        return _lacks("mention of", texts, {word.strip("'\"") for word in _tokens(thing)})
-
-    return check
+def says(thing: Hashable, *texts: str) -> str | None:
+    """Checks that these tokens occur in an object's source code; quotes of strings are ignored."""
+    return _lacks("mention of", texts, {word.strip("'\"") for word in _tokens(thing)})
 
 
-def reads(digest: str) -> Check:
-    """Returns a check that an object's source code has this digest. Used for code that canzona replaces by a
-    version that must behave in the same way."""
-
-    def check(thing: object) -> str | None:
-        actual = source_digest(thing)
-        return None if actual == digest else f"its source has changed (digest {actual})"
-
-    return check
+def reads(thing: Hashable, digest: str) -> str | None:
+    """Checks that an object's source code has this digest. Used for code that canzona replaces by a version
+    that must behave in the same way."""
+    actual = source_digest(thing)
+    return None if actual == digest else f"its source has changed (digest {actual})"
 
 
 def source_digest(code: Hashable) -> str:
@@ -108,6 +89,8 @@ class Pinned:
     relied_on: str
     """The property, as one sentence without a final full stop."""
     check: Check = exists
+    words: tuple[str, ...] = ()
+    """The further arguments of the check."""
 
 
 def verify() -> list[Problem]:
@@ -125,7 +108,7 @@ def verify_loop() -> list[Problem]:
 def _broken(pin: Pinned) -> Iterator[Problem]:
     """Yields a problem if the installed packages lack the property."""
     try:
-        problem = pin.check(_resolve(pin.name))
+        problem = pin.check(_resolve(pin.name), *pin.words)
     except (ImportError, AttributeError) as error:
         problem = f"it is missing ({error})"
     except (OSError, TypeError, ValueError, tokenize.TokenError) as error:
@@ -176,18 +159,13 @@ def _tokens(code: Hashable) -> tuple[str, ...]:
 
 def _pinned(file: str) -> Iterator[Pinned]:
     """Reads the properties from a YAML file next to this module."""
-    checks: dict[str, Callable[..., Check]] = {
-        "accepts": accepts,
-        "keeps": keeps,
-        "has": has,
-        "says": says,
-        "reads": reads,
-    }
+    every: tuple[Check, ...] = (exists, accepts, keeps, has, says, reads)
+    checks = {check.__name__: check for check in every}
     for section in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).values():
         for entry in section:
             name, relied_on = entry.pop("name"), entry.pop("relied_on")
-            [check] = [checks[kind](*words) for kind, words in entry.items()] or [exists]
-            yield Pinned(name=name, relied_on=relied_on, check=check)
+            [(kind, words)] = entry.items() or [("exists", ())]
+            yield Pinned(name=name, relied_on=relied_on, check=checks[kind], words=tuple(words))
 
 
 PINNED = tuple(_pinned("contract.yaml"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed does not export them to type checkers
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # the module in which their types are declared
 from torch.distributed import ProcessGroup
 
 from canzona_cli.config.schema import Device, Layout, ModelConfig

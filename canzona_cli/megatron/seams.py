@@ -32,11 +32,11 @@ Build = Callable[
 parameter groups."""
 
 LOOP: Final = (
-    Limit(name="save_wgrads_interval", value=None, reason="no rank has the reduced gradients of all matrices"),
-    Limit(name="non_persistent_save_interval", value=None, reason=UNTRIED),
-    Limit(name="ckpt_convert_format", value=None, reason="matrices can only be saved in the torch_dist format"),
-    Limit(name="perform_rl_step", value=False, reason="masters and state of matrices cannot be moved to the host"),
-    Limit(name="dump_param_to_param_group_map", value=None, reason="matrices are not in Megatron's parameter groups"),
+    Limit("save_wgrads_interval", None, "no rank has the reduced gradients of all matrices"),
+    Limit("non_persistent_save_interval", None, UNTRIED),
+    Limit("ckpt_convert_format", None, "matrices can only be saved in the torch_dist format"),
+    Limit("perform_rl_step", False, "masters and state of matrices cannot be moved to the host"),
+    Limit("dump_param_to_param_group_map", None, "matrices are not in Megatron's parameter groups"),
 )
 """The arguments of Megatron-LM for which the engine supports only one value."""
 

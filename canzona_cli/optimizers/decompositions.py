@@ -64,24 +64,28 @@ def orthonormalise(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor
         LinAlgError: The result is not finite.
     """
     basis, sizes = _qr(matrix)
-    defined = sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True)
+    return _complete(basis, sizes > rounding(sizes.size(-1)) * sizes.amax(-1, keepdim=True), previous)
+
+
+def _complete(basis: torch.Tensor, defined: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    """Replaces the columns that are not `defined` (..., side) by the columns of `previous`, made orthogonal
+    to all others. The host waits for the device once.
+
+    Raises:
+        LinAlgError: The basis is not finite.
+    """
     complete = defined.all(-1)
     finite, all_complete = torch.stack([basis.isfinite().all(), complete.all()]).tolist()
     if not finite:
         raise LinAlgError("the result is not finite")
     if all_complete:
         return basis
-    return torch.where(complete[..., None, None], basis, _replace_undefined(basis, defined, previous))
-
-
-def _replace_undefined(basis: torch.Tensor, defined: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Replaces the columns that are not `defined` (..., side) by the columns of `previous`, made orthogonal
-    to all others."""
     # QR makes each column orthogonal to the columns before it, so columns with a defined direction come
     # first.
     order = defined.to(torch.int8).argsort(descending=True, stable=True)[..., None, :].expand_as(basis)
     mixed = torch.where(defined[..., None, :], basis, previous.to(basis.dtype)).gather(-1, order)
-    return torch.empty_like(basis).scatter_(-1, order, _qr(mixed)[0])
+    replaced = torch.empty_like(basis).scatter_(-1, order, _qr(mixed)[0])
+    return torch.where(complete[..., None, None], basis, replaced)
 
 
 def orthonormalise_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -97,7 +101,8 @@ def orthonormalise_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Ten
         panel: (side, width), part of a matrix whose longest column has norm 1.
         before: (side, columns before).
     """
-    if before.dtype != panel.dtype:  # after a failure in fp32; a conversion that changes nothing leaks objects in torch
+    # After a failure in fp32; a conversion that changes nothing leaks objects in torch.
+    if before.dtype != panel.dtype:
         before = before.to(panel.dtype)
     for _ in range(2 if before.numel() else 0):
         panel = panel - before @ (before.mT @ panel)
@@ -116,11 +121,7 @@ def complete_basis(panels: torch.Tensor, previous: torch.Tensor) -> torch.Tensor
         LinAlgError: The result is not finite.
     """
     # Other columns are zero, or not orthonormalised because the period was changed between two parts.
-    defined = (panels.square().sum(0) - 1).abs() < 1e-2
-    finite, all_defined = torch.stack([panels.isfinite().all(), defined.all()]).tolist()
-    if not finite:
-        raise LinAlgError("the result is not finite")
-    return panels if all_defined else _replace_undefined(panels, defined, previous)
+    return _complete(panels, (panels.square().sum(0) - 1).abs() < 1e-2, previous)
 
 
 def _qr(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from .decompositions import (
     orthonormalise,
     orthonormalise_panel,
 )
-from .kronecker import KroneckerOptimizer, Side, unpack
+from .kronecker import KroneckerOptimizer, Side, Stack, unpack
 from .shampoo_facts import panel
 
 
@@ -34,7 +34,7 @@ class EigenbasisOptimizer(KroneckerOptimizer):
         bases = {f"{name}{side}": (length, length) for side, length in self._lengths(p) for name in names}
         return {**super().state_shapes(p), **bases}
 
-    def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
+    def _refresh(self, stack: Stack, factors: torch.Tensor) -> None:
         if self.state[stack[0][0]]["step"] > 1:
             bases = torch.stack([self.state[p][f"Q_{side}"] for p, side in stack])
             self._renew(stack, factors @ bases, bases)
@@ -45,7 +45,7 @@ class EigenbasisOptimizer(KroneckerOptimizer):
             if new is not None:  # there is nothing to carry over from the identity
                 self.state[p][f"Q_{side}"].copy_(new)
 
-    def _renew(self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor) -> None:
+    def _renew(self, stack: Stack, powered: torch.Tensor, bases: torch.Tensor) -> None:
         """Makes the columns of `powered` orthonormal and puts them in use as new bases.
 
         Args:
@@ -75,7 +75,7 @@ class EigenbasisOptimizer(KroneckerOptimizer):
         self.state[p][f"Q_{side}"].copy_(new)
 
     def _orthonormalise(
-        self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor
+        self, stack: Stack, powered: torch.Tensor, bases: torch.Tensor
     ) -> Sequence[torch.Tensor | None]:
         """Returns each matrix of `powered` (a factor times its basis) with its columns made orthonormal; None
         for a matrix whose QR decomposition failed."""

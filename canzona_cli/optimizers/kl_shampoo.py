@@ -51,17 +51,14 @@ class KLShampoo(EigenbasisOptimizer):
         vectors = {f"eigenvalues_{side}": (length,) for side, length in self._lengths(p)}
         return {**super().state_shapes(p), **vectors, "exp_avg": tuple(p.shape)}
 
+    @matmul_precision("fp32")
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         """Returns, for each side, the gradient whitened on the other side, and updates the eigenvalues with
         this gradient. Always in fp32."""
-        with matmul_precision("fp32"):
-            return self._whitened(p, grad)
-
-    def _whitened(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
-        """Implements `_factor_inputs` in the caller's matmul precision."""
         state, sides = self.state[p], self._sides(p)
         size = torch.linalg.vector_norm(grad) / grad.numel() ** 0.5
-        for side in sides:  # eigenvalues are 0 at first, and start from the size of the first gradient that is not 0
+        # Eigenvalues are 0 at first, and start from the size of the first gradient that is not 0.
+        for side in sides:
             values = state[f"eigenvalues_{side}"]
             torch.where(values.amax() > 0, values, size ** (2 / len(sides)), out=values)
         roots = {side: self._inverse_root(p, side) for side in sides}

@@ -14,6 +14,8 @@ from .shampoo_facts import STACKED_SQUARES, packed_elements
 Side = Literal["L", "R"]
 """A side of a matrix. L: its rows, with a factor from G G^T. R: its columns, with a factor from G^T G."""
 SIDES: tuple[Side, Side] = ("L", "R")
+Stack = Sequence[tuple[torch.Tensor, Side]]
+"""Matrices, each with one of its sides, whose factors have the same length."""
 LONGEST = 2.0
 """The bound on an update, in learning rates: on the root mean square of Adam's update, and on the singular
 values of Shampoo's update. With current statistics, these values are 1 if all gradients are equal, smaller
@@ -122,7 +124,7 @@ class KroneckerOptimizer(MatrixOptimizer):
         return {"L": grad, "R": grad.mT}
 
     @abstractmethod
-    def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
+    def _refresh(self, stack: Stack, factors: torch.Tensor) -> None:
         """Recomputes the roots or eigenbases of a stack of factors of the same length. A square whose
         computation fails keeps its previous value.
 

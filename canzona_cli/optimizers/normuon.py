@@ -53,7 +53,8 @@ class NorMuon(Muon):
     ) -> None:
         rows, cols = run.weights.shape[-2:]
         square = self._joined_state(run, "row_square", (rows,))
-        sizes = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)  # (rows,) or (count, rows), like all below
+        # (rows,) or (count, rows), like all below.
+        sizes = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
         mean = sizes.square().div_(cols)
         if (flags := self._flags(run)) is not None:  # a skipped update does not change v
             mean = torch.where(flags, mean, square)

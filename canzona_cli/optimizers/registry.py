@@ -110,7 +110,8 @@ def _from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up a class's module by name
     if (folder := str(path.parent.resolve())) not in sys.path:
-        sys.path.append(folder)  # for modules beside the file; appended, so that they do not shadow installed ones
+        # For modules beside the file; appended, so that they do not shadow installed ones.
+        sys.path.append(folder)
     try:
         spec.loader.exec_module(module)
     except Exception as error:

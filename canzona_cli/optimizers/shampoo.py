@@ -21,7 +21,7 @@ from .decompositions import (
     roots_by_newton,
 )
 from .facts import RootMethod
-from .kronecker import LONGEST, SIDES, KroneckerOptimizer, KroneckerSettings, Side, pack, unpack
+from .kronecker import LONGEST, SIDES, KroneckerOptimizer, KroneckerSettings, Side, Stack, pack, unpack
 from .shampoo_facts import newton_part, packed_elements
 
 Grafting = Literal["none", "sgd", "adam"]
@@ -88,7 +88,7 @@ class Shampoo(KroneckerOptimizer):
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
         return {**super().state_shapes(p), **dict.fromkeys(moments, tuple(p.shape))}
 
-    def _refresh(self, stack: Sequence[tuple[torch.Tensor, Side]], factors: torch.Tensor) -> None:
+    def _refresh(self, stack: Stack, factors: torch.Tensor) -> None:
         roots, good = self._roots(factors, self._order(stack[0][0]))
         for index, (p, side) in enumerate(stack):
             root: torch.Tensor | None = roots[index]

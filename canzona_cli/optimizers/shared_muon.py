@@ -50,7 +50,8 @@ class SharedMuon(muon.Muon):
         yield (ranks.total(square),)
         _rescale(x, norm, square)
         x, trusted = yield from gram_by_rows(x, self.steps, ranks, workspace, wide=_is_wide(p, whole))
-        trusted |= square.view(()) == 0  # a direction of zeros gives an exact update of zeros, whatever the estimate
+        # A direction of zeros gives an exact update of zeros, whatever the estimate.
+        trusted |= square.view(()) == 0
         if muon.runs_in_blocks(p) and not bool(trusted):
             self._report_fallback(p)
             return False

@@ -1,12 +1,12 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors (Vyas et al. 2024, arXiv:2409.11321)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from .decompositions import rounding
 from .eigenbasis import EigenbasisOptimizer
-from .kronecker import LONGEST, Side
+from .kronecker import LONGEST, Side, Stack
 
 RESOLVED = torch.finfo(torch.float32).eps ** 0.5
 """The fraction of the largest singular value below which singular vectors cannot be resolved, because the
@@ -55,7 +55,7 @@ class SOAP(EigenbasisOptimizer):
     def state_shapes(self, p: torch.Tensor) -> Mapping[str, tuple[int, ...] | None]:
         return {**super().state_shapes(p), **dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))}
 
-    def _renew(self, stack: Sequence[tuple[torch.Tensor, Side]], powered: torch.Tensor, bases: torch.Tensor) -> None:
+    def _renew(self, stack: Stack, powered: torch.Tensor, bases: torch.Tensor) -> None:
         order = _order(powered, bases)
         powered = powered.take_along_dim(order[:, None], -1)
         bases = bases.take_along_dim(order[:, None], -1)

@@ -80,7 +80,8 @@ def product(
     Returns:
         `out`.
     """
-    _multiply(a, b.mT, out, add, beta, alpha)  # b.mT equals b, and its columns, which a strip reads, are contiguous
+    # b.mT equals b, and its columns, which a strip reads, are contiguous.
+    _multiply(a, b.mT, out, add, beta, alpha)
     return out
 
 
@@ -139,7 +140,8 @@ def _in_strips(
 
 @cache
 def _has_amx() -> bool:
-    capabilities: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)  # not in torch 2.11
+    # torch 2.11 does not have the function.
+    capabilities: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)
     return bool(capabilities().get("amx_bf16"))
 
 

@@ -125,7 +125,8 @@ class Training:
                     return self._stop()
                 self._save_and_validate(step, wanted=result.save, finished=finished)
                 collect_garbage(step)
-        if self.saver is not None:  # if the run does not save at its end, an earlier save may still be in progress
+        # If the run does not save at its end, an earlier save may still be in progress.
+        if self.saver is not None:
             self.record.heart.stage("save")
             self.saver.wait_until_written()
         return "done"

@@ -242,7 +242,8 @@ class StragglerWatch:
         rows = [received[start : start + WINDOW + 1] for start in range(0, len(received), WINDOW + 1)]
         times, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
         slow = find_stragglers(times, stages, step_s=step_s, limit=self._limit)
-        for rank in slow.keys() - self._known:  # reported once, and again only if the rank recovered meanwhile
+        # Reported once, and again only if the rank recovered meanwhile.
+        for rank in slow.keys() - self._known:
             detail = f"rank {rank} is slow: its data, forward and backward take {slow[rank]:.2g} times its peers' time"
             facts = {"step": step, "rank": rank, "factor": slow[rank]}
             self._journal.incident("straggler", detail=detail, level="warning", **facts)

@@ -186,7 +186,8 @@ class Saver:
         except BaseException as error:  # a failed save must not end the run
             if world.rank == 0:
                 abandon(folder)
-            if world.rank == 0 or not isinstance(error, SaveFailed):  # rank 0 reads a SaveFailed in the part file
+            # Rank 0 reads a SaveFailed in the part file.
+            if world.rank == 0 or not isinstance(error, SaveFailed):
                 self._record_failure(save, error)
             return
         self._last = path.name

@@ -279,7 +279,8 @@ def greedy_continuation(model: Model, prompt: Sequence[int], *, tokens: int, end
     """
     layout, longest = model.world.layout, model.config.train.seq_length
     length = min(longest, len(prompt) + tokens)
-    unit = 2 * layout.cp * layout.tp  # context and sequence parallelism divide the sequence into this many slices
+    # Context and sequence parallelism divide the sequence into this many slices.
+    unit = 2 * layout.cp * layout.tp
     padded = min(longest, -(-length // unit) * unit)
     sequence = torch.zeros(1, padded, dtype=torch.int64, device=model.world.device)
     sequence[0, : len(prompt)] = torch.tensor(prompt)

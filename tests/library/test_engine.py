@@ -165,6 +165,7 @@ def test_a_step_above_megatrons_threshold_of_the_norm_is_skipped() -> None:
 
 
 OTHER_VALUES: dict[str, object] = {
+    "optimizer": "adam",
     "loss_scale": 128.0,
     "muon_scalar_optimizer": "lion",
     "num_distributed_optimizer_instances": 2,
