@@ -151,7 +151,10 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
         elif weights_only or manifest.optimizer in ELEMENTWISE:
             tensors, scalars = _assemble_from_units(matrix, reader, weights_only=weights_only)
         else:
-            problems.append(_splitting_problem(matrix, manifest))
+            saved = manifest.splitting
+            reason = f"{manifest.optimizer} keeps its state per matrix, and was saved with another splitting: {saved}"
+            fix = f"engine.splitting={saved}"
+            problems.append(Problem(key="engine.splitting", value=matrix.name, reason=reason, fix=fix))
             continue
         master = tensors.pop(MASTER, None)
         if master is None or master.shape != held_master.shape:
@@ -226,15 +229,6 @@ def _assemble_from_units(
             assembled[block.row : block.row + block.rows] = reader.block(block, field)
         tensors[field] = assembled
     return tensors, reader.marks(block.unit for block in blocks)
-
-
-def _splitting_problem(matrix: Matrix, manifest: Manifest) -> Problem:
-    reason = (
-        f"{manifest.optimizer} keeps its state per matrix, and the checkpoint was saved with another splitting: "
-        f"{manifest.splitting}"
-    )
-    fix = f"engine.splitting={manifest.splitting}"
-    return Problem(key="engine.splitting", value=matrix.name, reason=reason, fix=fix)
 
 
 @torch.no_grad()

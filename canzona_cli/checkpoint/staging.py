@@ -46,7 +46,7 @@ def write_checkpoint(
         canzona=version("canzona"),
     )
     texts = {"config.yaml": dump_resolved(config), "layout.json": json.dumps(asdict(Layout.plain()))}
-    with _replace_fix():
+    try:
         folder = begin(files.checkpoints, progress.step)
         try:
             for rank, shard in enumerate(shards):
@@ -55,15 +55,8 @@ def write_checkpoint(
             abandon(folder)
             raise
         return finish(folder, len(shards), header, texts, _PATIENCE_S)
-
-
-@contextmanager
-def _replace_fix() -> Iterator[None]:
-    """Replaces the fix of a SaveFailed that is raised inside the block, because an import has no older
-    checkpoints that could be deleted."""
-    try:
-        yield
     except SaveFailed as error:
+        # An import has no older checkpoints that could be deleted.
         raise SaveFailed(*(replace(problem, fix=_MAKE_ROOM) for problem in error.problems)) from None
 
 

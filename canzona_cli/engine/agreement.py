@@ -21,10 +21,12 @@ class PlanRefused(ConfigError):
     headline = "The plan does not fit this run"
 
 
+Chunks = Sequence[torch.nn.Module]
+"""A rank's part of the model, in forward order."""
 _NEW_RUN: Final = "start a new run: `canzona train` makes a plan for these ranks"
 
 
-def agree_on_plan(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World, *, fix: str = _NEW_RUN) -> Plan:
+def agree_on_plan(plan: Plan | None, chunks: Chunks, world: World, *, fix: str = _NEW_RUN) -> Plan:
     """Returns this rank's plan, after checking that every rank has the same plan and that it fits.
     Collective.
 
@@ -86,7 +88,7 @@ def agree_on_problem(problem: Problem | None, kind: type[CanzonaError]) -> None:
     refuse(dict.fromkeys(chain.from_iterable(by_rank)), kind)
 
 
-def _plan_problem(plan: Plan | None, chunks: Sequence[torch.nn.Module], world: World, fix: str) -> Problem | None:
+def _plan_problem(plan: Plan | None, chunks: Chunks, world: World, fix: str) -> Problem | None:
     """Returns the first reason why this rank cannot execute the plan; None if the plan fits."""
     if plan is None:
         return Problem(key="plan", reason="there is no plan; strategies canzona, paper and asc need one", fix=fix)
@@ -113,8 +115,8 @@ def _disagreement(plan: Plan, digests: Sequence[str]) -> Problem:
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     plans = gather(dict(plan.content()), dict[str, object])
     first, second = Plan.from_content(plans[0]), Plan.from_content(plans[other])
-    difference = first_difference(first, second)
-    description = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
+    key, *values = first_difference(first, second) or ("their content",)
+    description = f"{key}: {values[0]} and {values[1]}" if values else key
     return Problem(
         key="plan",
         value=f"{first.name} and {second.name}",

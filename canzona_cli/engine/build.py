@@ -79,21 +79,19 @@ def build_engine(
         OptimizerRefused: On all ranks together, if a user's own class cannot update 2-D parameters with
             `step()` alone.
     """
-    shared = plan.assignment.shares if plan is not None else {}
+    shared, tp = plan.assignment.shares if plan is not None else {}, world.layout.tp
     if plan is not None:
         part = _planned_part(chunks, plan, world)
     else:
         part = _redundant_part(chunks, config, world)
         tag_matrices(chunks, part.parameters)
-    masters = _masters(
-        part.matrices, lambda m: m.fragment_shape(world.layout.tp) if m.index in shared else m.shape, world.device
-    )
+    masters = _masters(part.matrices, lambda m: m.fragment_shape(tp) if m.index in shared else m.shape, world.device)
     fallbacks = Fallbacks(part.counted, masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
-        fragments=Fragments(config.model, world.layout.tp, world.tp_rank, part.parameters),
+        fragments=Fragments(config.model, tp, world.tp_rank, part.parameters),
         rank=world.tp_rank,
-        tp_group=world.groups.tp if world.layout.tp > 1 else None,
+        tp_group=world.groups.tp if tp > 1 else None,
         timer=timer,
         watcher=watcher_for(world.device),
         side_stream=SideStream(world.device),
@@ -147,10 +145,13 @@ def _planned_part(chunks: Sequence[DistributedDataParallel], plan: Plan, world: 
     """Returns the matrices that the plan gives this rank. The fallbacks of a shared matrix are counted by the
     rank in its cell."""
     parameters = matrix_parameters(chunks, plan, world)
-    matrices = sorted(_updated_matrices(plan, world), key=_buffer_order(parameters))
-    shared, cells = plan.assignment.shares, plan.assignment.cells
-    counts = [m for m in matrices if m.index not in shared or cells[m.index].host == world.tp_rank]
-    return _RankPart(matrices=matrices, counted=counts, parameters=parameters)
+    shares, cells, tp_rank = plan.assignment.shares, plan.assignment.cells, world.tp_rank
+    of_owner = [m for m in plan.matrices if (m.stage, cells[m.index].owner) == (world.pp_rank, world.owner)]
+    # Whole matrices that this rank hosts, and shared matrices, of which it keeps a fragment.
+    updated = [m for m in of_owner if m.index in shares or cells[m.index].host == tp_rank]
+    matrices = sorted(updated, key=_buffer_order(parameters))
+    counted = [m for m in matrices if cells[m.index].host == tp_rank]
+    return _RankPart(matrices=matrices, counted=counted, parameters=parameters)
 
 
 def _redundant_part(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> _RankPart:
@@ -165,17 +166,6 @@ def _redundant_part(chunks: Sequence[DistributedDataParallel], config: RunConfig
         counted=[matrix for matrix in matrices if counts_update(matrix, world)],
         parameters={matrix.parameter: named[matrix.parameter] for matrix in matrices},
     )
-
-
-def _updated_matrices(plan: Plan, world: World) -> list[Matrix]:
-    """Returns the matrices for which this rank keeps an fp32 master and optimizer state: whole matrices that
-    it hosts, and shared matrices of its owner, of which it keeps a fragment."""
-    return [
-        matrix
-        for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)
-        if (matrix.stage, cell.owner) == (world.pp_rank, world.owner)
-        and (cell.host == world.tp_rank or matrix.index in plan.assignment.shares)
-    ]
 
 
 def _buffer_order(parameters: Iterable[str]) -> Order:

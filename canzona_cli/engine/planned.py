@@ -181,8 +181,8 @@ class PlannedOptimizer(MasterOptimizer):
         self._wiring.side_stream.join()
 
     def placements(self) -> Iterator[tuple[UpdatedMatrix, tuple[Block, ...]]]:
-        """Yields each matrix or fragment that this rank updates, with the positions of the master's rows in the
-        parameter as a single TP rank would store it."""
+        """Yields each matrix or fragment that this rank updates, with the positions of the master's rows in
+        the parameter as a single TP rank would store it."""
         for is_whole, matrices in ((True, self.whole), (False, self.fragments)):
             for updated in matrices:
                 yield updated, tuple(self._wiring.fragments.blocks(updated.matrix, whole=is_whole))

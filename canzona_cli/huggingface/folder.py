@@ -99,7 +99,7 @@ class HuggingFaceFolder:
         settings = asdict(model)
         for name, value in self.model.items():
             if settings[name] != value and name != "init_std":
-                shown = _setting_text(value)
+                shown = json.dumps(value)
                 reason, fix = f"is {shown} in {self.path / FILE}", f"model.{name}={shown}"
                 yield Problem(key=f"model.{name}", value=settings[name], reason=reason, fix=fix)
 
@@ -217,7 +217,7 @@ def compose_from_folder(
         ConfigError: see `compose_run`.
     """
     overridden = {key_of(override) for override in overrides}
-    settings = {f"model.{name}": _setting_text(value) for name, value in folder.model.items()}
+    settings = {f"model.{name}": json.dumps(value) for name, value in folder.model.items()}
     settings["model.name"] = text_value(folder.path.resolve().name)
     if folder.tokenizer is not None and not any(key.partition(".")[0] == "data" for key in overridden):
         settings |= {"data.source": "stdlib", "data.tokenizer": text_value(str(folder.path.resolve()))}
@@ -239,11 +239,6 @@ def _nearest_recipe(folder: HuggingFaceFolder) -> str:
     }
     elements = parameter_count(model).total
     return min(sizes, key=lambda name: abs(math.log(sizes[name]) - math.log(elements)))
-
-
-def _setting_text(value: object) -> str:
-    """Returns the text with which a user sets a setting to this value."""
-    return json.dumps(value)
 
 
 @dataclass(frozen=True, kw_only=True)

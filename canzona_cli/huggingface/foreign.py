@@ -95,6 +95,7 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
     """
     foreign = family_of(model).foreign
     settings = asdict(model)
+    scaling = {"rope_type": "llama3", "factor": model.rope_scaling, **_LLAMA3} if model.rope_scaling else None
     stretched = int(_LLAMA3["original_max_position_embeddings"] * (model.rope_scaling or 0))
     return {
         "architectures": [foreign.architecture],
@@ -105,15 +106,11 @@ def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[s
         "attention_bias": False,
         "attention_dropout": 0.0,
         "max_position_embeddings": max(max_positions, stretched),
-        "rope_scaling": _scaling(model),
+        "rope_scaling": scaling,
         **foreign.written,
         "use_cache": True,
         "torch_dtype": dtype,
     }
-
-
-def _scaling(model: ModelConfig) -> Mapping[str, object] | None:
-    return None if model.rope_scaling is None else {"rope_type": "llama3", "factor": model.rope_scaling, **_LLAMA3}
 
 
 def _rope(tree: Mapping[str, object]) -> Mapping[str, object]:

@@ -58,7 +58,9 @@ def check_model(chunks: Sequence[torch.nn.Module], plan: Plan, world: World) -> 
         if tuple(trainable[name].shape) != planned:
             raise PlanMismatch(key=name, planned=planned, actual=tuple(trainable[name].shape))
     for name, param in trainable.items():
-        if name not in members and _is_matrix(name, param):
+        parts = name.split(".")
+        is_matrix = param.dim() == 2 and "layers" in parts and "router" not in parts
+        if is_matrix and name not in members:
             raise PlanMismatch(key=name, planned="nothing", actual=f"a matrix of shape {tuple(param.shape)}")
     places = placements(plan, stage_buckets(plan, world.pp_rank, world.expert_rank))
     placed = [name for bucket in places for name in bucket]
@@ -162,11 +164,6 @@ def global_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[str, 
     """Yields the parameters of model chunks, wrapped or not, with their names in the whole model."""
     for model in chunks:
         yield from global_names(unwrap(model))
-
-
-def _is_matrix(name: str, param: torch.nn.Parameter) -> bool:
-    parts = name.split(".")
-    return param.dim() == 2 and "layers" in parts and "router" not in parts
 
 
 def _bucket_placements(bucket: Bucket, plan: Plan, parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, int]]:

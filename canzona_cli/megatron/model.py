@@ -134,8 +134,8 @@ def _build_chunk(
 
 
 def _block_with_rms_norm(spec: ModuleSpec, mcore: TransformerConfig, chunk: int) -> TransformerBlockSubmodules:
-    """Returns the specification of a model chunk: its layers, and `layers.rms_norm` as the norm after the last
-    layer."""
+    """Returns the specification of a model chunk: its layers, and `layers.rms_norm` as the norm after the
+    last layer."""
     count = get_num_layers_to_build(mcore, vp_stage=chunk if mcore.virtual_pipeline_model_parallel_size else None)
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=layers.rms_norm)
 

@@ -20,10 +20,10 @@ class KLShampoo(EigenbasisOptimizer):
     KL divergence between the normal distributions of covariance E[g g^T] and L (x) R (the Kronecker product).
     In Shampoo, each factor ignores the other.
 
-        L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows          decay shampoo_beta
-        l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise                eigenvalues, in the current basis
-        every precondition_frequency steps:  Q_L, Q_R = QR(L Q_L), QR(R Q_R)         towards their eigenvectors
-        D = Q_L ((Q_L^T M Q_R) / sqrt(l r^T)) Q_R^T,  M = average of G               decay beta1
+        L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows   decay shampoo_beta
+        l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise         eigenvalues, in the current basis
+        every precondition_frequency steps:  Q_L, Q_R = QR(L Q_L), QR(R Q_R)  towards their eigenvectors
+        D = Q_L ((Q_L^T M Q_R) / sqrt(l r^T)) Q_R^T,  M = average of G        decay beta1
         W = (1 - lr weight_decay) W - lr D
 
     with L^-1 = Q_L diag(1 / l) Q_L^T, likewise R^-1. Neither grafting nor a second moment is needed: a
@@ -37,8 +37,7 @@ class KLShampoo(EigenbasisOptimizer):
 
     Settings are those of KroneckerOptimizer; `betas[1]` and `eps` are not used. State besides that of
     EigenbasisOptimizer: `exp_avg`, M (rows, cols); `eigenvalues_L`, l (rows,); `eigenvalues_R`, r (cols,).
-    `L` and `R` are stored without the divisions by cols and rows,
-    because only their eigenvectors are used.
+    `L` and `R` are stored without the divisions by cols and rows, because only their eigenvectors are used.
     """
 
     def _start(self, p: torch.Tensor, state: dict[str, torch.Tensor | int]) -> None:

@@ -56,9 +56,9 @@ class MuonSettings(TypedDict, total=False):
 class Muon(MatrixOptimizer):
     """Muon: replaces the momentum of each matrix by (approximately) the nearest semi-orthogonal matrix.
 
-        M = momentum M + (1 - momentum) G               moving average of the gradients G (rows, cols)
-        D = momentum M + (1 - momentum) G               with nesterov; otherwise D = M
-        O = newton_schulz(D / |D|)                      U V^T where D = U S V^T: every singular value becomes about 1
+        M = momentum M + (1 - momentum) G          moving average of the gradients G (rows, cols)
+        D = momentum M + (1 - momentum) G          with nesterov; otherwise D = M
+        O = newton_schulz(D / |D|)                 U V^T where D = U S V^T: every singular value becomes about 1
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) O
 
     O depends on all of D, so a rank that has only a fragment of D cannot compute its part of O alone. canzona
@@ -182,7 +182,9 @@ class Muon(MatrixOptimizer):
         """Copies the group's learning rate and weight decay to where a captured graph reads them."""
         if id(group) not in self._rates:
             self._rates[id(group)] = p.new_empty(3)
-        muon_cuda.set_rates(self._rates[id(group)], group["lr"], group["weight_decay"])
+        lr, weight_decay = group["lr"], group["weight_decay"]
+        for rate, value in zip(self._rates[id(group)], (1 - lr * weight_decay, lr, lr * weight_decay), strict=True):
+            rate.fill_(value)
 
     def _graph_key(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> Hashable:
         """Returns a key that contains everything that a captured update of these matrices depends on and that

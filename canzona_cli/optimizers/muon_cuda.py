@@ -31,14 +31,6 @@ def direction(
     return before
 
 
-def set_rates(rates: torch.Tensor, lr: float, weight_decay: float) -> None:
-    """Writes the rates of this step to the device: `rates` (3,) <- 1 - lr weight_decay, lr, lr
-    weight_decay."""
-    rates[0].fill_(1 - lr * weight_decay)
-    rates[1].fill_(lr)
-    rates[2].fill_(lr * weight_decay)
-
-
 def move(
     p: torch.Tensor,
     x: torch.Tensor,
@@ -52,7 +44,7 @@ def move(
 
     Args:
         p, x: (rows, cols) for one matrix, (count, rows, cols) for a run.
-        rates: The learning rate and the decay on the device, from `set_rates`.
+        rates: 1 - lr weight_decay, lr, and lr weight_decay on the device: (3,).
         weight_decay: The same weight decay as a host number.
         trusted: () bool on the device, for one matrix; None means trusted.
     """

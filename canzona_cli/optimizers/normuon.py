@@ -18,9 +18,9 @@ columns whose rows are orthonormal, the root mean square is at least 1e-2."""
 class NorMuon(Muon):
     """NorMuon: divides the rows of Muon's orthogonalised momentum by the root of their second moment.
 
-        O = as in Muon, (rows, cols)                             singular values about 1, rows of any norm
-        v = row_beta v + (1 - row_beta) mean(O * O, dim=1)       (rows,): second moment of each neuron's update
-        N = O / (sqrt(v) + eps),  N = N |O| / |N|                rows of similar norm, total norm as in Muon
+        O = as in Muon, (rows, cols)                         singular values about 1, rows of any norm
+        v = row_beta v + (1 - row_beta) mean(O * O, dim=1)   (rows,): second moment of each neuron's update
+        N = O / (sqrt(v) + eps),  N = N |O| / |N|            rows of similar norm, total norm as in Muon
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) N
 
     Rows are output neurons. Both the mean of a row and |O| need the whole matrix, so NorMuon cannot update

@@ -55,16 +55,13 @@ class SharedMuon(muon.Muon):
         if muon.runs_in_blocks(p) and not bool(trusted):
             self._report_fallback(p)
             return False
-        self._write_update(p, x, trusted, whole)
-        return True
-
-    def _write_update(self, p: torch.Tensor, update: torch.Tensor, trusted: torch.Tensor, whole: Shape) -> None:
         group = self._settings(p)
         if not muon.runs_in_blocks(p):
             self._record_trust([p], trusted)
-            update.masked_fill_(trusted.logical_not(), 0)
+            x.masked_fill_(trusted.logical_not(), 0)
             self._set_rates(p, group)
-        self._move(p, update, group, whole)
+        self._move(p, x, group, whole)
+        return True
 
     def _fragment_direction(
         self, p: torch.Tensor, dtype: torch.dtype, side: int, workspace: Workspace, *, again: bool = False

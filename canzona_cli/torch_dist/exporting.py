@@ -164,7 +164,7 @@ def _add(
     weight_dtype = DTYPES["bfloat16" if config.train.precision == "bf16" else "float32"]
     for field in dict.fromkeys(("", *fields)):
         rows = torch.cat([reader.block(block, field or MASTER) for block in parameter.blocks])
-        # Torch.save writes the whole memory of a view.
+        # Cloned, because torch.save writes the whole memory of a view.
         tensor = rows.view(*(1 for _ in lead), *parameter.shape).clone()
         key = state_key(parameter, field, kind) if field and kind else parameter.key
         writer.add(key, tensor if field else tensor.to(weight_dtype), whole, offsets)

@@ -184,10 +184,10 @@ def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[in
         named = {field: key for field, key in by_field.items() if key is not None}
         units = dict.fromkeys(block.unit for block in parameter.blocks)
         for field, key in named.items():
-            stored = _Stored(source.folder, parameter, key, on_bytes)
+            read = _unit_reader(source.folder, parameter, key, on_bytes)
             for unit in units:
                 shape = unit_shape(unit, source.config.model)
-                data = partial(stored.unit, unit)
+                data = partial(read, unit)
                 tensors[parameter.layer][f"{unit}/{field}"] = Buffer(dtype="F32", shape=shape, data=data)
         if MOMENTS[0] in fields:
             scalars |= {f"{unit}/step": source.step for unit in units}
@@ -197,40 +197,34 @@ def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[in
     return folder
 
 
-class _Stored:
-    """A tensor of the checkpoint, which is read once and then cut into its units."""
+def _unit_reader(
+    folder: TorchDistFolder, parameter: Parameter, key: str, on_bytes: Callable[[int], None]
+) -> Callable[[str], Iterator[memoryview]]:
+    """Returns a function that yields the bytes of a unit of the parameter; it must be called once for each
+    unit. The stored tensor is read once, at the first call.
 
-    def __init__(
-        self, folder: TorchDistFolder, parameter: Parameter, key: str, on_bytes: Callable[[int], None]
-    ) -> None:
-        self._folder, self._parameter, self._key, self._on_bytes = folder, parameter, key, on_bytes
-        self._unwritten: dict[str, torch.Tensor] = {}
+    The function raises CheckpointInvalid if the tensor cannot be read, or is not finite.
+    """
+    unwritten: dict[str, torch.Tensor] = {}
 
-    def unit(self, name: str) -> Iterator[memoryview]:
-        """Yields the bytes of a unit; call this once for each unit.
-
-        Raises:
-            CheckpointInvalid: the tensor cannot be read, or is not finite.
-        """
-        if not self._unwritten:
-            self._unwritten = self._units()
-        data = self._unwritten.pop(name)
-        self._on_bytes(data.nbytes)
+    def read(unit: str) -> Iterator[memoryview]:
+        if not unwritten:
+            unwritten.update(_units(folder, parameter, key))
+        data = unwritten.pop(unit)
+        on_bytes(data.nbytes)
         yield raw_bytes(data)
 
-    def _units(self) -> dict[str, torch.Tensor]:
-        """Reads the tensor and cuts it into units, by name."""
-        whole = self._folder.read(self._key, self._parameter.place(self._key))
-        if not all(bound.isfinite() for bound in torch.aminmax(whole)):
-            problem = Problem(
-                key=self._key,
-                value=self._folder.path,
-                reason="has elements that are infinite or NaN",
-                fix="import an earlier checkpoint",
-            )
-            raise CheckpointInvalid(problem)
-        rows = whole.view(-1, whole.size(-1))
-        parts: dict[str, list[torch.Tensor]] = defaultdict(list)
-        for block in sorted(self._parameter.blocks, key=lambda block: block.unit_row):
-            parts[block.unit].append(rows[block.row : block.row + block.rows])
-        return {unit: torch.cat(blocks) if len(blocks) > 1 else blocks[0] for unit, blocks in parts.items()}
+    return read
+
+
+def _units(folder: TorchDistFolder, parameter: Parameter, key: str) -> dict[str, torch.Tensor]:
+    """Reads the tensor and cuts it into units, by name."""
+    whole = folder.read(key, parameter.place(key))
+    if not all(bound.isfinite() for bound in torch.aminmax(whole)):
+        reason, fix = "has elements that are infinite or NaN", "import an earlier checkpoint"
+        raise CheckpointInvalid(Problem(key=key, value=folder.path, reason=reason, fix=fix))
+    rows = whole.view(-1, whole.size(-1))
+    parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+    for block in sorted(parameter.blocks, key=lambda block: block.unit_row):
+        parts[block.unit].append(rows[block.row : block.row + block.rows])
+    return {unit: torch.cat(blocks) if len(blocks) > 1 else blocks[0] for unit, blocks in parts.items()}

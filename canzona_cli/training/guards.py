@@ -195,15 +195,18 @@ class DivergenceGuard:
         now = smooth if loss is None else smooth + SMOOTHING * (loss - smooth)
         bounded = min(excess, 2 * ENOUGH_EXCESS)
         self.memory = replace(memory, first=first, smooth=now, best=min(best, now), excess=bounded, since=since)
-        if self._must_report("far", excess >= ENOUGH_EXCESS, over=excess == 0):
-            meaning = "the loss of the first step" if first >= self._uniform else "the loss of a uniform prediction"
-            now_is = "steps are skipped: their gradients are not finite" if loss is None else f"it is {loss:.4f}"
-            words = (
-                f"the model has lost what it learned: since step {since} the loss is mostly above {limit:.2f}, halfway "
-                f"from its best ({best:.4f}) to {worst:.2f}, {meaning}; now {now_is}"
-            )
-            return Divergence(rule="far", step=step, since=since, words=words)
-        return None
+        if excess == 0:
+            self._reported.discard("far")
+        if excess < ENOUGH_EXCESS or "far" in self._reported:
+            return None
+        self._reported.add("far")
+        meaning = "the loss of the first step" if first >= self._uniform else "the loss of a uniform prediction"
+        now_is = "steps are skipped: their gradients are not finite" if loss is None else f"it is {loss:.4f}"
+        words = (
+            f"the model has lost what it learned: since step {since} the loss is mostly above {limit:.2f}, "
+            f"halfway from its best ({best:.4f}) to {worst:.2f}, {meaning}; now {now_is}"
+        )
+        return Divergence(rule="far", step=step, since=since, words=words)
 
     def notice_validation(self, step: int, loss: float, *, final: bool) -> Divergence | None:
         """Updates the memory after a validation. Returns a divergence if one must be reported now, otherwise
@@ -232,22 +235,9 @@ class DivergenceGuard:
             return None
         if memory.smooth is not None and math.isfinite(loss) and memory.smooth < loss / 2:
             return None  # the training loss is low: the model has overfitted, but not diverged
-        if not self._must_report("validation", True, over=False):
+        if "validation" in self._reported:
             return None
+        self._reported.add("validation")
         since = memory.since if memory.excess > 0 else memory.sound + 1
         words = f"validation loss {loss:.4f} at step {step} is worse than before training ({before:.4f})"
         return Divergence(rule="validation", step=step, since=since, words=words)
-
-    def _must_report(self, rule: Rule, is_true: bool, *, over: bool) -> bool:
-        """Returns True if a divergence by this rule has to be reported now.
-
-        Args:
-            is_true: True if the rule detects a divergence now; it is reported only once.
-            over: True if an earlier divergence by this rule is over, so that a new one is reported again.
-        """
-        if over:
-            self._reported.discard(rule)
-        if not is_true or rule in self._reported:
-            return False
-        self._reported.add(rule)
-        return True
