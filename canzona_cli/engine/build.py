@@ -22,12 +22,12 @@ from canzona_cli.costs.sharing import Share
 from canzona_cli.costs.update import algorithm_of, form_of, stack_of
 from canzona_cli.engine.agreement import agree_on_optimizer
 from canzona_cli.engine.canzona_optimizer import CanzonaOptimizer
-from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters, scratch_elements
+from canzona_cli.engine.hosted import Hosting, scratch_elements
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer
 from canzona_cli.engine.planned import PlannedOptimizer
 from canzona_cli.engine.redundant import RedundantOptimizer, counts_dense, counts_update
 from canzona_cli.engine.shared import Sharing
-from canzona_cli.engine.wire import AllToAll, Fragments, MakeOptimizer, Messages, SideStream, Wiring, group_by_key
+from canzona_cli.engine.wire import Fragments, MakeOptimizer, SideStream, Wiring, group_by_key
 from canzona_cli.megatron.matrix_buffers import global_parameters, matrix_parameters, tag_matrices
 from canzona_cli.megatron.optimizer import Overrides, adamw_settings, build_adamw
 from canzona_cli.megatron.parallel import World
@@ -37,7 +37,6 @@ from canzona_cli.model.matrices import matrices as matrices_of
 from canzona_cli.optimizers.facts import known_optimizers
 from canzona_cli.optimizers.matrix_optimizer import OnFallback, Workspace
 from canzona_cli.optimizers.registry import load_class, probe
-from canzona_cli.planner.exchange import Route, from_hosts, to_hosts
 from canzona_cli.planner.plan import Plan
 
 _PACKAGE = __name__.partition(".")[0]
@@ -46,7 +45,6 @@ _PACKAGE = __name__.partition(".")[0]
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 Order = Callable[[Matrix], tuple[int, int]]
 """A key that sorts matrices."""
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
 """The settings that optimizer classes do not take as arguments of the same names."""
 
@@ -209,7 +207,7 @@ def _expert_hosting(config: RunConfig, matrices: Sequence[Matrix], wiring: Wirin
     experts = [matrix for matrix in matrices if matrix.expert_rank is not None]
     local = wiring.as_single_rank()
     batches = _split_by_scratch([experts], local)
-    return _hosting(config, batches, dict.fromkeys((m.index for m in experts), 0), local)
+    return Hosting(local, batches, dict.fromkeys((m.index for m in experts), 0), *_dtypes(config))
 
 
 def _group_hosting(
@@ -223,7 +221,13 @@ def _group_hosting(
         groups = _split_by_scratch(groups, wiring)
     shares = plan.assignment.shares
     batches = [sorted((m for m in group if m.index not in shares), key=order) for group in groups]
-    return _hosting(config, batches, hosts, wiring)
+    return Hosting(wiring, batches, hosts, *_dtypes(config))
+
+
+def _dtypes(config: RunConfig) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the data types in which gradients and weights are sent."""
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    return dtypes[config.engine.exchange_dtype], dtypes[config.train.precision]
 
 
 def _split_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> list[Sequence[Matrix]]:
@@ -235,58 +239,16 @@ def _split_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> lis
     ]
 
 
-def _hosting(
-    config: RunConfig, batches: Sequence[Sequence[Matrix]], hosts: Mapping[int, int], wiring: Wiring
-) -> Hosting:
-    """Creates the groups of hosted matrices and copies the model's weights to their masters. Collective over
-    the TP ranks.
-
-    Args:
-        batches: the matrices that any TP rank hosts, group by group in the order of their updates.
-        hosts: the TP rank that hosts each matrix, by matrix index.
-    """
-    tp, rank, device = wiring.fragments.tp, wiring.rank, wiring.device
-    matrices = tuple(matrix for batch in batches for matrix in batch)
-    hosted = [tuple(matrix for matrix in batch if hosts[matrix.index] == rank) for batch in batches]
-
-    def routes(make_route: Callable[..., Route]) -> list[Route]:
-        return [make_route(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp) for batch in batches]
-
-    out, back = routes(to_hosts), routes(from_hosts)
-    sent = Messages.for_routes(out, _DTYPES[config.engine.exchange_dtype], device)
-    returned = Messages.for_routes(back, _DTYPES[config.train.precision], device)
-    elements = max((scratch_elements(wiring, group) for group in hosted), default=0)
-    scratch = torch.empty(elements, dtype=torch.float32, device=device)
-    gather_masters(wiring, hosts, matrices)
-    finite = torch.ones(sum(map(len, hosted)), device=device)
-    places = [place for place, matrix in enumerate(matrices) if hosts[matrix.index] == rank]
-    flags = finite.split([len(group) for group in hosted])  # type: ignore[no-untyped-call]
-    groups = []
-    for number, group in enumerate(hosted):
-        gradients = AllToAll(out[number], sent, number, wiring)
-        weights = AllToAll(back[number], returned, number, wiring)
-        groups.append(HostedGroup(wiring, group, gradients, weights, scratch, flags[number]))
-    return Hosting(
-        wiring=wiring,
-        matrices=matrices,
-        hosts=hosts,
-        groups=groups,
-        finite=finite,
-        places=torch.tensor(places, dtype=torch.int64, device=device),
-        bytes=sent.bytes + returned.bytes + scratch.nbytes,
-    )
-
-
-def _sharing(groups: Sequence[Sequence[Matrix]], shares: Mapping[int, Share], wiring: Wiring) -> Sharing | None:
+def _sharing(groups: Sequence[Sequence[Matrix]], shares: Mapping[int, Share], wiring: Wiring) -> tuple[Sharing, ...]:
     """Creates the optimizer of this rank's fragments of shared matrices, and copies the model's weights to
-    their masters. Returns None if the owner does not have shared matrices."""
+    their masters. Empty if the owner does not have shared matrices."""
     matrices = [matrix for group in groups for matrix in group if matrix.index in shares]
     if not matrices:
-        return None
+        return ()
     sharing = Sharing(wiring, matrices, [len(shares[matrix.index].fragment) for matrix in matrices])
     for matrix in sharing.matrices:
         matrix.reload()
-    return sharing
+    return (sharing,)
 
 
 def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) -> MakeOptimizer:

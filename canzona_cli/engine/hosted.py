@@ -1,9 +1,8 @@
 """The update of one micro-group on one TP rank: its part of the two all-to-alls, and the update of the
 matrices that this rank hosts."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -22,7 +21,7 @@ from canzona_cli.engine.wire import (
 )
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.runs import runs, view_run
-from canzona_cli.planner.exchange import Parcel, senders, to_hosts
+from canzona_cli.planner.exchange import Parcel, Route, from_hosts, senders, to_hosts
 from canzona_cli.run.phases import Phase
 
 
@@ -223,24 +222,52 @@ class HostedGroup:
                 write_finite(self._weight_unpack, flags, on_host=self._on_host)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Hosting:
     """One TP rank's part in the updates of its owner's micro-groups, or of its own experts, with the memory
-    that these updates need."""
+    that these updates need. Copies the model's weights to the masters; collective over the TP ranks.
 
-    wiring: Wiring
-    matrices: tuple[Matrix, ...]
-    """The matrices of all groups, in the groups' order, including those that other TP ranks host."""
-    hosts: Mapping[int, int]
-    """The TP rank that hosts each matrix, by matrix index."""
-    groups: Sequence[HostedGroup]
-    finite: torch.Tensor
-    """A number for each matrix that this rank hosts, finite if the last update of the matrix was finite:
-    (hosted,)."""
-    places: torch.Tensor
-    """The indices in `matrices` of the matrices that this rank hosts: (hosted,), int64."""
-    bytes: int
-    """The bytes of message buffers and gradient scratch."""
+    Args:
+        batches: the matrices that any TP rank hosts, group by group in the order of their updates.
+        hosts: the TP rank that hosts each matrix, by matrix index.
+        gradient_dtype, weight_dtype: the data types in which gradients and weights are sent.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        batches: Sequence[Sequence[Matrix]],
+        hosts: Mapping[int, int],
+        gradient_dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+    ) -> None:
+        tp, rank, device = wiring.fragments.tp, wiring.rank, wiring.device
+        self.wiring, self.hosts = wiring, hosts
+        self.matrices = tuple(matrix for batch in batches for matrix in batch)
+        """The matrices of all groups, in the groups' order, including those that other TP ranks host."""
+        hosted = [tuple(matrix for matrix in batch if hosts[matrix.index] == rank) for batch in batches]
+
+        def routes(make_route: Callable[..., Route]) -> list[Route]:
+            return [make_route(batch, [hosts[m.index] for m in batch], rank=rank, tp=tp) for batch in batches]
+
+        out, back = routes(to_hosts), routes(from_hosts)
+        sent, returned = Messages(out, gradient_dtype, device), Messages(back, weight_dtype, device)
+        elements = max((scratch_elements(wiring, group) for group in hosted), default=0)
+        scratch = torch.empty(elements, dtype=torch.float32, device=device)
+        gather_masters(wiring, hosts, self.matrices)
+        self.finite = torch.ones(sum(map(len, hosted)), device=device)
+        """A number for each matrix that this rank hosts, finite if the last update of the matrix was finite:
+        (hosted,)."""
+        places = [place for place, matrix in enumerate(self.matrices) if hosts[matrix.index] == rank]
+        self.places = torch.tensor(places, dtype=torch.int64, device=device)
+        """The indices in `matrices` of the matrices that this rank hosts: (hosted,)."""
+        flags = self.finite.split([len(group) for group in hosted])  # type: ignore[no-untyped-call]
+        self.groups: list[HostedGroup] = []
+        for number, group in enumerate(hosted):
+            gradients = AllToAll(out[number], sent, number, wiring)
+            weights = AllToAll(back[number], returned, number, wiring)
+            self.groups.append(HostedGroup(wiring, group, gradients, weights, scratch, flags[number]))
+        self.bytes = sent.bytes + returned.bytes + scratch.nbytes
+        """The bytes of message buffers and gradient scratch."""
 
 
 @torch.no_grad()
@@ -251,7 +278,7 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
     # In batches, because this allocates messages in addition to the pipeline's.
     for batch in (matrices[part] for part in batch_slices([matrix.elements for matrix in matrices])):
         route = to_hosts(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp)
-        exchange = AllToAll(route, Messages.for_routes([route], torch.float32, wiring.device), 0, wiring)
+        exchange = AllToAll(route, Messages([route], torch.float32, wiring.device), 0, wiring)
         for parcel in route.sends:
             weight = fragments.weight(parcel.matrix)
             exchange.send[parcel.offset : parcel.offset + parcel.elements].view(weight.shape).copy_(weight)

@@ -28,7 +28,7 @@ class PlannedOptimizer(MasterOptimizer):
         experts: the experts that this rank updates, if experts are divided among ranks. Nothing is sent for
             experts; the gradients of the first micro-groups arrive while experts are updated.
         hosting: the other hosted matrices of this rank's owner, in the order of its micro-groups.
-        sharing: the shared matrices of this rank's owner; None if the owner has none.
+        sharing: the shared matrices of this rank's owner; empty if the owner has none.
         fallbacks: the counter of the fallbacks of this rank's optimizers.
     """
 
@@ -38,7 +38,7 @@ class PlannedOptimizer(MasterOptimizer):
         chunks: Sequence[DistributedDataParallel],
         experts: Hosting,
         hosting: Hosting,
-        sharing: Sharing | None,
+        sharing: tuple[Sharing, ...],
         fallbacks: Fallbacks,
     ) -> None:
         wiring = hosting.wiring
@@ -48,8 +48,7 @@ class PlannedOptimizer(MasterOptimizer):
         self._ddp_config = chunks[0].ddp_config
         self._experts, self._hosting = experts, hosting
         self.groups: Sequence[HostedGroup] = (*experts.groups, *hosting.groups)
-        self._sharing = sharing
-        self.sharing = () if sharing is None else (sharing,)
+        self.sharing: tuple[Sharing, ...] = sharing
         self._begun = 0
         """The number of entries of the pipeline's order (`planner.order.order`) that have run in this
         step."""
@@ -91,9 +90,9 @@ class PlannedOptimizer(MasterOptimizer):
             self._experts.groups[number].run(stage, self._scale)
         self._run(None)
         self._begun = 0
-        if self._sharing is not None:
-            self._sharing.update(self._scale)
-            self._sharing.update_alone(self._scale)
+        for sharing in self.sharing:
+            sharing.update(self._scale)
+            sharing.update_alone(self._scale)
         with self._wiring.timer.phase("exchange" if self._tp > 1 else "matrix_update"):
             self._wiring.side_stream.join()
 
@@ -123,8 +122,8 @@ class PlannedOptimizer(MasterOptimizer):
         """Returns the base class's count for the matrices that this rank hosts: (1,), on the device. TP rank
         0 also counts the shared matrices of its owner."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
-        if self._sharing is not None:
-            count += self._sharing.fallbacks()
+        for sharing in self.sharing:
+            count += sharing.fallbacks()
         for hosting in (self._experts, self._hosting):
             count += torch.isfinite(hosting.finite).logical_not().sum()
         return count + skipped_updates(self.groups, self._device)
@@ -138,8 +137,8 @@ class PlannedOptimizer(MasterOptimizer):
         fragments of such an update are not written.
         """
         distrust_skipped((*self.groups, *self.sharing), self.masters)
-        if self._sharing is not None:
-            self._sharing.repair()
+        for sharing in self.sharing:
+            sharing.repair()
         for hosting in (self._experts, self._hosting):
             self._restore(hosting)
 
@@ -175,8 +174,8 @@ class PlannedOptimizer(MasterOptimizer):
         for group in self.groups:
             group.send_weights()
             group.receive_weights()
-        if self._sharing is not None:
-            for matrix in self._sharing.matrices:
+        for sharing in self.sharing:
+            for matrix in sharing.matrices:
                 matrix.publish()
         self._wiring.side_stream.join()
 
@@ -193,8 +192,7 @@ class PlannedOptimizer(MasterOptimizer):
         """Returns views of the gradients that this rank owns. If TP ranks have equal copies of a matrix, only
         TP rank 0 includes it."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
-        shared = self._sharing.hosted if self._sharing is not None else ()
-        owned = (*self._hosting.matrices, *shared)
+        owned = [*self._hosting.matrices, *(matrix for sharing in self.sharing for matrix in sharing.hosted)]
         slices: list[torch.Tensor] = []
         has_copies = self._tp > 1 and any(matrix.replicated for matrix in owned)
         if has_copies:
@@ -208,7 +206,7 @@ class PlannedOptimizer(MasterOptimizer):
 
     @property
     def scratch_bytes(self) -> int:
-        shared = self._sharing.scratch_bytes if self._sharing is not None else 0
+        shared = sum(sharing.scratch_bytes for sharing in self.sharing)
         return super().scratch_bytes + self._experts.bytes + self._hosting.bytes + shared
 
     @torch.no_grad()
@@ -217,5 +215,6 @@ class PlannedOptimizer(MasterOptimizer):
         state. Collective over the TP ranks."""
         for hosting in (self._experts, self._hosting):
             gather_masters(hosting.wiring, hosting.hosts, hosting.matrices)
-        for matrix in self._sharing.matrices if self._sharing is not None else ():
-            matrix.reload()
+        for sharing in self.sharing:
+            for matrix in sharing.matrices:
+                matrix.reload()

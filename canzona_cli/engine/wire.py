@@ -100,25 +100,16 @@ SETS = 2
 group i + 1 are received and weights of group i - 1 are sent, so two sets of each direction are in use."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Messages:
-    """The send and receive buffers of one direction, each flat and as long as the largest micro-group
-    needs."""
+    """The send and receive buffers of one direction, each flat and large enough for each of the routes. A
+    buffer is empty if no route needs it."""
 
-    sends: tuple[torch.Tensor, ...]
-    receives: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def for_routes(cls, routes: Sequence[Route], dtype: torch.dtype, device: torch.device) -> "Messages":
-        """Allocates buffers that are large enough for each of the routes. A buffer is empty if no route needs
-        it."""
+    def __init__(self, routes: Sequence[Route], dtype: torch.dtype, device: torch.device) -> None:
         sent = max((route.sent for route in routes), default=0)
         received = max((route.received for route in routes), default=0)
-        sets = min(SETS, len(routes))
-        return cls(
-            sends=tuple(torch.zeros(sent, dtype=dtype, device=device) for _ in range(sets)),
-            receives=tuple(torch.zeros(received, dtype=dtype, device=device) for _ in range(sets)),
-        )
+        sets = range(min(SETS, len(routes)))
+        self.sends = [torch.zeros(sent, dtype=dtype, device=device) for _ in sets]
+        self.receives = [torch.zeros(received, dtype=dtype, device=device) for _ in sets]
 
     @property
     def bytes(self) -> int:

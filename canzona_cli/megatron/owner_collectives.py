@@ -9,7 +9,6 @@ collective is launched after waiting for the first.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.distributed import ProcessGroup, Work
@@ -82,42 +81,35 @@ class _PerOwner(BucketMethod):
         return _start_each(parts, self._group, self._collective)
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Handover:
     """One rank's side of an all-to-all that moves elements between equal parts and owners: after a
     reduce-scatter to the owners, or before an all-gather from them. A rank's part is its equal part of the
-    buffer; its share is the elements that it owns."""
+    buffer; its share is the elements that it owns.
 
-    part: slice
-    """The elements of this rank's part that this all-to-all moves."""
-    to_owners: list[int]
-    """The number of elements of `part` for each owner."""
-    share: list[slice]
-    """The elements of this rank's share that this all-to-all moves, in the order of the ranks whose parts
-    contain them; adjoining ranges are merged."""
-    from_ranks: list[int]
-    """The number of elements of `share` that each rank's part contains."""
+    Args:
+        runs: for each rank, the segments of its part that are moved.
+        rank: this rank.
+    """
 
-    @classmethod
-    def from_runs(cls, runs: Sequence[Run], rank: int) -> "_Handover":
-        """Returns the side of `rank`.
-
-        Args:
-            runs: for each rank, the segments of its part that are moved.
-        """
+    def __init__(self, runs: Sequence[Run], rank: int) -> None:
         segments = runs[rank]
-        to_owners, from_ranks = [0] * len(runs), [0] * len(runs)
-        share: list[slice] = []
+        self.part = slice(segments[0].start, segments[-1].end) if segments else slice(0, 0)
+        """The elements of this rank's part that this all-to-all moves."""
+        self.to_owners = [0] * len(runs)
+        """The number of elements of `part` for each owner."""
+        self.share: list[slice] = []
+        """The elements of this rank's share that this all-to-all moves, in the order of the ranks whose parts
+        contain them; adjoining ranges are merged."""
+        self.from_ranks = [0] * len(runs)
+        """The number of elements of `share` that each rank's part contains."""
         for segment in segments:
-            to_owners[segment.owner] = segment.end - segment.start
+            self.to_owners[segment.owner] = segment.end - segment.start
         for other, run in enumerate(runs):
             for segment in run:
                 if segment.owner == rank:
-                    from_ranks[other] = segment.end - segment.start
-                    start = share.pop().start if share and share[-1].stop == segment.start else segment.start
-                    share.append(slice(start, segment.end))
-        part = slice(segments[0].start, segments[-1].end) if segments else slice(0, 0)
-        return cls(part=part, to_owners=to_owners, share=share, from_ranks=from_ranks)
+                    self.from_ranks[other] = segment.end - segment.start
+                    adjoins = self.share and self.share[-1].stop == segment.start
+                    self.share.append(slice(self.share.pop().start if adjoins else segment.start, segment.end))
 
 
 class _Ring(BucketMethod):
@@ -126,7 +118,7 @@ class _Ring(BucketMethod):
 
     def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
         super().__init__(bucket, group)
-        self._handovers = [_Handover.from_runs(runs, group.rank()) for runs in handovers(bucket, group.size())]
+        self._handovers = [_Handover(runs, group.rank()) for runs in handovers(bucket, group.size())]
         part = bucket.elements // group.size()
         self._part = slice(group.rank() * part, (group.rank() + 1) * part)
 

@@ -124,8 +124,8 @@ def test_replicated_matrices_and_those_at_home_are_counted_too() -> None:
         group = HostedGroup(
             wiring,
             hosted,
-            AllToAll(out, Messages.for_routes([out], torch.float32, CPU), 0, wiring),
-            AllToAll(back, Messages.for_routes([back], torch.bfloat16, CPU), 0, wiring),
+            AllToAll(out, Messages([out], torch.float32, CPU), 0, wiring),
+            AllToAll(back, Messages([back], torch.bfloat16, CPU), 0, wiring),
             torch.empty(sum(m.elements for m in hosted)),
             torch.ones(len(hosted)),
         )

@@ -210,7 +210,7 @@ def test_planned_buffers_are_the_engines_messages(case: Case) -> None:
         held = 0
         for back, dtype in directions:
             routes = [case.routes(group, back=back)[host] for group in own]
-            held += Messages.for_routes(routes, dtypes[dtype], torch.device("cpu")).bytes
+            held += Messages(routes, dtypes[dtype], torch.device("cpu")).bytes
         assert planned.exchange == held
 
 
