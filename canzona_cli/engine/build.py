@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from canzona_cli.config.schema import (
@@ -30,7 +29,7 @@ from canzona_cli.engine.shared import Sharing
 from canzona_cli.engine.wire import Fragments, MakeOptimizer, SideStream, Wiring, group_by_key
 from canzona_cli.megatron.matrix_buffers import global_parameters, matrix_parameters, tag_matrices
 from canzona_cli.megatron.optimizer import Overrides, adamw_settings, build_adamw
-from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.parallel import World, Wrapped
 from canzona_cli.megatron.timers import PhaseTimer, watcher_for
 from canzona_cli.model.matrices import Matrix, stage_matrices
 from canzona_cli.model.matrices import matrices as matrices_of
@@ -50,7 +49,7 @@ _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stac
 
 
 def build_engine(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Wrapped,
     config: RunConfig,
     world: World,
     plan: Plan | None,
@@ -139,7 +138,7 @@ class _RankPart:
     """The parameters with matrices on this rank, by name, in the order of Megatron's buffers."""
 
 
-def _planned_part(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World) -> _RankPart:
+def _planned_part(chunks: Wrapped, plan: Plan, world: World) -> _RankPart:
     """Returns the matrices that the plan gives this rank. The fallbacks of a shared matrix are counted by the
     rank in its cell."""
     parameters = matrix_parameters(chunks, plan, world)
@@ -152,7 +151,7 @@ def _planned_part(chunks: Sequence[DistributedDataParallel], plan: Plan, world: 
     return _RankPart(matrices=matrices, counted=counted, parameters=parameters)
 
 
-def _redundant_part(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> _RankPart:
+def _redundant_part(chunks: Wrapped, config: RunConfig, world: World) -> _RankPart:
     """Returns the matrices of this rank without a plan: all matrices of its stage, except experts that it
     does not store."""
     everything = matrices_of(config.model, world.layout, config.engine.splitting)

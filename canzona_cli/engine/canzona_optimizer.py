@@ -1,10 +1,9 @@
 """The optimizer of a run: a `MasterOptimizer` for the matrices, Megatron's AdamW for everything else."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
@@ -18,7 +17,7 @@ from canzona_cli.engine.stored_state import SHARDING
 from canzona_cli.errors import Diverged, Problem, Unsupported
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.owner_bucket_group import adamw_groups, gathers_ahead, mark_gathered
-from canzona_cli.megatron.parallel import gather
+from canzona_cli.megatron.parallel import Wrapped, gather
 from canzona_cli.megatron.timers import PhaseTimer
 
 
@@ -62,7 +61,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         self,
         adamw: MegatronOptimizer,
         matrices: MasterOptimizer,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: Wrapped,
         stats_group: torch.distributed.ProcessGroup,
         counts_adamw: bool,
         timer: PhaseTimer,

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from canzona_cli.engine.hosted import HostedGroup, Hosting, gather_masters
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, UpdatedMatrix, distrust_skipped, skipped_updates
 from canzona_cli.engine.shared import Sharing
 from canzona_cli.megatron.owner_bucket_group import gathering_order, gathers_ahead, matrix_groups
+from canzona_cli.megatron.parallel import Wrapped
 from canzona_cli.model.geometry import Block
 from canzona_cli.planner.order import entries_before_norm, order
 from canzona_cli.planner.reduction import GATHERED_AHEAD
@@ -35,7 +35,7 @@ class PlannedOptimizer(MasterOptimizer):
     def __init__(
         self,
         config: MegatronOptimizerConfig,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: Wrapped,
         experts: Hosting,
         hosting: Hosting,
         sharing: tuple[Sharing, ...],

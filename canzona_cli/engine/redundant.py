@@ -11,13 +11,12 @@ result is equal to that of strategy canzona, and matrices are refreshed in the s
 from collections.abc import Sequence
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from canzona_cli.engine.hosted import lies_whole
 from canzona_cli.engine.masters import Fallbacks, MasterOptimizer, distrust_skipped, skipped_updates
 from canzona_cli.engine.wire import Wiring
-from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.parallel import World, Wrapped
 from canzona_cli.model.matrices import Matrix
 
 
@@ -139,7 +138,7 @@ class RedundantOptimizer(MasterOptimizer):
     def __init__(
         self,
         config: MegatronOptimizerConfig,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: Wrapped,
         world: World,
         matrices: Sequence[Matrix],
         wiring: Wiring,

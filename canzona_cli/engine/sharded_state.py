@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.optimizer import (
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
 )
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from canzona_cli.engine.masters import Mark, MasterOptimizer, UpdatedMatrix
@@ -34,7 +33,7 @@ from canzona_cli.errors import Problem, Unsupported
 from canzona_cli.megatron.holdings import megatron_masters
 from canzona_cli.megatron.matrix_buffers import TAG, global_parameters
 from canzona_cli.megatron.optimizer import muon_group
-from canzona_cli.megatron.parallel import gather
+from canzona_cli.megatron.parallel import Wrapped, gather
 from canzona_cli.model.geometry import Block
 from canzona_cli.model.matrices import Matrix
 from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
@@ -157,7 +156,7 @@ class ShardedState:
         self,
         adamw: MegatronOptimizer,
         matrices: PlannedOptimizer,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: Wrapped,
         stored: Collection[str] | None = None,
     ) -> None:
         self._adamw, self._matrices, self._chunks, self._stored = adamw, matrices, chunks, stored

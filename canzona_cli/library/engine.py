@@ -18,7 +18,7 @@ from canzona_cli.library.settings import Caller, run_config
 from canzona_cli.megatron import contract, owner_bucket_group
 from canzona_cli.megatron.model import unwrap
 from canzona_cli.megatron.optimizer import Overrides, adamw_part, wrap_planned
-from canzona_cli.megatron.parallel import World, kind_of, world_of
+from canzona_cli.megatron.parallel import World, Wrapped, kind_of, world_of
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.planner.make import make_plan
 from canzona_cli.planner.plan import Plan
@@ -91,9 +91,7 @@ class Engine:
         self._built = config, world, plan
         return wrap_planned(chunks, config, world, plan, ddp_config)
 
-    def optimizer(
-        self, chunks: Sequence[DistributedDataParallel], overrides: Overrides | None = None
-    ) -> CanzonaOptimizer:
+    def optimizer(self, chunks: Wrapped, overrides: Overrides | None = None) -> CanzonaOptimizer:
         """Builds the optimizer for the chunks that `wrap` returned: canzona updates the matrices, Megatron's
         AdamW all other parameters. Collective.
 

@@ -14,6 +14,7 @@ from canzona_cli.errors import EnvironmentProblem, Problem, Unsupported, refuse
 from canzona_cli.library.engine import Engine
 from canzona_cli.megatron import contract
 from canzona_cli.megatron.optimizer import Overrides
+from canzona_cli.megatron.parallel import Wrapped
 
 
 def use_in_megatron_lm(*settings: str) -> None:
@@ -48,9 +49,7 @@ def use_in_megatron_lm(*settings: str) -> None:
         engines[wrapped[0]] = engine, config
         return wrapped
 
-    def build(
-        config: MegatronOptimizerConfig, chunks: Sequence[DistributedDataParallel], overrides: Overrides | None
-    ) -> CanzonaOptimizer:
+    def build(config: MegatronOptimizerConfig, chunks: Wrapped, overrides: Overrides | None) -> CanzonaOptimizer:
         if chunks[0] not in engines:
             reason = "it was not wrapped by get_model of megatron.training"
             fix = "build it with a model provider, or use canzona_cli.Engine in your own loop"

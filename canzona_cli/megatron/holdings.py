@@ -1,11 +1,10 @@
 """The fp32 masters and optimizer state that Megatron's own optimizers have on this rank, each with the part
 of a parameter that it belongs to."""
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -16,6 +15,7 @@ from megatron.core.optimizer.optimizer import (
 
 from canzona_cli.megatron.matrix_buffers import global_parameters
 from canzona_cli.megatron.owner_bucket_group import bucket_groups
+from canzona_cli.megatron.parallel import Wrapped
 
 _HOLDERS = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)
 
@@ -70,7 +70,7 @@ class MasterRange:
         return float(steps) if isinstance(steps, int | float) else None
 
 
-def megatron_masters(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[MasterRange]:
+def megatron_masters(optimizer: MegatronOptimizer, chunks: Wrapped) -> list[MasterRange]:
     """Returns the masters, with their state, that Megatron's own optimizers within `optimizer` have on this
     rank. canzona's optimizers are skipped."""
     names = {parameter: name for name, parameter in global_parameters(chunks)}
@@ -85,7 +85,7 @@ def copy_masters_to_model(optimizer: MegatronOptimizer) -> None:
             leaf._copy_main_params_to_model_params()
 
 
-def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+def gather_parameters(chunks: Wrapped) -> None:
     """Gathers every rank's part of the parameter buffers on all data-parallel ranks, and waits for the
     result. Collective."""
     for model in chunks:
@@ -93,7 +93,7 @@ def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
             model.start_param_sync(force_sync=True)
 
 
-def finish_gathering(chunks: Sequence[DistributedDataParallel]) -> None:
+def finish_gathering(chunks: Wrapped) -> None:
     """Waits until the gathering of parameters that the last optimizer step started is complete. Without this
     call, the next forward pass would wait."""
     if not chunks[0].ddp_config.overlap_param_gather:

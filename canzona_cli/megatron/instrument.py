@@ -13,7 +13,6 @@ from typing import Literal
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import OrthogonalizedOptimizer
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import fused_a2a
@@ -22,7 +21,7 @@ from megatron.core.utils import get_model_config
 
 from canzona_cli.megatron.holdings import leaves
 from canzona_cli.megatron.owner_bucket_group import bucket_groups
-from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.parallel import World, Wrapped
 from canzona_cli.megatron.timers import CONNECTIONS, TOTAL_OF, CudaWatcher, PhaseTimer, Span, Watcher, watcher_for
 from canzona_cli.run.phases import Phase
 
@@ -49,9 +48,7 @@ no other phase is attributed to `pipeline`: the schedule waits for transfers out
 timers."""
 
 
-def attach(
-    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, timer: PhaseTimer, world: World
-) -> None:
+def attach(chunks: Wrapped, optimizer: MegatronOptimizer | None, timer: PhaseTimer, world: World) -> None:
     """Makes `timer` time the schedule, gradient reduction, parameter gathering, and the updates of Megatron's
     own optimizers, including their TP communication.
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -25,7 +24,7 @@ from canzona_cli.config.schema import ModelConfig, Recompute, RunConfig
 from canzona_cli.config.stages import count_parts_as_layers
 from canzona_cli.megatron import layers
 from canzona_cli.megatron.experts import RoutingMeter, leave_routers_to_adamw
-from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.parallel import World, Wrapped
 from canzona_cli.megatron.timers import PhaseTimer
 from canzona_cli.model.families import family_of
 from canzona_cli.model.family import Weight
@@ -320,7 +319,7 @@ class Model:
 class Trainee(Model):
     """Everything that a training step needs."""
 
-    chunks: Sequence[DistributedDataParallel]
+    chunks: Wrapped
     optimizer: MegatronOptimizer
     routing: RoutingMeter | None = None
     """The meter that counts the tokens that each expert gets; None for dense models."""

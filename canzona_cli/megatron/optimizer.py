@@ -30,7 +30,7 @@ from canzona_cli.costs.buffers import bucket_elements
 from canzona_cli.errors import Problem, Unsupported, refuse
 from canzona_cli.megatron import owner_bucket_group
 from canzona_cli.megatron.matrix_buffers import TAG, check_model, full_param_layout, matrix_parameters, tag_matrices
-from canzona_cli.megatron.parallel import World, exchange_objects_as_json
+from canzona_cli.megatron.parallel import World, Wrapped, exchange_objects_as_json
 from canzona_cli.planner.plan import Plan
 
 
@@ -143,7 +143,7 @@ def _wrap(
     ]
 
 
-def build_optimizer(chunks: Sequence[DistributedDataParallel], config: RunConfig, world: World) -> MegatronOptimizer:
+def build_optimizer(chunks: Wrapped, config: RunConfig, world: World) -> MegatronOptimizer:
     """Builds Megatron's own optimizer for the run's strategy: AdamW for all parameters, or Muon with AdamW.
     Collective."""
     optimizer = config.optimizer
@@ -234,7 +234,7 @@ Overrides = Mapping[ParamKey, ParamGroupOverride]
 
 
 def build_adamw(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Wrapped,
     world: World,
     megatron_config: MegatronOptimizerConfig,
     overrides: Overrides | None = None,

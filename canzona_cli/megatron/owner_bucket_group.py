@@ -16,7 +16,7 @@ from canzona_cli.errors import Problem, Unsupported, WorkerCrashed, refuse
 from canzona_cli.megatron.limits import BUCKETS, problems
 from canzona_cli.megatron.matrix_buffers import TAG, PlanMismatch, global_parameters, stage_buckets
 from canzona_cli.megatron.owner_collectives import gathering_method, reduce_each, reduction_method
-from canzona_cli.megatron.parallel import World
+from canzona_cli.megatron.parallel import World, Wrapped
 from canzona_cli.megatron.timers import Waitable
 from canzona_cli.planner.plan import Bucket, Plan, Range
 from canzona_cli.planner.reduction import GATHERED_AHEAD
@@ -161,7 +161,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         )
 
 
-def install(chunks: Sequence[DistributedDataParallel], plan: Plan, world: World) -> None:
+def install(chunks: Wrapped, plan: Plan, world: World) -> None:
     """Replaces the bucket groups of the plan's matrices by `OwnerBucketGroup`s. Must be called right after
     `chunks` were wrapped in `DistributedDataParallel`.
 
@@ -219,26 +219,26 @@ def _replace(
             ddp.param_to_bucket_group[param] = groups[index]
 
 
-def bucket_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
+def bucket_groups(chunks: Wrapped) -> list[_ParamAndGradBucketGroup]:
     """Returns all of this rank's bucket groups: for each model chunk, the groups in the order in which their
     gradients become ready, followed by the groups of experts that are divided among ranks."""
     return [group for ddp in reversed(chunks) for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)]
 
 
-def matrix_groups(chunks: Sequence[DistributedDataParallel]) -> list[OwnerBucketGroup]:
+def matrix_groups(chunks: Wrapped) -> list[OwnerBucketGroup]:
     """Returns the bucket groups of the plan's matrices, in the order in which their gradients become
     ready."""
     groups = [group for group in bucket_groups(chunks) if isinstance(group, OwnerBucketGroup)]
     return sorted(groups, key=lambda group: group.first, reverse=True)
 
 
-def adamw_groups(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
+def adamw_groups(chunks: Wrapped) -> list[_ParamAndGradBucketGroup]:
     """Returns Megatron's own bucket groups, whose parameters AdamW updates, in the order in which their
     gradients become ready."""
     return [group for group in bucket_groups(chunks) if not isinstance(group, OwnerBucketGroup)]
 
 
-def gathering_order(chunks: Sequence[DistributedDataParallel]) -> list[_ParamAndGradBucketGroup]:
+def gathering_order(chunks: Wrapped) -> list[_ParamAndGradBucketGroup]:
     """Returns the bucket groups whose parameters are gathered after the matrix updates, in the order in which
     the forward pass needs them.
 
@@ -259,7 +259,7 @@ def gathers_ahead(config: DistributedDataParallelConfig) -> bool:
     return bool(config.overlap_param_gather and not config.align_param_gather)
 
 
-def mark_gathered(chunks: Sequence[DistributedDataParallel]) -> None:
+def mark_gathered(chunks: Wrapped) -> None:
     """Marks all parameters as gathered after a step that did not change any of them, so that the next forward
     pass does not start or wait for a gathering."""
     for group in bucket_groups(chunks):
@@ -284,7 +284,7 @@ _AHEAD = 4
 _REPEATS = 7
 
 
-def find_contradiction(chunks: Sequence[DistributedDataParallel], world: World, *, assumed: bool) -> str | None:
+def find_contradiction(chunks: Wrapped, world: World, *, assumed: bool) -> str | None:
     """Measures if the reductions of a bucket run as one NCCL group, and compares the result with
     `cluster.grouped_collectives`. Collective.
 

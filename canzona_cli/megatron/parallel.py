@@ -11,6 +11,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # the module in which their types are declared
@@ -21,6 +22,9 @@ from canzona_cli.megatron import cpu_backend
 from canzona_cli.model.geometry import is_expert
 from canzona_cli.planner.reduction import adamw_apart
 from canzona_cli.run.codec import parse
+
+Wrapped = Sequence[DistributedDataParallel]
+"""The chunks of a rank's part of the model, wrapped with gradient buffers, in forward order."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from canzona_cli.errors import Problem, Unsupported, refuse
 from canzona_cli.megatron.limits import UNTRIED, Limit, problems
 from canzona_cli.megatron.optimizer import Overrides
+from canzona_cli.megatron.parallel import Wrapped
 
 Wrap = Callable[
     [Sequence[torch.nn.Module], DistributedDataParallelConfig, MegatronOptimizerConfig, Namespace],
@@ -25,7 +26,7 @@ Wrap = Callable[
 """A function that wraps model chunks. Its arguments are the chunks, Megatron's configurations of data
 parallelism and of the optimizer, and Megatron-LM's command-line arguments."""
 Build = Callable[
-    [MegatronOptimizerConfig, Sequence[DistributedDataParallel], Overrides | None],
+    [MegatronOptimizerConfig, Wrapped, Overrides | None],
     MegatronOptimizer,
 ]
 """A function that builds the optimizer from Megatron's configuration, the wrapped chunks, and overrides for
@@ -67,7 +68,7 @@ def replace_seams(wrap: Wrap, build: Build) -> None:
 
     def get_megatron_optimizer(
         config: MegatronOptimizerConfig,
-        model_chunks: Sequence[DistributedDataParallel],
+        model_chunks: Wrapped,
         config_overrides: Overrides | None = None,
         **_: object,
     ) -> MegatronOptimizer:
