@@ -199,11 +199,10 @@ class Reader:
         stored = f"{name}/{field}"
         if stored in self._pieces:
             return self._from_pieces(name, field, row, rows)
-        file = self._open(stored)
-        if len(self._manifest.tensors[stored].shape) == 1:
+        entry = self._manifest.tensors.get(stored)
+        if entry is not None and len(entry.shape) == 1:
             return self.tensor(name, field).view(1, -1)
-        part: torch.Tensor = file.get_slice(stored)[row : row + rows]  # type: ignore[no-untyped-call]
-        return part
+        return self._slice(stored, row, row + rows)
 
     def _from_pieces(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
         """Reads `rows` rows, starting at `row`, of a unit that is stored in pieces, as a (rows, columns)
@@ -215,7 +214,7 @@ class Reader:
             first = max(piece.start, (row - piece.row) * piece.cols)
             last = min(piece.end, (row + rows - piece.row) * piece.cols)
             if first < last and piece.col + piece.cols <= shape[-1]:
-                data: torch.Tensor = self._open(stored).get_slice(stored)[first - piece.start : last - piece.start]  # type: ignore[no-untyped-call]
+                data = self._slice(stored, first - piece.start, last - piece.start)
                 top, bottom = first // piece.cols, -(-last // piece.cols)
                 target = region[piece.row + top - row : piece.row + bottom - row, piece.col : piece.col + piece.cols]
                 # A piece may start or end within a row, so it is written into a flat copy of all its rows.
@@ -226,6 +225,10 @@ class Reader:
         if missing:
             raise CheckpointInvalid(missing_tensor(f"{name}/{field}"))
         return region
+
+    def _slice(self, stored: str, start: int, end: int) -> torch.Tensor:
+        part: torch.Tensor = self._open(stored).get_slice(stored)[start:end]  # type: ignore[no-untyped-call]
+        return part
 
     def _open(self, stored: str) -> safe_open:
         """Returns the mapped file that contains a stored tensor; raises CheckpointInvalid if it is not

@@ -7,9 +7,9 @@ cell of the grid:
 
                      TP 0         TP 1         TP 2         TP 3
                  +------------+------------+------------+------------+
-    owner 0      |  q0   o0   |  k0   u1   |  v0   d0   |  g0        |    A matrix's row is its owner, which gets its
-    (dp 0)       |            |            |            |            |    reduced gradient; its column is its host,
-                 +------------+------------+------------+------------+    which updates it as a whole.
+    owner 0      |  q0   o0   |  k0   u1   |  v0   d0   |  g0        |  A matrix's row is its owner, which has
+    (dp 0)       |            |            |            |            |  its reduced gradient; its column is
+                 +------------+------------+------------+------------+  its host, which updates it as a whole.
     owner 1      |  q1   d1   |  u0   k1   |  v1        |  o1   g1   |
     (dp 1)       |            |            |            |            |
                  +------------+------------+------------+------------+
@@ -18,7 +18,7 @@ The path of one matrix, `u0`, through a step:
 
     backward         every rank has a gradient fragment of u0, for its own tokens
       1. reduce      down each column, to row 1: the owners have reduced fragments
-      2. send        along row 1: TP 0, 2 and 3 send their fragments to TP 1, in one all-to-all per micro-group
+      2. send        along row 1: TP 0, 2 and 3 send their fragments to TP 1 in an all-to-all per micro-group
       3. update      TP 1 has all of u0: momentum, Newton-Schulz, new fp32 master
       4. return      along row 1: fragments of the new weight, in the model's dtype
       5. gather      down each column, from row 1 to the parameters of every owner

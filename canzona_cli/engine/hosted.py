@@ -97,14 +97,14 @@ class HostedGroup:
         copied: list[Matrix] = []
         for matrix in self.hosted:
             if lies_whole(self._wiring, matrix):
-                in_place.append(fragments.gradient(matrix).view(matrix.rows, matrix.cols))
+                in_place.append(fragments.gradient(matrix).view(matrix.shape))
                 grads[matrix.index] = in_place[-1]
             else:
                 copied.append(matrix)
         offset = 0
         for same_shape in group_by_key(copied, lambda matrix: matrix.shape):
             for matrix in same_shape:
-                grads[matrix.index] = scratch[offset : offset + matrix.elements].view(matrix.rows, matrix.cols)
+                grads[matrix.index] = scratch[offset : offset + matrix.elements].view(matrix.shape)
                 offset += matrix.elements
         arriving = [
             (parcel.matrix, parcel.peer, self._gradients.receive[parcel.offset : parcel.offset + parcel.elements])

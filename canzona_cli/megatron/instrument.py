@@ -73,10 +73,10 @@ def attach(chunks: Wrapped, optimizer: MegatronOptimizer | None, timer: PhaseTim
     if optimizer is None:
         return
     # Megatron's optimizers read the norm from the device in this method, so the host may wait here.
-    optimizer.get_grad_norm = _wrap_in_context(lambda *_, **__: timer.waiting(), optimizer.get_grad_norm)
+    _wrap(optimizer, "get_grad_norm", lambda *_, **__: timer.waiting())
     for leaf in leaves(optimizer):
         phase: Phase = "matrix_update" if isinstance(leaf.optimizer, OrthogonalizedOptimizer) else "adamw_update"
-        leaf.step_with_ready_grads = _wrap_in_context(functools.partial(timer.phase, phase), leaf.step_with_ready_grads)
+        _wrap(leaf, "step_with_ready_grads", functools.partial(timer.phase, phase))
     _time_tp_exchange(timer)
 
 
@@ -152,18 +152,17 @@ class _Communication:
         return result
 
 
-def _wrap_in_context(
-    context: Callable[..., AbstractContextManager[None]], original: Callable[..., object]
-) -> Callable[..., object]:
-    """Wraps `original` so that each call runs inside a new context manager, which `context` creates from the
-    call's arguments."""
+def _wrap(owner: object, name: str, context: Callable[..., AbstractContextManager[None]]) -> None:
+    """Wraps the function `name` of a module, class or object so that each call runs inside a new context
+    manager, which `context` creates from the call's arguments."""
+    original: Callable[..., object] = getattr(owner, name)
 
     @functools.wraps(original)
     def called(*args: object, **kwargs: object) -> object:
         with context(*args, **kwargs):
             return original(*args, **kwargs)
 
-    return called
+    setattr(owner, name, staticmethod(called) if isinstance(owner, type) else called)
 
 
 def _time_dispatch(timer: PhaseTimer, world: World) -> None:
@@ -179,12 +178,12 @@ def _time_dispatch(timer: PhaseTimer, world: World) -> None:
         sends_tokens = timer.current in ("forward", "backward") and any(group is tokens for tokens in groups)
         return timer.phase("dispatch") if sends_tokens else nullcontext()
 
-    torch.distributed.all_to_all_single = _wrap_in_context(dispatch, torch.distributed.all_to_all_single)  # type: ignore[assignment]
+    _wrap(torch.distributed, "all_to_all_single", dispatch)
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        setattr(mappings, name, _wrap_in_context(dispatch, getattr(mappings, name)))
+        _wrap(mappings, name, dispatch)
     for function in (fused_a2a.FusedDispatch, fused_a2a.FusedCombine):
         for name in ("forward", "backward"):
-            setattr(function, name, staticmethod(_wrap_in_context(dispatch, getattr(function, name))))
+            _wrap(function, name, dispatch)
 
 
 def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) -> None:
@@ -194,7 +193,7 @@ def mark_dispatch_waits(chunks: Sequence[torch.nn.Module], timer: PhaseTimer) ->
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     for dispatcher in (layer.token_dispatcher for layer in layers):
         for name in ("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"):
-            setattr(dispatcher, name, _wrap_in_context(lambda *_, **__: timer.waiting(), getattr(dispatcher, name)))
+            _wrap(dispatcher, name, lambda *_, **__: timer.waiting())
 
 
 def _time_tp_exchange(timer: PhaseTimer) -> None:
@@ -206,4 +205,4 @@ def _time_tp_exchange(timer: PhaseTimer) -> None:
         communicates = timer.current == "matrix_update" and len(tensor_list) > 1
         return timer.phase("exchange") if communicates else nullcontext()
 
-    torch.distributed.all_gather = _wrap_in_context(exchange, torch.distributed.all_gather)  # type: ignore[assignment]
+    _wrap(torch.distributed, "all_gather", exchange)

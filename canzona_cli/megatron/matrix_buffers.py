@@ -202,10 +202,9 @@ def _bucket_placements(bucket: Bucket, plan: Plan, parameters: Mapping[str, Para
             position = end
         places[name] = (start, position)
     used = sum(end - start for start, end in places.values())
-    if used != bucket.elements - bucket.padding:
-        raise PlanMismatch(
-            key=where, planned=f"{bucket.elements - bucket.padding} elements without padding", actual=f"{used} elements"
-        )
+    planned = bucket.elements - bucket.padding
+    if used != planned:
+        raise PlanMismatch(key=where, planned=f"{planned} elements without padding", actual=f"{used} elements")
     return places
 
 

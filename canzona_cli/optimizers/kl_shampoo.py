@@ -21,7 +21,7 @@ class KLShampoo(EigenbasisOptimizer):
     In Shampoo, each factor ignores the other.
 
         L = average of G R^-1 G^T / cols,  R = average of G^T L^-1 G / rows   decay shampoo_beta
-        l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise         eigenvalues, in the current basis
+        l = average of diag(Q_L^T G R^-1 G^T Q_L) / cols,  r likewise         eigenvalues in the basis
         every precondition_frequency steps:  Q_L, Q_R = QR(L Q_L), QR(R Q_R)  towards their eigenvectors
         D = Q_L ((Q_L^T M Q_R) / sqrt(l r^T)) Q_R^T,  M = average of G        decay beta1
         W = (1 - lr weight_decay) W - lr D

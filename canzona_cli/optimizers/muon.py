@@ -58,7 +58,7 @@ class Muon(MatrixOptimizer):
 
         M = momentum M + (1 - momentum) G          moving average of the gradients G (rows, cols)
         D = momentum M + (1 - momentum) G          with nesterov; otherwise D = M
-        O = newton_schulz(D / |D|)                 U V^T where D = U S V^T: every singular value becomes about 1
+        O = newton_schulz(D / |D|)                 U V^T where D = U S V^T: all singular values become about 1
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) O
 
     O depends on all of D, so a rank that has only a fragment of D cannot compute its part of O alone. canzona

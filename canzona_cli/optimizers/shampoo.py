@@ -31,9 +31,9 @@ class Shampoo(KroneckerOptimizer):
     """Shampoo: whitens the momentum of each matrix on both sides and gives it the norm of another method's
     update (grafting).
 
-        L, R = averages of G G^T (rows, rows), G^T G (cols, cols); M = average of G    decays shampoo_beta, beta1
+        L, R = averages of G G^T (rows, rows), G^T G (cols, cols); M = average of G  decays shampoo_beta, beta1
         every precondition_frequency steps:  A = L^-1/4, B = R^-1/4
-        D = A M B,  D = D |Adam(G)| / |D|                                              with grafting=adam
+        D = A M B,  D = D |Adam(G)| / |D|                                            with grafting=adam
         W = (1 - lr weight_decay) W - lr D
 
     Averages are bias-corrected. If one side is longer than `max_preconditioner_dim`, the other side uses the

@@ -30,9 +30,9 @@ def _order(powered: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
 class SOAP(EigenbasisOptimizer):
     """SOAP: runs Adam in the slowly changing basis of the eigenvectors of Shampoo's factors.
 
-        L, R = averages of G G^T (rows, rows) and G^T G (cols, cols)                  decay shampoo_beta
-        every precondition_frequency steps:  Q_L, Q_R = QR(L Q_L), QR(R Q_R)          towards their eigenvectors
-        D = Q_L Adam(Q_L^T G Q_R) Q_R^T                                               moments with betas and eps
+        L, R = averages of G G^T (rows, rows) and G^T G (cols, cols)                decay shampoo_beta
+        every precondition_frequency steps:  Q_L, Q_R = QR(L Q_L), QR(R Q_R)        towards their eigenvectors
+        D = Q_L Adam(Q_L^T G Q_R) Q_R^T                                             moments with betas and eps
         W = (1 - lr weight_decay) W - lr D
 
     The first Q_L and Q_R come from an eigendecomposition; a refresh is one power iteration and a QR, with
