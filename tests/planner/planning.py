@@ -26,10 +26,19 @@ LAYER: tuple[tuple[Kind, str, int], ...] = (
     ("down", "mlp.linear_fc2.weight", 4),
 )
 """Kind, parameter and unit of the matrices of one layer, in registration order."""
+FUSED_FC1: tuple[tuple[Kind, str, int], ...] = (
+    *LAYER[:4],
+    ("fc1", "mlp.linear_fc1.weight", 2),
+    ("down", "mlp.linear_fc2.weight", 3),
+)
+"""The same with splitting qkv."""
 
 
-def transformer(layers: int, hidden: int, ffn: int, kv: int, *, stages: int = 1) -> tuple[Matrix, ...]:
-    """A Llama-like model, qkv and fc1 split; `kv` rows of k and of v."""
+def transformer(
+    layers: int, hidden: int, ffn: int, kv: int, *, stages: int = 1, fused_fc1: bool = False
+) -> tuple[Matrix, ...]:
+    """Returns a Llama-like model: qkv split, and fc1 too unless `fused_fc1`; `kv` rows of k and of v."""
+    layer_of: tuple[tuple[Kind, str, int], ...] = FUSED_FC1 if fused_fc1 else LAYER
     shapes: dict[str, tuple[int, int]] = {
         "proj": (hidden, hidden),
         "q": (hidden, hidden),
@@ -37,11 +46,12 @@ def transformer(layers: int, hidden: int, ffn: int, kv: int, *, stages: int = 1)
         "v": (kv, hidden),
         "gate": (ffn, hidden),
         "up": (ffn, hidden),
+        "fc1": (2 * ffn, hidden),
         "down": (hidden, ffn),
     }
     return tuple(
         Matrix(
-            index=layer * len(LAYER) + position,
+            index=layer * len(layer_of) + position,
             name=f"layers.{layer}.{kind}",
             kind=kind,
             layer=layer,
@@ -50,10 +60,10 @@ def transformer(layers: int, hidden: int, ffn: int, kv: int, *, stages: int = 1)
             cols=shapes[kind][1],
             shard_dim=1 if kind in ("proj", "down") else 0,
             parameter=f"decoder.layers.{layer}.{parameter}",
-            unit=layer * (LAYER[-1][2] + 1) + unit,
+            unit=layer * (layer_of[-1][2] + 1) + unit,
         )
         for layer in range(layers)
-        for position, (kind, parameter, unit) in enumerate(LAYER)
+        for position, (kind, parameter, unit) in enumerate(layer_of)
     )
 
 
