@@ -17,7 +17,7 @@ from canzona_cli.checkpoint.staging import stage_folder
 from canzona_cli.checkpoint.store import StoredCheckpoint
 from canzona_cli.checkpoint.verify import limit_problems, verify
 from canzona_cli.commands.output import progress, show, warn_about
-from canzona_cli.config.recipes import display_path
+from canzona_cli.config.reading import display_path
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.errors import CheckpointInvalid, refuse
 from canzona_cli.huggingface.folder import DTYPES, ExtraFiles, collect_extra_files, compose_from_folder, open_folder

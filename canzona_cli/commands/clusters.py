@@ -7,7 +7,8 @@ import typer
 
 from canzona_cli.commands.output import AsJson, Destination, Force, RecipesDirs, option_argument
 from canzona_cli.commands.output import show as show_page
-from canzona_cli.config.recipes import display_path, write_recipe
+from canzona_cli.config.reading import display_path
+from canzona_cli.config.recipes import write_recipe
 from canzona_cli.errors import refuse
 
 if TYPE_CHECKING:

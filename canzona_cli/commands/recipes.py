@@ -11,7 +11,8 @@ from typer import Argument, Option
 from canzona_cli.commands.output import AsJson, Destination, Force, RecipesDirs, key_values, option_argument, warn_about
 from canzona_cli.commands.output import show as show_page
 from canzona_cli.config.overrides import parse_overrides
-from canzona_cli.config.recipes import check_destination, display_path, recipe_text, short_recipe_text, write_recipe
+from canzona_cli.config.reading import display_path
+from canzona_cli.config.recipes import check_destination, recipe_text, short_recipe_text, write_recipe
 from canzona_cli.errors import ConfigError, Problem
 from canzona_cli.model.families import parameter_count
 from canzona_cli.run.words import count

@@ -8,7 +8,8 @@ import typer
 from typer import Option
 
 from canzona_cli.commands.output import AsJson, RecipesDirs, key_values, progress, show, warn
-from canzona_cli.config.recipes import check_destination, display_path, write_recipe
+from canzona_cli.config.reading import display_path
+from canzona_cli.config.recipes import check_destination, write_recipe
 
 
 def tune(

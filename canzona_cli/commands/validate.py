@@ -14,7 +14,7 @@ from canzona_cli.commands.output import (
     warn,
     warn_about,
 )
-from canzona_cli.config.recipes import display_path
+from canzona_cli.config.reading import display_path
 from canzona_cli.errors import CanzonaError
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from canzona_cli.config.checks import config_problems
 from canzona_cli.config.overrides import key_of, parse_overrides
+from canzona_cli.config.reading import display_path, read_yaml
 from canzona_cli.config.recipes import (
     WRITTEN,
     builtin_recipes_dir,
-    display_path,
     find_options,
     is_file_name,
-    read_yaml,
     shadows_builtin,
     user_recipes_dirs,
 )

@@ -15,7 +15,8 @@ from typing import Final, get_args
 from canzona_cli.config.megatron_arguments import Arguments, default, limited, read_arguments, table
 from canzona_cli.config.megatron_run import MegatronRun, TpMode
 from canzona_cli.config.overrides import key_of, override_text, text_value
-from canzona_cli.config.recipes import builtin_recipes_dir, group_options, read_yaml
+from canzona_cli.config.reading import read_yaml
+from canzona_cli.config.recipes import builtin_recipes_dir, group_options
 from canzona_cli.config.settings import settings
 from canzona_cli.config.shell_script import unknown
 from canzona_cli.config.stages import count_parts_as_layers

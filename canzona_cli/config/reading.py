@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from canzona_cli.errors import ConfigError, Problem
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
@@ -111,6 +113,33 @@ def parse_yaml(text: bytes) -> object:
 _EXPONENT: Final = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
 """The numbers that YAML 1.1 reads as text, because they have no decimal point or no sign in the exponent."""
 _TOO_DEEP: Final = f"is nested more than {DEEPEST} levels deep"
+
+
+def read_yaml(path: Path) -> dict[str, object]:
+    """Reads a YAML file of settings.
+
+    Raises:
+        ConfigError: the file cannot be read, is not a mapping, is empty, or has a `hydra` section.
+    """
+    try:
+        content = parse_yaml(read_plain(path, most=LARGEST_YAML))
+    except Unreadable as error:
+        raise ConfigError(Problem(display_path(path), f"{error}")) from error
+    if not isinstance(content, dict) or not content:
+        raise ConfigError(Problem(display_path(path), "contains no settings", "write `key: value` lines"))
+    if "hydra" in content:
+        reason = f"would configure Hydra itself, but a recipe may only have settings of a run (in {display_path(path)})"
+        raise ConfigError(Problem("hydra", reason, "remove it"))
+    return {str(key): value for key, value in content.items()}
+
+
+def display_path(path: Path) -> str:
+    """Returns a path for messages: relative to the working directory if it is inside that directory,
+    otherwise unchanged."""
+    try:
+        return f"./{path.resolve().relative_to(Path.cwd())}"
+    except (ValueError, RuntimeError):  # RuntimeError: a symbolic link to itself
+        return str(path)
 
 
 def _no_number(name: str) -> object:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from canzona_cli.config.reading import LARGEST_YAML, Unreadable, parse_yaml, read_plain
+from canzona_cli.config.reading import display_path, read_yaml
 from canzona_cli.errors import ConfigError, EnvironmentProblem, Problem, closest, collect_problems, refuse
 
 if TYPE_CHECKING:
@@ -83,15 +83,6 @@ def _named_option(name: str, options: Mapping[str, Path]) -> Path | None:
     return next((lowered[candidate] for candidate in candidates if candidate in lowered), None)
 
 
-def display_path(path: Path) -> str:
-    """Returns a path for messages: relative to the working directory if it is inside that directory,
-    otherwise unchanged."""
-    try:
-        return f"./{path.resolve().relative_to(Path.cwd())}"
-    except (ValueError, RuntimeError):  # RuntimeError: a symbolic link to itself
-        return str(path)
-
-
 def is_file_name(choice: str) -> bool:
     """Returns True if an option is the path of a file rather than a name."""
     return choice.endswith((".yaml", ".yml"))
@@ -153,24 +144,6 @@ def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
     available = f"available: {', '.join(options)}"
     fix = f"did you mean {hint}? ({available})" if hint else available
     return Problem(group, f"there is no such {group}", fix, value=choice)
-
-
-def read_yaml(path: Path) -> dict[str, object]:
-    """Reads a YAML file of settings.
-
-    Raises:
-        ConfigError: the file cannot be read, is not a mapping, is empty, or has a `hydra` section.
-    """
-    try:
-        content = parse_yaml(read_plain(path, most=LARGEST_YAML))
-    except Unreadable as error:
-        raise ConfigError(Problem(display_path(path), f"{error}")) from error
-    if not isinstance(content, dict) or not content:
-        raise ConfigError(Problem(display_path(path), "contains no settings", "write `key: value` lines"))
-    if "hydra" in content:
-        reason = f"would configure Hydra itself, but a recipe may only have settings of a run (in {display_path(path)})"
-        raise ConfigError(Problem("hydra", reason, "remove it"))
-    return {str(key): value for key, value in content.items()}
 
 
 def shadows_builtin(group: str, file: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from canzona_cli.config.overrides import Overrides
-from canzona_cli.config.recipes import read_yaml
+from canzona_cli.config.reading import read_yaml
 from canzona_cli.config.schema import OPTIMIZERS, RunConfig, ScheduleConfig
 from canzona_cli.config.settings import leaves
 from canzona_cli.errors import ConfigError, Problem

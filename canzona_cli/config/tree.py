@@ -10,14 +10,13 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 from canzona_cli.config.overrides import text_value
+from canzona_cli.config.reading import display_path, read_yaml
 from canzona_cli.config.recipes import (
     FROM_FILES,
     GROUPS,
     builtin_recipes_dir,
     closest_option,
-    display_path,
     group_options,
-    read_yaml,
     shadows_builtin,
     user_recipes_dirs,
 )

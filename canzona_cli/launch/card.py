@@ -12,7 +12,8 @@ from typing import Literal
 from canzona_cli.cluster.fit import resolve
 from canzona_cli.config.changes import curve_differences
 from canzona_cli.config.compose import compose_run
-from canzona_cli.config.recipes import builtin_recipes_dir, read_yaml
+from canzona_cli.config.reading import read_yaml
+from canzona_cli.config.recipes import builtin_recipes_dir
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.run.codec import parse
 from canzona_cli.run.corpus import PreparedCorpus

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from canzona_cli.calibrate.calibrate import Calibration
 from canzona_cli.calibrate.profile import Measurement, Quantity, measured_runs
-from canzona_cli.config.recipes import display_path
+from canzona_cli.config.reading import display_path
 from canzona_cli.config.schema import ClusterConfig, RunConfig
 from canzona_cli.costs.links import Group, Links
 from canzona_cli.costs.update import Implementation, adamw_seconds, algorithm_of, label, matmul_rate, seconds

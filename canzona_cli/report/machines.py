@@ -9,7 +9,7 @@ from rich.text import Text
 
 from canzona_cli.cluster.doctor import Diagnosis, Finding, Status
 from canzona_cli.cluster.profiles import Profile
-from canzona_cli.config.recipes import display_path
+from canzona_cli.config.reading import display_path
 from canzona_cli.report.page import Page, Screen, joined, note, paragraph, remarks
 from canzona_cli.report.tables import Table
 from canzona_cli.run.words import plural
