@@ -145,7 +145,7 @@ def _compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[di
             merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *_WITHOUT_HYDRAS_OWN, *overrides])
             container = OmegaConf.to_container(merged, resolve=False)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(_composition_problem(error, where, dirs)) from error
+            raise ConfigError(_composition_problem(error, chosen, dirs)) from error
         except RecursionError as error:  # Hydra follows a cycle of `defaults:` lists forever
             reason = "builds on itself: its `defaults:` lead back to the same file"
             fix = "give the file a different name from the recipe it builds on, or give its path: recipe=./FILE.yaml"
@@ -266,18 +266,21 @@ def _as_option(content: dict[str, object], chosen: Collection[str]) -> dict[str,
     return {"defaults": entries, **content}
 
 
-def _composition_problem(error: Exception, where: str, dirs: Sequence[Path]) -> Problem:
+def _composition_problem(error: Exception, chosen: Mapping[str, Path], dirs: Sequence[Path]) -> Problem:
     """Converts Hydra's error about a recipe's files to a problem, without the search path and Hydra's own
     hints.
 
     Args:
-        where: the recipe's file, for messages.
+        chosen: the chosen files, by group.
         dirs: the folders of recipes.
     """
+    where = display_path(chosen["recipe"])
     lines = [line.strip() for line in str(error).splitlines()]
     hints = ("Available options", "Config search path", "provider=", "To append")
     message = [line for line in lines if line and not line.startswith(hints)]
-    text = " ".join(message[:4]).replace(f"recipe/{_CHOSEN}", where)
+    text = " ".join(message[:4]).replace(f"In '{_PRIMARY}': ", "")
+    for group, path in chosen.items():
+        text = text.replace(f"{group}/{_CHOSEN}", display_path(path))
     if (unknown := _UNLOADED.search(text)) is not None:
         name = unknown[1]
         recipes = group_options("recipe", dirs)

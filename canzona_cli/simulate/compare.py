@@ -233,7 +233,7 @@ def study_run(
 
     Args:
         config: the resolved configuration (`cluster.fit.resolve`), with a strategy that has a plan
-            (`planner.plannable`).
+            (`planner.make.plannable`).
         layout: the resolved layout.
         compare: `alpha` or `form` to plan the run also with other values of this setting. The strategies are
             always compared.
