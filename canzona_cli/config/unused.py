@@ -26,6 +26,8 @@ _REFUSED = (
 )
 """Settings that change what is trained, but have no effect with these values of another setting; and the
 override of the other setting with which they have an effect."""
+_HARMLESS = {("train.grad_reduce_dtype", "fp32"), ("optimizer.clip", "none"), ("optimizer.clip_grad", 0)}
+"""The values that ask for nothing and may therefore stand on the command line without an effect."""
 _IGNORED = (
     ("train.sample_prompt", "train.sample_every"),
     ("train.sample_tokens", "train.sample_every"),
@@ -46,8 +48,7 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
     for key, off, remedy in _REFUSED:
         other = remedy.partition("=")[0]
         value, state = value_of(config, key), value_of(config, other)
-        changes_nothing = value in (None, "none", "fp32") or (key, value) == ("optimizer.clip_grad", 0)
-        if key in explicit and state in off and not changes_nothing:
+        if key in explicit and state in off and value is not None and (key, value) not in _HARMLESS:
             reason = f"has no effect: {other} is {override_text(state)}"
             yield Problem(key, reason, f"write {remedy}, or leave it out")
     if training:

@@ -111,9 +111,9 @@ def test_memory_counts_a_tokens_copies() -> None:
         (["model.experts_per_token=1", "model.num_experts=8"], "at least 2"),
         (["model.balancing_loss=aux_loss", "model.num_experts=8"], "sequence"),
         (["model.num_experts=8", "parallel.tp=3"], "tp"),
-        (["model.experts_per_token=4"], "no experts"),
-        (["model.balancing_loss=none"], "no experts"),
-        (["model.balancing_weight=0.01"], "no experts"),
+        (["model.experts_per_token=4"], "has no effect: model.num_experts is 0"),
+        (["model.balancing_loss=none"], "has no effect: model.num_experts is 0"),
+        (["model.balancing_weight=0.01"], "has no effect: model.num_experts is 0"),
         (["recipe=qwen3-moe-tiny", "model.balancing_loss=none", "model.balancing_weight=0.01"], "loss is none"),
     ],
 )
