@@ -80,7 +80,7 @@ def prepare(
 
     Raises:
         ConfigError: the settings or the data are wrong; all problems are reported at once.
-        DoesNotFit: a strategy needs more memory than the profile has.
+        DoesNotFit: a strategy needs more memory than the hardware profile provides.
         EnvironmentProblem: this machine does not have everything that the run needs.
     """
     all_problems = [*problems]

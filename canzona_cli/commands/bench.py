@@ -55,7 +55,7 @@ def bench(
         bool,
         Option(
             "--simulate",
-            help="Only predict, for each count in --gpus: the given recipe or, without one, every Qwen3 size.",
+            help="Run nothing: predict the given recipe, or every Qwen3 size, for each GPU count in --gpus.",
         ),
     ] = False,
     gpus: Annotated[

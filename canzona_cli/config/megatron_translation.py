@@ -254,7 +254,7 @@ class _Translation:
             self._set("parallel.dispatcher", self._text("moe_token_dispatcher_type"), "moe_token_dispatcher_type")
 
     def _batch(self) -> int:
-        """Sets precision, batch and data; returns the number of sequences in a step."""
+        """Sets batch, recompute, precision and data; returns the number of sequences in a step."""
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         copy_ranks = 1
         for name in sizes:

@@ -215,9 +215,9 @@ def _tokenise(
     settings: BuildSettings,
     on_progress: OnProgress,
 ) -> Tally:
-    """Tokenises and writes all documents that are not finished yet; returns the counts over all inputs.
+    """Tokenizes and writes all documents that are not finished yet; returns the counts over all inputs.
 
-    The finished inputs are recorded on the disk whenever at least `RECORD_INTERVAL` bytes have been read
+    The finished inputs are recorded on disk whenever at least `RECORD_INTERVAL` bytes have been read
     since the last record.
     """
     tally, inputs = (Tally(), 0) if done is None else (done.tally, done.inputs)

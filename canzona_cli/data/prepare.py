@@ -1,5 +1,5 @@
-"""Implements `canzona data prepare`: checks all arguments first, then builds one pair while holding its
-lock."""
+"""Implements `canzona data prepare`: checks all arguments first, then builds one pair of .bin and
+.idx files while holding the lock of the pair."""
 
 import os
 import shlex

@@ -74,8 +74,8 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
 
 
 def _unsupported(caller: Caller) -> Iterator[Problem]:
-    """Yields a problem for everything in the loop's objects that the engine does not support; every rank
-    yields the same problems."""
+    """Yields a problem for each feature of the caller's training loop that the engine does not support; every
+    rank yields the same problems."""
     optimizer, model = caller.optimizer, caller.model
     yield from problems(optimizer, OPTIMIZER)
     yield from problems(caller.ddp, BUCKETS)

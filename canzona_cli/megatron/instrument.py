@@ -154,7 +154,7 @@ class _Communication:
 
 def _wrap(owner: object, name: str, context: Callable[..., AbstractContextManager[None]]) -> None:
     """Wraps the function `name` of a module, class or object so that each call runs inside a new context
-    manager, which `context` creates from the call's arguments."""
+    manager, which `context` creates from the call's arguments. A function of a class must be static."""
     original: Callable[..., object] = getattr(owner, name)
 
     @functools.wraps(original)

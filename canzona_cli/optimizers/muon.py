@@ -433,8 +433,7 @@ def _parts(x: torch.Tensor, stack_runs: Sequence[Run]) -> Iterator[torch.Tensor]
 def scale(rows: int, cols: int, mode: ScaleMode) -> float:
     """Returns the factor by which the semi-orthogonal update of a (rows, cols) matrix is multiplied.
 
-    - spectral: sqrt(max(rows, cols)), which gives updates the same RMS for every shape (Liu et al. 2025,
-      arXiv:2502.16982).
+    - spectral: sqrt(max(rows, cols)), which gives every shape the same RMS (Liu et al. 2025, arXiv:2502.16982).
     - unit_rms_norm: sqrt(rows / cols), which gives updates the same RMS-to-RMS operator norm (Bernstein 2025;
       Scion, arXiv:2502.07529).
     - shape_scaling: max(1, sqrt(rows / cols)) (Jordan et al. 2024).
@@ -447,6 +446,5 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 def runs_in_blocks(matrix: torch.Tensor) -> bool:
-    """Returns True if elementwise passes over the matrix run in blocks of rows (`muon_cpu`), as on CPUs,
-    where the host also reads norms. On other devices the host never waits for them."""
+    """Returns True on CPUs: passes over a matrix run in blocks of rows (`muon_cpu`), and the host may read norms."""
     return matrix.device.type == "cpu"

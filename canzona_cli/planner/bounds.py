@@ -177,7 +177,7 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
 @lru_cache(maxsize=128)
 def _packing_bound(costs: tuple[float, ...], bins: int) -> float:
     """Computes `packing_bound` of sorted costs. The results are cached, because stages and strategies of a
-    run have the same matrices."""
+    run often have matrices of the same costs."""
     counts = _coarse(sorted(Counter(costs).items()))
 
     def is_too_low(height: float) -> bool:

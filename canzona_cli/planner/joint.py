@@ -46,7 +46,7 @@ class _Grid:
         everything = sum(matrix.elements for matrix in stage.matrices)
         self._room = [everything if memory_cap is None else memory_cap] * mesh.cells
         self._total = [sum(map(problem.cost, problem.units)) for problem in experts]
-        """The update seconds on all cells of each expert-parallel rank."""
+        """The update seconds of each expert-parallel rank, summed over its cells."""
         self._cache: dict[tuple[tuple[float, int], ...], list[int]] = {}
         """A cache of the owners of an expert-parallel rank's units, by the (seconds, room) of each of its
         cells."""

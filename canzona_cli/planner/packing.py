@@ -318,8 +318,8 @@ class HostPacker:
         counts = [len(possible)] if self._all else sorted({*range(min(len(possible), 2 * self._tp) + 1), len(possible)})
 
         def divide(count: int) -> tuple[list[int], float]:
-            """Returns the places of the hosted matrices, and the seconds of each rank for the shared
-            matrices, if `count` matrices are shared."""
+            """Returns the places of the hosted matrices, and the seconds that every rank spends on
+            the shared matrices, if `count` matrices are shared."""
             together = set(possible[:count])
             hosted = [place for place in range(len(items)) if place not in together]
             return hosted, sum(share.each for place, (_, share) in enumerate(items) if share and place in together)

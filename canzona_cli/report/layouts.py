@@ -290,11 +290,10 @@ def _without_headroom(config: RunConfig, best: LayoutResult) -> LayoutResult | N
 
 
 def _usable_memory(config: RunConfig) -> str:
-    """Formats the memory in GiB that a chosen layout may use on a GPU: `73.6, which leaves 3.0 of
-    headroom`."""
+    """Formats the memory in GiB that a chosen layout may use on a GPU: `73.6, which keeps 3.0 free`."""
     free = headroom(config)
-    leaves = f", which leaves {free / GIB:.1f} of headroom" if free else ""
-    return f"{(capacity(config) - free) / GIB:.1f}{leaves}"
+    kept_free = f", which keeps {free / GIB:.1f} free" if free else ""
+    return f"{(capacity(config) - free) / GIB:.1f}{kept_free}"
 
 
 def _limits(tried: LayoutResult) -> str:
@@ -359,8 +358,8 @@ class LayoutsByGpus(Page):
             parameters += f" ({body})" if body else ""
         yield paragraph(parameters, "dim")
         yield paragraph(
-            f"batch: sequences per step = micro-batch x accumulation x DP; PP2x9: 2 pipeline stages of 9 model chunks "
-            f"each; GiB/rank: fullest rank, of at most {_usable_memory(self.config)}",
+            f"batch: sequences per step = micro-batch x accumulation x DP; PP2x9, for example, is 2 pipeline stages of "
+            f"9 model chunks each; GiB/rank: memory of the fullest rank; the limit is {_usable_memory(self.config)}",
             "dim",
         )
         ranks = "GPUs" if cluster.device == "cuda" else "ranks"

@@ -47,7 +47,7 @@ class Goodput:
     redone_s: float
     """The time in steps that were lost because a later launch resumed from an earlier checkpoint."""
     between_s: float
-    """The time between launches, when the run waited in a queue or to be started again."""
+    """The time between launches, while the run waited in a queue or for a restart."""
 
     @property
     def share(self) -> float:

@@ -98,7 +98,7 @@ def optimizer_groups(config: RunConfig, kind: Kind, step: float) -> dict[object,
     AdamW.
 
     Args:
-        step: The number of steps that AdamW has made.
+        step: The number of steps that AdamW has taken.
     """
     optimizer = config.optimizer
     usual = {

@@ -66,7 +66,7 @@ class Import:
     """The optimizer whose state is imported; None for weights without state."""
     progress: Progress
     step: float
-    """The number of steps that AdamW has made."""
+    """The number of steps that AdamW has taken."""
     notes: tuple[str, ...]
     """The notes for the user on state and features that are not imported."""
 
