@@ -1,8 +1,8 @@
 """A class, its facts and a recipe are a new optimizer: plans, memory, help, routing and checkpoints know it."""
 
 import json
-import re
 import os
+import re
 import subprocess
 from pathlib import Path
 
