@@ -223,7 +223,8 @@ def _in_config_store(chosen: Mapping[str, Path]) -> Iterator[None]:
             if group in FROM_FILES:
                 content.setdefault("name", path.stem)
             if group == "recipe":
-                bring_up_to_date(content)
+                if path.parent.name != group:  # settings that are gone are refused in a folder of recipes
+                    bring_up_to_date(content)
                 _clear_run_dir(content, path)
                 content = _as_option(content, chosen)
             store.store(_CHOSEN, content, group, package="_global_" if group == "recipe" else None)
