@@ -42,3 +42,10 @@ def test_a_stored_run_may_have_a_removed_setting(key: str, tmp_path: Path) -> No
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
     assert load_resolved(path) == config
+
+
+def test_a_named_recipe_with_a_removed_setting_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("defaults: [qwen3-tiny]\ncheckpoint: {failure_hours: 3}\n")
+    (problem,) = refused(lambda overrides: compose_run(overrides, recipes_dirs=[tmp_path]), ["recipe=mine"])
+    assert (problem.key, problem.fix) == ("checkpoint.failure_hours", REMOVED_SETTINGS["checkpoint.failure_hours"])
