@@ -52,7 +52,7 @@ class LayoutBench:
 
     layout: Layout
     measured: tuple[Measured, ...]
-    """The measurements of each round. In each entry, tuples over rounds have one element."""
+    """The measurements, one entry per round. In an entry, values by round are tuples of one element."""
     predicted: Predicted
     fitted: bool
     """True if the cluster profile was fitted to measured steps with the same parallel sizes."""
@@ -101,7 +101,7 @@ class Errors:
     """The number of layouts that have the phase."""
     mape: float
     mean: float
-    """The mean of the signed errors; above 0 if predictions are too long."""
+    """The mean of the signed errors; above 0 if the predicted times are too long."""
     worst: float
     """The error with the largest absolute value, with its sign."""
     worst_layout: str
@@ -110,7 +110,7 @@ class Errors:
 
     @classmethod
     def of(cls, predictions: Sequence[tuple[LayoutBench, float, float]]) -> "Errors":
-        """Summarises at least one (layout, error, share of the step) triple."""
+        """Summarises one or more triples of layout, error and share of the step."""
         worst, error, _ = max(predictions, key=lambda prediction: abs(prediction[1]))
         return cls(
             layouts=len(predictions),
@@ -322,8 +322,8 @@ def prepare(
     fitting = [candidate.layout for candidate in candidates(config) if candidate.fits]
     chosen = fitting
     if count is not None:
-        # This search takes the number of this machine's cores into account. `canzona train` does not when it
-        # chooses a layout.
+        # Unlike the search of `canzona train`, this search takes the number of this machine's cores into
+        # account.
         chosen = [tried.layout for tried in search(with_cores(config), count).best]
         chosen += [layout_of_run] if layout_of_run not in chosen else []
     short = replace(
@@ -420,7 +420,7 @@ def run(tuning: Tuning, say: Say) -> tuple[TuneResult, Path]:
 
 
 def _unsettled_notes(layouts: Mapping[str, LayoutBench], turns: Turns) -> Iterator[str]:
-    """Yields a note with the layouts, if any, whose updates were still redone after all warm-up steps."""
+    """Yields a note that names the layouts, if any, that took all extra warm-up steps to settle."""
     limit = turns.steps_per_turn + turns.settling
     names = [name for name, layout in layouts.items() if any(len(turn.losses) == limit for turn in layout.measured)]
     if names:

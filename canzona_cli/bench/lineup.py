@@ -112,7 +112,7 @@ class Sitting:
 
 
 def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, steps: int) -> LineUp:
-    """Makes the lineup: resolves a configuration for each strategy, and makes the plans.
+    """Prepares the strategies of a bench: resolves a configuration for each, and makes the plans.
 
     Args:
         strategies: the strategies that the user named, all of which must be possible; None for every possible
@@ -286,7 +286,7 @@ def _small_batch(base: RunConfig, explicit: frozenset[str], first: RunConfig, la
 
 
 def entrant_name(layout: Layout) -> str:
-    """Returns the name of a layout, also for its files; unique among a run's layouts:
+    """Returns the name of a layout, which is unique among a run's layouts and part of file names:
     `tp2-pp1-cp1-dp2-mb4-none`, `tp1-pp2-vpp2-...`."""
     chunks = f"vpp{layout.vpp}-" if layout.vpp > 1 else ""
     mesh = f"tp{layout.tp}-pp{layout.pp}-{chunks}cp{layout.cp}-dp{layout.dp}"
@@ -297,7 +297,7 @@ def entrant(config: RunConfig, layout: Layout, name: str) -> Entrant:
     """Makes the plan of a resolved run, if the strategy executes one, and estimates its memory.
 
     Raises:
-        DoesNotFit: the run needs more memory than the profile has.
+        DoesNotFit: the run needs more memory than the hardware profile provides.
     """
     obtained = obtain_plan(config, layout)
     if obtained is None:

@@ -23,7 +23,7 @@ AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
     "alpha": ("canzona", "paper"),
     "c_max": ("canzona", "paper"),
 }
-"""The strategies that a swept setting affects. Other sweeps affect all strategies."""
+"""The strategies that each swept setting affects. A setting that is not listed affects all strategies."""
 _KEYS: Mapping[SweepKind, str] = {
     "alpha": "engine.alpha",
     "c_max": "engine.c_max_mib",

@@ -37,15 +37,14 @@ class Measured:
     """The seconds of a complete training step on the slowest rank, by round, averaged over the measured steps
     of the turn."""
     optimizer_s: tuple[float, ...]
-    """The seconds from reduced gradients to the next forward pass, by round: the time of exchange, matrix
-    updates and AdamW's update on the slowest rank, and the time of norm and clip, and of the wait for
-    gathered parameters, on the rank that arrives last (the times of all other ranks include waiting for this
-    rank)."""
+    """The seconds from reduced gradients to the next forward pass, by round: exchange, matrix updates and
+    AdamW's update on the slowest rank, plus norm, clip and the wait for gathered parameters on the rank that
+    arrives last. The other ranks' times include waiting for that rank."""
     processor_s: tuple[float, ...]
     """The processor seconds of one step by round, summed over ranks. With more ranks than cores, they show
     the amount of work better than wall time does."""
     phases: Mapping[str, OverRanks]
-    """The seconds of each phase of a step and of the `_total`s, by their names in the breakdown."""
+    """The seconds of each phase of a step, and of each `_total`, by name in the breakdown."""
     load_balance: float
     """The time of matrix updates on the slowest rank relative to the mean of all ranks; 1.0 without
     updates."""
@@ -215,8 +214,8 @@ COMPARED_STEPS = 30
 
 
 class StrategiesDisagree(CanzonaError):
-    """The error that strategies that compute the same update had different losses, so that their times must
-    not be compared."""
+    """The error for strategies that compute the same update but had different losses. Their times must not be
+    compared."""
 
     headline = "Strategies disagree"
 

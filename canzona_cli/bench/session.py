@@ -333,7 +333,7 @@ def run_group(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpu
     """Launches the ranks of one measurement group, waits until they end, and returns their files.
 
     Args:
-        first: the entrant whose configuration and layout start the ranks.
+        first: the entrant with whose configuration and layout the ranks are started.
         name: the name of the measurement group in messages.
 
     Raises:

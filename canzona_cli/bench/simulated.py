@@ -62,8 +62,8 @@ class SimulatedCell:
         return per_sequence_s / best.per_sequence_s - 1
 
     def ratio(self, strategy: str) -> float | None:
-        """Returns the ratio of a strategy's optimizer step to canzona's; None if the strategy does not
-        fit."""
+        """Returns the ratio of a strategy's optimizer step to canzona's; None if there is no study, or if one
+        of the two does not fit into memory."""
         return None if self.study is None else self.study.optimizer_speedup(strategy)
 
     def as_json(self) -> dict[str, object]:

@@ -77,8 +77,8 @@ def gather_samples(strategies: Mapping[str, RunningStrategy]) -> dict[str, Sampl
             StepSample(step_s=timing.step_s, processor_s=processor_s, phases=dict(timing.phases))
             for timing, processor_s in zip(strategy.trainee.timer.timings(), strategy.processor_s, strict=True)
         )
-        losses, held = tuple(strategy.losses), tensor_bytes(strategy.trainee)
-        by_rank = gather(Samples(losses=losses, tensor_bytes=(held,), ranks=(steps,)), Samples)
+        losses, allocated = tuple(strategy.losses), tensor_bytes(strategy.trainee)
+        by_rank = gather(Samples(losses=losses, tensor_bytes=(allocated,), ranks=(steps,)), Samples)
         samples[name] = Samples(
             losses=losses,
             tensor_bytes=tuple(size for measured in by_rank for size in measured.tensor_bytes),

@@ -55,7 +55,7 @@ def layouts_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     turns, inputs = Turns.read(files), BenchFiles(files.root.parent)
     forks = forks_ranks(load_resolved(inputs.config(turns.names[0])))
     # Python warns of forks in a process with threads. The only other thread here waits for signals, and a
-    # forked process needs none of the locks that it may hold.
+    # forked process needs none of the locks that this thread may hold.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     start: Callable[..., BaseProcess] = ForkProcess if forks else SpawnProcess
     length = f"{plural(turns.rounds, 'round')} of {plural(len(turns.names), 'layout')}"

@@ -1,10 +1,10 @@
 """`canzona calibrate` in the launcher: starts the ranks, reads their measurements and writes a cluster
 profile.
 
-Operations are measured in loops, in which caches are warm and ranks arrive at the same time. Training steps
-are different. Therefore two short benches run with the new profile, one with data-parallel ranks and one with
-pairs of tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a factor in
-the profile.
+Operations are measured in loops, in which caches are warm and ranks arrive at the same time. In training,
+neither is the case. Therefore two short benches run with the new profile, one with data-parallel ranks and
+one with pairs of tensor-parallel ranks. For each phase, the ratio of measured to predicted time becomes a
+factor in the profile.
 """
 
 import json
@@ -132,7 +132,7 @@ def calibrate(
 
     Args:
         config: the run to measure, from `prepare_run`.
-        layout: its layout, from `prepare_run`.
+        layout: the run's layout, from `prepare_run`.
         name: the name of the new profile.
         effort: the time budgets of the measurements.
         worker: the module that each rank runs.
@@ -205,8 +205,8 @@ _TABLES: Mapping[str, tuple[Quantity, int]] = {
     "measured_updates": ("updates", 3),
     "collectives": ("collectives", 3),
 }
-"""The profile fields that are tables with one measurement per row. Each has the quantity that was measured,
-and the number of leading values in a row that form its key."""
+"""The profile fields that are tables with one measurement per row: for each, the measured quantity, and the
+number of values at the start of a row that form its key."""
 
 
 def default_path(base: str) -> Path:
@@ -302,7 +302,7 @@ def _rows(calibration: Calibration, name: str, table: Iterable[tuple[object, ...
 
 
 def _spread(measurement: Measurement) -> str:
-    """Formats a measurement's spread and number of repetitions, as the header of a profile explains them."""
+    """Formats a measurement's spread and number of repetitions as explained in a profile's header."""
     return f"+- {measurement.spread.relative / 2:.0%} of {measurement.repetitions}"
 
 

@@ -5,9 +5,9 @@ same size run at once. A loop of nothing but collectives would be too fast, beca
 cache is warm and every core is free: in training steps of four ranks on two cores, collectives took two to
 six times as long.
 
-On GPUs, launching a collective takes as long as the collective, and ranks leave a barrier at times that
-differ by as much. Therefore a row of several collectives is timed between two events on the device. Before
-the row, all-reduces synchronise the devices and keep them busy until the host has launched the row.
+On GPUs, launching a collective may take as long as the collective itself, and the times at which ranks leave
+a barrier differ by as much. Therefore a row of several collectives is timed between two events on the device.
+Before the row, all-reduces synchronise the devices and keep them busy until the host has launched the row.
 """
 
 import math
@@ -35,8 +35,8 @@ _CALLS = 4
 """The maximum number of collectives, with computation between them, in a sample on CPU ranks. There are fewer
 if they take long."""
 _SIDE, _TOUCHED = 384, 1 << 20
-"""The computation between collectives on CPU ranks: a bf16 matmul of square matrices with the first number of
-rows, and then the second number of bytes read and written. Together they take about a millisecond."""
+"""The computation between collectives on CPU ranks: a bf16 matmul of square matrices with `_SIDE` rows, then
+a pass that reads and writes `_TOUCHED` bytes. Together they take about a millisecond."""
 _PILOTS = 2
 """The number of measurements that estimate a duration in advance."""
 _SYNCHRONISING_BYTES = 64 << 20
@@ -48,8 +48,7 @@ _MAX_SYNCHRONISING = 16
 """The maximum number of all-reduces before a row."""
 _LEAST_S = 1e-6
 _LARGE_S = 1.5
-"""The limit in seconds for the repetitions of the largest size, which is not measured if they would take
-longer."""
+"""The time limit, in seconds, for measuring the largest size. If it would take longer, it is not measured."""
 
 Transfer = Callable[[], None]
 Make = Callable[[int, "Members"], Transfer]
@@ -95,14 +94,14 @@ def measure_collectives(members: Members, effort: Effort, recorder: Recorder) ->
     for kind, make in KINDS.items():
         if kind == "send" and members.size != 2:
             continue
-        longest = 0.0
+        seconds = 0.0
         for size in effort.sizes:
-            longest = measure(members, kind, make, size, effort.item_s, recorder)
-        if effort.large is not None and longest * effort.large / effort.sizes[-1] * LEAST < _LARGE_S:
+            seconds = measure(members, kind, make, size, effort.item_s, recorder)
+        if effort.large is not None and seconds * effort.large / effort.sizes[-1] * LEAST < _LARGE_S:
             measure(members, kind, make, effort.large, effort.item_s, recorder)
     if members.device.type == "cuda":
-        share = grouped_time_ratio(members.group, members.device, device_seconds)
-        recorder.add(Measurement.of("grouped_collectives", [float(is_grouped(share))]))
+        ratio = grouped_time_ratio(members.group, members.device, device_seconds)
+        recorder.add(Measurement.of("grouped_collectives", [float(is_grouped(ratio))]))
 
 
 def measure(members: Members, kind: Collective, make: Make, size: int, budget_s: float, recorder: Recorder) -> float:

@@ -38,7 +38,7 @@ class Sizes:
     exact: int = 1024
     """The side of the matrices in fp32 matmuls and QR decompositions."""
     symmetric: int = 1024
-    """The side of eigendecompositions."""
+    """The side of the matrices in eigendecompositions."""
     copied_bytes: int = 128 << 20
     """The size in bytes of the buffer that is copied; it is too large for any cache."""
     precisions: tuple[tuple[Quantity, MatmulPrecision], ...] = (("fp32_tflops", "fp32"),)
@@ -268,8 +268,8 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
     """Measures the seconds of one update of one (rows, columns) matrix; returns the samples of all members.
 
     For SOAP and Shampoo, a sample is the mean over a refresh period. If refreshes are not spread over all
-    steps, a sample is the weighted mean of a measured step without a refresh and the median of the measured
-    steps with a refresh; the weights are how often each occurs.
+    steps, a sample is the mean of a measured step without a refresh and the median of the measured steps with
+    a refresh, weighted by how often each occurs.
     """
     group = Group(variant, rows, cols, team.device)
     optimizer = group.optimizer
@@ -299,7 +299,7 @@ def update_samples(team: Team, variant: Variant, rows: int, cols: int, budget_s:
 
 
 class Group:
-    """Matrices of one shape with their gradients, optimizer and model weights."""
+    """The matrices of one shape, with their gradients, optimizer and model weights."""
 
     def __init__(self, variant: Variant, rows: int, cols: int, device: torch.device) -> None:
         self.count = _count(variant, rows, cols, device)

@@ -140,7 +140,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts about the calibration that the ranks report."""
+    """The facts about a calibration that its ranks report."""
 
     torch: str
     backend: str
@@ -285,8 +285,8 @@ def profile_of(
     if matmuls != base.matmul_tflops:
         profile = with_peak(profile)
     profile = _with_link(profile, record)
-    fit_to_steps = _with_factors(replace(config, cluster=profile), layout, record)
-    return with_peak(fit_to_steps) if "forward" in (m.quantity for m in record.measurements) else fit_to_steps
+    profile = _with_factors(replace(config, cluster=profile), layout, record)
+    return with_peak(profile) if "forward" in (m.quantity for m in record.measurements) else profile
 
 
 def with_peak(profile: ClusterConfig) -> ClusterConfig:
@@ -391,16 +391,18 @@ def fit_to_steps(profile: ClusterConfig, results: Sequence[BenchResult]) -> Clus
 
 
 def factors(results: Sequence[BenchResult]) -> tuple[float, dict[str, float]]:
-    """Computes the ratios of measured to predicted time in complete steps, from the data-parallel bench and, if there
-    is one, the tensor-parallel bench. Returns the ratio for forward and backward together, and the ratios for the
-    other phases by key of `ClusterConfig.step_factors`.
+    """Computes the ratios of measured to predicted time in complete steps.
 
-    Forward and backward have one factor. It comes from the data-parallel bench, in which these passes contain
+    Forward and backward have one ratio. It comes from the data-parallel bench, in which these passes contain
     no collectives. It includes the waits for gradients and parameters, in which faster ranks wait for slower
     ranks, because the operating system gives ranks unequal shares of the cores.
 
     Args:
-        results: the data-parallel bench first.
+        results: the result of the data-parallel bench and, if there is one, of the tensor-parallel bench.
+
+    Returns:
+        The ratio for forward and backward, and the ratios for other phases by key of
+        `ClusterConfig.step_factors`.
     """
     phases: dict[str, float] = {}
     # Keys with `megatron/` are for Megatron's own strategies: `sc` measures their matrix updates and

@@ -231,7 +231,7 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
         for rank in range(world_size):
             path = _part_path(partial, rank)
             if _failure_marker(partial, rank).name in names:
-                raise _rank_error(partial, rank, "could not write its part or the reason", _FIXES[errno.ENOSPC])
+                raise _rank_error(partial, rank, "could write neither its part nor the reason", _FIXES[errno.ENOSPC])
             if rank in parts or path.name not in names:
                 continue
             parts[rank] = json.loads(path.read_bytes())

@@ -75,7 +75,7 @@ def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> li
     reasons = list(_reasons(manifest, model))
     if not reasons:
         return []
-    # All share one fix, which is slow: it reads other folders.
+    # All problems have the same fix. It is determined only once, because this reads other folders.
     first = problem_of(folder, MANIFEST, reasons[0])
     return [replace(first, reason=reason) for reason in reasons]
 

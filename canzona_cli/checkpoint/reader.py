@@ -30,8 +30,8 @@ class Reader:
         self._folder, self._manifest, self.model = folder, manifest, model
         self._files: dict[str, safe_open] = {}
         self._sources: dict[str, list[tuple[str, Block]]] = defaultdict(list)
-        """The tensors that contain parts of each unit: for each unit, pairs of a tensor's name and the part
-        as a block."""
+        """The tensors that contain parts of each unit, as pairs of a tensor's name and the block that it
+        contains."""
         self._fields: dict[str, list[str]] = defaultdict(list)
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
         """The pieces of each tensor that is stored in pieces, each with the name under which it is stored."""
@@ -142,7 +142,7 @@ class Reader:
         return self._check_values(unit, field, region)
 
     def step(self, unit: str) -> float | None:
-        """Returns the number of AdamW's steps that is stored for a unit; None if it is not stored."""
+        """Returns the number of AdamW steps that is stored for a unit; None if there is none."""
         steps = self.scalars(unit).get("step")
         return float(steps) if isinstance(steps, int | float) else None
 
@@ -151,8 +151,8 @@ class Reader:
         return self._scalars.get(name, {})
 
     def marks(self, units: Iterable[str]) -> dict[str, Scalar]:
-        """Returns the scalar `distrusted` for a matrix that consists of these units: the largest value of the
-        tensors in which they are stored; empty if no tensor has this scalar.
+        """Returns the scalar `distrusted` for a matrix that consists of these units: the largest value among
+        the tensors in which the units are stored; empty if no tensor has this scalar.
 
         Raises:
             CheckpointInvalid: a unit is not stored.

@@ -152,7 +152,8 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             tensors, scalars = _assemble_from_units(matrix, reader, weights_only=weights_only)
         else:
             saved = manifest.splitting
-            reason = f"{manifest.optimizer} keeps its state per matrix, and was saved with another splitting: {saved}"
+            reason = f"{manifest.optimizer} keeps its state per matrix, "
+            reason += f"and the checkpoint was saved with another splitting: {saved}"
             fix = f"engine.splitting={saved}"
             problems.append(Problem(key="engine.splitting", value=matrix.name, reason=reason, fix=fix))
             continue

@@ -56,7 +56,7 @@ def write_checkpoint(
             raise
         return finish(folder, len(shards), header, texts, _PATIENCE_S)
     except SaveFailed as error:
-        # An import has no older checkpoints that could be deleted.
+        # The usual fix, to keep fewer checkpoints, does not apply to an import.
         raise SaveFailed(*(replace(problem, fix=_MAKE_ROOM) for problem in error.problems)) from None
 
 

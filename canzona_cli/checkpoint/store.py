@@ -33,7 +33,7 @@ class StoredCheckpoint:
 
     @property
     def usable(self) -> bool:
-        """True if the checkpoint can be used."""
+        """True if the manifest is valid and all files have the right sizes."""
         return self.manifest is not None
 
 

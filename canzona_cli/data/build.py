@@ -215,10 +215,10 @@ def _tokenise(
     settings: BuildSettings,
     on_progress: OnProgress,
 ) -> Tally:
-    """Tokenizes and writes all documents that are not finished yet; returns the counts over all inputs.
+    """Tokenises and writes all documents that are not finished yet; returns the counts over all inputs.
 
-    The finished inputs are recorded on disk whenever at least `RECORD_INTERVAL` bytes have been read
-    since the last record.
+    The finished inputs are recorded on disk whenever at least `RECORD_INTERVAL` bytes have been read since
+    the last record.
     """
     tally, inputs = (Tally(), 0) if done is None else (done.tally, done.inputs)
     writer.keep = done is not None

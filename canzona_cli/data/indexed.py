@@ -334,8 +334,8 @@ def _inspect(prefix: Path, raw: memoryview | bytes) -> PairInfo:
 
 
 def _header_fault(raw: memoryview | bytes) -> str:
-    """Returns the reason why an index of these bytes cannot be used, judged by its header and its length;
-    empty if it can."""
+    """Returns the reason why an index cannot be used, judging by its header and its length; empty if it can
+    be used."""
     if not len(raw):
         return "it is empty"
     if bytes(raw[: len(MAGIC)]) != MAGIC:
@@ -346,7 +346,7 @@ def _header_fault(raw: memoryview | bytes) -> str:
     if version != VERSION:
         return f"index version {version}; Megatron-core reads version {VERSION}"
     if code not in _DTYPE_CODES:
-        return f"its .bin contains no integers (type code {code})"
+        return f"its .bin does not contain integers, according to its type code ({code})"
     expected = _HEADER.size + 12 * sequences + 8 * indices
     # Multimodal datasets append one byte per sequence, which a text run ignores.
     if len(raw) not in (expected, expected + sequences):

@@ -173,9 +173,11 @@ def _output_folder(prefix: Path) -> Iterator[None]:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException as error:
+        # Described before the folders are removed, because the message states the free space of their disk.
+        problem = disk_problem(prefix, error) if isinstance(error, OSError) else None
         for folder in missing:
             with suppress(OSError):  # another process may have put something into the folder
                 folder.rmdir()
-        if isinstance(error, OSError):
-            raise disk_problem(prefix, error) from error
+        if problem is not None:
+            raise problem from error
         raise

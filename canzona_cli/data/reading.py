@@ -53,7 +53,8 @@ _PARQUET_ROWS: Final = 128
 _POLL_S = 0.2
 """The interval in seconds at which a read of a pipe checks for signals."""
 LONGEST_LINE = 128 << 20
-"""The most bytes of a line. A longer one is skipped: parsing it would take several times as much memory."""
+"""The maximum length of a line in bytes. Longer lines are skipped, because parsing a line takes several times
+as much memory."""
 
 MIN_PIECE, MAX_PIECE, STREAM_PIECE = 4 << 10, 1 << 20, 64 << 10
 
@@ -97,7 +98,8 @@ class Batch:
 
 
 def piece_bytes(sources: Sequence[Source]) -> int:
-    """Returns the most bytes of a piece: about 1/256 of these inputs, so that 1% of them can be held out."""
+    """Returns the maximum length of a piece in bytes: about 1/256 of these inputs, so that 1% of the text can
+    be held out."""
     if any(source.size is None for source in sources):
         return STREAM_PIECE
     return min(MAX_PIECE, max(MIN_PIECE, sum(source.size or 0 for source in sources) // 256))
@@ -141,7 +143,8 @@ class Reader:
         yield tally
 
     def _text_batches(self, source: Source, stream: io.BufferedReader, tally: Tally) -> Iterator[Batch]:
-        """Yields the batches of a file of text. A binary file is skipped in a folder, otherwise refused."""
+        """Yields the batches of a file of text. A binary file is skipped if it was found in a folder;
+        otherwise it is refused."""
         head = stream.peek(_SNIFF)[:_SNIFF]
         if b"\0" in head or any(head.startswith(magic) for magic in _UNREAD):
             if not source.from_folder:
@@ -277,7 +280,8 @@ def _in_groups[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[li
 
 
 def _read_lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a stream with their line ends. Longer ones end after `LONGEST_LINE` + 1 bytes."""
+    """Yields the lines of a stream with their line ends. A line longer than `LONGEST_LINE` is cut off one
+    byte after that length."""
     while line := stream.readline(LONGEST_LINE + 1):
         if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
             while (rest := stream.readline(_SNIFF)) and not rest.endswith(b"\n"):
@@ -358,7 +362,7 @@ def cut_stream(stream: BinaryIO, size: int) -> Iterator[Piece]:
 
 def _cut_point(data: bytes, size: int) -> int:
     """Returns the position at which to cut: in the second half of the first `size` bytes, after the last line
-    end or, without a line end, after the last blank; without a blank, between two UTF-8 characters."""
+    end or, without a line end, after the last space; without a space, between two UTF-8 characters."""
     for separator in (b"\n", b" "):
         position = data.rfind(separator, size // 2, size)
         if position >= 0:

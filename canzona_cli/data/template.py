@@ -3,8 +3,8 @@ r"""Templates make one document from several fields of a JSONL object, or from t
     {question}\n{answer}\n          fields of the object
     {role}: {content}\n             once for each message, if the field of --text-key is a list of messages
 
-`\n` and `\t` are written as two characters each, because shells pass them that way. Like all other text, text from a
-template never becomes a special token.
+`\n` and `\t` are written as two characters each, because shells pass them that way. Like all other text, the
+text of a template never becomes a special token.
 """
 
 import re

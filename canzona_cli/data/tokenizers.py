@@ -297,7 +297,7 @@ def tokenizer_file(spec: str) -> Path:
     if path.is_dir():
         reason = "this folder has no tokenizer.json, which is the file of a fast tokenizer"
         fix = f"write one with transformers: AutoTokenizer.from_pretrained({spec!r}).save_pretrained(FOLDER)"
-    elif re.fullmatch(r"[^./~][^/]*/[^/]+(?<!\.json)", spec):
+    elif re.fullmatch(r"[^./~][^/]*/[^/]+", spec) and not spec.endswith(".json"):  # OWNER/MODEL on the hub
         fix = f"hf download {spec} tokenizer.json --local-dir ., then --tokenizer tokenizer.json"
     raise ConfigError(Problem("--tokenizer", reason, fix, value=spec))
 
@@ -384,7 +384,7 @@ def _apply_config(backend: "RustTokenizer", path: Path) -> str | None:
 def _display_name(path: Path) -> str:
     """Returns the name to show for a tokenizer file: `Qwen3-0.6B` for the tokenizer.json in a Hugging Face
     folder of this name, `new/tokenizer.json` in a folder `new` without other files of a model; otherwise the
-    file's name."""
+    file's name without its extension."""
     if path.name != "tokenizer.json":
         return path.stem
     folder = path.resolve().parent

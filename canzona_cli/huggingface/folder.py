@@ -316,13 +316,13 @@ def _corpus_tokenizer_files(run: RunFiles) -> ExtraFiles:
     else:
         return ExtraFiles(texts={GENERATION: _generation(eod)})
     return ExtraFiles(
-        texts={TOKENIZER: text, "tokenizer_config.json": _settings_of(text, eod), GENERATION: _generation(eod)},
+        texts={TOKENIZER: text, "tokenizer_config.json": _tokenizer_settings(text, eod), GENERATION: _generation(eod)},
         settings={} if eod is None else {"eos_token_id": eod},
         tokenizer=corpus.tokenizer,
     )
 
 
-def _settings_of(text: str, eod: int | None) -> str:
+def _tokenizer_settings(text: str, eod: int | None) -> str:
     """Returns the text of `tokenizer_config.json`, which names the end-of-document token and a class that
     reads any tokenizer.json.
 

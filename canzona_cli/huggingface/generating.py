@@ -25,8 +25,7 @@ class SamplingSettings:
     temperature: float
     """The sampling temperature; 0 means always the most likely token."""
     top_p: float
-    """The probability that the most likely tokens must have together; the next token is sampled from these
-    tokens."""
+    """The total probability of the most likely tokens, from which the next token is sampled."""
     seed: int
 
 
@@ -107,7 +106,7 @@ class Writer:
                 else "is empty, and the tokenizer has no end-of-document token"
             )
             raise ConfigError(
-                Problem(key="--prompt", value=prompt, reason=reason, fix="--tokenizer DIR, the run's own")
+                Problem(key="--prompt", value=prompt, reason=reason, fix="use the run's tokenizer: --tokenizer DIR")
             )
         torch.manual_seed(sampling.seed)
         random_choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}

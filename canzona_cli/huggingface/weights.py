@@ -98,7 +98,7 @@ def _read_masters(stored: FolderTensor, name: str, on_bytes: Callable[[int], Non
     """
     for rows in row_ranges(stored.shape):
         data = _read_rows(stored, name, rows).to(torch.float32)
-        # Checking isfinite() of all elements needs more memory.
+        # The extremes are checked first, because isfinite() of all elements needs more memory.
         if not all(bound.isfinite() for bound in torch.aminmax(data)):
             bad = int((~data.isfinite()).sum())
             reason = f"from row {rows[0]:,} on, {bad:,} of {data.numel():,} elements are infinite or NaN"

@@ -71,8 +71,8 @@ class MegatronComparison:
 
     @property
     def overlaps(self) -> tuple[str, ...]:
-        """The arguments of the Megatron-LM run for overlap that have an effect in this layout, but do not
-        exist in canzona's training loop."""
+        """The overlap arguments of the Megatron-LM run that have an effect in this layout, but no counterpart
+        in canzona's training loop."""
         effective = {
             "--tp-comm-overlap": self.run.tp_overlap and self.layout.tp > 1,
             "--overlap-moe-expert-parallel-comm": self.run.dispatch_overlap and self.layout.ep > 1,

@@ -104,12 +104,12 @@ class Study:
         return self.strategies[strategy].result
 
     def optimizer_speedup(self, baseline: str) -> float | None:
-        """Returns the ratio of the optimizer time of `baseline`, a strategy, to that of the plan; None if one
+        """Returns the ratio of the optimizer time of the strategy `baseline` to that of the plan; None if one
         of the two does not fit into memory in this layout."""
         return self._ratio(baseline, self.strategy, lambda result: result.optimizer_s)
 
     def iteration_speedup(self, baseline: str) -> float | None:
-        """Returns the ratio of the iteration time of `baseline`, a strategy, to that of the plan; None if one
+        """Returns the ratio of the iteration time of the strategy `baseline` to that of the plan; None if one
         of the two does not fit into memory in this layout."""
         return self._ratio(baseline, self.strategy, lambda result: result.iteration_s)
 
@@ -333,6 +333,6 @@ def _variants(
 
 
 def assumptions() -> tuple[str, ...]:
-    """Lists the assumptions of the simulation, in sentences for the user: the paragraphs of `assumptions.txt`."""
+    """Returns the assumptions of the simulation for the user: the paragraphs of `assumptions.txt`."""
     text = Path(__file__).with_name("assumptions.txt").read_text(encoding="utf-8").format(ahead=GATHERED_AHEAD)
     return tuple(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))

@@ -97,10 +97,10 @@ def _exposed_with_experts(
             return reduction_s + traffic.gathered_s
         return reduction_s + added_s(traffic.gathered_s, traffic.gather_latency_s, passes_s[0], buckets, layout.pp)
 
-    return min(map(exposed_s, _limits(config, layout)))
+    return min(map(exposed_s, _bucket_sizes(config, layout)))
 
 
-def _limits(config: RunConfig, layout: Layout) -> tuple[int, ...]:
+def _bucket_sizes(config: RunConfig, layout: Layout) -> tuple[int, ...]:
     """Returns the bucket sizes to try, in elements."""
     default = bucket_elements(config, layout) or 1
     free = config.parallel.bucket_elements is None and config.cluster.device == "cuda"
@@ -185,8 +185,9 @@ def _packing_bound_s(costs: tuple[float, ...], layers: int, cells: int) -> float
 
 @lru_cache(maxsize=64)
 def _duplicated_layer(config: RunConfig, layout: Layout) -> tuple[float, float]:
-    """Returns the seconds in which a rank gathers and updates every matrix of one layer that all ranks store,
-    and every expert of the layer if experts are divided among ranks."""
+    """Returns the seconds in which one rank gathers and updates all matrices of a layer that every rank
+    stores; and those in which it updates all experts of the layer, 0 unless experts are divided among
+    ranks."""
     members = matrices_of(replace(config.model, num_layers=1), layout, splitting_of(config))
     model = UpdateModel(config, layout, members, update_costs(config, members))
     dense = [matrix.index for matrix in members if matrix.expert_rank is None]

@@ -68,7 +68,7 @@ class StageWork:
     stage starts the previous model chunk."""
     shares_embedding: bool = False
     """True if the stage has one of the two copies of a tied embedding. The two stages sum its gradients, so
-    the earlier of them waits for the later."""
+    the stage that is ready first waits for the other."""
 
 
 class IterationTimeline:
@@ -150,7 +150,7 @@ class IterationTimeline:
             seconds[phase] += end - start
         for phase, start, end in self._transfers(stage):
             totals[phase] += end - start
-        # The sending of tokens to experts is not part of forward and backward.
+        # Sending tokens to experts counts as dispatch, not as forward or backward.
         dispatches = [module.moves for module in self._stages[stage].time.modules if module.dispatched]
         for index, direction in enumerate(("forward", "backward")):
             dispatch_s = self._layout.num_microbatches * sum(moves[index].seconds for moves in dispatches)

@@ -2,11 +2,11 @@
 
 The simulation covers one steady-state iteration from the first forward pass to the last updated weight. The
 gathering of the previous step's new parameters overlaps with the forward passes, the reduction of gradients
-with the last backward pass. Then come gradient norm and clipping, exchanges and matrix updates, and AdamW. Up
-to the updates, one rank represents each pipeline stage, because collectives keep the stage's ranks in step;
-updates are simulated for every rank whose work differs. On a machine whose ranks share cores
-(`ClusterConfig.cores`), all concurrent work shares the cores. `compare.assumptions` lists the simulation's
-assumptions.
+with the last backward pass. Gradient norm and clipping follow, and then exchanges, matrix updates and AdamW's
+update, in the strategy's order. Up to the updates, one rank represents each pipeline stage, because
+collectives keep the stage's ranks in step; updates are simulated for every rank whose work differs. On a
+machine whose ranks share cores (`ClusterConfig.cores`), all concurrent work shares the cores.
+`compare.assumptions` returns the simulation's assumptions.
 """
 
 import math
@@ -125,7 +125,7 @@ class _Simulation:
         )
         gathers_late = not (overlap_gather or config.execution.everywhere)
         self._gather_s = [
-            sum(chunk.gather.seconds for chunk in of_chunk) if gathers_late else 0.0 for of_chunk in chunks
+            sum(chunk.gather.seconds for chunk in of_stage) if gathers_late else 0.0 for of_stage in chunks
         ]
         """The seconds of gathering after the updates of a stage's slowest rank, by stage; 0 if gathering
         overlaps with the next forward pass."""
@@ -147,7 +147,7 @@ class _Simulation:
         for cell, end in zip(self._cells, self._updated, strict=True):
             last[cell.team.stage] = max(last[cell.team.stage], end)
         self._done = [end + gather_s for end, gather_s in zip(last, self._gather_s, strict=True)]
-        """The time at which each stage's slowest rank has finished its updates and the following gathering."""
+        """The time at which each stage's slowest rank has finished its updates and gathered parameters."""
         # At the end of the step, ranks agree on its result.
         self._end = max(self._done) + norm_clip.all_reduce_s
         before = [self._iteration.phases(stage) for stage in range(self._layout.pp)]
@@ -158,7 +158,7 @@ class _Simulation:
         cells, updated = self._cells, self._updated
         slowest = _latest([end + self._gather_s[cell.team.stage] for end, cell in zip(updated, cells, strict=True)])
         first = min(range(len(cells)), key=lambda index: (updated[index], index))
-        numbers = [slowest, first] if updated[first] < updated[slowest] else [slowest]
+        indices = [slowest, first] if updated[first] < updated[slowest] else [slowest]
         return StrategyResult(
             strategy=self._workload.strategy,
             iteration_s=self._end,
@@ -167,7 +167,7 @@ class _Simulation:
             mean_phases=MappingProxyType(self._mean_phases()),
             slowest_rank=self._rank(cells[slowest]),
             update_balance=_balance(cells),
-            make_events=lambda: tuple(event for index in numbers for event in self._events(index)),
+            make_events=lambda: tuple(event for index in indices for event in self._events(index)),
         )
 
     def _phases_of(self, index: int, before: Mapping[str, float]) -> dict[str, float]:
@@ -332,9 +332,9 @@ def _seconds_in_period(algorithm: Algorithm, shape: Shape, config: RunConfig) ->
 
 
 def _average_over_steps(config: RunConfig, workload: Workload) -> Workload:
-    """Scales the costs of an optimizer with refreshes to account for a different rank being slowest in each
-    step: the busiest rank's mean time becomes the mean, over steps, of the time of each step's slowest rank.
-    Other optimizers keep their costs.
+    """Scales the costs of an optimizer with refreshes, because a different rank may be slowest in each step:
+    the busiest rank's mean time becomes the mean, over steps, of the slowest rank's time. Other optimizers
+    keep their costs.
     """
     assignment, optimizer = workload.assignment, config.optimizer
     if not isinstance(optimizer, KroneckerConfig) or not workload.matrices:

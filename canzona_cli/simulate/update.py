@@ -28,8 +28,8 @@ from canzona_cli.planner.pipeline import Activity, Clock, HostedPipeline, Pipeli
 from canzona_cli.planner.plan import Assignment, Bucket, MicroGroup
 
 Segment = tuple[Literal["compute", "exchange"], str, float, float]
-"""A (stream, phase, start, end). Times are in seconds from `RankUpdate.begun_s`, so packing before the
-gradient norm has negative times."""
+"""The (stream, phase, start, end) of an activity. Times are in seconds from `RankUpdate.begun_s`, so packing
+before the gradient norm has negative times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,8 @@ class SharedCores:
         adamw_s: float = 0.0,
     ) -> None:
         self._timeline, self._name, self._copies, self._ranks_per_host = timeline, name, copies, ranks_per_host
-        self.begin, self._norm_s, self._adamw_s = list(after), norm_s, adamw_s
+        self._norm_s, self._adamw_s = norm_s, adamw_s
+        self.begin = list(after)
         """The task of each host after which matrix updates begin: its task in `after`, or, once `norm` has
         been called, AdamW's update."""
         self._first, self._last = list(after), list(after)

@@ -21,7 +21,7 @@ from canzona_cli.simulate.update import RankUpdate, SharedCores, UpdateModel, Wo
 
 @dataclass(frozen=True, kw_only=True)
 class Team:
-    """Ranks of a stage that update together: an owner's TP group or, for sc and adamw, all ranks of the
+    """A group of ranks that update together: an owner's TP group or, for sc and adamw, all ranks of a
     stage."""
 
     stage: int
@@ -63,7 +63,7 @@ class CellUpdate:
 
 
 class UpdatePhase:
-    """The simulation of a strategy's ranks from clipped gradients to updated weights.
+    """The simulation of a strategy's ranks from reduced gradients to updated weights.
 
     Args:
         cores: the number of cores that all ranks share; None if each rank has a device.

@@ -66,7 +66,7 @@ class Datasets:
 
     train: torch.utils.data.Dataset[Batch]
     validation: tuple[ValidationSet, ...] = ()
-    """The validation samples of each data set; empty if the run makes no validations."""
+    """The validation samples of each data set; empty if the run does not validate."""
 
 
 def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> Datasets:

@@ -18,8 +18,7 @@ LEAST_RISE = 0.05
 """The smallest rise above the recent mean that is a spike, as a fraction of the mean. With large batches the
 loss hardly varies, so even a rise of many standard deviations may be negligible."""
 NEW_LEVEL = 32
-"""The number of consecutive high losses after which these become the recent losses, so that they are
-normal."""
+"""The number of consecutive high losses after which these replace the recent losses and count as normal."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from canzona_cli.training.step import Sampler, StepResult, describe_bad_losses, 
 
 
 class NonFiniteLoss(Diverged):
-    """Raised when the loss is NaN or infinite. Continuing would destroy the weights."""
+    """The error for a loss that is NaN or infinite. Another step would destroy the weights."""
 
     def __init__(self, step: int, loss: float, ranks: Sequence[int] = (), *, since: int | None = None) -> None:
         where = describe_bad_losses(ranks)
@@ -82,7 +82,7 @@ class Training:
         none was reported."""
 
     def run(self) -> Ending:
-        """Makes the remaining steps of the run, with validations and saves.
+        """Runs the remaining steps, with validations and saves.
 
         Returns:
             The ending, the same on every rank: done after the last step, otherwise interrupted or preempted.
@@ -102,7 +102,7 @@ class Training:
         elif self.start.validation is not None:
             before = self.start.validation.loss
             self._divergence.notice_validation(self.progress.step, math.nan if before is None else before, final=False)
-            self._remember()  # not reported: the launch that made the validation has done that
+            self._remember()  # not reported again: the launch that made the validation reported it
         batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)
         if config.run.trace_steps is not None:
             trainee.timer.keep(*config.run.trace_steps)
@@ -123,7 +123,7 @@ class Training:
                 if result.stop and not finished:
                     # If a validation is due, it is skipped, because it may take as long as many steps.
                     return self._stop()
-                self._save_and_validate(step, wanted=result.save, finished=finished)
+                self._save_and_validate(step, save=result.save, finished=finished)
                 collect_garbage(step)
         # If the run does not save at its end, an earlier save may still be in progress.
         if self.saver is not None:
@@ -142,7 +142,7 @@ class Training:
             raise self._ongoing.error(last=self.progress.step)
 
     def _step(self, step: int, batches: BatchStream) -> tuple[StepResult, float]:
-        """Makes one step, updates the progress, and returns the step's result and its duration in seconds.
+        """Runs one step, updates the progress, and returns the step's result and its duration in seconds.
 
         Raises:
             NonFiniteGradients: with train.non_finite=stop, after the step's metrics have been written.
@@ -211,11 +211,11 @@ class Training:
         """Stores the losses that the guards remember in the progress, which the next checkpoint saves."""
         self.progress = replace(self.progress, losses=self._spikes.with_recent(self._divergence.memory))
 
-    def _save_and_validate(self, step: int, *, wanted: bool, finished: bool) -> None:
+    def _save_and_validate(self, step: int, *, save: bool, finished: bool) -> None:
         """Saves, validates and writes a sample, as far as these are due after a step. After the last step,
         waits until the checkpoint is complete."""
         config = self.trainee.config
-        saver = self.saver if wanted or (finished and config.checkpoint.at_end) else None
+        saver = self.saver if save or (finished and config.checkpoint.at_end) else None
         if saver is not None:
             self.record.heart.stage("save")  # it may have to wait for the previous save
             saver.save(self.progress)

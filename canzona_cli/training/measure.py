@@ -242,7 +242,7 @@ class StragglerWatch:
         rows = [received[start : start + WINDOW + 1] for start in range(0, len(received), WINDOW + 1)]
         times, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
         slow = find_stragglers(times, stages, step_s=step_s, limit=self._limit)
-        # Reported once, and again only if the rank recovered meanwhile.
+        # A straggler is reported once, and again only if it recovered in the meantime.
         for rank in slow.keys() - self._known:
             detail = f"rank {rank} is slow: its data, forward and backward take {slow[rank]:.2g} times its peers' time"
             facts = {"step": step, "rank": rank, "factor": slow[rank]}

@@ -34,7 +34,7 @@ IMPORTED_BY_ALL: Final = (
     "canzona_cli.config.compose",
     "torch._dynamo",  # torch's own optimizers import it in their first step
 )
-"""The slow imports that all kinds of ranks need, which `canzona_cli.training.agent` makes before it forks the
+"""The slow imports that every kind of rank needs. `canzona_cli.training.agent` does them before it forks the
 ranks."""
 Work = Callable[[RunFiles, RankRecord, int], Ending]
 """The function that does a rank's work. Its arguments are the run's files, the rank's record and the rank; it

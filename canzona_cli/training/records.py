@@ -138,8 +138,8 @@ def _describe(error: BaseException) -> RankError:
 
 
 class Journal:
-    """The writer of the files that a job has only once, on one rank. On other ranks, its methods write
-    nothing.
+    """The writer of the files that a run has only once. One rank writes them; on other ranks, the methods
+    write nothing.
 
     Args:
         writes: True on the rank that writes.

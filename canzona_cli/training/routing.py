@@ -26,7 +26,7 @@ class Routing:
 
     @classmethod
     def from_sums(cls, sums: Sequence[float], model: ModelConfig, layout: Layout) -> "Routing":
-        """Returns the record, given the sums over all ranks of `RoutingMeter.take`, flattened.
+        """Makes the record from the flattened result of `RoutingMeter.take`, summed over all ranks.
 
         With `balancing_loss=sequence`, each data-parallel rank contributes the loss of its own sequences, so
         the sum is divided by the number of these ranks. Otherwise the ranks contribute parts of a single loss

@@ -186,7 +186,7 @@ class Saver:
         except BaseException as error:  # a failed save must not end the run
             if world.rank == 0:
                 abandon(folder)
-            # Rank 0 reads a SaveFailed in the part file.
+            # Rank 0 learns of another rank's SaveFailed from that rank's part file.
             if world.rank == 0 or not isinstance(error, SaveFailed):
                 self._record_failure(save, error)
             return

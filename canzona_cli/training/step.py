@@ -1,4 +1,4 @@
-"""Makes a training step, a validation or a sample text with a Megatron-core model."""
+"""Runs training steps and validations, and writes sample texts, with a Megatron-core model."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +64,7 @@ def train_step(
     stop_requested: Callable[[], bool] = lambda: False,
     save_due: Callable[[], bool] = lambda: False,
 ) -> StepResult:
-    """Makes one step: forward and backward over all micro-batches, update, schedule. Collective.
+    """Runs one step: forward and backward over all micro-batches, update, schedule. Collective.
 
     The host waits for the device once, for the gradient norm; in models with experts, also in each layer, for
     the experts' token counts. The all-reduce of loss and requests is started before the norm, so its result

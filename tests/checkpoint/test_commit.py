@@ -132,6 +132,15 @@ def test_what_two_ranks_write_is_refused(root: Path) -> None:
         assert error.problems[0].reason == f"rank 1: {name} is also written by another rank"
 
 
+def test_a_file_that_lost_bytes_since_its_rank_wrote_it_is_noticed(root: Path) -> None:
+    partial = begin(root, 30)
+    for rank in range(RANKS):
+        write_part(partial, rank, shard(rank, 30))
+    os.truncate(partial / "rank-00001.safetensors", 100)
+    error = raised(lambda: finish(partial, RANKS, header(30), TEXTS, 5.0))
+    assert error.problems[0].reason.startswith("rank 1: its file has 100 of the ")
+
+
 def test_saving_a_step_again_replaces_it_and_readers_always_find_one(root: Path) -> None:
     store, ended = CheckpointStore(root), threading.Event()
     seen: list[int | None] = []

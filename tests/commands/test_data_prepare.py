@@ -144,6 +144,9 @@ def test_a_disk_that_fills_up_is_exit_3_and_leaves_nothing(tmp_path: Path) -> No
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
+    message = " ".join(done.stderr.split())
+    assert "MiB are free" in message
+    assert "make room (0 MiB" not in message, "the folder is removed only after its disk has been looked at"
     assert names(tmp_path) == ["a.txt"]
 
 

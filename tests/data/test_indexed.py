@@ -182,8 +182,8 @@ def test_a_bin_of_another_size_is_found(tmp_path: Path, change: int, word: str) 
     [
         (0, b"PAR1", "not a Megatron index"),
         (9, struct.pack("<Q", 2), "version 2"),
-        (17, b"\x06", "no integers"),
-        (17, b"\x63", "no integers"),
+        (17, b"\x06", "does not contain integers"),
+        (17, b"\x63", "does not contain integers"),
         (18, struct.pack("<Q", 2**60), "truncated"),
         (34, struct.pack("<i", -7), "points outside"),
         (42, struct.pack("<q", 2**40), "points outside"),
