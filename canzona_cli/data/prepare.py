@@ -173,7 +173,7 @@ def _output_folder(prefix: Path) -> Iterator[None]:
         prefix.parent.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException as error:
-        # Described before the folders are removed, because the message states the free space of their disk.
+        # The message states the free space of the disk, so it is made before the folders are removed.
         problem = disk_problem(prefix, error) if isinstance(error, OSError) else None
         for folder in missing:
             with suppress(OSError):  # another process may have put something into the folder

@@ -245,7 +245,7 @@ def _document(item: bytes | None, form: str, settings: ReadSettings, tally: Tall
     text = _jsonl_text(item, settings)
     try:
         return text.encode()
-    except UnicodeEncodeError:  # a JSON escape gave a lone surrogate
+    except UnicodeEncodeError:  # a JSON escape can be half of a surrogate pair
         tally.replaced += 1
         return text.encode(errors="replace")
 

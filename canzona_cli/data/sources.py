@@ -84,7 +84,7 @@ def _expand(text: str, format: InputFormat) -> list[Source]:
     if has_magic(text):
         paths = [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
         if not paths:
-            fix = "check it with ls; quote it or let the shell expand"
+            fix = "check the pattern with ls; quote it, or let the shell expand it"
             raise input_error(text, "no file matches this pattern", fix)
         return [_file_source(name, format) for name in paths]
     raise input_error(text, "no such file or folder", _suggestion(path))

@@ -75,7 +75,7 @@ def _exposed_with_experts(
     of the forward pass. Traffic slows passes down, because tokens are sent over the same link, and because
     collectives take a share of the GPU.
     """
-    # Other micro-batches pass between the passes of the last one through two model chunks.
+    # Between a micro-batch's passes through two consecutive model chunks, other micro-batches pass.
     turns = (layout.vpp - 1) * layout.pp + 1
     travel_s, units = _link_use_s(config, layout), units_taken(config, layout)
 

@@ -313,7 +313,7 @@ def refreshes(config: RunConfig, matrices: Sequence[Matrix], cells: Sequence[Cel
     for matrix in matrices:
         by_rank.setdefault((matrix.stage, None if cells is None else cells[matrix.index]), []).append(matrix)
     algorithm, seconds_of_ranks = algorithm_of(config), list[list[float]]()
-    shapes = {matrix.shape for matrix in matrices}  # few, even of many thousands of experts
+    shapes = {matrix.shape for matrix in matrices}  # few, even with many thousands of experts
     steps_of = {shape: _seconds_in_period(algorithm, shape, config) for shape in shapes}
     for of_rank in by_rank.values():
         in_period = [steps_of[matrix.shape] for matrix in of_rank]

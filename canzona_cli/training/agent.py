@@ -46,8 +46,8 @@ def main() -> None:
             importlib.import_module(name)
     gc.freeze()  # otherwise the first collection in each rank would copy all the memory shared with the agent
     gc.enable()
-    # Python warns of forking with threads. The agent's thread for the store is harmless: the forks do not use
-    # it, but connect to the store themselves.
+    # Python warns of forks in a process with threads. The agent's thread for the store is harmless: the forks
+    # do not use it, but connect to the store themselves.
     warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*multi-threaded, use of fork")
     subprocess_handler.Popen = _start  # type: ignore[attr-defined, assignment]
     run.main()

@@ -138,8 +138,8 @@ def _build(
         # set.
         mid_level_dataset_surplus=max(0.005, (len(sets) + 1 / min(weights)) / samples),
     )
-    # Megatron has three splits, and train or validation is built here. The split is part of the index files'
-    # names, and does not affect the seed.
+    # Only one of Megatron's three splits is built here: train or validation. The split is part of the index
+    # files' names, and does not affect the seed.
     index = 0 if split[0] == 0 else 1
     settings.split_matrix = [split if number == index else None for number in range(3)]
     sizes = [samples if number == index else 0 for number in range(3)]

@@ -163,7 +163,7 @@ class StepProfiler:
             try:
                 self._path.parent.mkdir(exist_ok=True)
                 self._running.export_chrome_trace(str(self._path))
-            except (OSError, RuntimeError) as error:  # a full disk; torch reports it as the latter
+            except (OSError, RuntimeError) as error:  # torch raises RuntimeError on a full disk
                 logging.getLogger(__name__).warning("%s cannot be written: %s", self._path, error)
             self._running = None
         torch.distributed.barrier()

@@ -69,8 +69,8 @@ def run_rank(run_dir: Path, work: Work) -> NoReturn:
     except BaseException as error:
         code = record.record_failure(error)
         logging.getLogger(__name__).exception("rank %d failed", rank)
-        # Without destructors or a collective shutdown, which would hang: peers may be waiting in a collective
-        # that will never complete.
+        # The process exits without destructors or a collective shutdown, which would hang: peers may be
+        # waiting in a collective that will never complete.
         sys.stderr.flush()
         os._exit(int(code))
     code = record.record_end(ending)
@@ -94,8 +94,8 @@ def listen_for_stops() -> threading.Event:
         for signum in _STOP_SIGNALS:
             signal.signal(signum, lambda *_: preempted.set())
         return preempted
-    # Blocked in this thread and in the threads it will start; the thread below receives the signals one by
-    # one.
+    # The signals are blocked in this thread and in the threads that it will start; the thread below receives
+    # them one by one.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     for signum in _STOP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
