@@ -31,7 +31,7 @@ from canzona_cli.simulate.predict import predict
 
 PLANNED_STATE = ("weights", "gradients", "padding", "masters", "matrix_state", "adamw_state")
 """The parts of a plan's memory that stay allocated between steps."""
-SHARE = 0.9
+MEMORY_SHARE = 0.9
 """The share of the machine's free memory that all CPU ranks together may use."""
 
 
@@ -177,7 +177,7 @@ def make_sittings(line_up: LineUp, available_bytes: int | None) -> tuple[Sitting
             return False
         # The reserved memory of a CPU rank holds Python, torch and megatron-core.
         per_rank = needed + int(reference.config.cluster.reserved_gib * GIB)
-        return available_bytes is None or ranks * per_rank <= SHARE * available_bytes
+        return available_bytes is None or ranks * per_rank <= MEMORY_SHARE * available_bytes
 
     groups: list[list[Entrant]] = [[reference]]
     alone = []

@@ -105,7 +105,7 @@ def read_options(
         gpus: the value of --gpus, numbers and ranges; with --simulate, None means `SIMULATED_GPUS`.
     """
     names = _words(strategies)
-    given = {
+    by_option = {
         "--strategies": ",".join(names),
         "--values": ",".join(_words(values)),
         "--gpus": gpus,
@@ -121,7 +121,7 @@ def read_options(
         *page_problems(html),
         *_out_problems(out),
     ]
-    problems += clashes(given, CLASHES)
+    problems += clashes(by_option, CLASHES)
     counts = parse_gpus(SIMULATED_GPUS) if simulate else ()
     if simulate and gpus is not None:
         with collect_problems(problems):

@@ -45,7 +45,7 @@ DTYPES: Final[Mapping[Dtype, tuple[str, str]]] = {
     "fp32": ("F32", "float32"),
 }
 """The data types that weights may have in a folder, with their names in safetensors and in torch."""
-_MOST: Final = 20
+_MOST_PROBLEMS: Final = 20
 """The maximum number of problems that are listed; in a folder of another model every tensor would be a
 problem."""
 _IMPORTED_KEYS: Final = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -87,7 +87,7 @@ class HuggingFaceFolder:
                 20 tensors that are missing, unexpected, or of another shape or type.
         """
         families = family_problems(self.as_config(), model, str(self.path))
-        tensors = limit_problems([*self._wrong_tensors(model)], _MOST, key="tensors")
+        tensors = limit_problems([*self._wrong_tensors(model)], _MOST_PROBLEMS, key="tensors")
         refuse([*families, *self._other_settings(model), *tensors])
 
     def as_config(self) -> ModelConfig:
@@ -168,7 +168,7 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
                 for expert, place in split_stack(name, shape)
             }
             tensors |= experts or {name: FolderTensor(file=file, dtype=dtype, shape=shape)}
-    refuse(limit_problems(problems, _MOST, key="tensors"))
+    refuse(limit_problems(problems, _MOST_PROBLEMS, key="tensors"))
     return HuggingFaceFolder(path=path, model=model, tensors=tensors)
 
 

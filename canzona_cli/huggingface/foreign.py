@@ -48,8 +48,8 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     foreign = family.foreign
     problems = list(_unsupported_keys(tree, family))
     settings: dict[str, object] = {}
-    given = {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
-    flat = {**foreign.defaults(given), **given}
+    present = {key: value for key, value in {**tree, **_rope(tree)}.items() if value is not None}
+    flat = {**foreign.defaults(present), **present}
     for setting, key in {**_WIDTHS, **foreign.widths}.items():
         value = flat.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:

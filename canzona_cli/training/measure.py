@@ -171,7 +171,7 @@ class StepProfiler:
 
 WINDOW: Final = 20
 """The number of steps whose times are compared at a time."""
-COST: Final = 0.05
+LEAST_EXCESS: Final = 0.05
 """The fraction of the step time by which a straggler's own time must exceed that of its peers."""
 LIMITS: Final[Mapping[str, float]] = {
     "cpu": 1.5,  # ranks that share cores slow each other down
@@ -189,9 +189,9 @@ class StragglerWatch:
     ranks of its pipeline stage, which do the same work.
 
     A rank is a straggler if the ratio of its own time to the median of its peers, as a median over `WINDOW`
-    steps, is above `LIMITS`, and if its own time exceeds theirs by more than `COST` of the step time. On four
-    healthy gloo ranks that shared two cores with other jobs, at most a fifth of a rank's steps took 1.5 times
-    as long as its peers' steps.
+    steps, is above `LIMITS`, and if its own time exceeds theirs by more than `LEAST_EXCESS` of the step time.
+    On four healthy gloo ranks that shared two cores with other jobs, at most a fifth of a rank's steps took
+    1.5 times as long as its peers' steps.
     """
 
     def __init__(self, world: World, timer: PhaseTimer, journal: Journal) -> None:
@@ -270,6 +270,6 @@ def find_stragglers(
         peer_medians = [statistics.median(step) for step in zip(*peers, strict=True)]
         ratio = statistics.median(time / median for time, median in zip(times, peer_medians, strict=True))
         own_s, peers_s = statistics.mean(times), statistics.mean(peer_medians)
-        if ratio > limit and own_s - peers_s > COST * step_s:
+        if ratio > limit and own_s - peers_s > LEAST_EXCESS * step_s:
             slow[rank] = ratio
     return slow
