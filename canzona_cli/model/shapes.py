@@ -54,7 +54,9 @@ _REASONS = {
     "int_type": "is not a whole number",
     "string_type": "is not text",
     "list_type": "is not a list",
+    "dataclass_type": "is not a mapping of names to values",
     "too_short": "is empty",
+    "string_too_short": "is empty",
 }
 """The reasons to show, by pydantic's name for the error."""
 
@@ -213,7 +215,7 @@ def _type_problems(error: "ValidationError", prefix: str, file: str) -> Iterator
     """Yields a problem for each value that pydantic refused.
 
     Args:
-        prefix: the prefix of keys that the file itself does not have.
+        prefix: the prefix that pydantic's keys have and the file's keys do not.
     """
     for detail in error.errors(include_url=False):
         context, value = detail.get("ctx", {}), detail["input"]

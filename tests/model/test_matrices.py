@@ -224,6 +224,8 @@ blocks:
         (("rows: 128", "rows: -1"), "matrices.2.rows: must be at least 1"),
         (("name: up", "name: gate"), "matrices.5.name: is the name of two matrices"),
         (("matrices:", "matrices: []\nunused:"), "matrices: is empty"),
+        (("matrices:", "matrices: [gate]\nunused:"), "matrices.0: is not a mapping of names to values"),
+        (("name: up", "name: ''"), "matrices.5.name: is empty"),
         ((OWN, "- a\n- b"), "is not a mapping"),
         ((OWN, "a: [b"), "is not valid YAML"),
     ],
