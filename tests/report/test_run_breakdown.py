@@ -12,6 +12,7 @@ from canzona_cli.config.schema import Device
 from canzona_cli.errors import ConfigError
 from canzona_cli.report.run import BreakdownView
 from canzona_cli.run.breakdown import Breakdown, load_breakdown
+from tests.refusals import refused
 from tests.report.terminal import printed
 
 DATA = Path(__file__).parent
@@ -97,6 +98,19 @@ def test_the_foot_tells_what_was_measured() -> None:
 def test_mfu_is_per_cent_of_the_peak(tmp_path: Path) -> None:
     content = {**fixture(), "mfu": 0.4213}
     assert "MFU 42.1%" in "\n".join(shown(load_breakdown(written(tmp_path, content)), device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"version": 99}, "has version 99, but this canzona reads"), ({"phases": {"forward": 7}}, "phases.forward: ")],
+)
+def test_a_breakdown_of_another_version_or_form_is_refused(
+    tmp_path: Path, change: dict[str, object], reason: str
+) -> None:
+    (problem,) = refused(load_breakdown, written(tmp_path, {**fixture(), **change}))
+    assert (problem.key, problem.value) == ("RUN_DIR", tmp_path)
+    assert reason in problem.reason
+    assert problem.fix
 
 
 def test_a_missing_breakdown_says_when_there_is_one(tmp_path: Path) -> None:

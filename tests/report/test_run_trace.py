@@ -16,6 +16,8 @@ from canzona_cli.report.run_trace import lanes, write_trace
 from canzona_cli.run.codec import save
 from canzona_cli.run.files import RunFiles, write_json_atomic
 from canzona_cli.run.phases import Interval
+from canzona_cli.run.records import load_timelines
+from tests.refusals import refused
 from tests.run.runs import CONFIG, LAYOUT
 from tests.trace_events import Trace, read_trace
 
@@ -126,6 +128,12 @@ def test_a_run_without_timelines_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no timelines"):
         write_trace(tmp_path, tmp_path / "trace.json")
     assert not (tmp_path / "trace.json").exists()
+
+
+def test_every_damaged_timeline_is_named(tmp_path: Path) -> None:
+    files = run(tmp_path, timeline(0), {**timeline(1), "version": 7}, {**timeline(2), "steps": 3})
+    problems = refused(load_timelines, files)
+    assert [problem.value for problem in problems] == [files.timeline(1), files.timeline(2)]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
