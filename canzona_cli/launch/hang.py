@@ -37,7 +37,7 @@ _STATES: Final = {
     psutil.STATUS_DISK_SLEEP: "waits for a disk or a file server that does not answer",
     psutil.STATUS_ZOMBIE: "has died, and torchrun has not noticed",
 }
-"""Kernel states of a process that explain its silence."""
+"""The kernel states of a process that explain its silence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class HangReport:
     @property
     def problem(self) -> Problem:
         """The problem that the command reports for the hang when it exits."""
-        fix = "the logs have the Python stacks of all ranks that still run; run.hang_timeout_s sets the limit"
+        fix = "the logs have the Python stacks of all ranks that are still running; run.hang_timeout_s sets the limit"
         return Problem(self.name, self.reason, fix)
 
 
@@ -124,7 +124,7 @@ class HangWatch:
         if self._silent_s <= limit_s:
             return None
         report = blame(signs, now=now, began=self._began, state=_process_status)
-        # If all ranks here wait, the machine of the culprit gets the time to report first.
+        # If all ranks here wait, the machine with the culprit gets time to report first.
         return None if report.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else report
 
     def describe_slow_start(self) -> str | None:
@@ -170,14 +170,15 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
     duration = f"{now - silent_since(culprit):.0f} s"
     if culprit in frozen:
         explanation = _STATES.get(state(culprit.pid), "does not respond: swapped out, or stuck in native code")
-        reason = f"{explanation}, for {duration}, in {_place(culprit)}"
+        reason = f"{explanation}; last progress {duration} ago, in {_place(culprit)}"
     elif culprit in absent:
         reason = f"has not started after {duration}: its process has sent no heartbeat"
     elif culprit in busy:
-        reason = f"is stuck in {_place(culprit)} for {duration}"
+        reason = f"has been stuck in {_place(culprit)} for {duration}"
     else:
         cause = "check the network and the ranks of other machines"
-        reason = f"waits for other ranks in {_place(culprit)} for {duration}, like all ranks of this machine: {cause}"
+        wait = f"has waited for other ranks in {_place(culprit)} for {duration}"
+        reason = f"{wait}, as have all ranks of this machine: {cause}"
     others = _describe_ranks([sign for sign in signs if sign is not culprit])
     return HangReport(
         rank=culprit.rank,

@@ -58,7 +58,8 @@ class Resumption:
     @property
     def words(self) -> str:
         """The start of the run as text: `continue from step 30 (step-00000030)`."""
-        if self.weights_only and self.of_this_run and step_of(self.checkpoint.name) == 0:  # where `init` imports to
+        # `canzona checkpoint import` saves the weights as step 0 of the run.
+        if self.weights_only and self.of_this_run and step_of(self.checkpoint.name) == 0:
             return f"start at step 1 with the imported weights ({self.origin})"
         if self.weights_only:
             return f"start at step 1 with the weights of {self.origin}"
@@ -72,15 +73,15 @@ class Resumption:
 def holds_run(files: RunFiles) -> bool:
     """Returns True if the directory has files of a run. Other files, such as a batch system's log, are
     ignored."""
-    known = (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs, files.checkpoints)
-    return any(path.exists() for path in known)
+    of_runs = (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs, files.checkpoints)
+    return any(path.exists() for path in of_runs)
 
 
 def choose_resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Resumption | None:
     """Chooses the checkpoint that a run starts from; returns None if there is none.
 
     Args:
-        config: resolved.
+        config: the resolved configuration.
         again: True if this is a restart by the same launch.
 
     Raises:
@@ -104,7 +105,7 @@ def choose_resumption(config: RunConfig, layout: Layout, *, again: bool = False)
         return None if config.checkpoint.weights_from is None else _from_weights(config)
     of_this_run = files is not None and checkpoint.parent.resolve() == files.checkpoints.resolve()
     if used and not of_this_run and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
-        reason = f"belongs to another run, but {files.root} already has checkpoints of its own"
+        reason = f"belongs to another run, but {files.root} already has its own checkpoints"
         fix = "run.dir=DIR for a new run, or checkpoint.resume=auto to continue this one"
         raise ConfigError(Problem(_KEY, reason, fix, value=request))
     return _from_checkpoint(config, layout, checkpoint, of_this_run=of_this_run)
@@ -161,7 +162,7 @@ def _first_step(config: RunConfig, place: Path, *, created: float, tokenizer: st
         tokenizer: the tokenizer that the weights were trained with; empty if it is unknown.
     """
     now = config.data.tokenizer
-    known = config.data.source == "stdlib" and tokenizer != ""
+    comparable = config.data.source == "stdlib" and tokenizer != ""
     warning = f"data.tokenizer is {now}; the weights in {place} were trained with the ids of {tokenizer}"
     return Resumption(
         checkpoint=place,
@@ -170,23 +171,23 @@ def _first_step(config: RunConfig, place: Path, *, created: float, tokenizer: st
         of_this_run=False,
         steps_before=config.train.steps,
         weights_only=True,
-        warnings=(warning,) if known and tokenizer != now else (),
+        warnings=(warning,) if comparable and tokenizer != now else (),
     )
 
 
 def resume_point(files: RunFiles, resumption: Resumption, config: RunConfig) -> ResumePoint:
-    """Returns the resume point for the workers. Call this after `set_aside`, which removes validations of
-    later steps."""
+    """Returns the record that tells the workers where to resume. Call this after `set_aside`, which removes
+    validations of later steps."""
     interval = config.train.eval_interval
     regular = interval > 0 and (resumption.step % interval == 0 or resumption.step == config.train.steps)
     due = regular or not resumption.of_this_run
     validations = read_lines(files.validation, ValidationLoss)[0]
-    done = next((line for line in validations if line.step == resumption.step), None)
+    validation = next((line for line in validations if line.step == resumption.step), None)
     return ResumePoint(
         checkpoint=str(resumption.checkpoint),
         step=resumption.step,
-        validate=due and done is None,
-        validation=done,
+        validate=due and validation is None,
+        validation=validation,
         asked=config.checkpoint.resume,
         weights_only=resumption.weights_only,
     )

@@ -207,7 +207,7 @@ TRACKERS: Mapping[TrackerName, type[Tracker]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-"""The trackers by name. The name is also that of the tracker's package, and of the extra of canzona that
+"""The trackers by name, which is also the name of the tracker's package and of the canzona extra that
 installs it."""
 
 
@@ -236,7 +236,7 @@ class Follower:
         self._not_before = 0.0
 
     def send_new(self, *, last: bool = False) -> None:
-        """Reads new points, and sends all points that have not been sent, unless this is in the pause after a
+        """Reads new points, and sends all points that have not been sent, except during the pause after a
         failure. Never raises an error.
 
         Args:
@@ -259,12 +259,12 @@ class Follower:
             self._handle_failure(error)
         else:
             if self._failures:
-                self._report(f"{self._name} accepts metrics again; none are lost", "info")
+                self._report(f"{self._name} accepts metrics again; none were lost", "info")
             self._failures = 0
 
     def finish(self) -> None:
-        """Sends the remaining points, closes the tracker, and reports points that could not be sent. Called
-        when the run has ended."""
+        """Sends the remaining points, closes the tracker, and reports points that could not be sent. Call
+        this when the run has ended."""
         self.send_new(last=True)
         result = load_if_valid(self._files.result, RunResult)
         try:

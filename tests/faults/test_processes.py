@@ -78,7 +78,7 @@ def test_a_rank_stuck_in_python_is_named_with_its_step_phase_and_stack(tmp_path:
     result = run.result()
     assert (result["status"], result["rank"], result["step"]) == ("failed", 1, 2)
     message = str(result["message"])
-    assert message.startswith("rank 1 is stuck in train/data of step 3 for "), message
+    assert message.startswith("rank 1 has been stuck in train/data of step 3 for "), message
     assert message.endswith("; ranks 0 2 3 waiting in train/other of step 3"), message
     assert "stuck_in_a_file_server" in run.log(1), "the stack says in which function"
     events = [json.loads(line) for line in run.files.events.read_text().splitlines()]

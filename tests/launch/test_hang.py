@@ -36,7 +36,7 @@ def sign(
 def blamed(*signs: Sign, state: str = "sleeping") -> tuple[int, str]:
     found = blame(signs, now=NOW, began=NOW - 300, state=lambda _: state)
     assert found.rank is not None
-    assert found.elsewhere == ("like all ranks of this machine" in found.reason)
+    assert found.elsewhere == ("as have all ranks of this machine" in found.reason)
     return found.rank, found.reason
 
 
@@ -45,7 +45,7 @@ def test_a_stopped_process_is_the_culprit_though_others_have_waited_longer() -> 
     rank, reason = blamed(reduce(0, ago=75), reduce(1, ago=75), sign(2, beat_ago=70), reduce(3), state="stopped")
     assert rank == 2
     assert reason == (
-        "is stopped (SIGSTOP; SIGCONT resumes it), for 70 s, in train/forward of step 7; "
+        "is stopped (SIGSTOP; SIGCONT resumes it); last progress 70 s ago, in train/forward of step 7; "
         "ranks 0 1 3 waiting in train/grad_reduce of step 7"
     )
 
@@ -53,8 +53,8 @@ def test_a_stopped_process_is_the_culprit_though_others_have_waited_longer() -> 
 def test_where_all_wait_the_one_that_has_waited_longest_is_named_and_the_network_suspected() -> None:
     rank, reason = blamed(sign(0, waiting=True, ago=65), sign(1, waiting=True, ago=66))
     assert rank == 1
-    assert "waits for other ranks in train/forward of step 7 for 66 s" in reason
-    assert "like all ranks of this machine: check the network" in reason
+    assert "has waited for other ranks in train/forward of step 7 for 66 s" in reason
+    assert "as have all ranks of this machine: check the network" in reason
 
 
 class Clock:

@@ -218,7 +218,7 @@ def test_a_new_run_from_another_ones_checkpoint_and_its_requeue(config: RunConfi
     again = resumed(new)
     assert (again.of_this_run, again.step) == (True, 6)
     other = replace(new, checkpoint=CheckpointConfig(resume=str(tmp_path / "run" / "checkpoints" / "step-00000004")))
-    assert "checkpoints of its own" in refusal(other)[0].reason
+    assert "its own checkpoints" in refusal(other)[0].reason
 
 
 def test_a_launch_that_restarts_goes_on_from_what_it_saved(config: RunConfig) -> None:

@@ -201,7 +201,7 @@ def test_a_tracker_that_fails_is_told_once_and_loses_nothing(files: RunFiles, mo
     assert "hf_abc" not in said, "what looks like a key is hidden"
     monkeypatch.setattr(Broken, "mended", True)
     follower.send_new()
-    assert "none are lost" in told(files)[-1]
+    assert "none were lost" in told(files)[-1]
     assert sorted(point.step for point in Broken.points) == [1, 2, 2, 3]
 
 
