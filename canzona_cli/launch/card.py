@@ -1,7 +1,7 @@
-"""A card has the losses of a recorded run of a recipe. A later run of the recipe is compared with its card.
+"""Reads cards, which hold the losses of a recorded run of a recipe, and compares later runs with them.
 
-A card is `recipes/cards/RECIPE.yaml`. A recipe without a card has been planned, but no training run of it was
-recorded.
+A card is `recipes/cards/RECIPE.yaml`. No training run of a recipe without a card has been recorded; such a
+recipe has only been planned.
 """
 
 import shlex
@@ -34,9 +34,9 @@ class Card:
     date: str
     """The day of the run: 2026-11-26."""
     commit: str
-    """The commit of canzona with which it ran."""
+    """The commit of canzona that ran the command."""
     corpus: str
-    """The name of the prepared corpus. It includes the version of Python, whose sources are the text."""
+    """The name of the prepared corpus, with the version of Python whose source code is the text."""
     loss: Mapping[int, float]
     """The training loss by step."""
     validation: Mapping[int, float]
@@ -45,8 +45,8 @@ class Card:
     """The largest difference from the card that a correct run may have. It was chosen from reruns on other
     layouts and with other matmul implementations (`recipes/README.md`)."""
     again: Literal["tests", "person"] = "tests"
-    """The way in which the run is repeated: by a test (`make test-sweep`, up to the first validation), or by
-    a person because it takes too long for a test."""
+    """The way to repeat the run: by a test (`make test-sweep`, up to the first validation), or by a person
+    because it takes too long for a test."""
 
     @property
     def words(self) -> str:

@@ -28,15 +28,15 @@ from canzona_cli.run.records import Documents, Evaluation, Note, ResumePoint, St
 
 WORKER_MODULE = "canzona_cli.training.evaluation"
 ROOT = "evals"
-"""The default run.root of evaluations. The directory of the evaluated run is not changed."""
+"""The default `run.root` of evaluations, which leave the directory of the evaluated run unchanged."""
 _REPLACED_SETTINGS = (
     *("optimizer=adamw", "checkpoint.resume=auto", "checkpoint.weights_from=null"),
     *("run.dir=null", f"run.root={ROOT}", "run.trackers=[]", "run.restarts=0"),
     *("run.trace_steps=null", "run.profile_steps=null", "train.sample_every=0", "train.recompute=full"),
 )
 """The settings that replace settings of the saved run. An evaluation needs no optimizer, and must not run the
-code of a custom optimizer. With `train.recompute=full`, the memory estimate has the fewest activations: an
-evaluation saves none for a backward pass."""
+code of a custom optimizer. An evaluation saves no activations for a backward pass, and `train.recompute=full`
+is the setting with the fewest in the memory estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def prepare(
 
     Args:
         overrides: changes to the settings of the run that saved the checkpoint.
-        documents: None reads the held-out documents of the run's own data, but all documents of other data.
+        documents: the documents to read; None for held-out ones of the run's data, or all of other data.
         batches: the number of batches; None for `train.eval_batches`, `all` to read every document once.
 
     Raises:
@@ -83,7 +83,7 @@ def prepare(
     config, layout = _with_layout(composed.config)
     if (nodes := torchrun.node_count(config)) > 1:
         per_node = config.cluster.gpus_per_node
-        reason = f"need {nodes} machines, but an evaluation runs on a single machine, with {per_node} at most"
+        reason = f"need {nodes} machines, but an evaluation runs on a single machine, which has {per_node} at most"
         raise ConfigError(Problem("gpus", reason, f"add gpus={per_node} or fewer", value=config.gpus))
     preflight.check_machine(config, layout, training=False)
     other_data = any(key == "data" or key.startswith("data.") for key in overridden - {"data.cache_dir"})
@@ -139,10 +139,10 @@ def _with_layout(config: RunConfig) -> tuple[RunConfig, Layout]:
     possible = candidates(config)
     fitting = [candidate for candidate in possible if candidate.memory.forward <= candidate.memory.capacity]
     if not fitting:
-        least = min(possible, key=lambda candidate: candidate.memory.forward).memory
+        smallest = min(possible, key=lambda candidate: candidate.memory.forward).memory
         reason = (
-            f"a forward pass of {config.model.name} needs at least {least.forward / GIB:.1f} "
-            f"GiB per rank, but {config.cluster.name} offers {least.capacity / GIB:.1f} GiB"
+            f"a forward pass of {config.model.name} needs at least {smallest.forward / GIB:.1f} "
+            f"GiB per rank, but {config.cluster.name} offers {smallest.capacity / GIB:.1f} GiB"
         )
         raise DoesNotFit(problem_with(config, "gpus", reason, "use more ranks, or train.micro_batch_size=1"))
     best = min(fitting, key=lambda candidate: (-candidate.layout.dp, candidate.layout.vpp, candidate.memory.forward))

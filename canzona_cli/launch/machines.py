@@ -30,8 +30,8 @@ VERDICT_PATIENCE_S = 900.0
 """The seconds that a machine without a failure waits for the verdict: machine 0 may still be verifying a
 checkpoint."""
 FAILURE_GRACE_S = 20.0
-"""The seconds that this machine's workers get to notice a failure on another machine. Then the launcher stops
-them, because NCCL may wait forever."""
+"""The seconds that this machine's workers get to end after a failure on another machine. Then the launcher
+stops them, because NCCL may wait forever."""
 HANG_GRACE_S = 15.0
 """The seconds that a machine whose ranks are all waiting for others gives the other machines to report the
 hanging rank."""
@@ -209,9 +209,9 @@ class Machines:
 def verdict_of(ended: dict[int, Outcome], gone: list[Outcome]) -> Outcome:
     """Combines the outcomes of the machines into the outcome of the run.
 
-    If machines failed, this is the first failure with a cause of its own, because later failures may be its
-    consequences. If every reported failure is only the loss of another rank, it is the failure of a machine
-    that did not report or, if all reported, the first loss.
+    If machines failed, this is the first failure that is not the loss of another rank, because later failures
+    may be its consequences. If every reported failure is such a loss, it is the failure of a machine that did
+    not report or, if all reported, the first loss.
 
     Args:
         ended: outcomes by node rank, in the order in which the machines ended.

@@ -66,8 +66,8 @@ class Outcome(RunResult):
         return self.status != "done" and self.exit_code not in _FAILS_AGAIN
 
     def error(self) -> CanzonaError:
-        """Returns the error that the command reports when it exits. It has the rank's own problems or,
-        without any, the message."""
+        """Returns the error that the command reports when it exits. The error has the rank's problems or,
+        if there are none, the message."""
         kinds: tuple[type[CanzonaError], ...] = (ConfigError, EnvironmentProblem, DoesNotFit, CheckpointInvalid, Hang)
         kind = next((kind for kind in kinds if kind.exit_code == self.exit_code), WorkerCrashed)
         if self.error_type == SaveFailed.__name__:
@@ -137,7 +137,7 @@ class Workers:
     """torchrun's exit code; negative when a signal killed it."""
 
     def log(self, rank: int | None) -> Path:
-        """Returns the error log of a rank; torchrun's log if the rank has none or is None."""
+        """Returns the error log of a rank; torchrun's log if the rank has no log or `rank` is None."""
         worker = None if rank is None else self.files.worker_log(self.node_rank, self.ranks.index(rank))
         return worker or self.files.agent_log(self.node_rank)
 
@@ -183,8 +183,8 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
 
 
 def _silent_outcome(workers: Workers, silent: RankResult, code: int) -> Outcome:
-    """Returns the outcome of a run in which a rank ended without writing how; `code` is the rank's exit code,
-    0 if it is unknown."""
+    """Returns the outcome of a run in which a rank ended without recording how; `code` is the rank's exit
+    code, 0 if it is unknown."""
     how = "before it could start" if silent.status == "missing" else "without reporting"
     with_code = f", with exit code {code}" if code > 0 else ""
     exit_code = code if code in _USER_MISTAKES else ExitCode.CRASH
@@ -247,9 +247,9 @@ def hang_outcome(workers: Workers, report: HangReport) -> Outcome:
 
 
 def _signal_text(number: int) -> str:
-    known = {int(signal.SIGKILL): "the kernel kills processes when memory runs out"}
+    reasons = {int(signal.SIGKILL): "the kernel kills processes when memory runs out"}
     names = {int(known_signal): known_signal.name for known_signal in signal.Signals}
-    return f"was killed by signal {number} ({known.get(number) or names.get(number, 'unknown')})"
+    return f"was killed by signal {number} ({reasons.get(number) or names.get(number, 'unknown')})"
 
 
 def _exit_codes(agent_log: Path) -> dict[int, int]:

@@ -47,7 +47,7 @@ def check_nodes(config: RunConfig) -> None:
     problems = []
     if cluster.rdzv_endpoint is None:
         reason = f"the run spans {nodes} machines, and the address where they meet is not set"
-        fix = "on each machine cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all machines can reach"
+        fix = "give each machine cluster.rdzv_endpoint=HOST:PORT, an address of machine 0 that all can reach"
         problems.append(Problem("cluster.rdzv_endpoint", reason, fix))
     if cluster.node_rank is None or not 0 <= cluster.node_rank < nodes:
         reason = f"must be the rank of this machine, from 0 to {nodes - 1}"

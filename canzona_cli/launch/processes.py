@@ -43,8 +43,8 @@ def start_child(
 
 
 def kill_tree(child: subprocess.Popen[bytes]) -> None:
-    """Kills a process and all its descendants; does nothing if the process has ended. Some descendants have
-    sessions of their own, so killing the process group would not be enough."""
+    """Kills a process and all its descendants; does nothing if the process has ended. Some descendants are
+    in other sessions, so killing the process group would not be enough."""
     if child.poll() is None:
         processes: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):  # the process may end meanwhile
@@ -78,7 +78,7 @@ def run_trackers(
     reported.
 
     Args:
-        start: the number of steps that earlier launches have done.
+        start: the step from which this launch resumed; 0 in a new run.
         environment: the workers' variables, added to those of this process; trackers read their keys from
             them.
         say: a function that prints a message for the user at once.

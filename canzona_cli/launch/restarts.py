@@ -47,7 +47,7 @@ class Restarts:
     done: int = field(default=0, init=False)
     """The number of restarts so far."""
     _stuck: int = field(default=0, init=False)
-    """The number of consecutive failures that came no later than step `_furthest`."""
+    """The number of consecutive failures that did not get beyond step `_furthest`."""
     _furthest: int = field(default=-1, init=False)
     """The latest step at which the run has failed so far."""
     _failures: set[tuple[int, int, str]] = field(default_factory=set, init=False)
@@ -148,7 +148,7 @@ def resume_command(
 
     Args:
         overrides: the overrides as they were typed.
-        config: resolved.
+        config: the resolved configuration.
     """
     if current_step(environment) is None and node_count(config) == 1:
         return shlex.join(("canzona", "resume", str(run_dir)))

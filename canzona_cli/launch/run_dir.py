@@ -82,7 +82,7 @@ class RunDirectory:
         """Claims `run.dir` or, if that is null, a new directory under `run.root`.
 
         Args:
-            resumes: True accepts a directory that already holds a run; call `resume` next.
+            resumes: True to accept a directory that already holds a run; call `resume` next.
 
         Raises:
             ConfigError: the directory already holds a run, or another launch is using it.

@@ -81,7 +81,7 @@ def fill_in_step(config: RunConfig, step: SlurmStep | None) -> tuple[RunConfig, 
     rendezvous endpoint and ID, run directory.
 
     Args:
-        config: resolved.
+        config: the resolved configuration.
         step: the Slurm step; None fills in nothing.
 
     Returns:
@@ -126,7 +126,7 @@ def _check_shape(config: RunConfig, step: SlurmStep) -> None:
     if step.tasks > step.nodes:
         reason = (
             f"this Slurm step starts canzona train {step.tasks} times on {_machines(step.nodes)}, "
-            "but one canzona train starts all ranks of its machine"
+            "but a single canzona train starts all ranks of its machine"
         )
         fix = "srun --ntasks-per-node=1 canzona train ..."
         raise ConfigError(Problem("srun", reason, fix, value=f"{step.tasks} tasks"))

@@ -107,7 +107,7 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
     """Fills in the batch script of a run.
 
     Args:
-        config: resolved.
+        config: the resolved configuration.
         options: the options of the job, which `check_options` has accepted.
         arguments: the arguments of `canzona train`, or the file that contains them (`write_arguments`).
 
@@ -162,7 +162,7 @@ _FILLED_IN = """\
 """
 _EXAMPLE = '#     module load cuda && source "$HOME/venv/bin/activate"'
 """The line of the template that `cluster.setup` replaces."""
-_NO_ARGUMENTS = '(($# == 0)) || { echo "this script has its settings in it and takes no arguments: $*" >&2; exit 2; }'
+_NO_ARGUMENTS = '(($# == 0)) || { echo "this script contains its settings and takes no arguments: $*" >&2; exit 2; }'
 _FAILED = 'echo "cluster.setup: this line failed with code $?: $BASH_COMMAND" >&2; exit 3'
 
 
@@ -266,7 +266,7 @@ def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[
         option = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.+)?", directive, re.ASCII)
         name, value = ("", "") if option is None else (_full_name(option[1]), option[2] or "")
         if not name or not directive.isprintable():
-            reason, fix = "is not a long option of sbatch on one line", "for example --sbatch '--constraint=h100'"
+            reason, fix = "is not a single-line long option of sbatch", "for example --sbatch '--constraint=h100'"
         elif name in _SET_BY_CANZONA and not (shared and name in _MEMORY):
             instead = f"give it to canzona slurm itself: --{name}{value}" if name in _CANZONA_OPTIONS else _LEAVE_OUT
             reason, fix = "contradicts what canzona sets", instead

@@ -1,6 +1,6 @@
 """Converts signals to requests to stop a run, and watches the saves that are in progress.
 
-With SIGTERM, SIGUSR1 or SIGUSR2 a batch system announces that it will take the machine away: the run is
+With SIGTERM, SIGUSR1 or SIGUSR2, a batch system announces that it will take the machine away: the run is
 preempted, and is expected to be started again. SIGINT (Ctrl-C) and SIGHUP (a closed terminal) come from the
 user: the run is interrupted. The run is saved in both cases.
 """

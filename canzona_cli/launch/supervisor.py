@@ -258,8 +258,8 @@ def run_ranks(
     grace_s: float = STOP_GRACE_S,
     hang_timeout_s: float | None = None,
 ) -> RunFiles:
-    """Runs ranks for a purpose other than training, on this machine and in a run directory of their own,
-    until they end.
+    """Runs ranks for a purpose other than training until they end, on this machine and in their own run
+    directory.
 
     Args:
         config: the resolved configuration; the ranks use `run.dir`, or a new directory under `run.root`.

@@ -83,7 +83,7 @@ def build(config: RunConfig, run_dir: Path, *, module: str = WORKER_MODULE) -> L
         config: the resolved run. In a run on several machines, an endpoint or node rank that is not set yet
             becomes a placeholder.
         run_dir: the run directory, which is the workers' only argument.
-        module: the module that each worker runs as `python -m`.
+        module: the module that each worker runs with `python -m`.
     """
     nodes = node_count(config)
     node_rank = 0 if nodes == 1 else config.cluster.node_rank

@@ -78,8 +78,8 @@ class Monitor:
     @property
     def training(self) -> bool:
         """True once the workers are training, so that a stop has something to save."""
-        known = self.last_step or self.last_validation
-        return known is not None or self._stage in ("train", "validate", "save", "finish")
+        newest = self.last_step or self.last_validation
+        return newest is not None or self._stage in ("train", "validate", "save", "finish")
 
     def poll(self) -> None:
         """Passes new records to the view, in the order in which they were written. Without new records, this

@@ -105,8 +105,8 @@ def _attention(model: ModelConfig) -> Attention:
 
 @lru_cache(maxsize=64)
 def activations(model: ModelConfig, fused: bool) -> Activations:
-    """Counts the activations of a layer with hidden size h, a heads and g query groups of width d, MLP width
-    f:
+    """Counts the activations of a layer with hidden size h, a heads and g query groups of width d, and an MLP
+    of width f:
     - residual stream: the inputs of two norms and of the two linear layers after them, 4 h;
     - attention: fused qkv (a + 2g) d, which v keeps alive; queries copied from it, a d; rotated q and k,
       (a + g) d; context, a d;
@@ -116,8 +116,8 @@ def activations(model: ModelConfig, fused: bool) -> Activations:
     core = _attention(model)
     queries, keys, ffn = core.queries, core.keys, model.ffn_hidden_size
     fused_qkv, rotated, context = queries + 2 * keys, queries + keys, queries
-    kept = 2 if not model.gated else 3 if fused else 5
-    cut = fused_qkv + queries + rotated + context + kept * ffn
+    copies = 2 if not model.gated else 3 if fused else 5
+    cut = fused_qkv + queries + rotated + context + copies * ffn
     return Activations(stream=4, cut=cut, largest=(3 if model.gated else 2) * ffn)
 
 
@@ -125,7 +125,7 @@ def forward_flops(model: ModelConfig, seq_length: int) -> float:
     """Counts the matmul FLOPs of one token's forward pass.
 
     Each weight in the layers and in the output layer, tied or not, takes two; the embedding is a look-up. In
-    each layer q k^T and the weighted sum over v add 2 * 2 * seq_length * heads * head_dim, halved because a
+    each layer, q k^T and the weighted sum over v add 2 * 2 * seq_length * heads * head_dim, halved because a
     causal token attends to half of the sequence on average. Norms, rotary embedding and softmax are not
     counted.
     """

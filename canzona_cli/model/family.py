@@ -2,8 +2,7 @@
 Face formats need to know about it.
 
 Each family is one `Family` value, as in `canzona_cli.model.qwen3`. Its Megatron layers need torch, so they
-are in `canzona_cli.megatron.layers`. Parameters have Megatron's names, without the
-prefix of the layer.
+are in `canzona_cli.megatron.layers`. Parameters have Megatron's names, without the prefix of the layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Consecutive rows of a parameter that belong to one unit, see `model.geometry`."""
+    """Consecutive rows of a parameter that belong to one unit (see `model.geometry`)."""
 
     kind: Kind
     """The kind of the unit; `other` for the vocabulary, whose unit is named after the parameter."""
@@ -42,8 +41,8 @@ class Weight:
     repeats: int = 1
     """The number of times that the parts repeat from top to bottom."""
     cut: Literal["repeats", "parts", "cols"]
-    """The way tensor parallelism divides the weight: by consecutive repeats, by rows of each part, or by
-    columns."""
+    """The way in which tensor parallelism divides the weight: by consecutive repeats, by rows of each part,
+    or by columns."""
     expert: int | None = None
     """The index of the expert in its layer; None for weights outside experts."""
 
@@ -87,7 +86,7 @@ class Norm:
 
     name: str
     fused: str | None = None
-    """The name if Transformer Engine fuses the norm into the following linear layer; None if it never
+    """The norm's name if Transformer Engine fuses it into the following linear layer; None if it never
     does."""
     elements: int
     part: Part

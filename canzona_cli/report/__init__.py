@@ -13,7 +13,7 @@
 | `machines` | `canzona clusters` and `canzona doctor` |
 | `bench*`, `tune`, `checkpoint`, `calibrate`, `data` | the command of that name |
 
-Most views only show results that were computed elsewhere. The exceptions are: `layouts` plans and searches,
+Most views only show results that were computed elsewhere. Exceptions: `layouts` plans and searches,
 `checkpoint` reads and verifies checkpoints, `header` counts matrices, and `run_page` and `run_trace` read run
 directories.
 """

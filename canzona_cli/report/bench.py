@@ -22,7 +22,7 @@ MIB = 1 << 20
 TOLERANCE = 0.20
 """The relative error of a prediction above which the error is highlighted."""
 NOT_DISTINCT = "not significant"
-"""The text shown instead of a speed-up; the note `OVERLAP` below the table explains it."""
+"""The text in place of a speed-up that is not significant; the note `OVERLAP` explains it."""
 OVERLAP = "not significant: the interquartile ranges of the two times overlap"
 _LEFT_OUT = ("device", "machine", "ranks")
 """The machine facts that the heading omits: the title shows device and ranks, and `machine` is a digest."""
@@ -32,7 +32,7 @@ _UNITS = {"processor": "", "cores": " cores", "memory_gib": " GiB"}
 
 @dataclass(frozen=True)
 class BenchView(Page):
-    """The comparison of strategies that a bench measured."""
+    """A comparison of the strategies that a bench measured."""
 
     result: BenchResult
 
@@ -135,17 +135,18 @@ class BenchView(Page):
             yield note(OVERLAP)
         alone = [name for name in names if result.strategies[name].alone]
         if alone:
-            yield note(f"* {', '.join(alone)}: measured alone, because {reference} did not fit in memory as well")
+            reason = f"because {reference} did not fit in memory at the same time"
+            yield note(f"* {', '.join(alone)}: measured alone, {reason}")
 
 
 def shown_groups(result: TurnsResult, groups: Sequence[Columns]) -> list[Columns]:
-    """Returns the column groups, without `plan` and `error` if the predictions do not describe this
+    """Returns the groups, without the columns `plan` and `error` if the predictions do not describe this
     machine."""
     return [group if result.planned else group.drop("plan", "error") for group in groups]
 
 
 def steps(benches: Iterable[tuple[str, StrategyBench]], *, planned: bool) -> Bars:
-    """Draws a bar for each labelled step; with `planned`, each is followed by a bar of the predicted step."""
+    """Draws a bar for each labelled step; if `planned`, a bar of the predicted step follows each."""
     rows = []
     for label, bench in benches:
         measured, predicted = bench.measured, bench.predicted
@@ -183,8 +184,8 @@ def _fact(key: str, value: str | int | float) -> str:
 
 
 def predictions(result: TurnsResult, origin: str) -> dict[str, Text | str]:
-    """Returns a row with the origin of the predictions or, if there are none for this machine, the way to get
-    them.
+    """Returns a row that says where the predictions come from or, without predictions for this machine, how
+    to get them.
 
     Args:
         origin: the words that describe a calibrated profile.
@@ -204,14 +205,14 @@ def _phase_cells(bench: StrategyBench, phase: str) -> tuple[Cell, ...]:
     measured, predicted = bench.measured.means.get(phase), bench.predicted.phases.get(phase)
     if measured is None and not predicted:
         return (MISSING, MISSING, "")
-    least = 0.01 * min(median(bench.measured.iteration_s), bench.predicted.iteration_s)
+    negligible_s = 0.01 * min(median(bench.measured.iteration_s), bench.predicted.iteration_s)
     cells = cells_with_error(measured, predicted)
     # The relative error of a phase that takes almost no time is only noise.
-    return cells if max(measured or 0.0, predicted or 0.0) >= least else (*cells[:2], "")
+    return cells if max(measured or 0.0, predicted or 0.0) >= negligible_s else (*cells[:2], "")
 
 
 def _summary(bench: StrategyBench, *, planned: bool) -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
-    """Yields the rows below the phases as (label, style, cells). If `planned`, they include the rows that are
+    """Yields the rows below the phases as (label, style, cells). If `planned`, they include the row that is
     only predicted."""
     measured, predicted = bench.measured, bench.predicted
     for label, values, expected in (

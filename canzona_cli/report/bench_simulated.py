@@ -167,8 +167,8 @@ def _yardstick_columns(
 
 
 def _step_columns(cells: Sequence[SimulatedCell], names: Sequence[str]) -> Iterator[Columns]:
-    """Yields columns with the iteration times in ms, marked `!` if the strategy does not fit, and with the
-    optimizer step times in ms."""
+    """Yields the iteration times in ms, marked `!` if the strategy does not fit, and the optimizer step times
+    in ms."""
 
     def iteration(study: Study, name: str) -> str:
         return milliseconds(study.result(name).iteration_s) + (" " if study.strategies[name].fits else "!")

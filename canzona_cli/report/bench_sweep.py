@@ -85,8 +85,7 @@ class _Quantity:
     pair: Callable[[SweepRow], _Pair]
     show: Callable[[float | None], str] = milliseconds
     unit: float = 1e-3
-    """The unit of the curves, in units of the values of `pair`. With 1e-3, seconds are drawn as
-    milliseconds."""
+    """The value of `pair` that the curves show as 1; with 1e-3, they show seconds as milliseconds."""
 
     def columns(self, rows: Sequence[SweepRow]) -> Columns:
         """Returns the two columns of the quantity: measured and predicted."""
@@ -126,9 +125,9 @@ def _balance(row: SweepRow) -> _Pair:
 def _efficiency(row: SweepRow) -> _Pair:
     """Returns the throughput per rank, relative to the same strategy on the fewest ranks."""
     fewest = replace(row, result=row.fewest)
-    more = _sequences(row.result.layout) / _sequences(row.fewest.layout)
+    work = _sequences(row.result.layout) / _sequences(row.fewest.layout)
     measured = median(fewest.measured.iteration_s) / median(row.measured.iteration_s)
-    return more * measured, more * fewest.predicted.iteration_s / row.predicted.iteration_s
+    return work * measured, work * fewest.predicted.iteration_s / row.predicted.iteration_s
 
 
 def _sequences(layout: Layout) -> float:
@@ -152,7 +151,7 @@ class SweepView(Page):
 
     kind: SweepKind
     results: Mapping[str, BenchResult]
-    """The result for each value, keyed by the value as shown, in the order of the values."""
+    """The result for each value, by the text of the value, in the order of the values."""
 
     widest = 130
 

@@ -21,9 +21,10 @@ from canzona_cli.report.tables import Table
 from canzona_cli.run.records import StageEvent
 from canzona_cli.run.words import MISSING, clean, milliseconds, plural, size
 
-_NAME, _BEFORE = 31, 9
-"""The widths in characters of the first column of every table, and of the longest heading of a last
-column."""
+_FIRST_COLUMN = 31
+"""The minimum width of the first column of every table, in characters."""
+_TOO_LONG = 9
+"""The number of characters from which the base profile's name is shortened in a heading."""
 _SINGLE: Mapping[Quantity, str] = {
     "fp32_tflops": "fp32 matmuls, TFLOP/s",
     "tf32_tflops": "TF32 matmuls, TFLOP/s",
@@ -35,7 +36,7 @@ _SINGLE: Mapping[Quantity, str] = {
 }
 _IN_SECONDS: tuple[Quantity, ...] = ("updates", "collectives", "forward", "backward")
 _Row = tuple[str, Measurement, str]
-"""A name with its unit, the measurement, and the base profile's number."""
+"""The name and unit of a quantity, its measurement, and the base profile's number."""
 
 
 class Progress(TrainView):
@@ -96,9 +97,9 @@ class CalibrationView(Page):
     def _table(self, title: str, rows: Iterable[_Row]) -> Table:
         """Returns a table of measurements, their spreads and the base profile's numbers."""
         table = Table()
-        table.add_column(title, min_width=_NAME, overflow="fold")
+        table.add_column(title, min_width=_FIRST_COLUMN, overflow="fold")
         base = self.calibration.base.name
-        table.add_numbers("measured", "spread", base if len(base) < _BEFORE else f"{base[: _BEFORE - 3]}..")
+        table.add_numbers("measured", "spread", base if len(base) < _TOO_LONG else f"{base[: _TOO_LONG - 3]}..")
         for name, measurement, base_value in rows:
             median = measurement.spread.median
             measured = milliseconds(median) if measurement.quantity in _IN_SECONDS else f"{median:.3g}"
@@ -139,7 +140,7 @@ class CalibrationView(Page):
 
     def _steps(self) -> Table:
         table = Table()
-        table.add_column("phase, from full steps", min_width=_NAME)
+        table.add_column("phase, from full steps", min_width=_FIRST_COLUMN)
         table.add_numbers("factor")
         for name, factor in self.calibration.profile.step_factors.items():
             table.add_row(name, f"{factor:.3g}")

@@ -43,7 +43,7 @@ MEMORY: Final[Mapping[str, Ink]] = MappingProxyType(
         )
     }
 )
-"""The parts of a rank's memory in drawing order; without a plan, `optimizer` is all of the optimizer's."""
+"""The parts of a rank's memory in drawing order. Without a plan, `optimizer` is all memory of the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +181,8 @@ def _bar_part(start: float, length: float, css: str, words: str | None = None) -
     return tag("rect", *title, x=percent(start), y="0", width=percent(length), height="100%", class_=css)
 
 
-_FINEST: Final = 1500
-"""The number of intervals that a page's lane can resolve; shorter gaps between equal intervals are closed."""
+_TIME_SLICES: Final = 1500
+"""The number of time slices that a page's lane can show; shorter gaps within a phase are closed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ class Lane:
     label: str
     intervals: Sequence[Interval]
     rank: str = ""
-    """The rank, written in front of the label on pages that show several ranks; empty for a single rank."""
+    """The rank, which an HTML page writes in front of the label; empty to write only the label."""
     begins: bool = False
     """True if this is the first lane of a rank."""
 
@@ -279,9 +279,9 @@ def draw_lane(intervals: Iterable[Interval], start: float, end: float, width: in
 
 
 def _visible(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
-    """Yields what a screen can show of the intervals between start and end: joins neighbours of the same
-    name, and drops an interval that is too short to see if it closely follows another."""
-    finest = (end_s - start_s) / _FINEST
+    """Yields the visible intervals from start to end: joins close neighbours of the same name, and drops an
+    interval that is too short to see if it closely follows another."""
+    finest = (end_s - start_s) / _TIME_SLICES
     last: Interval | None = None
     for interval in sorted(intervals, key=lambda part: part.start_s):
         begin, end = max(start_s, interval.start_s), min(end_s, interval.end_s)
@@ -305,7 +305,7 @@ _HEAT_STYLES: Final = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
 _MOST_ROWS: Final = 16
 _WIDEST_CELL: Final = 4
 _MOST_WRITTEN: Final = 16
-"""The most owners in a map of an HTML page whose cells also show their times as text."""
+"""The largest number of owners with which an HTML page writes the times into the cells of a map."""
 _BETWEEN: Final = 2
 """The number of characters between two maps."""
 
@@ -403,14 +403,14 @@ def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
     """
     owners = len(loads) // hosts
     mean, top = sum(loads) / len(loads), max(loads)
-    wide = max(1, min(_WIDEST_CELL, width // owners))
-    columns = _bins(owners, width // wide)
+    cell_width = max(1, min(_WIDEST_CELL, width // owners))
+    columns = _bins(owners, width // cell_width)
     for first, last in _bins(hosts, _MOST_ROWS):
         row = Text(no_wrap=True)
         for begin, end in columns:
             load = max(loads[o * hosts + h] for o in range(begin, end) for h in range(first, last))
             mark = _heat_mark(load / top if top > 0 else 0.0)
-            row.append(mark * wide, style=_HEAT_STYLES[heat_level(load, mean)])
+            row.append(mark * cell_width, style=_HEAT_STYLES[heat_level(load, mean)])
         yield row
 
 

@@ -267,7 +267,7 @@ def verify_all(chosen: ChosenCheckpoints) -> VerificationView:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationView(Page):
-    """The loss, perplexity and bits per byte of a checkpoint, and the data and layout that evaluated it."""
+    """The loss, perplexity and bits per byte of a checkpoint, and the data and layout of the evaluation."""
 
     evaluation: Evaluation
 
@@ -277,7 +277,7 @@ class EvaluationView(Page):
         if evaluation.text_bytes is None:
             bits += " (the data's tokenizer is not known)"
         elif not evaluation.bytes_counted:
-            bits += " (from the corpus's mean bytes per token, because its tokenizer does not report bytes by token)"
+            bits += " (from the corpus's mean bytes per token, because its tokenizer does not count a token's bytes)"
         batch = evaluation.layout.global_batch_size
         times = f", read {evaluation.epochs:.2g} times" if evaluation.epochs > 1 else ""
         yield from labelled_rows(

@@ -104,8 +104,8 @@ def _table(title: str, rows: Iterable[_Row], *, last: str = "B / A") -> Table:
 
 
 def setting_value(value: object) -> str:
-    """Formats the value of a setting as a user types it. For a long list, returns the number of its entries;
-    other long texts are cut."""
+    """Formats the value of a setting as a user types it. A long list is shown as the number of its entries;
+    other long values are cut."""
     shown = f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else override_text(value)
     if len(shown) <= _LONGEST_VALUE:
         return shown

@@ -289,7 +289,7 @@ class _Chart:
 
 
 def _thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Returns at most about `_MOST_POINTS` points, with the lowest and highest point of each stretch."""
+    """Returns about `_MOST_POINTS` points or fewer: the lowest and the highest point of each stretch."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     stretches = _MOST_POINTS // 2

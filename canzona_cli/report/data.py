@@ -117,7 +117,7 @@ _LINES = 3
 
 
 def print_data(shown: DataView, *, verbose: bool) -> None:
-    """Prints a prepared pair: its facts, the lengths of its documents, and the texts that were read.
+    """Prints a prepared data set: its facts, the lengths of its documents, and the texts that were read.
 
     Args:
         verbose: True to print all the text that was read of each document, not only its first lines.
@@ -139,9 +139,9 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
         text, more = clean(document.text, newlines=True), document.cut
         if not verbose:
             lines = [line for line in text.splitlines() if line.strip()]
-            most = console.width - 1
-            more |= len(lines) > _LINES or any(len(line) > most for line in lines[:_LINES])
-            text = "\n".join(f"{line[:most]}…" if len(line) > most else line for line in lines[:_LINES])
+            width = console.width - 1
+            more |= len(lines) > _LINES or any(len(line) > width for line in lines[:_LINES])
+            text = "\n".join(f"{line[:width]}…" if len(line) > width else line for line in lines[:_LINES])
         beginning = ", beginning" if more else ""
         tokens = plural(document.tokens, "token")
         _print_text(console, f"document {document.number}: {tokens}{beginning}", text)

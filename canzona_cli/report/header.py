@@ -31,8 +31,8 @@ def describe_layout(layout: Layout, device: Device | None) -> str:
 
 def layout_name(layout: Layout) -> str:
     """Returns a layout as `TP2 DP4 (micro-batch 4, full recomputation)`."""
-    again = "" if layout.recompute == "none" else f", {layout.recompute} recomputation"
-    return f"{layout_code(layout)} (micro-batch {layout.micro_batch_size}{again})"
+    recompute = "" if layout.recompute == "none" else f", {layout.recompute} recomputation"
+    return f"{layout_code(layout)} (micro-batch {layout.micro_batch_size}{recompute})"
 
 
 def describe_batch(layout: Layout, seq_length: int) -> str:

@@ -149,10 +149,10 @@ class FastestLayouts(Page):
     config: RunConfig
     search: LayoutSearch
     without_headroom: LayoutResult | None = None
-    """The fastest layout with `cluster.headroom_gib=0`; None if it is not faster than the first of the
+    """The fastest layout with `cluster.headroom_gib=0`; None if it is not faster than the first row of the
     table."""
     verbose: bool = False
-    """True shows the columns that do not fit in the terminal in a second table."""
+    """True to show the columns that do not fit in the terminal in a second table."""
 
     widest = 140
 
@@ -176,9 +176,9 @@ class FastestLayouts(Page):
         yield paragraph(self._why())
         if self.without_headroom is not None:
             cost = f"{config.cluster.headroom_gib:g} GiB of headroom cost {self._headroom_cost:.1%} of time"
-            other = f"{layout_name(self.without_headroom.layout)} would be chosen"
+            choice = f"{layout_name(self.without_headroom.layout)} would be chosen"
             size = f"{self.without_headroom.memory_bytes / GIB:.1f} GiB"
-            yield paragraph(f"{cost}: with cluster.headroom_gib=0, {other}, at {size}.")
+            yield paragraph(f"{cost}: with cluster.headroom_gib=0, {choice}, at {size}.")
         yield paragraph(
             f"{self.search.legal:,} layouts are legal and fit; {self.search.simulated:,} were simulated, and the "
             "others are estimated to be slower.",
@@ -249,11 +249,11 @@ class FastestLayouts(Page):
             for field in fields(first.spent)
         }
         largest = sorted(savings.items(), key=lambda pair: -abs(pair[1]))[:3]
-        least = _WORTH_NAMING / 10 * first.iteration_s
+        negligible_s = _WORTH_NAMING / 10 * first.iteration_s
         reasons = [
             f"{step_time(abs(saved))} {'less' if saved > 0 else 'more'} on {name}"
             for name, saved in largest
-            if abs(saved) > least
+            if abs(saved) > negligible_s
         ]
         spends = f" For one batch, the first spends {', '.join(reasons)}." if reasons else ""
         return (
@@ -267,7 +267,7 @@ def fastest_layouts(config: RunConfig, *, verbose: bool) -> FastestLayouts:
     """Searches for the fastest layouts of a composed run.
 
     Args:
-        verbose: True shows every column, even in a narrow terminal.
+        verbose: True to show every column, even in a narrow terminal.
 
     Raises:
         ConfigError: the settings are impossible.
@@ -397,10 +397,10 @@ def _row(config: RunConfig) -> LayoutRow:
         except DoesNotFit as error:
             note = "; ".join(f"{problem.reason}: {problem.fix}" for problem in error.problems)
         return LayoutRow(gpus=config.gpus, layout=best.layout, memory=memory, note=note)
-    least = min(candidates(config), key=lambda candidate: candidate.memory.total)
+    smallest = min(candidates(config), key=lambda candidate: candidate.memory.total)
     ways = [override for override, _ in fit.suggestions(config)]
     note = f"would fit with {' or '.join(ways)}" if ways else "needs a smaller model, or GPUs with more memory"
-    return LayoutRow(gpus=config.gpus, layout=least.layout, memory=least.memory, note=note)
+    return LayoutRow(gpus=config.gpus, layout=smallest.layout, memory=smallest.memory, note=note)
 
 
 def _layout_cells(row: LayoutRow) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ _MARKS: Mapping[Status, tuple[str, str]] = {
 
 
 _Row = tuple[Status, str, str, Finding | None]
-"""A mark, a name, a value, and the finding that may be explained; None for a line about several packages."""
+"""The status, name and value of a line, and its finding; None for a line about several packages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,19 +128,19 @@ class DiagnosisView(Page):
     def _verdict(self) -> Iterator[Text]:
         diagnosis = self.diagnosis
         failures, warnings = diagnosis.count("fail"), diagnosis.count("warn")
-        also = f"; {plural(warnings, 'warning')}" if warnings else ""
+        warned = f"; {plural(warnings, 'warning')}" if warnings else ""
         if failures:
             words = f"{plural(failures, 'failure')} must be fixed before anything can run here"
             text = Text(words, style="bold red")
-            yield text.append(also, style="default")
+            yield text.append(warned, style="default")
             return
         if not diagnosis.torch_checked:
             text = Text("no failures, but torch took too long to say whether runs are possible here", style="yellow")
-            yield text.append(also)
+            yield text.append(warned)
             return
         can = f"CPU and GPU runs (up to gpus={diagnosis.gpus})" if diagnosis.gpus else "CPU runs"
         text = Text(f"{can} are possible here", style="bold green")
-        yield text.append(also, style="yellow")
+        yield text.append(warned, style="yellow")
         if not diagnosis.gpus:
             yield Text("next: canzona train recipe=qwen3-tiny", style="dim")
 

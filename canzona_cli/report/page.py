@@ -75,7 +75,7 @@ class Paragraph:
 
 
 def _at_spaces(text: Text, width: int) -> Iterator[Text]:
-    """Yields lines of at most `width` columns. A longer word gets a line of its own, because rich would break
+    """Yields lines of at most `width` columns. A longer word gets a line to itself, because rich would break
     it."""
     for paragraph in text.split("\n", allow_blank=True):
         breaks, used = [], 0
@@ -101,7 +101,7 @@ def paragraph(text: Text | str, style: str = "", *, first: Text | str = "", rest
 
 
 def joined(*parts: str | tuple[str, str]) -> Text:
-    """Joins strings, and pairs of a string and its style, to a text without control characters."""
+    """Joins strings, and pairs of a string and a style, into a text without control characters."""
     styled = ((part, "") if isinstance(part, str) else part for part in parts)
     return Text.assemble(*((clean(text), style) for text, style in styled))
 

@@ -39,7 +39,7 @@ class PlanView(Page):
     verbose: bool = False
     """True to show everything about the plan."""
     assumptions: bool = False
-    """True if the assumptions of the simulation are listed, not only counted."""
+    """True to list the assumptions of the simulation instead of only counting them."""
     corpus: PreparedCorpus | None = None
     """The user's prepared corpus; None if it does not exist, or if the run uses the built-in corpus."""
 
@@ -147,9 +147,9 @@ class PlanView(Page):
         yield "busiest rank", f"{balance.slowest.describe(mesh)}: {slowest} (mean {mean})"
         if mesh.tp > 1:
             exchanges = study.updates
-            least = f"any assignment takes at least {step_time(exchanges.least)}"
-            this = f"this plan is {_gap_text(exchanges.gap)}"
-            yield "exchanges", f"updates take {step_time(exchanges.seconds)} with exchanges; {least}, and {this}"
+            bound = f"any assignment takes at least {step_time(exchanges.least)}"
+            gap = f"this plan is {_gap_text(exchanges.gap)}"
+            yield "exchanges", f"updates take {step_time(exchanges.seconds)} with exchanges; {bound}, and {gap}"
         if study.refreshes is not None:
             refreshes, mean_s = study.refreshes, study.planned.result.iteration_s
             spread = "spread" if study.plan.subject.optimizer.spread else "not spread"
@@ -222,8 +222,8 @@ def _shared(kind: UpdateKind) -> str:
 
 
 def _bucket_counts(buckets: Mapping[Reduction, int] | Mapping[Gathering, int]) -> str:
-    """Formats the number of buckets for each kind of collective: `60 buckets by ring, 5 buckets by reduce`. With only
-    one kind, returns its name."""
+    """Formats the number of buckets by kind of collective: `60 buckets by ring, 5 buckets by reduce`. With
+    only one kind, returns its name."""
     if len(buckets) == 1:
         return f"{next(iter(buckets))}"
     return ", ".join(f"{plural(number, 'bucket')} by {kind}" for kind, number in buckets.items())
@@ -237,7 +237,7 @@ def _gap_text(gap: float) -> str:
 
 
 def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields a table of every strategy's times, overhead and memory, and its times relative to the plan's."""
+    """Yields a table of all strategies: times, overhead, memory, and times relative to the planned strategy."""
     heads = ("iteration", "optimizer", "vs AdamW", "GiB", "opt. ratio", "iter. ratio")
     rows = ((name, _strategy_cells(study, name)) for name in STRATEGIES)
     yield rows_table(heads, rows, bold=STRATEGIES.index(study.strategy))
@@ -361,8 +361,8 @@ def iterations(study: Study, screen: Screen) -> Iterator[RenderableType]:
 
 
 def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields the timeline of the rank that finishes last: the full iteration, then enlarged from gradient
-    norm and clipping to the end. In a page, the enlarged part shows all recorded ranks."""
+    """Yields the timeline of the rank that finishes last: the full iteration, then its part from gradient
+    norm and clipping on, enlarged. In a page, the enlarged part shows all recorded ranks."""
     result = study.planned.result
     slowest, end = result.slowest_rank, max(event.end_s for event in result.events)
     begin = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)

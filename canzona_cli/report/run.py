@@ -191,8 +191,8 @@ class BreakdownView(Page):
 
     @property
     def _comparable(self) -> bool:
-        """True if measured and planned times may be compared; False if the profile describes other
-        hardware."""
+        """True if measured and planned times may be compared; False without a plan, or if its profile
+        describes other hardware."""
         return self.breakdown.shown_plan is not None and not self.breakdown.shown_plan.mismatches
 
     def _cells(self, times: OverRanks | None, planned: float | None) -> dict[str, str]:
@@ -286,7 +286,7 @@ def _error(planned: float | None, measured: float) -> str:
 
 
 def _slowest_ranks(breakdown: Breakdown) -> dict[str, str]:
-    """Returns the rank that spends the most time in a phase, by phase."""
+    """Returns the rank that spends the most time in each phase."""
     worst: dict[str, tuple[float, int]] = {}
     for times in breakdown.ranks:
         for name, seconds in times.phases.items():

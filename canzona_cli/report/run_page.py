@@ -83,7 +83,7 @@ def _tiles(summary: RunSummary) -> Html:
 
 
 def _faults(summary: RunSummary) -> Iterator[RenderableType]:
-    """Yields the errors of ranks, then the warnings. The page has no such section if there are neither."""
+    """Yields the errors of ranks, then the warnings; without either, the page has no such section."""
     yield section_head("Faults", ", errors in chronological order, then warnings")
     for result in summary.errors:
         if (error := result.error) is not None:

@@ -41,7 +41,7 @@ class Table(rich.table.Table):
     def add_numbers(self, *names: str) -> None:
         """Adds columns of numbers, right-aligned and on one line."""
         for name in names:
-            self.add_column(Text(name), justify="right", no_wrap=True)
+            self.add_column(_text(name), justify="right", no_wrap=True)
 
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
         """Adds a row as rich does, but shows text literally instead of parsing it as markup."""

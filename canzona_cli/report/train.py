@@ -100,7 +100,7 @@ class Frame:
         return Text.assemble((f"{label:<{label_width}}", "dim"), (f"{value:>{value_width}}", style))
 
     def _notes(self) -> list[tuple[str, str]]:
-        """Returns the warnings that apply now, with their styles."""
+        """Returns the remarks that apply now, with their styles."""
         notes = []
         if self.state.non_finite:
             notes.append((f"{self.state.non_finite:,} x loss not finite", "bold red"))
@@ -343,8 +343,8 @@ class PlainView(ConsoleView):
     def stage(self, event: StageEvent) -> None:
         ended = self.state.add_stage(event)
         stage = self.state.stages[-1]
-        # When training and validation alternate, only the first change is printed, because steps and validations
-        # have lines of their own.
+        # When training and validation alternate, only the first change is printed, because each step and each
+        # validation prints a line.
         if stage.name not in REPEATED_STAGES or ended is None or ended.name not in REPEATED_STAGES:
             detail = f": {stage.detail}" if stage.detail else ""
             self._print(f"{self._time()} {stage.name}{detail}")
@@ -360,14 +360,14 @@ class PlainView(ConsoleView):
             self._unprinted = True
 
     def validation(self, validation: ValidationLoss) -> None:
-        state, known = self.state, len(self.state.validations)
+        state, earlier = self.state, len(self.state.validations)
         state.add_validation(validation)
-        if len(state.validations) == known:
+        if len(state.validations) == earlier:
             return
         if self._unprinted:
             self._print_step(state.clock())
         (_, first), (step, loss) = state.validations[0], state.validations[-1]
-        change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)" if known else ""
+        change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)" if earlier else ""
         by_set = f": {set_losses(state.sets)}" if state.sets else ""
         place = f"{step:,}/{state.total:,}"
         self._print(f"{self._time()} {place:>13} validation loss {number(loss, '.4f')}{change}{by_set}")
@@ -415,8 +415,8 @@ def closing_line(state: TrainState, status: RunStatus, message: str, *, short: s
     """Returns one line that describes how the run ended.
 
     Args:
-        short: the name of the run. The line then begins with it and also has the losses. Empty if other lines
-            show them.
+        short: the name of the run, with which the line then begins; the line also has the losses. Empty if
+            other lines show both.
     """
     if short:
         parts = [closing_line(state, status, message)]

@@ -202,7 +202,7 @@ class DryRun(Page):
             yield f"{RUN_DIR_TIME} is the start time; run.dir sets the full path instead."
         if self.prepared:
             directory = self.command.argv[-1]
-            yield f"Prepared {directory}; nothing was started. This environment and this command run the training."
+            yield f"Prepared {directory}; nothing was started. With this environment, this command starts the training."
             yield f"To continue if the run stops early, prepare it again with run.dir={directory}."
         else:
             yield "Nothing was started or written. `canzona train` writes the run directory before it runs the command."

@@ -102,7 +102,7 @@ def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     yield rows_table(heads, ((name, _error_cells(errors)) for name, errors in rows.items()), bold=0, needed=5)
     yield note(
         f"phases: only layouts that spend at least {LEAST_SHARE:.0%} of the step there; mean: mean signed error; "
-        "layout: that of the worst error"
+        "layout: the layout with the worst error"
     )
     if accuracy.pairs:
         yield paragraph(
