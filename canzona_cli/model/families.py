@@ -29,10 +29,9 @@ def family_problems(old: ModelConfig, new: ModelConfig, source: str) -> tuple[Pr
     theirs, ours = family_of(old).title, family_of(new).title
     if theirs == ours:
         return ()
-    reason = f"is a {ours}, but the weights in {source} are a {theirs}'s"
-    return (
-        Problem(key="model", value=new.name, reason=reason, fix=f"choose the recipe of a {theirs}, or other weights"),
-    )
+    reason = f"belongs to the {ours} family, but the weights in {source} to the {theirs} family"
+    fix = f"choose a recipe of the {theirs} family, or other weights"
+    return (Problem("model", reason, fix, value=new.name),)
 
 
 @dataclass(frozen=True, kw_only=True)

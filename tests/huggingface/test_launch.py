@@ -42,8 +42,8 @@ def test_weights_of_another_family_are_refused_by_its_name(folder: Path, tmp_pat
     random_folder(tmp_path / "llama", llama)
     assert canzona("checkpoint", "import", tmp_path / "llama", "--out", tmp_path / "run").returncode == 0
     for recipe, weights, said in (
-        ("llama3-tiny", folder, "is a Llama, but the weights in {} are a Qwen3's"),
-        ("qwen3-tiny", tmp_path / "run", "is a Qwen3, but the weights in {} are a Llama's"),
+        ("llama3-tiny", folder, "belongs to the Llama family, but the weights in {} to the Qwen3 family"),
+        ("qwen3-tiny", tmp_path / "run", "belongs to the Qwen3 family, but the weights in {} to the Llama family"),
     ):
         done = canzona("train", f"recipe={recipe}", f"init={weights}", *SMALL, "--prepare-only", cwd=tmp_path, code=2)
         step = "" if weights == folder else "/checkpoints/step-00000000"
