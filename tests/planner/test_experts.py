@@ -26,6 +26,7 @@ from canzona_cli.planner.memory import plan_memory
 from canzona_cli.planner.plan import Cell, Plan, PlanSettings
 from canzona_cli.planner.plan_file import read_plan
 from tests.planner.planning import newton_schulz
+from tests.refusals import refused
 from tests.sizes import layout, run
 
 CANZONA = PlanSettings(strategy="canzona")
@@ -274,6 +275,21 @@ def test_a_file_has_one_entry_for_the_experts_of_a_layer_and_longer_files_are_re
         path = tmp_path / f"{number}.json"
         path.write_text(each)
         assert read_plan(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [("count", 7, "7 values"), ("each", [], "without `count`"), ("count", None, "without `count`")],
+)
+def test_a_damaged_entry_of_experts_is_refused(field: str, value: object, reason: str, tmp_path: Path) -> None:
+    mesh = replace(layout(dp=4), ep=2)
+    content = json.loads(make_plan(experts(mesh), mesh).to_json())
+    next(entry for entry in content["matrices"] if "each" in entry)[field] = value
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    (problem,) = refused(read_plan, path)
+    assert problem.reason.startswith("is damaged")
+    assert reason in problem.reason
 
 
 def test_balance_is_over_the_ranks_of_all_stages() -> None:
