@@ -2,7 +2,7 @@
 
 Candidates are compared by the seconds that updates, reductions and gatherings add to an iteration
 (`planner.exposure`). The times of the forward and backward pass determine how much communication overlaps
-with them, so one attempt makes different plans for different sizes of micro-batches.
+with them, so one attempt makes different plans for different micro-batch sizes.
 """
 
 from collections import defaultdict
@@ -22,8 +22,8 @@ from canzona_cli.planner.plan import Assignment, Bucket, Cell, Plan, PlanSetting
 from canzona_cli.planner.seats import concentrate_owners, renumber_owners
 
 SHARING_GAIN = 1.03
-"""The ratio of the busiest rank's update time to its lower bound above which a plan with shared matrices is
-tried."""
+"""The threshold above which a plan with shared matrices is tried: the ratio of the busiest rank's update time
+to its lower bound."""
 
 ALIKE = 0.001
 """The relative difference in time below which candidates count as equally fast."""
@@ -69,8 +69,8 @@ class Candidate:
 
 
 class Attempt:
-    """One attempt at a plan, with a given memory cap and C_max. It can make the plan for several sizes of
-    micro-batches.
+    """One attempt at a plan, with a given memory cap and C_max. It can make plans for several micro-batch
+    sizes.
 
     Args:
         subject: everything that the plan depends on.
@@ -143,7 +143,7 @@ class Attempt:
             # A balanced assignment may lose more time to communication than its balance gains.
             natural = self._assign(replace(self._settings, strategy="asc"), self._default_limit, shared=False)
             candidates.append(self._candidate(natural, self._default_limit, exposure))
-        return candidates[_first_of_least([candidate.seconds for candidate in candidates])]
+        return candidates[_first_fastest([candidate.seconds for candidate in candidates])]
 
     def _limit(self, exposure: Exposure) -> int | None:
         """Returns the number of elements at which buckets of the first stage are closed.
@@ -158,7 +158,7 @@ class Attempt:
         limits = bucket_limits(default)
         busy = dict(enumerate(self._bounds))
         prices = [exposure.estimate(self._outline(limit), self._members, busy) for limit in limits]
-        return limits[_first_of_least(prices)]
+        return limits[_first_fastest(prices)]
 
     def _outline(self, limit: int) -> list[list[Outline]]:
         """Returns the buckets of every stage if they are closed at `limit` elements. Of the experts, only
@@ -233,7 +233,7 @@ class Attempt:
         chunks = [exposure.chunks(way, members) for way in ways]
         reducing_s = [exposure.reduction_seconds(alternative) for alternative in chunks]
         gathering_s = [exposure.gathering_seconds(alternative, busy) for alternative in chunks]
-        reduced, gathered = _first_of_least(reducing_s), _first_of_least(gathering_s)
+        reduced, gathered = _first_fastest(reducing_s), _first_fastest(gathering_s)
         chosen = tuple(
             replace(bucket, gathering=other.gathering)
             for bucket, other in zip(ways[reduced], ways[gathered], strict=True)
@@ -268,7 +268,7 @@ class Attempt:
         )
 
 
-def _first_of_least(seconds: Sequence[float]) -> int:
+def _first_fastest(seconds: Sequence[float]) -> int:
     """Returns the index of the first time that is within `ALIKE` of the shortest."""
     least = min(seconds)
     return next(index for index, time in enumerate(seconds) if time <= (1 + ALIKE) * least)

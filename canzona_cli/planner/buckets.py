@@ -13,8 +13,9 @@ first. Once owners are known, `buckets` orders the parameters inside each bucket
       owner                  | 0: qkv.1 gate.1 | 1: up.1 | 2: fc2.1 |     one range for each owner
 
 Experts that expert parallelism divides among ranks have separate buffers, because their gradients are reduced
-over fewer ranks. Expert-parallel ranks have different experts in buckets of the same sizes. These buckets end
-where every owner can have equally many matrices of each size, so that equal parts need no padding.
+over fewer ranks. Expert-parallel ranks have different experts in buckets of the same sizes. Buckets of
+experts end where every owner can have equally many matrices of each size, so that equal parts need no
+padding.
 """
 
 from collections import Counter
@@ -85,8 +86,8 @@ def stage_parameters(matrices: Sequence[Matrix], stage: int, tp: int) -> list[Pa
 
 
 def _on_one_rank(members: Sequence[Matrix], tp: int) -> int:
-    """Counts the elements of a unit that one TP rank stores. A matrix of a single head is stored on one rank,
-    and every rank stores equally many."""
+    """Counts the elements of a unit that one TP rank stores. A matrix of a single head is stored whole on
+    one rank, and all ranks store equally many of them."""
     heads = sum(matrix.elements for matrix in members if matrix.home is not None)
     return heads // tp + sum(matrix.fragment_elements(tp) for matrix in members if matrix.home is None)
 
@@ -109,7 +110,7 @@ class Pool(NamedTuple):
 def pools(matrices: Sequence[Matrix]) -> list[Pool]:
     """Lists the pools of all stages, ascending. In each stage, the pool of the matrices that all ranks store
     comes first."""
-    return list(_pooled(_Same(matrices)))
+    return list(_pooled(_CacheKey(matrices)))
 
 
 def typical_pools(matrices: Sequence[Matrix]) -> list[Pool]:
@@ -136,36 +137,36 @@ def cut(
 
 
 def pool_parameters(matrices: Sequence[Matrix], pool: Pool, tp: int) -> list[Parameter]:
-    """Lists the parameters of a pool in registration order; do not change the list, it is cached."""
-    return _pool_parameters(_Same(matrices), pool, tp)
+    """Lists the parameters of a pool in registration order. The list is cached; do not change it."""
+    return _pool_parameters(_CacheKey(matrices), pool, tp)
 
 
 def pool_buckets(
     matrices: Sequence[Matrix], pool: Pool, mesh: Mesh, bucket_elements: int | None
 ) -> list[list[Parameter]]:
-    """Lists the parameters of each bucket of a pool, see `cut`; do not change the lists, they are cached."""
+    """Lists the parameters of each bucket of a pool, see `cut`. The lists are cached; do not change them."""
     even = 1 if pool.expert_rank is None else mesh.expert_owners
-    return _pool_buckets(_Same(matrices), pool, mesh.tp, bucket_elements, even)
+    return _pool_buckets(_CacheKey(matrices), pool, mesh.tp, bucket_elements, even)
 
 
-class _Same(NamedTuple):
+class _CacheKey(NamedTuple):
     """A list of matrices as the key of a cache. Lists are equal only if they are the same object, because
     comparing thousands of matrices would take longer than computing the cached value."""
 
     matrices: Sequence[Matrix]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.matrices is other.matrices
+        return isinstance(other, _CacheKey) and self.matrices is other.matrices
 
     def __hash__(self) -> int:
         return id(self.matrices)
 
 
 @lru_cache(maxsize=8)
-def _pooled(same: _Same) -> Mapping[Pool, Sequence[Matrix]]:
+def _pooled(key: _CacheKey) -> Mapping[Pool, Sequence[Matrix]]:
     """Returns the matrices of each pool."""
     pooled: dict[Pool, list[Matrix]] = {}
-    for matrix in same.matrices:
+    for matrix in key.matrices:
         pooled.setdefault(Pool(matrix.stage, matrix.expert_rank), []).append(matrix)
 
     def place(pool: Pool) -> tuple[int, int]:
@@ -175,13 +176,13 @@ def _pooled(same: _Same) -> Mapping[Pool, Sequence[Matrix]]:
 
 
 @lru_cache(maxsize=512)
-def _pool_parameters(same: _Same, pool: Pool, tp: int) -> list[Parameter]:
-    return stage_parameters(_pooled(same)[pool], pool.stage, tp)
+def _pool_parameters(key: _CacheKey, pool: Pool, tp: int) -> list[Parameter]:
+    return stage_parameters(_pooled(key)[pool], pool.stage, tp)
 
 
 @lru_cache(maxsize=512)
-def _pool_buckets(same: _Same, pool: Pool, tp: int, bucket_elements: int | None, even: int) -> list[list[Parameter]]:
-    return cut(_pool_parameters(same, pool, tp), bucket_elements, stage=pool.stage, even=even)
+def _pool_buckets(key: _CacheKey, pool: Pool, tp: int, bucket_elements: int | None, even: int) -> list[list[Parameter]]:
+    return cut(_pool_parameters(key, pool, tp), bucket_elements, stage=pool.stage, even=even)
 
 
 def _cut(parameters: Sequence[Parameter], limit: int | None, even: int) -> list[list[Parameter]]:
@@ -249,7 +250,7 @@ def buckets(
 
 
 def owner_of(part: Part, matrices: Sequence[Matrix], assignment: Assignment, mesh: Mesh) -> int:
-    """Returns the owner of a part, by its number in the ranges of buckets."""
+    """Returns the owner of a part, numbered as in the ranges of buckets."""
     first = part.matrices[0]
     return assignment.cells[first].reducing_rank(matrices[first], mesh)
 

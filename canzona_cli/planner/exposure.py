@@ -108,7 +108,7 @@ class _StageClock:
     """The estimator of the waits of one rank of a stage."""
 
     def __init__(self, config: RunConfig, layout: Layout, stage: int, reductions: ReductionModel) -> None:
-        self._stage, self._stages, self._turns = stage, layout.pp, layout.pp - 1
+        self._stage, self._stages = stage, layout.pp
         self._units, self._reductions = units_taken(config, layout), reductions
         self.time: StageTime = stage_time(config, layout, stage)
         self._zero_s = zeroing_seconds(config, layout, stage)
@@ -151,9 +151,9 @@ class _StageClock:
         work, ends = _Pass(chunk.reduce for chunk in chunks), []
         for position, places in enumerate(reversed(self.time.places)):
             if position:
-                # Before the last micro-batch, the pp - 1 others of its turn pass through this model chunk,
-                # and its gradient travels once around the pipeline.
-                work.compute(self._turns * self._pass_s(places, 1) + self._stages * self._hop_s)
+                # Before the last micro-batch, the other pp - 1 of its group of pp pass through this model
+                # chunk, and its gradient travels once around the pipeline.
+                work.compute((self._stages - 1) * self._pass_s(places, 1) + self._stages * self._hop_s)
             work.compute(self.time.pass_s)
             for place in reversed(places):
                 module = self.time.modules[place]
@@ -173,7 +173,7 @@ class _StageClock:
 
         Args:
             busy_s: the update seconds of the stage's slowest owner.
-            late_s: the second value that this method returned for the stage before.
+            late_s: the second value that this method returned for the previous stage.
 
         Returns:
             The seconds that updates and gatherings add to the pass through all model chunks, and to the pass
@@ -206,7 +206,7 @@ class _StageClock:
             if model_chunk:
                 # The input of the model chunk has passed through the other stages.
                 before = self.time.places[model_chunk - 1]
-                work.compute(self._turns * self._pass_s(before, 0) + self._stages * self._hop_s)
+                work.compute((self._stages - 1) * self._pass_s(before, 0) + self._stages * self._hop_s)
             work.compute(self.time.pass_s)
             for place in places:
                 module, awaited = self.time.modules[place], list[int]()

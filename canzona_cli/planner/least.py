@@ -1,4 +1,4 @@
-"""A lower bound of the seconds of matrix updates with their exchanges: no assignment of a run's matrices is
+"""A lower bound on the seconds of matrix updates with their exchanges: no assignment of a run's matrices is
 faster.
 
 `bounds.lower_bound` bounds only the computation. But ranks also spend time on exchanges: the weight of a
@@ -34,7 +34,7 @@ class Updates:
 
     seconds: float
     least: float
-    """A lower bound of `seconds` for every assignment."""
+    """A lower bound on `seconds` for every assignment."""
 
     @property
     def gap(self) -> float:
@@ -57,9 +57,9 @@ def updates(config: RunConfig, layout: Layout, plan: Plan) -> Updates:
 
 
 def _bound_with_experts(plan: Plan, stage: int, pipeline: HostedPipeline) -> float:
-    """Returns a lower bound of the busiest rank's seconds in a stage whose experts are divided among ranks.
-    All other matrices of the stage are hosted. The bound is the `stage_bound` of the updates, including the
-    copies of exchanges."""
+    """Returns a lower bound on the busiest rank's seconds in a stage whose experts are divided among ranks
+    and whose other matrices are hosted: the `stage_bound` of the updates, including the copies of
+    exchanges."""
     known: dict[Hashable, float] = {}
     seconds = []
     for matrix, cost in zip(plan.matrices, plan.costs, strict=True):
@@ -132,7 +132,7 @@ def least_seconds(
     shares: Mapping[int, Share],
     pipeline: HostedPipeline,
 ) -> float:
-    """Returns a lower bound of the slowest owner's seconds in a stage, as `HostedPipeline.seconds` counts
+    """Returns a lower bound on the slowest owner's seconds in a stage, as `HostedPipeline.seconds` counts
     them.
 
     A first bound assumes that the ranks of an owner can divide its work evenly. A bisection then looks for a
@@ -161,7 +161,7 @@ def least_seconds(
     if sum(kinds.numbers) > _MOST_UNITS * owners:
         return kinds.evenly_divided
     low = kinds.evenly_divided
-    high = 1.5 * max(low, *(way.least for unit in units for way in unit))
+    high = 1.5 * max(low, *(times.least for unit in units for times in unit))
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if kinds.take_longer(middle) else (low, middle)
@@ -227,9 +227,9 @@ class _Kinds:
 
     @cached_property
     def evenly_divided(self) -> float:
-        """The lower bound of the slowest owner's seconds if an owner's ranks could divide its work evenly."""
+        """The lower bound on the slowest owner's seconds if an owner's ranks could divide its work evenly."""
         whole = [
-            sum(min(way.on_host, self.tp * way.on_each) for way in unit)
+            sum(min(times.on_host, self.tp * times.on_each) for times in unit)
             for unit, number in zip(self.units, self.numbers, strict=True)
             for _ in range(number)
         ]
@@ -272,9 +272,9 @@ class _Kinds:
         """Returns False if it is certain that an owner takes longer than `seconds` for a set of units."""
         held = Counter[_LeastTimes]()
         for unit, number in zip(self.units, numbers, strict=False):
-            for way in unit:
-                held[way] += number
-        ranges = [range(number + 1) if way.on_each <= seconds else range(1) for way, number in held.items()]
+            for times in unit:
+                held[times] += number
+        ranges = [range(number + 1) if times.on_each <= seconds else range(1) for times, number in held.items()]
         return any(_may_fit(held, shared, seconds, self.tp) for shared in product(*ranges))
 
 
@@ -286,14 +286,14 @@ def _may_fit(held: Counter[_LeastTimes], shared: Sequence[int], seconds: float, 
     """
     together = list(Counter(dict(zip(held, shared, strict=True))).elements())
     hosted = list((held - Counter(together)).elements())
-    if any(way.hosted > seconds for way in hosted):
+    if any(times.hosted > seconds for times in hosted):
         return False
     if len(together) == 1 and together[0].alone > seconds:
         return False
-    # Every rank works on every hosted matrix, the host longer than the other ranks.
-    on_all = sum(way.on_each for way in together) + sum(way.on_others for way in hosted)
-    back = min((way.back for way in hosted), default=0.0)
-    return on_all + simple_bound([way.on_host - way.on_others for way in hosted], tp) + back <= seconds
+    # Every rank works on every hosted matrix, and its host works longer than the others.
+    on_all = sum(times.on_each for times in together) + sum(times.on_others for times in hosted)
+    back = min((times.back for times in hosted), default=0.0)
+    return on_all + simple_bound([times.on_host - times.on_others for times in hosted], tp) + back <= seconds
 
 
 def _weights(sets: Sequence[Sequence[int]], order: Sequence[int]) -> list[float] | None:
