@@ -59,13 +59,13 @@ class Finding:
     meaning: str
     """The meaning of the value for training, in one line."""
     fix: str = ""
-    """The fix; not empty for warnings and failures."""
+    """The thing to do; not empty for warnings and failures."""
 
 
 def _finding(
     group: Group, name: str, ok: bool, value: str, meaning: str, fix: str = "", *, otherwise: Status = "warn"
 ) -> Finding:
-    """Makes a finding. Its status is ok if `ok` is True. Otherwise it has the status `otherwise`, and the
+    """Makes a finding: with the status ok if `ok` is True, otherwise with the status `otherwise` and the
     fix."""
     status: Status = "ok" if ok else otherwise
     return Finding(group=group, name=name, status=status, value=value, meaning=meaning, fix="" if ok else fix)
@@ -97,8 +97,8 @@ class Diagnosis:
         return sum(finding.status == status for finding in self.findings)
 
     def as_json(self) -> Mapping[str, object]:
-        """Returns the output of `canzona doctor --json`. New keys keep `version`; any other change increments
-        it."""
+        """Returns the output of `canzona doctor --json`. Adding a key keeps `version`; any other change
+        increments it."""
         return {
             "version": VERSION,
             "ok": self.ok,
@@ -298,7 +298,7 @@ def _storage(on_gpus: bool) -> Iterator[Finding]:
 
 def _folder_finding(name: str, path: Path, meaning: str, setting: str, *, unwritable: Status = "warn") -> Finding:
     """Checks that a directory, or its nearest existing parent, is writable and has 2 GiB free."""
-    existing, fix = existing_folder(path.expanduser().absolute()), f"{setting}=DIR with a directory you may write to"
+    existing, fix = existing_folder(path.expanduser().absolute()), f"set {setting} to a directory you may write to"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         value = f"{path}: {existing} is not writable"
         return _finding("storage", name, False, value, meaning, fix, otherwise=unwritable)

@@ -1,7 +1,7 @@
 """Chooses the layout of a run, and suggests changes if no layout fits into memory.
 
-The user's settings are hard constraints. Values are searched for settings that are null, with the same result
-on every machine.
+The user's settings are hard constraints. A search finds values for the settings that are null. Its result is
+the same on every machine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -140,8 +140,8 @@ def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
 
 
 def _more_gpus(gpus: int, per_node: int) -> Iterator[int]:
-    """Yields larger numbers of GPUs: each number up to one node, then the GPUs of 1, 2, 3, 4, 6, 8, 12, ...
-    nodes."""
+    """Yields larger numbers of GPUs: each number up to the size of one node, then the GPUs of 1, 2, 3, 4, 6,
+    8, 12, ... nodes."""
     yield from range(gpus + 1, per_node + 1)
     for power in range(10):
         for machines in (1 << power, 3 << power >> 1) if power else (1,):

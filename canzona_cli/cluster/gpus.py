@@ -38,7 +38,7 @@ class GpuInfo:
     memory_bytes: int
     """The GPU's memory; 0 if it is unknown, because /proc does not report it."""
     uuid: str = ""
-    """`GPU-...`; empty if unknown."""
+    """The GPU's UUID, `GPU-...`; empty if unknown."""
     driver: str = ""
     """The driver's version; empty if unknown."""
 

@@ -112,8 +112,8 @@ def admits(requirement: Requirement, version: str) -> bool:
 
 
 def loopback_problem(ranks: int) -> str | None:
-    """Returns the error if `ranks` ranks cannot each open a port and connect on the loopback interface; None
-    if they can."""
+    """Tries to open a port and connect on the loopback interface for each of `ranks` ranks; returns the
+    error, or None if all succeed."""
     try:
         with ExitStack() as sockets:
             for _ in range(ranks + 1):  # one more for torchrun's store

@@ -13,8 +13,8 @@ from canzona_cli.config.schema import ClusterConfig
 from canzona_cli.errors import Problem, collect_problems
 
 WITHOUT_FUSED_LAYERS = "13 to 20% fewer tokens per second"
-"""The cost of cluster.transformer_engine=false that `canzona train --dry-run` predicts for 0.6B to 32B on 1
-to 256 H100s."""
+"""The cost of cluster.transformer_engine=false that `canzona train --dry-run` predicts for models of 0.6B
+to 32B on 1 to 256 H100s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def profile_warnings(cluster: ClusterConfig, *, training: bool = True) -> tuple[
         from canzona_cli.cluster.machine import install_fused_layers
 
         warnings.append(
-            "Transformer Engine is not installed here. Megatron's own layers train the same, with "
+            "Transformer Engine is not installed here. Megatron's own layers train the same model, but with "
             f"{WITHOUT_FUSED_LAYERS} in simulations; to install it: {install_fused_layers()}"
         )
     if training:

@@ -1,4 +1,4 @@
-"""A cache of layout searches: a run whose layout has been searched for already starts at once."""
+"""A cache of layout searches, so that a run starts at once if its layout has been searched for before."""
 
 import hashlib
 import json

@@ -1,7 +1,7 @@
 """The possible layouts of a run, and the search for the fastest.
 
-Every layout that keeps the user's settings is estimated quickly; a layout with more recomputation only after
-the same layout with less. Layouts are then simulated in the order of their estimates, until all remaining
+Every layout that keeps the user's settings gets a quick estimate, but a layout with more recomputation only
+after the same layout with less. Layouts are simulated in the order of their estimates, until all remaining
 estimates exceed the fastest simulated steps.
 """
 
@@ -225,8 +225,8 @@ MARGIN_WITH_EXPERTS = 1.03
 EXHAUSTIVE_RANKS = 1024
 """The largest number of ranks for which every layout within `MARGIN` is simulated."""
 MAX_SIMULATIONS = 10
-"""The limit on simulations for runs with more ranks, where each simulation takes a second. It is raised to
-the number of layouts that the search returns."""
+"""The limit on simulations for runs with more ranks, whose layouts take a second each to simulate. It is raised
+to the number of layouts that the search returns."""
 MANY_MATRICES = 4096
 """The number of matrices above which making a plan takes seconds. Only models with experts have more."""
 MAX_SIMULATIONS_MANY_MATRICES = 2
@@ -295,7 +295,7 @@ def fastest_with(config: RunConfig, strategy: AnyStrategy, planned: Layout) -> L
     fastest = min(results, key=lambda tried: tried.per_sequence_s, default=None)
     if fastest is None or config.cluster.device == "cpu" or config.parallel.bucket_elements is not None:
         return fastest
-    _, *limits = bucket_limits(default_bucket_elements(fastest.layout.owners))  # `fastest` has the default
+    _, *limits = bucket_limits(default_bucket_elements(fastest.layout.owners))  # `fastest` already has the default
     runs = [replace(other, parallel=replace(other.parallel, bucket_elements=limit)) for limit in limits]
     simulated = [_simulate(run, fastest.layout) for run in runs if estimate(run, fastest.layout).fits]
     return min([fastest, *(each.complete() for each in simulated if each)], key=lambda tried: tried.iteration_s)
@@ -353,7 +353,7 @@ def _eligible(config: RunConfig) -> list[list[Layout]]:
         several, fits = list(alike), list[Layout]()
         for index, layout in enumerate(several):
             memory = estimate(config, layout)
-            if memory.leaves_headroom:  # the later layouts are too: more recomputation never needs more memory
+            if memory.leaves_headroom:  # so do the later layouts: more recomputation never needs more memory
                 leaves_headroom.append(several[index:])
                 break
             if memory.fits:
@@ -388,7 +388,7 @@ def _quickest_first(config: RunConfig, layouts: Iterable[Sequence[Layout]]) -> I
 
 @dataclass(frozen=True, kw_only=True)
 class _SimulatedLayout:
-    """A simulated layout."""
+    """A layout with its plan and the result of its simulation."""
 
     run: RunConfig
     """The configuration with the layout filled in."""
@@ -430,7 +430,7 @@ def _simplest_first(layout: Layout) -> tuple[int, ...]:
 def _still_valid(config: RunConfig, remembered: LayoutSearch) -> bool:
     """Returns True if cached layouts are possible for the run and fit.
 
-    A cache file may be from another run or from before a rule changed, and the run would train in its layout.
+    A cache file may be from another run or from before a rule changed. Its layout must then not be used.
     """
     layouts = {tried.layout for tried in remembered.best}
     return layouts <= set(possible_layouts(config)) and all(estimate(config, layout).fits for layout in layouts)

@@ -1,4 +1,4 @@
-"""Counts the memory of a rank that does not depend on a plan: parameters, activations and logits.
+"""Counts the part of a rank's memory that does not depend on a plan: parameters, activations and logits.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
 attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp, pp, cp and dp.
@@ -40,7 +40,7 @@ class StageWeights:
     matrices: int
     """The elements of 2-D layer weights, experts included."""
     experts: int
-    """The elements of the rank's experts if ep > 1, when their gradients are reduced over fewer ranks
+    """The elements of the rank's experts if ep > 1, because their gradients are then reduced over fewer ranks
     (`Mesh.expert_owners`); 0 if ep = 1."""
     others: int
     """The elements that AdamW updates: embedding, output layer, norms, routers."""
@@ -63,7 +63,7 @@ class StageWeights:
         return math.ceil(everywhere / layout.owners) + math.ceil(self.experts / layout.expert_owners)
 
     def adamw(self, execution: Execution, layout: Mesh) -> int:
-        """Returns the number of elements that AdamW updates on a rank."""
+        """Returns the number of elements that AdamW updates on a rank of a run with this execution."""
         return self.others if execution.everywhere else self.share(layout, matrices=execution is Execution.ADAMW)
 
 
@@ -103,7 +103,8 @@ def stored_shapes(config: RunConfig, layout: Layout) -> Counter[Shape]:
 def layer_activations(config: RunConfig, family: Family, layout: Layout, recompute: Recompute) -> int:
     """Counts the bytes that one layer keeps for the backward pass of one micro-batch.
 
-    With T = micro-batch * s / c tokens, element size w, and x = t with sequence parallelism, else 1:
+    With sequences of s tokens, T = micro-batch * s / c, a query heads and g key-value heads of d elements,
+    and x = t with sequence parallelism, else 1:
     - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of
       everything else;
     - torch's core attention (without Transformer Engine) with c > 1 and no recomputation: k and v of the full

@@ -354,8 +354,8 @@ class Links:
 def _rows(
     table: tuple[tuple[str, int, float, float, float], ...], kind: Collective, ranks: int
 ) -> tuple[tuple[float, float, float], ...]:
-    """Lists the measured (bytes, seconds, cores) of a collective, ascending. They are those of the smallest
-    measured group with at least `ranks` ranks, or, if there is none, of the largest measured group."""
+    """Lists the measured (bytes, seconds, cores) of a collective, ascending: for the smallest measured group
+    with at least `ranks` ranks or, if there is none, for the largest measured group."""
     sizes = sorted({row[1] for row in table if row[0] == kind})
     if not sizes:
         return ()

@@ -4,9 +4,9 @@ capacity.
 `estimate` needs no plan: it works from shapes alone. The search of layouts uses it, and so do strategies
 without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Every
 command shows `planner.memory.memory_of`: `plan_memory` if there is a plan, otherwise the estimate. Both
-functions add up the same parts. They differ in which matrices a rank keeps (`placement`, or the plan) and in
-the size of the engine's buffers (`least_buffer_bytes`, or `step_buffers`). State is counted as Megatron-core
-0.19 keeps it.
+functions add up the same parts. They differ in the matrices that a rank keeps (`placement`, or the plan) and
+in the size of the engine's buffers (`least_buffer_bytes`, or `step_buffers`). State is counted as
+Megatron-core 0.19 keeps it.
 
 Buffers of the communication library are not tensors; the profile's `reserved_gib` includes them.
 
@@ -135,7 +135,7 @@ def _stage_parts(config: RunConfig, algorithm: Algorithm, layout: Layout, stage:
 
 @lru_cache(maxsize=4096)
 def _lasting(config: RunConfig, algorithm: Algorithm, layout: Layout, stage: int) -> tuple[int, int, int, int]:
-    """Counts the bytes of weights, gradients, optimizer and exchange."""
+    """Counts the bytes of four parts of `MemoryEstimate`: weights, gradients, optimizer and exchange."""
     weights, fullest = stage_weights(config, layout, stage), placement(config, layout, stage)
     # Megatron pads its layer-wise buffers so that undivided parameters fit equal shards. Every rank stores
     # the padding.
@@ -181,7 +181,7 @@ def _state_on_fullest(
 
 
 def placement(config: RunConfig, layout: Layout, stage: int) -> Placement | None:
-    """Estimates, without a plan, for which matrices the fullest rank of a stage keeps the state.
+    """Estimates, without a plan, the matrices whose state the fullest rank of a stage keeps.
 
     - layerwise: Megatron's packing of TP fragments over D * c ranks, padding included;
     - canzona: matrices over the D * c * t cells of the grid, balanced by elements;
@@ -223,7 +223,11 @@ def _layerwise_buffers(model: ModelConfig, layout: Layout) -> list[tuple[tuple[i
 
 @lru_cache(maxsize=4096)
 def layerwise_placement(sizes: tuple[int, ...], layers: int, shards: int, bucket: int | None) -> Placement:
-    """Returns the placement that `lay_out` gives `layers` layers whose parameters have `sizes` elements."""
+    """Returns the placement of `layers` layers in the buckets of `lay_out`.
+
+    Args:
+        sizes: the elements of each parameter of a layer.
+    """
     loads = [0] * shards
     padded = 0
     parameters = sizes * layers
@@ -358,12 +362,12 @@ def element_bytes(config: RunConfig, algorithm: Algorithm, counts: Mapping[Shape
 
 
 def least_buffer_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
-    """Estimates the least bytes that the engine's message and gradient buffers take in a stage, under any
-    plan.
+    """Estimates a lower bound, for any plan, on the bytes of the engine's message and gradient buffers in a
+    stage.
 
-    With tp > 1: the messages of two micro-groups with one matrix on each host, and the matrix's assembled
-    fp32 gradient. With tp = 1 nothing is sent, but gradients are copied (`_copied_elements`), in batches of
-    at most `BATCH_BYTES` or of one matrix.
+    With tp > 1, these are the messages of two micro-groups with one matrix on each host, and the matrix's
+    assembled fp32 gradient. With tp = 1 nothing is sent, but gradients are copied (`_copied_elements`), in
+    batches of at most `BATCH_BYTES` or of one matrix.
     """
     elements = [math.prod(shape) for shape in matrix_shapes(config)]
     largest = max(elements)
@@ -377,9 +381,9 @@ def least_buffer_bytes(config: RunConfig, layout: Layout, stage: int) -> int:
 
 
 def _gathered_elements(config: RunConfig, layout: Layout) -> int:
-    """Counts the elements of the engine's buffers under strategy sc. It gathers one matrix at a time, with
-    buffers for the rank's fragment, all ranks' fragments, and the assembled matrix. With tp = 1 only copies
-    are needed (`_copied_elements`)."""
+    """Counts the elements of the engine's buffers under strategy sc. The engine gathers one matrix at a time,
+    with buffers for the rank's fragment, all ranks' fragments, and the assembled matrix. With tp = 1 only
+    copies are needed (`_copied_elements`)."""
     if layout.tp == 1:
         return max(_copied_elements(config), default=0)
     largest = max(math.prod(shape) for shape in matrix_shapes(config))

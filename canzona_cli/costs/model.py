@@ -1,8 +1,8 @@
 """The time of a pipeline stage: its forward and backward passes, and its passes over gradients, which zero them,
 compute their norm and clip them.
 
-Forward and backward are timed module by module (`costs.modules`), because a bucket of gradients may become
-complete, or a bucket of weights may be needed, between any two modules.
+The forward and backward passes are timed module by module (`costs.modules`), because a bucket of gradients
+may become complete, or a bucket of weights may be needed, between any two modules.
 """
 
 from dataclasses import dataclass, replace
@@ -83,8 +83,9 @@ class StageTime:
 def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     """Returns the times of the modules of `stage`, for one micro-batch on one rank.
 
-    Let T = micro-batch * s / c tokens, h the hidden size, a query heads and g key-value heads of d elements,
-    f the width of the MLP, t = tp, and x = t with sequence parallelism, else 1. Per micro-batch and rank:
+    With sequences of s tokens and c = cp, let T = micro-batch * s / c tokens, h the hidden size, a query
+    heads and g key-value heads of d elements, f the width of the MLP, t = tp, and x = t with sequence
+    parallelism, else 1. Per micro-batch and rank:
     - qkv: matmul T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm
       and rotary embedding 4 T (a+g)d/t elements through memory. With c > 1, keys and values are all-gathered
       before core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; this
@@ -161,7 +162,7 @@ def units_taken(config: RunConfig, layout: Layout) -> float:
 
 
 def zeroing_seconds(config: RunConfig, layout: Layout, stage: int, padding: int = 0) -> float:
-    """Returns the seconds to set a stage's gradient buffers to zero, before the first forward pass.
+    """Returns the seconds that it takes to zero a stage's gradient buffers, before the first forward pass.
 
     Args:
         padding: the elements of padding in the buffers.
@@ -199,8 +200,8 @@ class NormClip:
 
 
 def least_before_updates(config: RunConfig, layout: Layout) -> float:
-    """Returns a lower bound on the seconds of norm, clip and AdamW: those of an average owner of the middle
-    stage, which has the fewest parameters that AdamW updates."""
+    """Returns a lower bound on the seconds of norm, clip and AdamW: the time of an average owner in the
+    middle stage, where AdamW updates the fewest parameters."""
     weights = stage_weights(config, layout, layout.pp // 2)
     others = weights.others / layout.owners
     reduced = weights.reduced(layout)

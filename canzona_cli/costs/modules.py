@@ -38,8 +38,8 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.55, 0.45
 heads of 128 at 4k tokens on Hopper: Shah et al. 2024 (FlashAttention-3, arXiv 2407.08608, figures 5 and
 6)."""
 TORCH_ATTENTION = 1.6
-"""The time of torch's kernel, FlashAttention-2, relative to Transformer Engine's on Hopper: 1.5 to 2 forward,
-1.5 to 1.75 backward (the same paper)."""
+"""The time of torch's kernel, FlashAttention-2, relative to Transformer Engine's on Hopper: 1.5 to 2 in the
+forward pass, 1.5 to 1.75 in the backward pass (the same paper)."""
 CPU_ATTENTION = 0.4
 """The share of a core's fp32 rate that torch's attention kernel reaches on CPUs, in fp32 and in bf16, forward
 and backward: measured 0.25 to 0.8 with 256 to 2,048 tokens and heads of 32 to 128, lowest with the fewest
@@ -98,7 +98,7 @@ class ModuleTimes:
         cluster, width = config.cluster, config.train.weight_bytes
         self._tokens, self._stream = micro_batch_tokens(config, layout), stream_elements(config, layout)
         self._memory_s = ELEMENTWISE_PASSES[cluster.fused_layers] * width / memory_rate(cluster)
-        """The seconds of elementwise work per element and fused pass, with `ELEMENTWISE_PASSES`."""
+        """The seconds of elementwise work per element and fused pass, `ELEMENTWISE_PASSES` included."""
         self._accumulate_s = 2 * config.train.gradient_bytes / memory_rate(cluster)
         """The seconds to add one element's gradient to its buffer."""
         links, group = Links(cluster=cluster), Groups.of(layout, cluster).tp
@@ -194,7 +194,8 @@ class ModuleTimes:
         )
 
     def _exposed_exchange(self, matmul_s: float) -> Transfer:
-        """Returns the time that a tensor-parallel collective adds to its matmul of `matmul_s` seconds.
+        """Returns a tensor-parallel collective, reduced to the time that it adds to a matmul of `matmul_s`
+        seconds.
 
         With `cluster.tp_overlap`, the collective and the matmul are cut into as many pieces as the group has
         ranks, and one piece is multiplied while the next is communicated. One piece of the collective
@@ -210,10 +211,10 @@ class ModuleTimes:
         """Returns the forward and backward seconds of a module on the slowest GPU.
 
         Args:
-            forward: the modelled seconds of the operations of its forward pass.
-            backward: those of its backward pass.
-            starts: the number of its operations relative to a usual module, which determines the overhead of
-                starting them.
+            forward: the modelled seconds of its forward pass.
+            backward: the modelled seconds of its backward pass.
+            starts: the number of its operations relative to an average module; the overhead of starting them
+                is proportional to it.
         """
         cluster, slowest = self._cluster, slowest_gpu_factor(self._cluster, self._layout.world_size)
         forward_s = slowest * forward * cluster.forward_factor + 1e-6 * cluster.forward_module_us * starts
@@ -223,7 +224,7 @@ class ModuleTimes:
 
 def _with_hidden_dispatch(cluster: ClusterConfig, modules: Sequence[Module]) -> list[Module]:
     """Overlaps the transfers of a layer's tokens with another micro-batch's pass in the opposite direction:
-    the transfer to the experts with one half of this pass, and the transfer back with the other half."""
+    the transfer to the experts with one half of that pass, and the transfer back with the other half."""
     half_backward_s = sum(module.backward_s for module in modules) / 2
     half_forward_s = sum(module.forward_s for module in modules) / 2
 

@@ -17,12 +17,12 @@ BATCH_BYTES = 256 << 20
 """The limit on the bytes of fp32 gradients that an owner copies at once if tp = 1. A matrix larger than this
 is copied alone."""
 FP32 = 4
-"""The bytes of an element of masters, optimizer state and scratch."""
+"""The bytes of an fp32 element, such as those of masters, optimizer state and scratch."""
 
 
 def batch_slices(elements: Sequence[int]) -> list[slice]:
-    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32; a larger matrix is a
-    separate batch.
+    """Cuts a sequence of matrices into batches of at most `BATCH_BYTES` in fp32; a larger matrix gets a batch
+    to itself.
 
     Args:
         elements: for each matrix, the number of elements that are copied.
@@ -135,7 +135,8 @@ def momentary_bytes(config: RunConfig, algorithm: Algorithm) -> int:
       squares of the longest preconditioned side and one matrix, in fp32;
     - Megatron's Muon: the fp32 update, its gathered copy and three iterates of the largest matrix, and two
       Gram matrices of its short side;
-    - other Shampoo and SOAP: four squares of the longest preconditioned side and three matrices, in fp32;
+    - Shampoo and SOAP in code that is not canzona's: four squares of the longest preconditioned side and
+      three matrices, in fp32;
     - AdamW: three matrices in fp32.
     """
     shapes, width, keeps = set(matrix_shapes(config)), config.train.weight_bytes, keeps_workspace(config)

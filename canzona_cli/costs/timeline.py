@@ -161,8 +161,8 @@ class Timeline:
         self.tasks[index] = task._replace(after=(*task.after, other))
 
     def run_slowed(self, slowed_by: Mapping[Hashable, Sequence[Hashable]], share: float) -> list[TaskTimes]:
-        """Simulates tasks that transfers slow down, because they take some of the compute units; returns the
-        times of each task.
+        """Simulates tasks that are slowed down by transfers, which take some of the compute units; returns
+        the times of each task.
 
         A task takes longer by `share` times its overlap with transfers. A first simulation without slowdown
         determines the overlaps.

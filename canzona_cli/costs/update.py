@@ -44,9 +44,9 @@ MEMORY_EFFICIENCY: Mapping[Device, float] = MappingProxyType({"cpu": COPY_EFFICI
 on an H100, an estimate between the 3.0 of a copy and the 2.0 to 2.3 of torch.compile's and Liger's norms
 (QuACK, Dao-AILab, 2025-07)."""
 MEGATRON_HOST_S = 1.3e-3
-"""The host's seconds for one update of Megatron's Muon on GPUs, which issues operations one by one. From
-Megatron-core's golden values for a model of 12 layers on 8 H100: 195.8 ms per step with layer-wise Muon and
-158.6 with Adam, for about 29 matrices per rank (gpt3_moe_mcore_te_ep8, 2026)."""
+"""The host's seconds for one update of Megatron's Muon on GPUs, which issues operations one by one. The
+source is Megatron-core's golden values for a model of 12 layers on 8 H100s: 195.8 ms per step with layer-wise
+Muon and 158.6 with Adam, for about 29 matrices per rank (gpt3_moe_mcore_te_ep8, 2026)."""
 ADAMW_BYTES = {True: 30, False: 86}
 """The bytes of AdamW's memory traffic per element. With Transformer Engine's fused kernel (True): gradient 4
 read, master and both moments 4 read and 4 written each, bf16 weight 2 written. With torch's foreach passes
@@ -249,8 +249,8 @@ def update_costs(config: RunConfig, members: Sequence[Matrix]) -> tuple[float, .
 
 
 def period_seconds(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig) -> tuple[float, ...]:
-    """Returns the seconds of an update in each step of a refresh period. Their mean is measured or modelled,
-    their proportions are those of the model."""
+    """Returns the seconds of an update in each step of a refresh period. Their mean is measured or modelled;
+    their proportions are always modelled."""
     algorithm = _with_choices(algorithm, rows, cols, cluster)
     mean, steps = _modelled(algorithm, rows, cols, cluster)
     scale = _seconds(algorithm, rows, cols, cluster) / mean
@@ -285,9 +285,10 @@ def memory_rate(cluster: ClusterConfig) -> float:
 def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
     """Returns the FLOP/s that a matmul of (size, size) matrices reaches.
 
-    bf16: from the profile's table. The rate is linear in log(size) between two sizes, proportional to the
-    size below the smallest (a small matmul leaves units idle), constant above the largest, and limited by
-    the sustained rate under the power limit. fp32 and TF32 have one rate for all sizes.
+    In bf16, the rate comes from the profile's table. It is linear in log(size) between two sizes,
+    proportional to the size below the smallest (a small matmul leaves units idle), constant above the
+    largest, and limited by the sustained rate under the power limit. In fp32 and TF32, the rate is the same
+    for all sizes.
     """
     if unit != "bf16":
         fp32 = cluster.fp32_tflops or cluster.bf16_tflops / 16
@@ -296,14 +297,14 @@ def matmul_rate(cluster: ClusterConfig, size: float, unit: Unit) -> float:
 
 
 def rates(cluster: ClusterConfig) -> tuple[tuple[int, float], ...]:
-    """Returns the (size, TFLOP/s) of bf16 matmuls in ascending order. A profile without a table gets an
+    """Returns (size, TFLOP/s) pairs of bf16 matmuls, ascending by size. A profile without a table gets an
     estimate: a third of the peak at 1024, two thirds from 4096 on."""
     peak = cluster.bf16_tflops
     return cluster.matmul_tflops or ((1024, peak / 3), (4096, peak * 2 / 3))
 
 
 def _interpolated(table: tuple[tuple[int, float], ...], size: float) -> float:
-    """Returns the TFLOP/s at `size` from a table of (size, TFLOP/s), ascending."""
+    """Returns the TFLOP/s at `size` from a table of (size, TFLOP/s) pairs, ascending by size."""
     place = bisect_right(table, size, key=lambda entry: entry[0])
     if place == 0:
         return table[0][1] * size / table[0][0]
@@ -314,7 +315,8 @@ def _interpolated(table: tuple[tuple[int, float], ...], size: float) -> float:
 
 
 def matmul_seconds(cluster: ClusterConfig, m: float, k: float, n: float, unit: Unit) -> float:
-    """Returns the seconds of an (m, k) by (k, n) matmul, at the rate of a square one of the same volume."""
+    """Returns the seconds of an (m, k) by (k, n) matmul, at the rate of a square matmul of the same
+    volume."""
     volume = m * k * n
     return 2.0 * volume / matmul_rate(cluster, volume ** (1 / 3), unit)
 
@@ -363,7 +365,8 @@ def _modelled(
 
 
 def _measured(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig, prefix: str = "") -> float | None:
-    """Returns the profile's measured seconds of one update; None if it did not measure this very update."""
+    """Returns the profile's measured seconds of one update; None if it has no measurement of exactly this
+    update."""
     if not cluster.measured_updates:
         return None
     key = (prefix + label(algorithm), rows, cols)

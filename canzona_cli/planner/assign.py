@@ -173,8 +173,9 @@ def _cut_evenly(stage: PoolProblem) -> Owners:
 def _place_within(
     stage: PoolProblem, experts: Sequence[PoolProblem], settings: PlanSettings, memory_cap: int | None
 ) -> Placement:
-    """Assigns a stage's matrices within `memory_cap`, without sharing any. This is the only way to assign a
-    stage that has experts, and the last resort if all candidates exceed `memory_cap`.
+    """Assigns a stage's matrices within `memory_cap`, without sharing any. Strategy canzona with
+    layout owner assigns stages with experts in this way. Otherwise, it is the last resort if all candidates
+    exceed `memory_cap`.
 
     Raises:
         DoesNotFit: no assignment was found; or `memory_cap` is exceeded with mode shared or strategy paper,
@@ -262,7 +263,7 @@ def _cut(stage: PoolProblem, alpha: float, *, by_cost: bool) -> Owners:
     """Cuts buckets between owners in natural order, balanced by cost or by elements.
 
     Args:
-        alpha: the paper's, see `balanced_cuts`.
+        alpha: the weight of the total over buckets, see `balanced_cuts`.
     """
 
     def weight(part: Part) -> float:
@@ -350,7 +351,7 @@ def deal(loads: Sequence[float], owners: int) -> list[int]:
 def _assign_capped(
     stage: PoolProblem, weights: Sequence[float], elements: Sequence[int], cap: int
 ) -> dict[int, Cell] | None:
-    """Assigns matrices to cells of at most `cap` elements; returns None if a unit finds no room.
+    """Assigns matrices to cells of at most `cap` elements; returns None if a unit does not fit.
 
     The heaviest units are assigned first. Each goes to the owner with the lowest total weight among those
     whose hosts have room for it.

@@ -1,4 +1,4 @@
-"""Lower bounds of the busiest rank's update time: no assignment is faster."""
+"""Lower bounds on the busiest rank's update time: no assignment is faster."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -15,10 +15,10 @@ RESOLUTION = 1e-6
 _TINY = 1e-9
 """A relative tolerance for rounding errors."""
 _FINEST = 24
-"""The number of rounding functions u_k that are tried: k < 24."""
+"""The number of functions u_k that `_mass` tries: k < 24."""
 _BISECTIONS = 30
 _KINDS = 24
-"""The largest number of distinct costs over which the functions are summed, see `_coarse`."""
+"""The largest number of distinct costs over which `_mass` sums its functions, see `_coarse`."""
 
 
 def stage_bound(
@@ -47,7 +47,7 @@ def stage_bound(
 
 
 def bound_with_experts(others: Sequence[float], experts: Sequence[float], mesh: Mesh) -> float:
-    """Returns a lower bound of the fullest cell's height in a stage whose cells hold experts and other
+    """Returns a lower bound on the fullest cell's height in a stage whose cells hold experts and other
     matrices. It exceeds `lower_bound` only if there are few other matrices and many cells.
 
     Proof: let n other matrices cost c or more. Some expert-parallel rank has at least n / ep of them, rounded
@@ -74,7 +74,7 @@ def bound_with_experts(others: Sequence[float], experts: Sequence[float], mesh: 
 
 
 def _bisect(bound: float, is_too_low: Callable[[float], bool]) -> float:
-    """Raises a proven lower bound of a height, by bisection between it and twice its value.
+    """Raises a proven lower bound on a height, by bisection between it and twice its value.
 
     Args:
         is_too_low: a function that returns True for a height only if every packing is higher.
@@ -89,7 +89,7 @@ def _bisect(bound: float, is_too_low: Callable[[float], bool]) -> float:
 
 
 def _costliest_first(costs: Sequence[float]) -> Iterator[tuple[float, int]]:
-    """Yields each cost, the highest first, with the number of items that cost as much or more."""
+    """Yields each cost, the highest first, with the number of items that cost at least as much."""
     number = 0
     for cost, count in sorted(Counter(costs).items(), reverse=True):
         number += count
@@ -135,9 +135,9 @@ def lower_bound(
     With tp = 1, a cell is an owner, and relaxation 2 is the exact problem. `packing_bound` bounds each
     relaxation.
 
-    A matrix that may be shared (in `shares`) has the price of its cheaper mode: in relaxations 1 and 3, the
-    hosted update or one rank's part of the shared update; in relaxation 2, the hosted update or all ranks'
-    parts.
+    A matrix that may be shared (in `shares`) counts with the cost of its cheaper mode: in relaxations 1 and
+    3, the hosted update or one rank's part of the shared update; in relaxation 2, the hosted update or all
+    ranks' parts.
     """
     on_one_cell: dict[int, list[float]] = defaultdict(list)  # by unit, the seconds of each matrix on one cell
     on_all_cells: dict[int, float] = defaultdict(float)  # by unit, the seconds of its matrices on all the owner's cells
@@ -166,7 +166,7 @@ def packing_bound(costs: Sequence[float], bins: int) -> float:
     - *dual feasible functions* (Lueker 1983; Fekete and Schepers 2001): f on [0, 1] with sum f(x_i) <= 1
       whenever sum x_i <= 1. If every bin were at most T high, x_i = cost_i / T would add up to at most 1 in
       each bin, so that sum f(x_i) <= bins over all items. If this sum is larger, every packing is higher than
-      T. `_mass` has the functions.
+      T. `_mass` tries several functions f.
 
     T is bisected between the bound of the first three terms and twice this bound. The lower end of the
     interval is always a proven bound.

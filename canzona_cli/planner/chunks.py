@@ -1,8 +1,8 @@
 """The data-parallel traffic of a pipeline stage: the buckets of its gradient buffers, in Megatron's order.
 
 A `Chunk` is a bucket as the simulator and the planner's `Exposure` need it: the times of its reduction and
-its gathering, and the module of the stage that completes its gradients in the backward pass. This module is
-the first in the forward pass with a parameter in the bucket, so it is also the first that needs the gathered
+its gathering, and the module of the stage that completes its gradients in the backward pass. In the forward
+pass, the same module is the first with a parameter in the bucket, so it is the first to need the gathered
 parameters.
 """
 
@@ -25,8 +25,8 @@ from canzona_cli.planner.reduction import GATHERED_AHEAD, ReductionModel, adamw_
 
 Stream = Literal["data", "experts", "adamw"]
 """A communicator of data-parallel traffic. Its transfers run one after another; transfers of different
-communicators share the links. Experts that are divided among ranks have a separate communicator. So do, under
-a plan on GPUs, the parameters of AdamW (`planner.reduction.adamw_apart`)."""
+communicators share the links. Experts that are divided among ranks have a separate communicator. Under a plan
+on GPUs, AdamW's parameters have one too (`planner.reduction.adamw_apart`)."""
 STREAMS: Final[tuple[Stream, ...]] = get_args(Stream)
 
 

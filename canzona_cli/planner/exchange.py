@@ -1,7 +1,7 @@
-"""The messages that each TP rank sends and receives for one micro-group. The engine, the planner, the memory
-estimate and the simulation use them.
+"""The messages that each TP rank sends and receives for one micro-group. The engine sends them; the planner,
+the memory estimate and the simulation need their sizes.
 
-The ranks that store a matrix decide which parts of it are sent:
+The parts of a matrix that are sent depend on the ranks that store it:
 
                                 gradients, to the host           weights, back from the host
     cut (`shard_dim`)           every other rank's fragment      a fragment to every other rank

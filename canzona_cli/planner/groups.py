@@ -27,9 +27,9 @@ CLOSE = 0.002
 candidate. The overhead of exchanges is the least predictable part of the time."""
 
 GAIN = 0.98
-"""The largest ratio of the slowest owner's time with sharing to its time without at which a stage shares
-matrices. Sharing must gain something, because it changes owners, and buckets may then take longer to
-communicate."""
+"""The threshold for sharing matrices in a stage: the largest ratio of its slowest owner's time with sharing
+to the time without. Sharing must gain something, because it changes owners, and buckets may then take longer
+to communicate."""
 
 Group = tuple[int, ...]
 """The matrices of one micro-group, as indices in the plan's list."""
@@ -66,8 +66,8 @@ def expert_seconds(
 
 
 class GroupSearch:
-    """The search for the micro-groups of owners. A cache serves owners that have the same costs on the same
-    hosts.
+    """The search for the micro-groups of owners. Results are cached, because many owners have the same costs
+    on the same hosts.
 
     Args:
         costs: the seconds of each matrix's update by one rank.
@@ -165,7 +165,7 @@ class GroupSearch:
                 for alternative in _alternatives(jobs, packer, possible)
                 if memory_cap is None or _fullest(alternative, tp) <= memory_cap
             ]
-            # The first of equally fast ways.
+            # The first of equally fast alternatives.
             seconds, _, best = min(
                 (self.find(alternative)[0], place, alternative)
                 for place, alternative in enumerate(alternatives or [jobs])
@@ -218,7 +218,7 @@ def _find_groups(
     chosen = [list(jobs)] if jobs else []
     if tp > 1:
         chosen = paper_groups(jobs, tp, capacity)
-        # If a memory cap led to other hosts than the greedy choice, the groups are cut for these hosts.
+        # If a memory cap led to hosts other than the greedy choice, the groups are cut for these hosts.
         hosts = {job.matrix.index: job.host for group in chosen for job in group}
         if hosts != {job.matrix.index: job.host for job in jobs}:
             chosen = _cut(jobs, tp, capacity)

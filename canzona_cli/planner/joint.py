@@ -21,7 +21,7 @@ from canzona_cli.planner.seats import spread_bytes
 def balance_together(
     stage: PoolProblem, experts: Sequence[PoolProblem], memory_cap: int | None
 ) -> dict[int, Cell] | None:
-    """Returns the cell of every matrix of a stage; None if a matrix finds no room.
+    """Returns the cell of every matrix of a stage; None if a matrix does not fit.
 
     Args:
         stage: the problem of the matrices that all ranks of the stage store.
@@ -52,7 +52,7 @@ class _Grid:
         cells."""
 
     def place_others(self) -> Iterator[tuple[int, int]]:
-        """Places the matrices that all ranks store; yields (matrix, cell) for each matrix that finds room."""
+        """Places the matrices that all ranks store; yields (matrix, cell) for each matrix that fits."""
         stage, mesh = self._stage, self._mesh
         tp, ep = mesh.tp, mesh.ep
         for unit in sorted(stage.units, key=lambda unit: (-stage.cost(unit), unit)):
@@ -85,7 +85,7 @@ class _Grid:
         return cell
 
     def place_experts(self, problem: PoolProblem) -> Mapping[int, Cell]:
-        """Places an expert-parallel rank's experts; returns the cell of each expert that finds room."""
+        """Places an expert-parallel rank's experts; returns the cell of each expert that fits."""
         rank = problem.pool.expert_rank
         assert rank is not None
         cells = self._mesh.expert_cells(rank)
@@ -106,7 +106,7 @@ class _Grid:
 
 def _fill(problem: PoolProblem, busy: Sequence[float], room: list[int]) -> dict[int, int]:
     """Assigns an expert-parallel rank's units, the costliest first, each to the least busy owner with room;
-    returns the owner of each unit that finds room.
+    returns the owner of each unit that fits.
 
     Args:
         busy: the seconds that each owner already has.

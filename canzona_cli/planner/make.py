@@ -36,8 +36,8 @@ from canzona_cli.planner.plan import Plan, PlanSettings, Scalar, Subject
 from canzona_cli.planner.reduction import uniform_buckets
 
 _LATER: Final = {"num_experts": 0, "gated": True}
-"""The model settings that are newer than plan files. A setting with this value is left out of a plan's
-subject, so that older plans keep their hashes."""
+"""The model settings that are newer than the first plan files. A setting with this value is left out of a
+plan's subject, so that older plans keep their hashes."""
 _CAPACITIES = (8, 4, 2, 1)
 """The values of C_max that are tried, as multiples of the largest matrix."""
 
@@ -127,7 +127,7 @@ def _fastest(config: RunConfig, layout: Layout, attempts: Sequence[Attempt]) -> 
 
 @lru_cache(maxsize=2)
 def _exposure(config: RunConfig, layout: Layout) -> Exposure:
-    """Returns the estimator of a run's waits; all attempts at its plan use the same."""
+    """Returns the estimator of a run's waits; all attempts at its plan share it."""
     return Exposure(config, layout)
 
 
@@ -295,7 +295,7 @@ def _most_held(plan: Plan) -> int:
 
 
 def _most_received(plan: Plan) -> int:
-    """Counts the elements that a host receives in one micro-group, at most."""
+    """Counts the most elements that a host receives in one micro-group."""
     received = Counter[tuple[int, int]]()
     for number, group in enumerate(plan.groups):
         for matrix in group.matrices:

@@ -20,8 +20,8 @@ from canzona_cli.planner.reduction import collectives, sent_elements, shares
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """The load balance of the stage whose slowest rank takes longest: the maximum over the mean of update
-    seconds. 1.0 is perfect."""
+    """The load balance of the stage whose slowest rank takes longest: the ratio of the longest update time to
+    the mean. 1.0 is perfect."""
 
     dp: float
     """The balance over owners. An owner's seconds are the sum over its hosts."""
@@ -32,11 +32,11 @@ class Balance:
     """The balance over all cells, which equals the time of the update relative to its time with perfect
     balance."""
     lower_bound: float
-    """The lower bound of `grid`: no assignment has a smaller value."""
+    """The lower bound on `grid`: no assignment has a smaller value."""
     ranks: float
     """The balance over the ranks of all stages, which may have different numbers of layers."""
     ranks_bound: float
-    """The lower bound of `ranks`."""
+    """The lower bound on `ranks`."""
     slowest_s: float
     """The update seconds of the slowest rank."""
     mean_s: float
@@ -86,7 +86,7 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateKind:
-    """Matrices of one shape and cost, which are updated in the same way."""
+    """The matrices of one shape and cost, which are updated in the same way."""
 
     rows: int
     cols: int
@@ -107,8 +107,8 @@ class UpdateKind:
     batched."""
     error: float | None
     """The distance of the update from an orthogonal matrix in exact arithmetic: the root mean square of |s -
-    1| over its singular values s, without those that are below 0.007 times the largest in the input. Rounding
-    adds less than 0.01 in either form, in bf16 or fp16. None if it is unknown."""
+    1| over its singular values s. Singular values below 0.007 times the input's largest are left out.
+    Rounding adds less than 0.01 in either form, in bf16 or fp16. None if it is unknown."""
 
 
 POLYNOMIAL_ERROR = {

@@ -99,8 +99,8 @@ def _buffer_key(matrix: Matrix) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True)
 class _Copies:
-    """The copies of gradients. A gradient is copied unless it is contiguous and in fp32 in the buffer in
-    which it is reduced."""
+    """The rule that says which gradients are copied: all but those that are contiguous and in fp32 in the
+    buffer in which they are reduced."""
 
     interleaved: frozenset[Kind]
     """The kinds of matrices whose gradients are not contiguous."""

@@ -37,7 +37,7 @@ class Job:
 
     @property
     def busy(self) -> float:
-        """The seconds of the update on the host alone; 0 if the matrix is shared."""
+        """The seconds of the host's update; 0 if the matrix is shared."""
         return self.seconds if self.share is None else 0.0
 
     @property
@@ -331,7 +331,7 @@ class HostedPipeline:
         return size * self.byte_s + launches * self.launch_s
 
     def _exchange(self, traffic: Traffic, width: int) -> Transfer:
-        """Returns the all-to-all that moves `traffic`, of `width` bytes an element."""
+        """Returns the all-to-all that moves `traffic`, with `width` bytes per element."""
         sent, received = ([elements * width for elements in side] for side in (traffic.sent, traffic.received))
         return self.links.all_to_all(sent, received, self.group).scaled(self.exchanging)
 

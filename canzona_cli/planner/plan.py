@@ -38,7 +38,7 @@ class Cell:
     """One rank of a pipeline stage's grid."""
 
     owner: int
-    """The DP rank."""
+    """The index of the data- and context-parallel rank."""
     host: int
     """The TP rank in the owner's TP group."""
 
@@ -137,7 +137,7 @@ def rank_buckets(buckets: Iterable[Bucket], stage: int, expert_rank: int = 0) ->
 
 @dataclass(frozen=True, kw_only=True)
 class MicroGroup:
-    """Matrices of one owner whose fragments are sent in one fused all-to-all over the owner's TP group."""
+    """The matrices of one owner that are sent in one fused all-to-all over the owner's TP group."""
 
     stage: CountOrZero
     owner: CountOrZero
@@ -179,7 +179,8 @@ class Subject:
     optimizer: Algorithm
     settings: PlanSettings
     buffers: Mapping[str, Scalar]
-    """The bucket size and the types of weights and reduced gradients."""
+    """The bucket size, the types of weights and reduced gradients, and the size and recomputation of a
+    micro-batch."""
     profile: Mapping[str, Scalar]
     """The values of the hardware profile on which costs depend."""
 

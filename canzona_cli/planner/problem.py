@@ -108,7 +108,7 @@ class PoolProblem:
         return float(total)
 
     def least_communication(self) -> float:
-        """Returns a lower bound of `communication` for every assignment."""
+        """Returns a lower bound on `communication` for every assignment."""
         sizes = [[part.elements for part in parts] for parts in self.parts]
         return sum(max(sum(held) / self.owners, max(held)) for held in sizes)
 

@@ -10,8 +10,8 @@ part:
 After the reduce-scatter (or before the all-gather), an all-to-all hands over the elements that a rank has but
 does not own. The messages of an all-to-all are in the order of ranks, so each part is cut into runs of
 ascending owners. The first all-to-all sends the first run of every part, the second all-to-all the second
-run, and so on; usually there is only one. Each owner needs a copy of its share. If every rank owns its part,
-nothing is handed over, and the ring is Megatron's collective.
+run, and so on; usually there is only one. Each owner needs memory for a copy of its share. If every rank owns
+its part, nothing is handed over, and the ring is Megatron's collective.
 """
 
 import math
@@ -31,7 +31,7 @@ from canzona_cli.planner.plan import Bucket, Plan, PlanSettings, Range
 
 class Segment(NamedTuple):
     """Consecutive elements of one rank's part of a bucket that have one owner. Padding after a range belongs
-    to the range's owner. A segment that is only padding belongs to the rank."""
+    to the range's owner. A segment that is only padding belongs to the part's rank."""
 
     owner: int
     start: int
@@ -270,7 +270,7 @@ class ReductionModel:
 
     def choose(self, buckets: Iterable[Bucket], settings: PlanSettings) -> tuple[Bucket, ...]:
         """Chooses how each bucket is reduced and gathered. In canzona's plans on GPUs, if `engine.reduction`
-        is not set, a bucket goes in a ring if that is faster by enough (`WORTH`). All other buckets are as in
+        is not set, a bucket uses a ring if a ring is faster by enough (`WORTH`). All other buckets are as in
         `uniform_buckets`."""
         reduced = uniform_buckets(buckets, settings)
         if settings.reduction or settings.strategy != "canzona" or not self.rings:
@@ -374,7 +374,7 @@ class ReductionModel:
 
 def _overlap(transfers: Sequence[Transfer], buckets: Sequence[Bucket], owners: int) -> list[Transfer]:
     """Returns the transfers of a stream with `fill_s` reduced to the time that overlaps with the next
-    transfer. This time is 0 for the last transfer, and unless the transfer and the next one are both chains.
+    transfer. Only two consecutive chains overlap; for all other transfers, `fill_s` is 0.
 
     The chain of a reduction ends at the owner, so it starts on the next rank; the chain of a broadcast starts
     at the owner. Ranks finish a chain in ring order, and each can then start the next chain. The next chain

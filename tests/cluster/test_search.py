@@ -115,7 +115,7 @@ def test_shards_that_need_more_memory_than_there_is_are_not_chosen() -> None:
 
 @pytest.mark.parametrize("overrides", [("recipe=qwen3-8b",), ("recipe=qwen3-30b-a3b", "parallel.pp=2")], ids=" ".join)
 def test_more_recomputation_needs_no_more_memory_and_is_not_estimated_faster(overrides: tuple[str, ...]) -> None:
-    """A search asks neither of a layout if less recomputation has told."""
+    """A search relies on both to skip layouts with more recomputation."""
     config = compose_run([*overrides, "gpus=16"], training=False).config
     alike = defaultdict[Layout, list[Layout]](list)
     for layout in search.possible_layouts(config):

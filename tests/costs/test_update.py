@@ -238,7 +238,7 @@ def test_every_launch_and_every_byte_counts() -> None:
 
 
 def test_replayed_launches_take_what_a_graph_takes_for_them() -> None:
-    """Launches of our own updates on GPUs never take more than launching them one by one."""
+    """A graph replays our own updates on GPUs, and never takes longer than launching their kernels one by one."""
     replayed = replace(MUON, graph=True)
     saved = seconds(MUON, 512, 512, H100) - seconds(replayed, 512, 512, H100)
     assert saved == pytest.approx(work(MUON, 512, 512)[0].launches * (H100.launch_us - H100.graph_launch_us) * 1e-6)

@@ -192,7 +192,7 @@ def test_asc_takes_the_even_share_a_unit_starts_in_and_hosts_in_turn() -> None:
 
 
 def test_asc_shares_out_the_whole_buffer_not_each_bucket() -> None:
-    """Every bucket would go to the same few ranks if it had fewer matrices than there are ranks."""
+    """If each bucket were divided, the same few ranks would get all buckets with fewer matrices than ranks."""
     matrices, mesh, plan = transformer(8, 64, 128, 64), grid(1, 8), PlanSettings(strategy="asc")
     found = assign(matrices, newton_schulz(matrices), mesh, plan, bucket_elements=40_000)
     assert found == assign(matrices, newton_schulz(matrices), mesh, plan), "buckets make no difference"

@@ -114,7 +114,7 @@ class Case:
         return [self.plan.assignment.cells[matrix.index].host for matrix in self.members(group)]
 
     def members(self, group: MicroGroup) -> list[Matrix]:
-        """Those that are hosted."""
+        """Returns the hosted matrices of a micro-group."""
         shared = self.plan.assignment.shares
         return [self.plan.matrices[index] for index in group.matrices if index not in shared]
 
@@ -123,7 +123,7 @@ class Case:
 
     @property
     def widths(self) -> tuple[tuple[bool, int], ...]:
-        """Returns pairs of whether messages go back from hosts, and their bytes per element."""
+        """The bytes per element of messages to hosts (False) and back from hosts (True)."""
         width, grad = self.config.train.weight_bytes, self.config.engine.gradient_bytes
         return (False, grad), (True, width)
 

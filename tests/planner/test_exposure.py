@@ -81,8 +81,8 @@ def test_buckets_keep_the_size_that_the_user_set_and_on_cpus_megatrons() -> None
 
 @pytest.mark.parametrize("name", ["8b on 64", "1.7b on 1,024", "30b with experts on 64"])
 def test_sizes_of_buckets_differ_by_the_seconds_that_the_simulator_says(name: str) -> None:
-    """No stage waits for another here, because nothing else makes them differ. Traffic slows down the passes, which go
-    on meanwhile."""
+    """The runs have one stage, so nothing but exposed traffic and updates makes them differ. Traffic slows down the
+    passes that run at the same time."""
     config, mesh = with_experts() if name.startswith("30b") else case(name)
     rest = []
     for times in (0.5, 1.0, 4.0):
