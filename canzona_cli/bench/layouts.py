@@ -52,7 +52,7 @@ class LayoutBench:
 
     layout: Layout
     measured: tuple[Measured, ...]
-    """The measurements, one entry per round. In an entry, values by round are tuples of one element."""
+    """The measurements, one entry per round. Fields by round, such as `iteration_s`, have one element."""
     predicted: Predicted
     fitted: bool
     """True if the cluster profile was fitted to measured steps with the same parallel sizes."""

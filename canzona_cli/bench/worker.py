@@ -86,7 +86,7 @@ def _report(failure: Path, reason: str) -> None:
 
 
 def _turn(files: RunFiles, rank: int, round_: int, name: str) -> NoReturn:
-    """Builds the run in one layout, runs one turn and exits. This is the target of a turn's process."""
+    """Builds the run in one layout, runs one turn and exits. This is the entry point of a turn's process."""
     record = RankRecord(files, rank)
     if AGENT_VARIABLE in os.environ:
         os.environ[AGENT_VARIABLE] = str(os.getppid())

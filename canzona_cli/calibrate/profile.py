@@ -326,7 +326,7 @@ def _collectives(base: ClusterConfig, record: Record) -> tuple[tuple[str, int, f
 
 def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
     """Returns the profile with intra-node latency and bandwidth from the measured all-to-alls of two ranks.
-    They are used for kinds of collectives without a measurement."""
+    These values are used for kinds of collectives without a measurement."""
     pairs = sorted(
         (int(m.key[2]), m.spread.median)
         for m in _of_quantity(record, "collectives")
@@ -342,8 +342,8 @@ def _with_link(profile: ClusterConfig, record: Record) -> ClusterConfig:
 def _with_factors(config: RunConfig, layout: Layout, record: Record) -> ClusterConfig:
     """Returns the profile of `config` with the factors and fixed times of forward and backward.
 
-    Measured seconds are a linear function of predicted seconds, fitted over micro-batch sizes. The factor is
-    its slope; the fixed time of a module is its intercept divided by the number of modules.
+    Measured seconds are fitted by a linear function of predicted seconds, over micro-batch sizes. The factor
+    is the slope; the fixed time of a module is the intercept divided by the number of modules.
     """
     neutral = replace(config.cluster, forward_factor=1.0, backward_factor=1.0, forward_module_us=0.0)
     # A measured pass is not part of a pipeline schedule, so it does not include the cost of a pass in one.

@@ -82,7 +82,7 @@ class _Contents:
 
 
 class Snapshots:
-    """The snapshots of one rank. Later snapshots reuse the host buffers of earlier ones."""
+    """The snapshots of one rank's state. Later snapshots reuse the host buffers of earlier ones."""
 
     def __init__(self, trainee: Trainee) -> None:
         self._trainee = trainee

@@ -58,7 +58,7 @@ DEFAULT_VOCAB_SIZE = 16384
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a build."""
+    """The progress of a build: its stage, and the counts so far."""
 
     stage: Stage
     done: int
