@@ -39,8 +39,8 @@ _PROBE_TIMEOUT_S = 60.0
 _RESOLVE_TIMEOUT_S = 3.0
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables that torchrun sets for its workers. If a shell still has them, they mislead programs that it
-starts."""
+"""The variables that torchrun sets for its workers. Left over in a shell, they mislead the programs
+that it starts."""
 _WATCHED = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_", "NVTE_", "OMP_", "MKL_", "CUBLAS_", "PYTORCH_", "CANZONA_CACHE")
 """The prefixes of environment variables that change how workers run."""
 

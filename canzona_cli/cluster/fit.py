@@ -22,7 +22,7 @@ from canzona_cli.model.matrices import routing
 from canzona_cli.run.words import plural
 
 H200_GIB = 140.4
-"""The memory in GiB of the next larger GPU, for `suggestions`; the value of the built-in profile h200."""
+"""The memory, in GiB, of the next larger GPU that `suggestions` names, as in the built-in profile h200."""
 SHORTEST_SUGGESTED_SEQUENCE = 512
 
 

@@ -51,7 +51,7 @@ def list_profiles(recipes_dirs: Sequence[Path] = ()) -> list[Profile]:
 
 
 def find_profile(name_or_file: str, recipes_dirs: Sequence[Path]) -> Profile:
-    """Returns the profile with a given name, or in a given file.
+    """Returns the profile that has the given name or is in the given file.
 
     Raises:
         ConfigError: there is no such profile.

@@ -392,8 +392,8 @@ def _gathered_elements(config: RunConfig, layout: Layout) -> int:
 
 def _copied_elements(config: RunConfig) -> list[int]:
     """Lists the sizes, in elements, of one layer's gradients that are copied with tp = 1. Gradients are
-    copied if they are not contiguous and in fp32 in the gradient buffer. These are all gradients if they are
-    reduced in bf16; otherwise only those of separate q, k and v, whose rows are interleaved in their
+    copied if they are not contiguous and in fp32 in the gradient buffer. If gradients are reduced in bf16,
+    all are copied; otherwise only those of separate q, k and v, whose rows are interleaved in their
     parameter."""
     if config.train.gradient_bytes != FP32:
         return [math.prod(shape) for shape in matrix_shapes(config)]

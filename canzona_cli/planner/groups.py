@@ -140,8 +140,8 @@ class GroupSearch:
     def choose_shared(
         self, hosted: Assignment, balanced: Assignment, possible: Mapping[int, Share], memory_cap: int | None
     ) -> Assignment:
-        """Chooses the matrices that each stage shares. Each owner in `balanced` shares the matrices with which it
-        is fastest. A stage whose slowest owner gains too little (`GAIN`) keeps its cells in `hosted` and shares
+        """Chooses the matrices that each stage shares. Each owner in `balanced` shares as many as make it
+        fastest. A stage whose slowest owner gains too little (`GAIN`) keeps its cells in `hosted` and shares
         nothing.
 
         Args:

@@ -25,7 +25,7 @@ NODES = 1500
 """The largest number of combinations that are tried to fill one bin."""
 SEARCHED = 100
 """The largest number of distinct costs for which better packings than largest-first are searched. With more
-distinct costs, largest-first has an item for every gap."""
+distinct costs, largest-first has an item that fits every gap."""
 Pattern = tuple[int, ...]
 """The number of items of each distinct cost in one bin."""
 

@@ -148,7 +148,7 @@ GATHERED_AHEAD = 4
 first n buckets that the forward pass needs starts. Whenever the forward pass has waited for a bucket, the
 gathering of the n-th bucket after it starts. With n = 1, as in Megatron, the gathering of the second bucket,
 which usually has the first layer's largest matrices, would start only with the forward pass, after the link
-was idle."""
+has been idle."""
 WORTH = 0.95
 """The threshold for choosing a ring: the largest ratio of its time to the time of a collective for each
 owner's range. A ring must be clearly faster, because only rings need additional memory."""
@@ -280,8 +280,8 @@ class ReductionModel:
 
     def choices(self, buckets: Sequence[Bucket], settings: PlanSettings) -> Iterator[tuple[Bucket, ...]]:
         """Yields alternative ways to reduce and gather the buckets. The first is that of `choose`, which has
-        the least total time. If the planner may choose, two more follow: rings for all buckets, and
-        collectives for each range of all buckets.
+        the least total time. If the planner may choose, the two uniform ways follow, unless they are
+        equal to the first: rings for all buckets, and collectives for each range of all buckets.
 
         The alternative with the least total time does not always have the least exposed time: a ring occupies
         its stream until it ends, but a chain of ranks overlaps with the next chain.
