@@ -32,7 +32,7 @@ class Problem:
     reason: str
     """The reason why the value or the place is a problem, in one sentence without a final full stop."""
     fix: str = ""
-    """The text to type or the thing to do instead; empty only if the reason already says it."""
+    """The text to type or the thing to do instead; empty only if the reason already implies it."""
     value: object = None
     """The value at that key; `None` if there is none to show."""
 
@@ -79,7 +79,7 @@ class Clash:
     excludes: str = ""
     """The option that `option` must not be combined with; empty for a rule with `needs`."""
     needs: str = ""
-    """The option that `option` needs."""
+    """The option that `option` needs; empty for a rule with `excludes`."""
     reason: str
     fix: str
     """The fix, in which `{}` stands for the option's value."""
@@ -135,7 +135,7 @@ def write_error(key: str, value: object, error: OSError, *, fix: str, what: str 
     """Returns the error for a path that cannot be written.
 
     Args:
-        key, value: the setting or option with which the user gave the path, and the path.
+        key, value: the setting or option that has the path, and the path.
         what: the subject of the message, such as `the run's files`; empty if the path itself cannot be
             written.
     """
@@ -190,15 +190,15 @@ class DoesNotFit(CanzonaError):
 
 
 class CheckpointInvalid(CanzonaError):
-    """The error for a checkpoint that is damaged, incomplete, or of another run. Nothing was loaded from
-    it."""
+    """The error for a checkpoint that is damaged or incomplete, or belongs to another run. Nothing was loaded
+    from it."""
 
     exit_code = ExitCode.CHECKPOINT
     headline = "Checkpoint cannot be used"
 
 
 class SaveFailed(EnvironmentProblem):
-    """The error for a checkpoint that could not be written. EarlierSteps checkpoints are unchanged."""
+    """The error for a checkpoint that could not be written. Earlier checkpoints are unchanged."""
 
     headline = "The checkpoint could not be saved"
 

@@ -24,8 +24,8 @@ _OVERRULES: Final = {
     "optimizer.min_lr": "optimizer.min_lr_ratio",
     "train.batch_tokens": "train.global_batch_size",
 }
-"""Pairs of settings: the first has no effect if the second is set. If a recipe sets the first and builds on a
-recipe that sets the second, the first is meant to apply."""
+"""Pairs of settings: a value of the second takes precedence over the first. But if a recipe sets the first and
+builds on a recipe that sets the second, the first is meant to apply."""
 
 
 def overruling_settings(recipes: Sequence[Path], parsed: Overrides) -> Iterator[str]:
@@ -53,24 +53,26 @@ def overruling_settings(recipes: Sequence[Path], parsed: Overrides) -> Iterator[
 def drop_replaced(
     tree: Mapping[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
 ) -> None:
-    """Drops the second setting of each pair in `_OVERRULES` from a recipe's values if the first is set, and its
-    data source if the command line sets a data path.
+    """Drops the second setting of each pair in `_OVERRULES` from a recipe's values if the first is set, and the
+    recipe's data source if the command line sets a data path.
 
-    If the command line sets both `batch_tokens` and `global_batch_size`, the second takes precedence, and
-    `config_warnings` warns about it.
+    If the command line sets both settings of a pair, `lr` takes precedence over `lrs`, and `global_batch_size`
+    over `batch_tokens`, about which `config_warnings` warns.
 
     Args:
         tree: the recipe's values, overridden by the command line's; changed in place.
         set_keys: the settings that the command line sets, and those that `overruling_settings` yields.
-        problems: gets a problem if the command line sets both settings of another pair.
+        problems: gets a problem if the command line sets both `min_lr` and `min_lr_ratio`.
     """
     for key, other in _OVERRULES.items():
         section, _, name = other.partition(".")
         values = tree.get(section)
         if key not in set_keys or not isinstance(values, dict):
             continue
-        if parsed.values.get(other) is None:
-            values[name] = {} if name == "lrs" else None
+        if name == "lrs":
+            values[name] = {}
+        elif parsed.values.get(other) is None:
+            values[name] = None
         elif section == "optimizer":
             reason = f"cannot be combined with {key}"
             problems.append(Problem(other, reason, "keep one of them", value=parsed.texts[other]))
@@ -111,7 +113,7 @@ def choose_again(tree: dict[str, object], stored: Mapping[str, object], parsed: 
 
 
 def _choose_schedule(tree: dict[str, object], stored: Mapping[str, object]) -> None:
-    """Sets the schedule's numbers of steps to null if they are the values that replaced nulls when the run
+    """Sets the schedule's numbers of steps to null if they have the values that replaced nulls when the run
     started."""
     schedule, train = tree.get("schedule"), stored.get("train")
     steps = train.get("steps") if isinstance(train, Mapping) else None

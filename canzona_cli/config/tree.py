@@ -35,14 +35,15 @@ _UNLOADED = re.compile(r"Could not load 'recipe/([^']+)'")
 """Hydra's message about a recipe that `defaults:` names but that does not exist."""
 _MISSING = "???"
 _PRIMARY = "_canzona_"
-_WITHOUT_HYDRAS_OWN = [f"~hydra/{group}" for group in ("launcher", "sweeper", "help", "hydra_help", "output")]
-_WITHOUT_HYDRAS_OWN += ["~hydra/hydra_logging", "~hydra/job_logging"]
-"""The overrides that drop Hydra's own options, which canzona does not use and which take a quarter of the time."""
-# The name under which Hydra gets the chosen option of a group. Because the option is not named after its file, a
+_DROP_HYDRA_GROUPS = [f"~hydra/{group}" for group in ("launcher", "sweeper", "help", "hydra_help", "output")]
+_DROP_HYDRA_GROUPS += ["~hydra/hydra_logging", "~hydra/job_logging"]
+"""The overrides that drop Hydra's own groups. canzona does not use them, and composing them would take a
+quarter of the time."""
+# The name under which Hydra finds the chosen option of a group. Because the option is not named after its file, a
 # recipe can build on a built-in recipe with the same name as its file.
 _CHOSEN = "_chosen_"
-# The setting that marks a section as complete. A section without it only adjusts the file of its group.
-_COMPLETE = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
+# The setting that names a section's contents. A section without it only adjusts the file of its group.
+_NAMED_BY = {"model": "name", "optimizer": "name", "engine": "strategy", "cluster": "name", "data": "source"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ def _compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[di
     read.clear()
     with _in_config_store(chosen), initialize(config_path=None, version_base="1.3"):
         try:
-            merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *_WITHOUT_HYDRAS_OWN, *overrides])
+            merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *_DROP_HYDRA_GROUPS, *overrides])
             container = OmegaConf.to_container(merged, resolve=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(_composition_problem(error, chosen, dirs)) from error
@@ -193,13 +194,11 @@ def _folder_source() -> list[Path]:
             file = self._file(config_path)
             content = read_yaml(file)
             read.append(file)
-            with file.open(encoding="utf-8") as text:
-                package = _PACKAGE.match(text.read(512))
             return ConfigResult(
                 provider=self.provider,
                 path=str(file),
                 config=OmegaConf.create(content),
-                header={"package": None if package is None else package[1]},
+                header={"package": _package(file)},
             )
 
         def _file(self, config_path: str) -> Path:
@@ -207,6 +206,13 @@ def _folder_source() -> list[Path]:
 
     Plugins.instance().register(Folder)
     return read
+
+
+def _package(file: Path) -> str | None:
+    """Returns the package that the `# @package` header of a file names; None without a header."""
+    with file.open(encoding="utf-8") as text:
+        header = _PACKAGE.match(text.read(512))
+    return None if header is None else header[1]
 
 
 @contextmanager
@@ -223,11 +229,11 @@ def _in_config_store(chosen: Mapping[str, Path]) -> Iterator[None]:
             if group in FROM_FILES:
                 content.setdefault("name", path.stem)
             if group == "recipe":
-                if path.parent.name != group:  # settings that are gone are refused in a folder of recipes
+                if path.parent.name != group:  # recipes in a folder `recipe` must not have removed settings
                     bring_up_to_date(content)
                 _clear_run_dir(content, path)
                 content = _as_option(content, chosen)
-            store.store(_CHOSEN, content, group, package="_global_" if group == "recipe" else None)
+            store.store(_CHOSEN, content, group, package="_global_" if group == "recipe" else _package(path))
         yield
     finally:
         store.repo = stored
@@ -246,7 +252,7 @@ def _as_option(content: dict[str, object], chosen: Collection[str]) -> dict[str,
     list.
 
     A complete section (in a run's config.yaml or a copied recipe) replaces the file of its group. If the
-    command line chooses an option of this group, the section is removed instead.
+    command line chooses an option of this group, a section with a name is removed instead.
 
     Args:
         content: the contents of the file, changed in place.
@@ -254,17 +260,29 @@ def _as_option(content: dict[str, object], chosen: Collection[str]) -> dict[str,
     """
     defaults = content.pop("defaults", [])
     entries: list[object] = list(defaults) if isinstance(defaults, list) else [defaults]
-    for group, mark in _COMPLETE.items():
+    overridden = {str(key) for entry in entries if isinstance(entry, Mapping) for key in entry}
+    for group, name in _NAMED_BY.items():
         section = content.get(group)
-        if not isinstance(section, Mapping) or mark not in section:
+        if not isinstance(section, Mapping) or name not in section:
             continue
         if group in chosen:
             del content[group]
-        elif not any(isinstance(entry, Mapping) and f"override /{group}" in entry for entry in entries):
+        elif _is_complete(group, section) and f"override /{group}" not in overridden:
             entries.append({f"override /{group}": None})
     if "_self_" not in entries:
         entries.append("_self_")
     return {"defaults": entries, **content}
+
+
+def _is_complete(group: str, section: Mapping[str, object]) -> bool:
+    """Returns True if a section has all settings without a default, so that it needs no file of its group."""
+    optimizer = str(section.get("name"))
+    for name in sections()[group]:
+        setting = settings()[f"{group}.{name}"]
+        applies = not setting.optimizers or optimizer in setting.optimizers
+        if setting.required and applies and name not in section:
+            return False
+    return True
 
 
 def _composition_problem(error: Exception, chosen: Mapping[str, Path], dirs: Sequence[Path]) -> Problem:
@@ -367,15 +385,15 @@ def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
     full: dict[str, object] = dict(tree)
     for section, names in sections().items():
         in_section = [known[f"{section}.{name}"] for name in sorted(names)]
-        paths = full.get(section, None if any(setting.required for setting in in_section) else {})
-        if isinstance(paths, Mapping):
-            optimizer = paths.get("name")
+        values = full.get(section, None if any(setting.required for setting in in_section) else {})
+        if isinstance(values, Mapping):
+            optimizer = str(values.get("name"))
             defaults = {
                 setting.key.rpartition(".")[2]: setting.default
                 for setting in in_section
                 if not setting.required and (not setting.optimizers or optimizer in setting.optimizers)
             }
-            full[section] = {**defaults, **_defaults_with_experts(tree, defaults), **paths}
+            full[section] = {**defaults, **_defaults_with_experts(tree, defaults), **values}
     return full
 
 

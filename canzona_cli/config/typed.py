@@ -96,8 +96,8 @@ def stand_in(base: Mapping[str, object], values: Mapping[str, object], bad: Coll
 
 
 def _concerns(key: str, keys: Collection[str]) -> bool:
-    """Returns True if `keys` contains this key, the mapping of which it is an entry, or an entry of the
-    mapping that it names."""
+    """Returns True if `keys` contains `key`, the mapping that has `key` as an entry, or an entry of the mapping
+    `key`."""
     return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in keys)
 
 
@@ -177,7 +177,7 @@ def _optimizer(tree: Mapping[str, object]) -> object:
 
 def _unknown_key_problems(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
     """Yields a problem for each key that is not a setting, or not a setting of the run's optimizer."""
-    known, optimizer = settings(), _optimizer(tree)
+    known, optimizer = settings(), str(_optimizer(tree))
     for key, value in leaves(tree):
         if key not in known:
             if key not in sections():
@@ -216,7 +216,7 @@ def _explain(key: str, error: str, value: object, texts: Mapping[str, str], wher
 
 
 def _bad_entry(key: str, value: object, reason: str, texts: Mapping[str, str], where: str) -> Problem:
-    """Returns a problem for a list with a bad entry, or for a mapping's entry with a bad value.
+    """Returns a problem with a list that has a bad entry, or with a mapping's entry that has a bad value.
 
     Args:
         reason: the reason, if it is more specific than a wrong type; otherwise empty.
@@ -236,7 +236,6 @@ def _not_a_choice(setting: Setting, value: object) -> Problem:
     if (setting.key, str(value)) in REMOVED_VALUES:
         instead, _ = REMOVED_VALUES[setting.key, str(value)]
         return Problem(setting.key, "no longer exists", instead, value=value)
-
     hint = closest(str(value), setting.choices)
     listed = ", ".join(setting.choices)
     null = _OR_NULL if setting.optional else ""

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from canzona_cli.bench.results import load
+from canzona_cli.bench.options import read_options
+from canzona_cli.bench.results import content_of, load
+from canzona_cli.commands.bench import _conclude
+from canzona_cli.errors import CanzonaError
 from canzona_cli.planner.plan_file import read_plan
+from canzona_cli.report.bench import BenchView
+from tests.bench.benches import bench, with_measured
 from tests.commands.support import canzona, canzona_process
 
 RUN = (
@@ -65,3 +70,14 @@ def test_mistakes_are_told_at_once_and_leave_nothing(tmp_path: Path) -> None:
         assert word in told.stderr
     assert "Traceback" not in told.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_numbers_of_strategies_that_disagree_are_written_before_the_command_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = with_measured(bench(), "sc", losses=tuple(3.0 for _ in range(8)))
+    options = read_options(strategies=[], rounds=2, steps_per_turn=2, out=tmp_path / "r.json")
+    with pytest.raises(CanzonaError, match="step 1"):
+        _conclude("canzona bench", content_of(result), options, BenchView(result), [result], as_json=True)
+    assert load(tmp_path / "r.json") == result
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))

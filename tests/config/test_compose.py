@@ -339,6 +339,20 @@ class TestOwnRecipes:
         assert kept.ns_steps == 9
         assert isinstance(compose_run([f"recipe={path}", "optimizer=adamw"]).config.optimizer, AdamWConfig)
 
+    def test_a_part_of_a_section_adjusts_it_even_with_another_name(self, tmp_path: Path) -> None:
+        path = recipe(tmp_path, "small", "defaults: [qwen3-tiny]\nmodel: {name: small, num_layers: 2}\n")
+        base = compose_run(["recipe=tiny"]).config.model
+        for chosen in ("small", path):
+            config = compose_run([f"recipe={chosen}"], recipes_dirs=(tmp_path,)).config
+            assert config.model == replace(base, name="small", num_layers=2)
+
+    def test_a_chosen_file_has_the_package_of_its_header(self, tmp_path: Path) -> None:
+        (tmp_path / "optimizer").mkdir()
+        text = "# @package _global_\noptimizer: {name: soap, lr: 0.02}\ntrain: {seed: 5}\n"
+        (tmp_path / "optimizer" / "ours.yaml").write_text(text)
+        config = compose_run(["recipe=0.6b", "optimizer=ours"], recipes_dirs=(tmp_path,)).config
+        assert (config.optimizer.name, config.train.seed) == ("soap", 5)
+
     def test_a_folder_comes_first_and_shadowing_is_a_warning(self, tmp_path: Path) -> None:
         path = recipe(tmp_path, "qwen3-tiny", "# @package _global_\ndefaults:\n  - qwen3-mini\nname: mine\n")
         composed = compose_run(["recipe=tiny"], recipes_dirs=(tmp_path,))
@@ -401,6 +415,12 @@ class TestOwnRecipes:
         found = problems(f"recipe={path}")
         assert "mine.yaml" in found["train.steps"].reason
         assert "mine.yaml" in found["train.stepz"].reason
+
+    @pytest.mark.parametrize("name", ["[muon]", "{muon: 1}", "5"])
+    def test_a_name_of_an_optimizer_that_is_not_text_is_refused(self, tmp_path: Path, name: str) -> None:
+        path = mine(tmp_path, f"defaults: [qwen3-tiny]\noptimizer: {{name: {name}, lr: 0.1}}\n")
+        for refusals in (problems(f"recipe={path}").values(), refused(load_resolved, path)):
+            assert "is not one of its choices" in {each.reason for each in refusals if each.key == "optimizer.name"}
 
     def test_a_missing_file_and_folder(self, tmp_path: Path) -> None:
         assert "no such file" in problems(f"recipe={tmp_path}/no.yaml")["recipe"].reason

@@ -25,6 +25,7 @@ def test_a_recipe_may_have_a_learning_rate_for_each_optimizer() -> None:
     assert rates("optimizer=soap", "optimizer.lr=0.004") == (0.004, 0.0004)
     assert rates("optimizer=soap", "optimizer.min_lr=0.001") == (0.002, 0.001)
     assert rates("optimizer=normuon", "optimizer.lrs={normuon:0.003}") == (0.003, 0.0003)
+    assert rates("optimizer.lr=0.004", "optimizer.lrs={muon:0.003}") == (0.004, 0.0004)
     with pytest.raises(ConfigError, match=r"optimizer\.lrs"):
         rates("optimizer.lrs={mouon:0.003}")
 

@@ -39,6 +39,12 @@ def test_a_field_says_what_it_means_and_what_it_affects(setting: Setting) -> Non
     assert resumed in (NOTHING, CURVE, SPREAD, LAYOUT, MODEL, OPTIMIZER, OPTIMIZER | CURVE)
 
 
+def test_a_meaning_ends_with_the_unit_that_follows_from_the_name() -> None:
+    assert settings()["cluster.memory_gib"].meaning.endswith("CPU rank. In GiB.")
+    assert settings()["run.hang_timeout_s"].meaning.endswith("no limit. In seconds.")
+    assert "In " not in settings()["train.steps"].meaning
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
 def test_a_number_has_a_range_that_its_default_is_in(setting: Setting) -> None:
     if setting.kind not in ("integer", "number"):

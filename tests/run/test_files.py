@@ -12,6 +12,7 @@ from canzona_cli.launch.view import Monitor, TrainView
 from canzona_cli.run.codec import JsonLines
 from canzona_cli.run.files import RunFiles, append_json_line, read_json, write_json_atomic, write_text_atomic
 from canzona_cli.run.records import Note, RunStatus, StageEvent, StepMetrics, ValidationLoss
+from canzona_cli.run.summary import events_of
 
 
 class Recorder(TrainView):
@@ -147,3 +148,16 @@ def test_events_that_are_no_stages_are_said_in_a_line_and_what_an_earlier_launch
         ("note", "saved step 30: 13.0 MiB in 2.50 s, training waited 4.00 ms"),
         ("note", "rank 2 is slow"),
     ]
+
+
+def test_lines_that_are_not_records_are_left_out_of_the_view_and_of_the_report(tmp_path: Path) -> None:
+    files, view = RunFiles(tmp_path), Recorder()
+    for line in ({}, {"loss": 1.0}, {"step": "x", "loss": "y"}, {"step": 5, "loss": []}):
+        append_json_line(files.metrics, line)
+        append_json_line(files.validation, line)
+        append_json_line(files.events, {"event": "stage", **line})
+    with files.events.open("a") as file:
+        file.write('{"event": ["stage"]}\n{"event": "checkpoint"}\n[1]\nnull\n{\n\x00\n')
+    Monitor(files, view).poll()
+    assert view.seen == []
+    assert events_of(files) == []
