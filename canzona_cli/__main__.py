@@ -1,4 +1,4 @@
-"""`python -m canzona_cli` is `canzona`."""
+"""Runs `canzona` as `python -m canzona_cli`."""
 
 from canzona_cli.app import main
 

@@ -67,7 +67,7 @@ class LazyCommands(TyperGroup):
 
 
 def _usage_problems(ctx: Any, error: Any) -> list[Problem]:
-    """Suggests what to write instead of a command line that the parser refuses; empty for other errors.
+    """Returns what to write instead of a command line that the parser refuses; empty for other errors.
 
     A common mistake is to type a setting as an option: `--steps 10` instead of `train.steps=10`.
     """

@@ -1,9 +1,9 @@
 """The annotations of settings: `lr: Annotated[Positive, "Peak learning rate.", CURVE]`.
 
-The text is the setting's help. `Affects` says how a change of the setting affects plans, and runs that are
-resumed from a checkpoint; a setting without it has the `AFFECTS` of its class. These annotations are read by
-the range check, `canzona recipes copy`, completion, the comparison of a resumed run with the saved one, and the
-planner's list of settings that a plan depends on.
+The text is the setting's help. `Affects` says how changing the setting affects plans and resumed runs; a
+setting without it has the `AFFECTS` of its class. These annotations are read by the range check, `canzona
+recipes copy`, completion, the comparison of a resumed run with the saved one, and the planner's list of
+settings that a plan depends on.
 """
 
 import math
@@ -21,9 +21,9 @@ class Affects(Flag):
 
     NOTHING = 0
     CURVE = auto()
-    """The loss curve of a resumed run changes: a warning."""
+    """The loss curve of a resumed run changes; the user gets a warning."""
     SPREAD = auto()
-    """The work of a resumed run is distributed differently over ranks; the loss stays the same: a note."""
+    """A resumed run distributes its work differently over ranks, with the same loss; the user gets a note."""
     LAYOUT = auto()
     """The same as `SPREAD`, but the note shows the change as part of the layout (TP 2 x DP 4)."""
     MODEL = auto()
@@ -31,8 +31,7 @@ class Affects(Flag):
     OPTIMIZER = auto()
     """The saved optimizer state no longer fits: resuming is refused."""
     PLAN = auto()
-    """Plans depend on the value after the layout is resolved: runs with different values do not share
-    plans."""
+    """Plans depend on the value in the resolved layout, so runs with different values do not share plans."""
 
 
 NOTHING = Affects.NOTHING
@@ -111,7 +110,7 @@ CountOrZero = Annotated[int, Range(at_least=0, at_most=10**12)]
 Bytes = Annotated[float, Range(at_least=0, at_most=1e15)]
 """The size of a message or a buffer."""
 Side = Annotated[int, Range(at_least=1, at_most=1 << 24)]
-"""Rows or columns of a weight."""
+"""The number of rows or columns of a weight."""
 Ranks = Annotated[int, Range(at_least=1, at_most=1 << 17)]
 Precision = Literal["bf16", "fp32"]
 """The data type of weights, and of matmuls in forward, backward and update."""

@@ -1,4 +1,5 @@
-"""Does the work of `canzona checkpoint import` and `export`; verifies checkpoints whose weights are used.
+"""Does the work of `canzona checkpoint import` and `export`; verifies checkpoints before their weights are
+used.
 
 This module is separate from the commands' options, so that help and completion do not need its imports.
 """

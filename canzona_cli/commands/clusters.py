@@ -52,7 +52,6 @@ def copy(name: Name, destination: Destination, recipes_dir: RecipesDirs = None, 
 
     The copy is named after its file.
     """
-
     text = _valid_profile(name, recipes_dir).text_with_name(destination.stem)
     write_recipe(destination, text, force=force, what="a profile")
     typer.echo(f"Wrote {display_path(destination)}. Use it with: cluster={display_path(destination)}")

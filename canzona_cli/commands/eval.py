@@ -70,7 +70,6 @@ def _batches(text: str | None) -> int | Literal["all"] | None:
         return "all"
     if text.isdecimal() and int(text):
         return int(text)
-
     raise ConfigError(
         Problem(key="--batches", value=text, reason="is neither a positive number nor all", fix="--batches 100")
     )

@@ -49,7 +49,6 @@ def generate(
 
     Each prompt is continued separately, without a chat template.
     """
-
     problems = []
     if interactive == (prompt is not None):
         reason = "cannot be combined with --prompt" if interactive else "is missing: there is no text to continue"
@@ -65,7 +64,6 @@ def generate(
         problems.append(Problem(key="--top-p", value=top_p, reason=reason, fix="add --temperature 1"))
     refuse(problems)
     _require_transformers()
-
     checkpoint = choose(where).find(step)
     atexit.register(_silence_teardown)
     writer = _writer(checkpoint, tokenizer, None if device == "auto" else device)

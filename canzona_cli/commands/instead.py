@@ -35,7 +35,7 @@ _OTHER_WORDS = {
     "verify": "checkpoint verify",
     "version": "--version",
 }
-"""canzona's commands, by the names of such commands in other programs, and of canzona's subcommands."""
+"""canzona's commands, by their names in other programs and by the bare names of subcommands."""
 _LEAVE_OUT = "leave it out"
 """The fix for a setting that canzona does not have. It makes no sense for a command, so `other_command`
 replaces it."""
@@ -75,8 +75,7 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
     word, *after = words
     reason = "there is no such command"
     if (missing := missing_feature_problem(word)) is not None:
-        first, _, rest = missing.fix.partition("; ")
-        reason, fix = missing.reason, missing.fix if first != _LEAVE_OUT else rest or "see canzona --help"
+        reason, fix = missing.reason, missing.fix if missing.fix != _LEAVE_OUT else "see canzona --help"
     elif word == "help":
         fix = f"write canzona {shlex.join([*after[:1], '--help'])}"
     elif "=" in word or word.endswith((".yaml", ".yml")):
@@ -119,7 +118,7 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
 
 
 def _option_and_value(parameter: Any) -> tuple[str, str]:
-    """Returns the longest name of an option, empty for an argument, and the word that stands for its value."""
+    """Returns the longest name of an option (empty for an argument), and the placeholder of its value."""
     option = max(parameter.opts, key=len) if parameter.param_type_name == "option" else ""
     return option, parameter.metavar or str(parameter.name).upper()
 

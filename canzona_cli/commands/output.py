@@ -62,8 +62,8 @@ def warn_about(composed: "Composed", *notes: str, training: bool = True, printed
 
 
 def check_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | None":
-    """Checks a run's data before training and prints warnings about them. Returns the corpus; None if the
-    data needed no check: the standard library's sources with a built-in tokenizer.
+    """Checks a run's data before training and prints warnings about it. Returns the corpus; None for the
+    standard library's sources with a built-in tokenizer, which need no check.
 
     For a custom optimizer, also prints a note that its code is not tested here.
 
@@ -106,7 +106,7 @@ def progress(line: str) -> None:
 
 
 def announce(what: str, share: float) -> None:
-    """Prints what a long preparation does when it begins, at a share of 0."""
+    """Prints what a long preparation does, but only when it begins, with a completed share of 0."""
     if share == 0:
         progress(what)
 
@@ -128,7 +128,6 @@ def write_out(path: Path, text: str, fix: str, *, key: str = "--out") -> None:
     Raises:
         EnvironmentProblem: the file cannot be written.
     """
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomic(path, text)

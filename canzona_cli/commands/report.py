@@ -96,7 +96,7 @@ def _compare(run_dirs: list[Path], *, html: Path | None, as_json: bool) -> None:
 
 
 def _newest_run() -> list[Path]:
-    """Returns, as a list of one, the working directory if it is a run directory, otherwise the newest run in ./runs.
+    """Returns a list with the working directory if it is a run directory, else with the newest run in ./runs.
 
     Raises:
         ConfigError: there is no run.

@@ -27,7 +27,7 @@ def resume(
 ) -> None:
     """Resume a run from its newest checkpoint.
 
-    Uses the settings that the run was started with, except for those that overrides replace. If they set
+    Uses the settings that the run was started with, except for those that overrides replace. If overrides set
     gpus or the cluster, canzona chooses the layout again, so a run can resume on another machine or number of
     GPUs. Ctrl-C saves after the current step.
     """

@@ -150,7 +150,6 @@ def _content(config: "RunConfig", *, script: str | None = None, job: "SubmittedJ
 
 def _run_dir(job: "SubmittedJob", config: "RunConfig") -> str:
     """Returns the run directory of a job, or the parent directory of a sweep's runs."""
-
     root = sweep_root(config.run.root, job.job_id) if job.array else f"{config.run.root}/{config.name}-{job.job_id}"
     return config.run.dir or str(root)
 

@@ -87,8 +87,8 @@ def run(
         tell_batch(composed.config, layout)
         if from_slurm:
             progress(from_slurm)
-    short = (name or config.name) if quiet else ""
-    job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout), short=short, printed=printed)
+    quiet_name = (name or config.name) if quiet else ""
+    job = _Job(config=config, layout=layout, plan=obtain_plan(config, layout), quiet_name=quiet_name, printed=printed)
     if dry_run or prepare_only:
         (_show_dry_run if dry_run else _prepare_only)(job, as_json=as_json, show_config=show_config)
         return
@@ -120,7 +120,7 @@ class _Job:
     layout: Layout
     plan: ObtainedPlan | None
     """The plan that the run executes; None for a strategy without a plan."""
-    short: str = ""
+    quiet_name: str = ""
     """The name of a quiet run in the line that is printed at its end; empty to print everything."""
     printed: set[str] | None = None
     """The warnings that have already been printed; None to print every warning."""
@@ -232,7 +232,7 @@ def _launch(
     config, layout, node_rank = job.config, job.layout, job.node_rank
     _check_before_launch(job)
     console.quiet = node_rank > 0  # node 0 shows the run; all nodes often write to the same file
-    first_view = make_view(config, layout, console, short=job.short)
+    first_view = make_view(config, layout, console, short=job.quiet_name)
     with _show_progress(first_view, requests) as on_progress:
         corpus = ensure_corpus(config, on_progress)
         if node_rank == 0:
@@ -253,7 +253,7 @@ def _launch(
         requests.raising = True
         view, (machines, command) = first_view, first_attempt
         if restarts.done:
-            view = make_view(config, layout, console, short=job.short)
+            view = make_view(config, layout, console, short=job.quiet_name)
             machines, command = _prepare_attempt(run, job, corpus, restarts=restarts.done)
         if node_rank == 0:
             job.write_inputs(run, corpus)
@@ -380,7 +380,7 @@ def _report_end(outcome: Outcome, run: RunDirectory, job: _Job, console: Console
     """Shows how the run ended, then exits if its exit code is not 0. An error while showing the end does not
     change the exit code."""
     try:
-        show_end(outcome, run, job.config, console, node_rank=job.node_rank, full=not job.short)
+        show_end(outcome, run, job.config, console, node_rank=job.node_rank, full=not job.quiet_name)
     except Exception as error:
         show_failure(error)
     if outcome.exit_code:

@@ -19,7 +19,7 @@ def tune(
         Option(
             "--candidates",
             metavar="N",
-            help="How many layouts to measure: the fastest in simulation, and that of an untuned run.",
+            help="How many layouts to measure: the fastest in simulation, and the one an untuned run has.",
         ),
     ] = 4,
     everything: Annotated[bool, Option("--all", help="Measure every valid layout that fits in memory.")] = False,

@@ -1,5 +1,5 @@
-"""Compares a resumed run with the saved run. A changed setting makes it impossible to resume, changes the
-loss curve, or changes only the distribution of work."""
+"""Compares a resumed run with the saved run. A changed setting may prevent resuming, change the loss curve,
+or only distribute the work differently."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ class Changes:
     """A warning for each changed setting that alters the loss curve."""
     spread: tuple[str, ...]
     """A note for each changed setting that distributes work differently but leaves the loss curve unchanged.
-    The layout is not included."""
+    Settings of the layout are not included."""
 
 
 def changes(old: RunConfig, new: RunConfig, *, step: int) -> Changes:
@@ -104,8 +104,8 @@ def _resume_problems(differing: Mapping[str, tuple[object, object]], step: int) 
 
 
 def _same_class(previous: object, value: object) -> bool:
-    """Returns True if two sources name the same class, even in different files, because a user may have moved
-    it."""
+    """Returns True if two sources name the same class. The files may differ, because a user may have moved
+    the class."""
     return str(previous).rpartition(":")[2] == str(value).rpartition(":")[2]
 
 

@@ -19,7 +19,6 @@ from canzona_cli.errors import ConfigError
 
 COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
 
-
 # Typer's script for bash with two changes: no space follows a key, and files are offered only if there is no
 # other completion.
 BASH_SCRIPT = """
@@ -37,8 +36,8 @@ complete -o default -F %(complete_func)s %(prog_name)s
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Returns the completions of one `KEY=VALUE`. A key without a fixed set of values has none, and the shell
-    offers files."""
+    """Returns the completions of one `KEY=VALUE`. For a key without a fixed set of values there are none, and
+    the shell offers files."""
     key, equals, _ = incomplete.partition("=")
     words = [f"{key}={value}" for value in _values(key)] if equals else [f"{name}=" for name in _keys(incomplete)]
     return [word for word in words if word.startswith(incomplete)]
@@ -94,8 +93,8 @@ def prepare_completion_options(arguments: list[str]) -> None:
     """Makes Typer's --install-completion and --show-completion write `BASH_SCRIPT`, and accept a shell's
     name.
 
-    Without a name, Typer looks for a shell among the parent processes, which may not include one in a script
-    or a container.
+    Without a name, Typer looks for a shell among the parent processes; in a script or a container, there may
+    be none.
     """
     from typer import _completion_shared
 

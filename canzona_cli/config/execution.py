@@ -1,4 +1,4 @@
-"""Derives facts about a run from `RunConfig.execution`, the way it executes its updates."""
+"""Derives facts about a run from the way it executes its updates (`RunConfig.execution`)."""
 
 from dataclasses import replace
 from typing import Literal
@@ -54,7 +54,7 @@ def with_strategy(config: RunConfig, strategy: AnyStrategy) -> RunConfig:
     """Returns the run with another strategy.
 
     With adamw, the run keeps its optimizer's learning rates, weight decay, clipping and AdamW settings. With
-    other strategies except canzona, it loses `engine.plan`.
+    any strategy other than canzona and adamw, `engine.plan` is dropped.
     """
     if strategy == "adamw":
         optimizer = config.optimizer

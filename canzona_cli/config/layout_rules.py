@@ -42,7 +42,7 @@ def may_have_whole_experts(config: RunConfig) -> bool:
 
 
 def uneven_problems(key: str, parts: int, counts: Collection[tuple[int, str]]) -> Iterator[Problem]:
-    """Yields one problem if `parts`, the value of `key`, does not divide every count.
+    """Yields a problem if `parts`, the value of `key`, does not divide every count.
 
     Args:
         counts: (count, name) pairs, such as (36, "layers").

@@ -28,7 +28,7 @@ _PER_NODE: Final = (
 )
 
 Meaning = Literal["same", "muon", "used", "refused", "plans_only", "left_out", "no_effect"]
-"""The sections of the table."""
+"""The sections of the table that list arguments."""
 
 
 @cache
@@ -60,8 +60,8 @@ def default(name: str) -> object:
 
 
 def limited(section: Meaning) -> Iterator[tuple[str, tuple[object, list[object], str]]]:
-    """Yields the arguments in a section of the table that accept only some values, each with Megatron's
-    default, the accepted values (canzona's value first), and the reason."""
+    """Yields the arguments of a section in which every entry limits the accepted values. Each comes with
+    Megatron's default, the accepted values, and the reason for the limit."""
     for name, entry in table()[section].items():
         assert isinstance(entry, list)
         megatron_default, accepted, reason = entry
@@ -85,17 +85,17 @@ def argument_of(flag: str) -> tuple[str, str | None]:
 
 @dataclass(kw_only=True)
 class Arguments:
-    """The arguments of a Megatron-LM run in a file."""
+    """The arguments of a Megatron-LM run, read from a file."""
 
     path: Path
     values: dict[str, str] = field(default_factory=dict)
     """The values by Megatron's names; `true` or `false` for switches."""
     written: dict[str, str] = field(default_factory=dict)
-    """The names in the file, by Megatron's names."""
+    """The arguments as written in the file (flags, for example), by Megatron's names."""
     not_understood: list[str] = field(default_factory=list)
     """The arguments that canzona does not know, as in the file."""
     no_effect: list[str] = field(default_factory=list)
-    """The arguments without effect on a plan, as in the file."""
+    """The arguments that have no effect on a plan, as in the file."""
     sourced: list[str] = field(default_factory=list)
     """The scripts that the file includes with `source`, which are not read."""
     nodes: int | None = None
@@ -188,8 +188,8 @@ def _take_script(text: str, script: Script, arguments: Arguments) -> None:
 
 
 def _command_line(script: Script) -> tuple[list[str], list[str]]:
-    """Finds the command with the most flags; returns the words up to the Python script, and the words after
-    it.
+    """Finds the command with the most flags; returns its words up to and including the Python script, and the
+    words after it.
 
     All lines that begin with a flag form one command, because a file may contain only arguments.
     """
@@ -201,7 +201,7 @@ def _command_line(script: Script) -> tuple[list[str], list[str]]:
 
 
 def _flags(words: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields each flag of a command line with the words after it."""
+    """Yields each flag of a command line with the words up to the next flag."""
     flag, values = "", list[str]()
     for word in (*words, "--"):
         if not word.startswith("--"):

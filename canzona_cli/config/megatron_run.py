@@ -1,4 +1,4 @@
-"""A Megatron-LM run in canzona's terms."""
+"""Describes a Megatron-LM run in canzona's terms."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ TpMode = Literal["blockwise", "duplicated", "distributed"]
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronRun:
-    """A Megatron-LM run in canzona's terms."""
+    """The settings of a Megatron-LM run, translated to canzona's."""
 
     path: Path
     overrides: Mapping[str, str]
     """The overrides for `canzona train`: values by key. The first is `recipe`, unless the user sets it."""
     arguments: Mapping[str, str]
-    """The argument, as in the file, that determines each setting, by the setting's key."""
+    """The arguments that determine settings, as in the file, by the setting's key."""
     optimizer: Literal["adamw", "muon"]
     distributed: bool
     """True if data-parallel ranks divide the optimizer's work and state."""

@@ -30,7 +30,7 @@ _SHAPE: Final = (
 )
 """The settings that identify a built-in model."""
 _TOKENS: Final = 16384
-"""The number of token IDs in the recipes' built-in corpus, on which a run without data is trained."""
+"""The vocabulary size of the recipes' built-in corpus, which replaces data that the file does not name."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
 _INTERLEAVED: Final = ("overlap_p2p_comm", "align_param_gather")
@@ -138,12 +138,12 @@ class _Translation:
                 fix = f"add it to the file, or {exact_key(name)}=N to this command"
                 self._report(name, f"is missing{elsewhere}", fix)
         for name, (_, accepted, reason) in limited("refused"):
-            if not self._is_one(name, accepted):
+            if not self._is_accepted(name, accepted):
                 if name not in self._given.values:
                     reason += f"; without the flag, Megatron uses {self._text(name)}"
                 self._report(name, reason)
         for name, (_, accepted, reason) in limited("plans_only"):
-            if not self._is_one(name, accepted):
+            if not self._is_accepted(name, accepted):
                 remark = "" if name in self._given.values else " (Megatron's default)"
                 self._plans_only.append(f"{self._listed(name)}{remark}: {reason}")
         for name, other, reason in _EXCLUDING:
@@ -177,7 +177,7 @@ class _Translation:
         self._set("model.tied_embeddings", not self._on("untie_embeddings_and_output_weights"))
         self._set("model.gated", gated, "swiglu")
         if not gated:
-            self._plans_only.append("canzona trains models with --swiglu")
+            self._plans_only.append("canzona trains only models with --swiglu")
         if self._on("use_rope_scaling"):
             self._set("model.rope_scaling", self._text("rope_scaling_factor"), "rope_scaling_factor")
         self._set("model.num_experts", experts, "num_experts")
@@ -197,7 +197,7 @@ class _Translation:
 
     def _vocabulary(self) -> None:
         if self._text("vocab_size") is None and self._text("padded_vocab_size") is None:
-            if self._like is None and not {"model.vocab_size", "recipe"} & self._typed.keys():
+            if self._same_model is None and not {"model.vocab_size", "recipe"} & self._typed.keys():
                 reason = "is missing: the file leaves it to the tokenizer, which is not read"
                 self._report("vocab_size", reason, "add it to the file, or model.vocab_size=N to this command")
             return
@@ -254,7 +254,7 @@ class _Translation:
             self._set("parallel.dispatcher", self._text("moe_token_dispatcher_type"), "moe_token_dispatcher_type")
 
     def _batch(self) -> int:
-        """Sets batch, recompute, precision and data; returns the number of sequences in a step."""
+        """Sets batch size, recomputation, precision and data; returns the number of sequences in a step."""
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
         copy_ranks = 1
         for name in sizes:
@@ -278,7 +278,7 @@ class _Translation:
 
     def _schedule(self, batch: int) -> None:
         def steps(of: str) -> int | None:
-            """Returns a length in steps, which the arguments give in iterations or in samples."""
+            """Returns a number of steps, which the arguments give in iterations or in samples."""
             iterations, samples = self._number(f"{of}_iters", 0), self._number(f"{of}_samples", 0)
             return iterations or samples // batch or None
 
@@ -322,14 +322,14 @@ class _Translation:
         for name, accepted in table()["left_out"].items():
             if name in _INTERLEAVED and self._chunks == 1:
                 continue
-            if not self._is_one(name, accepted if isinstance(accepted, list) else [accepted]):
+            if not self._is_accepted(name, accepted if isinstance(accepted, list) else [accepted]):
                 self._left_out.append(self._listed(name))
 
     def _recipe(self) -> str:
         """Returns the built-in recipe for the model. If there is none, returns a recipe of the same family,
         and names the run after the file."""
-        if self._like is not None:
-            return self._like
+        if self._same_model is not None:
+            return self._same_model
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._given.path.stem).strip("-._") or "megatron"
         self._set("name", name)
         self._set("model.name", name)
@@ -338,7 +338,7 @@ class _Translation:
         return "qwen3-8b" if self._on("qk_layernorm") else "llama3-8b"
 
     @cached_property
-    def _like(self) -> str | None:
+    def _same_model(self) -> str | None:
         """The name of the built-in model with the same matrices, which is also the name of its recipe; None
         if there is no such model."""
         for name, file in group_options("model", [builtin_recipes_dir()]).items():
@@ -348,10 +348,14 @@ class _Translation:
                 return name
         return None
 
-    def _is_one(self, name: str, accepted: Sequence[object]) -> bool:
+    def _is_accepted(self, name: str, accepted: Sequence[object]) -> bool:
+        """Returns True if an argument has one of the accepted values; `=NAME` stands for another argument's."""
         value = self._text(name)
-        texts = (self._text(one[1:]) if isinstance(one, str) and one[:1] == "=" else _written(one) for one in accepted)
-        return any(value == one or _number(value) == _number(one) is not None for one in texts)
+        for entry in accepted:
+            text = self._text(entry[1:]) if isinstance(entry, str) and entry[:1] == "=" else _written(entry)
+            if value == text or _number(value) == _number(text) is not None:
+                return True
+        return False
 
     def _text(self, name: str) -> str | None:
         """Returns the value of an argument, or its default if it is not given; None if it has no default
@@ -376,7 +380,7 @@ class _Translation:
         return int(number)
 
     def _set(self, key: str, value: str | int | None, name: str | None = None) -> None:
-        """Sets a key, unless the user has set it or `value` is None.
+        """Sets the value of a setting, unless the user has set it or `value` is None.
 
         Args:
             name: the argument that determines the value.

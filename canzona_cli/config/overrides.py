@@ -12,7 +12,7 @@ from canzona_cli.config.settings import mapping_key, setting_of, settings
 from canzona_cli.config.unknown_keys import closest_key, unknown_key
 from canzona_cli.errors import Problem, closest
 
-_BARE_NUMBER = re.compile(r"[-+\w.]+")
+_BARE_WORD = re.compile(r"[-+\w.]+")
 _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
 """The texts that need no quotes. Letters alone could mean true or null, and digits alone would be a
 number."""
@@ -79,7 +79,7 @@ def parse_overrides(arguments: Sequence[str]) -> Overrides:
 
 
 def key_of(override: str) -> str:
-    """Returns the full key that `KEY=VALUE` sets, which may be written as a short name."""
+    """Returns the full key of a `KEY=VALUE` argument, whose key may be a short name such as `init`."""
     key = override.partition("=")[0].strip()
     return _SHORT.get(key, key)
 
@@ -105,8 +105,8 @@ def _read_group(group: str, text: str, groups: dict[str, str], problems: list[Pr
     if group in groups:
         problems.append(Problem(group, f"is given twice, first as {groups[group]}", "keep one of them", value=option))
     elif not option or option.startswith(("[", "{", "$")) or ("," in option and "/" not in option):
-        empty = Problem(group, "does not name an option", f"write {group}=NAME", value=text)
-        problems.append(_sweep_problem(group, text) if "," in option else empty)
+        unnamed = Problem(group, "does not name an option", f"write {group}=NAME", value=text)
+        problems.append(_sweep_problem(group, text) if "," in option else unnamed)
     else:
         groups[group] = option
 
@@ -157,7 +157,7 @@ def _not_an_override(argument: str) -> Problem:
     key, colon, value = argument.partition(":")
     if colon and (key in GROUPS or setting_of(key) is not None):
         return Problem(key, "is not of the form KEY=VALUE", f"write {key}={value.strip()}", value=value)
-    hint = closest_key(argument) if _BARE_NUMBER.fullmatch(argument) else None
+    hint = closest_key(argument) if _BARE_WORD.fullmatch(argument) else None
     fix = f"write {hint}=VALUE" if hint else "write a setting and its value, for example train.steps=100"
     return Problem(argument or "''", "is not of the form KEY=VALUE", fix)
 

@@ -89,8 +89,8 @@ def is_file_name(choice: str) -> bool:
 
 
 def find_option(group: str, choice: str, dirs: Sequence[Path]) -> Path:
-    """Returns the file of a group's option, which is chosen by its name or, for a recipe or cluster, by the
-    path of its file.
+    """Returns the file of the group's option that `choice` names. For a recipe or cluster, `choice` may also be
+    the path of the file.
 
     Raises:
         ConfigError: there is no such option or file (the error suggests the closest name), or the file is not
@@ -265,7 +265,7 @@ def write_recipe(destination: Path, text: str, *, force: bool, what: str = "a re
 
 
 def check_destination(destination: Path, *, force: bool, what: str = "a recipe", key: str = "DEST") -> None:
-    """Checks that `write_recipe` would accept a path. Call this before computing the text takes time.
+    """Checks that `write_recipe` would accept a path. Call this first if computing the text takes long.
 
     Args:
         force: True accepts an existing file.

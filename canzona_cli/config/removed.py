@@ -14,7 +14,7 @@ REMOVED_SETTINGS: Mapping[str, str] = {
     ),
     "run.log_interval": "leave it out: metrics.jsonl has a line for every step",
 }
-"""The fix for each removed setting, by dotted key. None of them had an effect on training."""
+"""The fix for each removed setting, by dotted key. None of these settings affected training."""
 
 _BY_OWNER_OR_RING = "use engine.reduction=reduce or ring, or leave it out to use the faster one for each bucket"
 _SEARCHED = "use engine.grouping=auto (searched), or greedy (the paper's)"
@@ -52,7 +52,7 @@ def bring_up_to_date(tree: dict[str, object]) -> None:
 
 
 def _section_of(tree: dict[str, object], key: str) -> tuple[dict[str, object], str]:
-    """Returns the section that contains a setting, empty if the tree does not have it, and the setting's bare
+    """Returns the section of a setting (an empty mapping if the tree lacks the section), and the setting's bare
     name."""
     section, _, name = key.partition(".")
     values = tree.get(section)

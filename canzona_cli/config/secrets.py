@@ -44,7 +44,7 @@ _DIRECTORIES = ("PWD", "OLDPWD")
 """The shell's variables for the current and the previous directory. They are named `PWD` but are not
 passwords, and many paths start with their values."""
 _SHORTEST = 8
-"""The minimum length at which an environment variable's value is taken for a secret. Shorter values could be
+"""The minimum length of an environment variable's value that is treated as a secret. Shorter values could be
 ordinary words."""
 
 REFERENCE = re.compile(r"\$\{\s*([\w.\[\]]+)\s*\}")

@@ -34,7 +34,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     """The allowed values, if the kind is `choice`."""
     optional: bool
-    """True if null is allowed. The help text then explains its meaning."""
+    """True if null is allowed. The help text then explains what null means."""
     required: bool
     """True if there is no default, so that the recipe or the command line must set a value."""
     default: object = None
@@ -98,7 +98,7 @@ def mapping_key(key: str) -> str | None:
 
 
 def problem_with(config: RunConfig, key: str, reason: str, fix: str = "") -> Problem:
-    """Returns a problem with a setting that shows the run's value."""
+    """Returns a problem with a setting, including the setting's value in this run."""
     return Problem(key, reason, fix, value=value_of(config, key))
 
 
@@ -134,7 +134,7 @@ def settings_affecting(effect: Affects, section: str = "") -> tuple[str, ...]:
     """Returns the settings whose changes have this effect, in the order of the schema.
 
     Args:
-        section: limits the result to the settings of this section, without its name; empty for all settings,
+        section: limits the result to the settings of this section, with bare names; empty for all settings,
             with dotted keys.
     """
     prefix = f"{section}." if section else ""
@@ -189,8 +189,8 @@ def _settings_of(owner: type, prefix: str) -> Iterator[Setting]:
 
 
 def _kind(hint: object) -> tuple[Kind, tuple[str, ...], bool, tuple[object, ...]]:
-    """Reads a type hint of the schema. Returns the kind of the setting, its choices, True if None is allowed,
-    and the annotations."""
+    """Returns the kind of a setting with this type hint, its choices, True if None is allowed, and the
+    annotations."""
     if get_origin(hint) is Annotated:
         inner, *marks = get_args(hint)
         kind, choices, optional, inner_marks = _kind(inner)

@@ -30,7 +30,7 @@ _BRACED: Final = re.compile(r"([A-Za-z_]\w*|[0-9])(\[[@*]\])?(?:(:?[-=+?])(.*))?
 _QUOTES: Final = ("'", '"', "`")
 _TESTING: Final = frozenset({"if", "elif", "while", "!"})
 _TESTS: Final = frozenset({"[", "[[", "test", "!", "true", "false", ":"})
-"""The commands whose outcome a script may decide."""
+"""The commands whose outcome may follow from the script alone."""
 _DECLARING: Final = frozenset({"export", "local", "declare", "readonly", "typeset"})
 _BINARY: Final[Mapping[type[ast.AST], Callable[[int, int], int]]] = {
     ast.Add: operator.add,
@@ -103,7 +103,7 @@ class _Branch:
     """An open `if`, loop, `case` or group in braces."""
 
     reached: _Truth
-    """YES if the commands before it let it run, NO if they do not."""
+    """YES if the preceding commands let the branch run, NO if they do not."""
     taken: _Truth = _Truth.YES
     """YES if the current part runs, NO if it does not."""
     before: _Truth = _Truth.NO
@@ -216,7 +216,7 @@ class _Reader:
         return "".join(parts)
 
     def _dollar(self) -> str:
-        """Reads the expansion after a `$`, which precedes the current position; returns its value."""
+        """Reads the expansion that follows the `$` before the current position; returns its value."""
         for opening, closing in (("((", "))"), ("(", ")"), ("{", "}")):
             if self.text.startswith(opening, self.at):
                 inside = self._bracketed(opening, closing)
@@ -258,7 +258,7 @@ class _Reader:
         return value if abs(value) < 1 << 63 else None
 
     def _bracketed(self, opening: str, closing: str) -> str:
-        """Returns the text between brackets, which may contain further brackets of the same kind."""
+        """Reads up to the matching closing bracket; returns the text inside, which may have nested brackets."""
         start, depth = self.at + len(opening), 0
         while self.at < len(self.text):
             sign = self.text[self.at]

@@ -5,8 +5,8 @@ part `c * pp + s`. If the layers do not divide evenly, the loss counts as a laye
 possibly the embedding as a layer of the first part. These parts then have one layer less than the others.
 Llama-3.1 405B with its 126 layers was trained in this way on 16 stages (arXiv 2407.21783, section 3.3.2).
 
-This needs no setting, because for given layers, stages and chunks at most one way of counting gives whole
-layers. The only exception is a model of two parts, and it is cut in the same place whether both the embedding
+No setting is needed, because for given layers, stages and chunks at most one way of counting gives whole
+layers. The only exception is a model of two parts, which is cut in the same place whether both the embedding
 and the loss count or neither does.
 """
 

@@ -79,7 +79,7 @@ _NAMES: Final[Mapping[str, str]] = {
     "parallel.cp": "context_parallel_size context_parallel_degree context_parallel cp_size",
 }
 RENAMED: Final[Mapping[str, str]] = {name: key for key, names in _NAMES.items() for name in names.split()}
-"""canzona's key for each setting name in other programs that takes the same values. `resume` is `run.dir`,
+"""canzona's keys by the names of settings in other programs that take the same values. `resume` is `run.dir`,
 because a run continues in its directory."""
 
 _LEAVE_OUT: Final[Mapping[str, str]] = {
@@ -98,9 +98,8 @@ _LEAVE_OUT: Final[Mapping[str, str]] = {
     "ema swa z_loss label_smoothing early_stopping sliding_window": "canzona does not have this",
     "log_every log_freq log_interval logging_steps log_every_n_steps": "every step is logged, in metrics.jsonl",
 }
-"""The reason for names of features that canzona does not have or does not let users set. A word matches names
-that contain it between dots or underscores; a word with underscores matches the part of a name after its last
-dot."""
+"""The reasons why users cannot set a feature, by words of its name. A word matches names that contain it
+between dots or underscores; a word with underscores matches the part of a name after its last dot."""
 _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     "sft dpo rlhf finetune finetuning": (
         "canzona does not fine-tune on instructions; it trains on plain text",
@@ -124,14 +123,14 @@ _OTHERWISE: Final[Mapping[str, tuple[str, str]]] = {
     "master_addr master_port": ("address and port are one setting", "write cluster.rdzv_endpoint=HOST:PORT"),
     "enable_profiling profiling": ("profiling is set by its steps", "write run.profile_steps=[10,12]"),
 }
-"""The reason and the fix for names of features that canzona has in another form. Words match as in
-`_LEAVE_OUT`; in a fix, `{}` is replaced by the matching word."""
+"""The reasons and fixes for features that canzona sets in another way, by words of their names, which match as
+in `_LEAVE_OUT`. In a fix, `{}` is replaced by the matching word."""
 _ADVICE: Final = {**{words: (reason, "leave it out") for words, reason in _LEAVE_OUT.items()}, **_OTHERWISE}
 
 
 def missing_feature_problem(name: str) -> Problem | None:
-    """Returns a problem with advice if `name`, dotted or not, is that of a feature that canzona does not
-    have; otherwise None."""
+    """Returns a problem with advice if `name`, dotted or not, is the name of a feature that canzona does not
+    have or sets in another way; otherwise None."""
     flat = name.replace("-", "_").lower()
     words, last = {*flat.replace(".", "_").split("_")}, flat.rpartition(".")[2]
     if {flat, last} & RENAMED.keys():
@@ -146,14 +145,13 @@ def unknown_key(key: str, text: object, *, where: str = "") -> Problem:
     """Returns a problem for a key that is not a setting. The fix suggests the most similar setting."""
     if key in REMOVED_SETTINGS:
         return Problem(key, f"no longer exists{where}", REMOVED_SETTINGS[key], value=text)
-
     names = sections().get(key)
     if names is not None:
         example = f"{key}.{min(names)}"
         reason = f"is a section{where}, not a setting"
         return Problem(key, reason, f"for example {example}=VALUE", value=text)
-    if (answer := missing_feature_problem(key)) is not None:
-        return replace(answer, value=text, reason=f"{answer.reason}{where}")
+    if (advice := missing_feature_problem(key)) is not None:
+        return replace(advice, value=text, reason=f"{advice.reason}{where}")
     group = None if "." in key or key in RENAMED else closest(key, GROUPS, cutoff=0.8)
     hint = group or closest_key(key)
     fix = f"did you mean {hint}?" if hint else "`canzona recipes show NAME` lists every setting of a recipe"
@@ -209,15 +207,16 @@ def closest_key(key: str) -> str | None:
     best, best_score = None, 0.0
     for name in known:
         section, _, bare = name.rpartition(".")
-        entire = SequenceMatcher(None, flat, name).ratio()
-        word = SequenceMatcher(None, last, bare).ratio()
+        of_keys = SequenceMatcher(None, flat, name).ratio()
+        of_names = SequenceMatcher(None, last, bare).ratio()
         missing = set(bare.split("_")) - set(last.split("_"))
         if set(last.split("_")) < set(bare.split("_")):
-            word = max(word, 0.95 - 0.05 * len(missing))
+            of_names = max(of_names, 0.95 - 0.05 * len(missing))
         if sorted(last) == sorted(bare):  # letters in another order, such as gpsu
-            word = max(word, 0.95)
+            of_names = max(of_names, 0.95)
         given_section = flat.rpartition(".")[0] or section
-        score = max(entire, 0.9 * word + 0.1 * SequenceMatcher(None, given_section, section).ratio())
+        of_sections = SequenceMatcher(None, given_section, section).ratio()
+        score = max(of_keys, 0.9 * of_names + 0.1 * of_sections)
         if score > best_score:
             best, best_score = name, score
     return best if best_score >= MIN_SIMILARITY else None

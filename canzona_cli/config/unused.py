@@ -24,16 +24,16 @@ _REFUSED = (
     ("optimizer.clip_grad", ("none",), "optimizer.clip=all"),
     ("optimizer.clip", (0,), "optimizer.clip_grad=1"),
 )
-"""Settings that change what is trained, but have no effect with these values of another setting; and the
-override of the other setting with which they have an effect."""
+"""A setting that changes what is trained, the values of another setting with which it has no effect, and an
+override of the other setting with which it has an effect."""
 _HARMLESS = {("train.grad_reduce_dtype", "fp32"), ("optimizer.clip", "none"), ("optimizer.clip_grad", 0)}
-"""The values that ask for nothing and may therefore stand on the command line without an effect."""
+"""The settings and values that are accepted although they have no effect, because they change nothing."""
 _IGNORED = (
     ("train.sample_prompt", "train.sample_every"),
     ("train.sample_tokens", "train.sample_every"),
     ("train.eval_batches", "train.eval_interval"),
 )
-"""Settings that have no effect if another setting is 0."""
+"""Pairs of settings: the first has no effect if the second is 0."""
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[Problem]:
@@ -63,7 +63,7 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
-        training: False if the run is only planned. The plan is then made for any strategy, so a plan's
+        training: False if the run is only planned. A plan is then made whatever the strategy, so the plan's
             settings have an effect.
     """
     yield from _plan_warnings(config, explicit, training=training)
@@ -153,7 +153,7 @@ def _unused_engine(config: RunConfig, explicit: frozenset[str]) -> Iterator[Prob
     why = _no_plan(config)
     instead = "leave it out" if adamw else "use engine.strategy=canzona, or leave it out"
     if "train.non_finite" in explicit and not execution.ours:
-        reason = f"has no effect: {why}, which runs Megatron's own optimizer, which has no such guard"
+        reason = f"has no effect: {why}, which runs Megatron's own optimizer, without such a guard"
         yield Problem("train.non_finite", reason, instead)
     if adamw:
         return

@@ -67,10 +67,10 @@ class Prediction:
     """The time of the optimizer step, `StrategyResult.optimizer_s`."""
     phases: Mapping[str, float]
     """The mean seconds over ranks by phase. The phases of the step add up to `iteration_s`; the `*_total`s
-    are extra."""
+    overlap with them."""
     load_balance: float
-    """The maximum over the mean of the ranks' matrix update times. 1.0 is perfect; it is also 1.0 if there
-    are no matrix updates."""
+    """The maximum over the mean of the ranks' matrix update times. 1.0 is perfect, and is also the value
+    without matrix updates."""
     memory_bytes: int
     """The memory in bytes of the rank that needs the most."""
     events: tuple[SimulatedEvent, ...] = ()
@@ -216,10 +216,10 @@ class MeasuredBreakdown:
     steps_skipped: int
     """The number of warm-up steps at the start, which were not measured."""
     steps_profiled: int = 0
-    """The number of steps under torch's profiler. It slows them down, so they were not measured either."""
+    """The number of steps under torch's profiler. They were not measured either, because it slows them down."""
     step: OverRanks
     phases: Mapping[str, PhaseTime | None]
-    """A phase that this strategy does not have is absent or null."""
+    """The time of each phase; a phase that this strategy does not have is absent or null."""
     ranks: tuple[RankTimes, ...] = ()
     tokens_per_s: float
     tokens_per_s_per_gpu: float
@@ -245,7 +245,7 @@ class MeasuredBreakdown:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown(MeasuredBreakdown):
-    """A measured step next to its prediction."""
+    """The breakdown of a measured step, and its prediction."""
 
     planned: Prediction | None = None
     """The prediction; None if the run has no readable prediction."""

@@ -162,9 +162,9 @@ def load_runs(run_dirs: Sequence[Path]) -> RunComparison:
     return RunComparison(runs=tuple(runs), settings=settings, skipped=tuple(skipped))
 
 
-def compare_two(several: RunComparison) -> RunPair:
-    """Compares two runs; `several` must hold exactly two."""
-    a, b = several.runs
+def compare_two(comparison: RunComparison) -> RunPair:
+    """Compares the two runs of a comparison in detail."""
+    a, b = comparison.runs
     losses_a, losses_b = dict(a.losses), dict(b.losses)
     common_steps = sorted(losses_a.keys() & losses_b.keys())
     losses = [Loss(step=step, a=losses_a[step], b=losses_b[step]) for step in common_steps]
@@ -172,7 +172,7 @@ def compare_two(several: RunComparison) -> RunPair:
         a=a,
         b=b,
         plans=(_plan_hash(a.run_dir), _plan_hash(b.run_dir)),
-        settings={key: (values[0], values[1]) for key, values in several.settings.items()},
+        settings={key: (values[0], values[1]) for key, values in comparison.settings.items()},
         first=losses[0] if losses else None,
         last=losses[-1] if losses else None,
     )
@@ -202,7 +202,7 @@ def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object,
         return {}
     keys = dict.fromkeys(key for settings in flat for key in settings if key not in _ALWAYS_DIFFERENT)
     values = {key: tuple(settings.get(key) for settings in flat) for key in keys}
-    return {key: several for key, several in values.items() if any(value != several[0] for value in several)}
+    return {key: by_run for key, by_run in values.items() if any(value != by_run[0] for value in by_run)}
 
 
 def _means(breakdown: Breakdown | None) -> dict[str, float]:

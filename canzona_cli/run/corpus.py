@@ -16,10 +16,9 @@ MOST_EPOCHS: Final = 4
 2023, arXiv 2305.16264, sec. 6). Each epoch beyond it teaches less than the one before, and the training loss
 becomes a poor estimate of the loss on other text."""
 _STDLIB_TOKENS: Final = {"byte": 11_300_000}
-"""The training tokens in the sources of Python's standard library (11.5 MB in 3.12), by tokenizer."""
+"""The number of training tokens in the sources of Python's standard library (11.5 MB in 3.12), by tokenizer."""
 _STDLIB_OTHER_TOKENS: Final = 2_900_000
-"""The training tokens in the sources of Python's standard library with any other tokenizer, at about four
-bytes per token."""
+"""The number of training tokens in the same sources with any other tokenizer, at about four bytes per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +98,7 @@ class Supply:
 
     @property
     def epochs(self) -> float:
-        """The number of times the run reads its data, or the set of a blend that it reads most often."""
+        """The number of times that the run reads its data; for a blend, the largest number of any set."""
         return max((part.epochs for part in self.sets.values()), default=self.needed / max(1, self.available))
 
     @property

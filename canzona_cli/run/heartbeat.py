@@ -1,5 +1,5 @@
 """Heartbeats: each rank writes signs of life to a small piece of shared memory, and the launcher reads them.
-Neither needs system calls.
+Neither side needs system calls.
 
 The launcher creates a file for each rank in a local folder (in memory, if possible) and maps it. Each rank
 maps its file and unlinks it at once, so that nothing is left behind, whichever process is killed. Times are

@@ -26,15 +26,15 @@ Phase = Literal[
     "param_gather",
     "other",
 ]
-"""The phases of a step: every moment belongs to exactly one. A communication phase is only the time that the
-step waits for the communication."""
+"""The phases of a step: every moment belongs to exactly one. A communication phase is only the time during
+which the step waits for communication."""
 TotalPhase = Literal["grad_reduce_total", "exchange_total", "param_gather_total"]
 """The total time of each kind of communication, whether it is overlapped with other phases or not."""
 
 IN_STEP: tuple[Phase, ...] = get_args(Phase)
 """The phases that add up to the step, in the order of the breakdown."""
 COMMUNICATION: tuple[Phase, ...] = ("grad_reduce", "exchange", "param_gather")
-"""The phases in which a step waits for data of other ranks. Each has a `_total`."""
+"""The phases in which a step waits for other ranks' data. Each has a `_total` in `TotalPhase`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,8 @@ STREAMS: Final[Mapping[Stream, str]] = MappingProxyType(
 STRATEGIES: Final[tuple["Strategy | Literal['adamw']", ...]] = (
     "canzona", "paper", "asc", "layerwise", "sc", "adamw",
 )  # fmt: skip
-"""The strategies in the order in which they run and are shown: canzona, the strategies it is compared with,
-AdamW."""
+"""The strategies in the order in which they run and are shown: canzona, the strategies that it is compared
+with, and AdamW."""
 
 
 class Interval(NamedTuple):

@@ -114,7 +114,7 @@ class TrackerState:
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
     """The contents of resume.json: the checkpoint that a launch starts from. The workers read the file, and
-    the next launch compares its own `checkpoint.resume` with it."""
+    the next launch compares its own `checkpoint.resume` with `asked`."""
 
     checkpoint: str
     """The path of the checkpoint."""
@@ -188,7 +188,7 @@ class ValidationLoss:
 FIRST_STAGE: Final = "start workers"
 """The first stage of every launch of a run."""
 WAITING: Final = "waiting"
-"""The event of a launcher that has seen no progress for a while."""
+"""The name of the event that the launcher writes if it has seen no progress for a while."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,7 @@ class Note:
 
     text: str
     warning: bool = False
-    """True if the user should look into it."""
+    """True if the user should look into the event."""
 
 
 def event_of(line: Mapping[str, object]) -> Event | None:
@@ -268,8 +268,8 @@ def describe(event: Event) -> Note | None:
 
 
 Documents = Literal["held-out", "all"]
-"""The documents of a corpus that an evaluation reads: all of them, or only those that a run with these
-settings holds out."""
+"""The documents of a corpus that an evaluation reads: all of them, or only those that the run holds out from
+training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +355,7 @@ class KernelTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelChoice:
-    """The kernel for matmuls of a (side, long) with a (long, side) matrix."""
+    """The kernel that multiplies a (side, long) matrix by a (long, side) matrix."""
 
     side: int
     long: int

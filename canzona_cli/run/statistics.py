@@ -74,6 +74,6 @@ def by_phase(ranks: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def load_balance(by_rank: Sequence[float]) -> float:
-    """Returns the maximum over the mean of the ranks' work. 1.0 is perfect; it is also 1.0 without any
+    """Returns the maximum over the mean of the ranks' work. 1.0 is perfect, and is also the value without any
     work."""
     return max(by_rank) / statistics.fmean(by_rank) if any(by_rank) else 1.0

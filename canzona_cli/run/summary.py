@@ -117,8 +117,8 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
     if not moments:
         return None
     # A gap that ends with a launch's first event is time between launches and is not added, unless workers are
-    # already starting: both the launcher and its first rank announce it, and the launcher may report a slow start
-    # in between.
+    # already starting: both the launcher and its first rank announce the start, and the launcher may report in
+    # between that it is slow.
     seconds, starting = [], False
     for (now, started, waits), (then, starts, _) in pairwise(moments):
         starting = started or (starting and waits)

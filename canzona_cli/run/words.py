@@ -59,7 +59,7 @@ def experts_words(load: float, balancing_loss: float | None) -> str:
 
 
 def guard_notes(skipped: int, fallbacks: int) -> list[str]:
-    """Describes skipped steps and replaced updates of a run so far; empty if there were none."""
+    """Describes the steps skipped and the updates replaced so far in a run; empty if there were none."""
     sentences = []
     if skipped:
         sentences.append(f"{plural(skipped, 'step')} skipped: gradients not finite")

@@ -99,13 +99,13 @@ class EngineConfig:
     ] = None
     exchange_dtype: Annotated[
         Precision,
-        "Precision of gradients in messages between TP ranks; bf16 halves the messages but rounds.",
+        "Precision of gradients in messages between TP ranks; bf16 rounds them and halves the messages.",
         CURVE | PLAN,
     ] = "fp32"
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of a gradient element in a message between TP ranks."""
+        """The number of bytes per gradient element in a message between TP ranks."""
         return 2 if self.exchange_dtype == "bf16" else 4
 
 
@@ -228,7 +228,7 @@ class RunConfig(HashedOnce):
 
     @property
     def exchange_bytes(self) -> int:
-        """The bytes of an element in the larger of a micro-group's two messages, which C_max limits."""
+        """The number of bytes per element in the larger of a micro-group's two messages, which C_max limits."""
         return max(self.train.weight_bytes, self.engine.gradient_bytes)
 
     @property

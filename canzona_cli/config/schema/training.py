@@ -64,7 +64,7 @@ class ModelConfig:
     rope_base: Annotated[float, Range(at_least=1, at_most=1e12), "Base of the rotary embedding.", CURVE] = 1_000_000.0
     rope_scaling: Annotated[
         Annotated[float, Range(at_least=1, at_most=1e6)] | None,
-        "Factor by which Llama 3.1's rotary embedding stretches a context of 8,192 tokens; null: none.",
+        "Factor by which Llama 3.1's rotary scaling stretches a context of 8,192 tokens; null: none.",
         CURVE,
     ] = None
     norm_eps: Annotated[Epsilon, "Epsilon of the RMSNorms.", CURVE] = 1e-6
@@ -114,7 +114,7 @@ class ParallelConfig:
     ] = None
     sequence_parallel: Annotated[
         bool | None,
-        "Shard activations of norms over TP ranks. null: if tp > 1, with experts or Transformer Engine.",
+        "Shard norms' activations over TP ranks. null: true with tp > 1 and experts or Transformer Engine.",
         NOTHING,
     ] = None
     overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients during the backward pass.", PLAN] = True
@@ -146,8 +146,8 @@ class TrainConfig:
         "Activation recomputation: none, selective (core attention), full (entire layers); null: chosen.",
         SPREAD | PLAN,
     ] = None
-    precision: Annotated[Precision, "bf16: with fp32 masters. fp32: everything in fp32.", CURVE | PLAN] = "bf16"
-    grad_reduce_dtype: Annotated[Precision, "Precision in which ranks sum gradients.", CURVE | PLAN] = "fp32"
+    precision: Annotated[Precision, "bf16 weights with fp32 masters, or all in fp32.", CURVE | PLAN] = "bf16"
+    grad_reduce_dtype: Annotated[Precision, "Precision of gradient sums over DP ranks.", CURVE | PLAN] = "fp32"
     non_finite: Annotated[
         NonFinite,
         "On NaN or infinite gradients: stop all ranks before any weight changes, or skip and count the update.",
