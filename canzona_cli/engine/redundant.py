@@ -4,8 +4,8 @@ whole.
 Megatron itself supports this for Muon only (`muon_tp_mode=duplicated`); this module does the same for every
 other optimizer. Gradients are all-reduced over the data-parallel ranks. Then, one matrix after another, the
 tensor-parallel ranks gather its fragments, each of them updates the whole matrix, and each keeps its own
-fragment of the new weight. Nothing overlaps, and every rank has the masters and state of all matrices. The
-result is equal to that of strategy canzona, and matrices are refreshed in the same steps.
+fragment of the new weight. Nothing overlaps, and every rank has the masters and state of all matrices of its
+stage. The result is equal to that of strategy canzona, and preconditioners are refreshed in the same steps.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from canzona_cli.model.matrices import Matrix
 
 
 class FragmentGather:
-    """The gathering of matrices from their fragments on every TP rank, one matrix at a time and without
-    overlap.
+    """A tool that gathers whole matrices on every TP rank from their fragments, one matrix at a time and
+    without overlap.
 
     Args:
         matrices: all matrices that will be gathered; the largest determines the size of the messages.
@@ -40,8 +40,8 @@ class FragmentGather:
         return self._send.nbytes + self._receive.nbytes
 
     def travels(self, matrix: Matrix) -> bool:
-        """Returns True if TP ranks store only fragments of the matrix, or only one of them stores the matrix,
-        so that it must be communicated."""
+        """Returns True if the matrix must be communicated, because TP ranks store only fragments of it, or
+        only one of them stores it."""
         return self._tp > 1 and not matrix.replicated
 
     def needs_no_copy(self, matrix: Matrix) -> bool:
@@ -74,7 +74,8 @@ class FragmentGather:
 
 
 class RedundantUpdate:
-    """The update of one matrix on one rank.
+    """The update of one matrix on one rank. Creating it copies the model's weight to the master, which is
+    collective over the TP ranks.
 
     Args:
         scratch: flat fp32 scratch, as long as the largest matrix that needs it, for the gradient during the
@@ -85,7 +86,6 @@ class RedundantUpdate:
         self._wiring = wiring = gathering.wiring
         self._matrix, self._gathering = matrix, gathering
         self._master = wiring.masters[matrix.index]
-        self.hosted, self.optimizer = (matrix,), wiring.make_optimizer((matrix,), [self._master])
         self.stored = wiring.rank in matrix.holders(wiring.fragments.tp)
         """True if this TP rank stores a part of the weight."""
         self.travels = gathering.travels(matrix)
@@ -94,6 +94,8 @@ class RedundantUpdate:
         self._in_place = gathering.needs_no_copy(matrix)
         whole = self.fragment if self._in_place else scratch[: matrix.elements]
         self._gradient = whole.view(matrix.rows, matrix.cols)
+        self.reload()  # first, because a user's own optimizer may read the weights when it is created
+        self.hosted, self.optimizer = (matrix,), wiring.make_optimizer((matrix,), [self._master])
 
     def run(self, scale: float) -> None:
         """Gathers the gradient, multiplies it by `scale` (clipping), updates the master, and writes this
@@ -116,6 +118,7 @@ class RedundantUpdate:
         if self.stored:
             fragments.weight(matrix).copy_(fragments.view_in_whole(matrix, self._master.detach(), self._wiring.rank))
 
+    @torch.no_grad()
     def reload(self) -> None:
         """Copies the model's weight into the master. Collective over the TP ranks."""
         weight = self._wiring.fragments.weight(self._matrix) if self.stored else self.fragment
@@ -132,7 +135,7 @@ class RedundantOptimizer(MasterOptimizer):
         matrices: the matrices of this rank's stage, without experts that it does not store, in the same order
             on every rank, because gathering a matrix is collective.
         wiring: the wiring of this rank, with the masters of all these matrices.
-        fallbacks: counts the fallbacks of this rank's optimizers.
+        fallbacks: the counter of the fallbacks of this rank's optimizers.
     """
 
     def __init__(
@@ -152,8 +155,9 @@ class RedundantOptimizer(MasterOptimizer):
         gathered = [(m, self._dense if m.expert_rank is None else self._experts) for m in matrices]
         copied = [matrix.elements for matrix, gathering in gathered if not gathering.needs_no_copy(matrix)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
-        self.groups: list[RedundantUpdate] = [RedundantUpdate(*each, self._scratch) for each in gathered]
-        self.reload_model_params()
+        self.groups: list[RedundantUpdate] = [
+            RedundantUpdate(matrix, gathering, self._scratch) for matrix, gathering in gathered
+        ]
 
     def gradients_for_norm(self) -> list[torch.Tensor]:
         """Returns the gradient fragments that this rank contributes to the norm. Only one rank of the stats

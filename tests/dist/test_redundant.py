@@ -31,20 +31,32 @@ LAYOUTS = {
 }
 ONE = ("gpus=1", "parallel.tp=1", "parallel.pp=1")
 OFTEN = ("optimizer.precondition_frequency=2", "train.precision=fp32", "model.num_layers=2")
-PLAIN = """
+OWN = """
 from torch.optim import SGD
 
 
 class Plain(SGD):
     pass
+
+
+class Anchored(SGD):
+    def __init__(self, params, lr, weight_decay):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        self.starts = {p: p.detach().clone() for p in self.param_groups[0]["params"]}
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p, start in self.starts.items():
+            p.lerp_(start, 0.5)
 """
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's own optimizer, whose update is in proportion to the gradient."""
-    path = tmp_path_factory.mktemp("own") / "plain.py"
-    path.write_text(PLAIN, encoding="utf-8")
+    """A user's own optimizers. Plain's update is in proportion to the gradient. Anchored's is too, but then it pulls
+    weights halfway back to the values that they had when it was created."""
+    path = tmp_path_factory.mktemp("own") / "own.py"
+    path.write_text(OWN, encoding="utf-8")
     return path
 
 
@@ -147,6 +159,14 @@ def test_an_own_optimizer_clipped_by_the_norm(source: Path, model: tuple[str, ..
         assert found.kept == pytest.approx([one.kept[0]] * 4, rel=1e-6)
         for name, weight in one.after.items():  # a step is about LR; norms' weights are about 1, whose last bit is more
             torch.testing.assert_close(found.after[name], weight, rtol=2.4e-7, atol=1e-6 * LR, msg=name)
+
+
+def test_an_own_optimizer_may_read_weights_when_it_is_created(source: Path) -> None:
+    settings = ("train.precision=fp32", "optimizer.clip_grad=0", *LAYOUTS["tp2"])
+    made = [resolve(*settings, f"engine.strategy={strategy}") for strategy in ("sc", "canzona")]
+    cases = [Case(config=custom(config, source, "Anchored"), layout=layout, steps=2) for config, layout in made]
+    sc, canzona = run_engines(cases)
+    assert _worst(sc.after, canzona.after) == 0.0
 
 
 @pytest.mark.parametrize(
