@@ -27,12 +27,12 @@ Steps 1 and 5 are in `megatron/owner_bucket_group`; 2 and 4 in `hosted` and `wir
 `planner/exchange`; 3 in `optimizers`.
 
 A shared matrix does not have a host: its fragments stay on the ranks of its owner's row. After the
-micro-groups, every rank of the row updates its fragment, and between matmuls the ranks gather squares of the
-matrix's short side (`shared`).
+micro-groups, every rank of the row updates its fragment. Between matmuls the ranks exchange square matrices
+as long as the matrix's short side (`shared`).
 
 Experts that are divided among ranks (`parallel.ep`; see the picture in `model/README.md`) take steps 1, 3 and
 5 only: their gradients are reduced over the cells that have the same experts, and the plan chooses one of
-these cells, which has all of the expert, as its owner and host. A rank updates its experts first; meanwhile
+these cells, which stores the whole expert, as its owner and host. A rank updates its experts first; meanwhile
 the fragments of step 2 arrive.
 
 Steps 2 to 4 are a pipeline over micro-groups (`planned`): while group i is updated, gradients of group i + 1

@@ -1,5 +1,5 @@
-"""The checks before the engine is built: all ranks have the same plan, the plan is for this model and these
-ranks, and a user's own optimizer works."""
+"""The checks before the engine is built: that all ranks have the same plan, that the plan is for this model
+and these ranks, and that a user's own optimizer works."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -16,7 +16,7 @@ from canzona_cli.planner.plan_file import first_difference
 
 
 class PlanRefused(ConfigError):
-    """Raised when the plan cannot be executed on these ranks."""
+    """The error for a plan that cannot be executed on these ranks."""
 
     headline = "The plan does not fit this run"
 
@@ -34,8 +34,8 @@ def agree_on_plan(plan: Plan | None, chunks: Chunks, world: World, *, fix: str =
         fix: The fix to show if the plan does not fit.
 
     Raises:
-        PlanRefused: on all ranks together, with the first problem of each rank that has a problem, or with
-            the first difference between two ranks' plans.
+        PlanRefused: on all ranks together, with the first problem of each rank that has one, or with the
+            first difference between two ranks' plans.
     """
     agree_on_problem(_plan_problem(plan, chunks, world, fix), PlanRefused)
     assert plan is not None
@@ -46,7 +46,7 @@ def agree_on_plan(plan: Plan | None, chunks: Chunks, world: World, *, fix: str =
 
 
 class OptimizerRefused(ConfigError):
-    """Raised when a user's own optimizer cannot update whole matrices."""
+    """The error for a user's own optimizer that cannot update whole matrices."""
 
     headline = "The optimizer cannot be used"
 
@@ -115,8 +115,8 @@ def _disagreement(plan: Plan, digests: Sequence[str]) -> Problem:
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     plans = gather(dict(plan.content()), dict[str, object])
     first, second = Plan.from_content(plans[0]), Plan.from_content(plans[other])
-    key, *values = first_difference(first, second) or ("their content",)
-    description = f"{key}: {values[0]} and {values[1]}" if values else key
+    difference = first_difference(first, second)
+    description = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
     return Problem(
         key="plan",
         value=f"{first.name} and {second.name}",

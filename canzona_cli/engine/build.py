@@ -45,7 +45,7 @@ OptimizerClass = Callable[..., torch.optim.Optimizer]
 Order = Callable[[Matrix], tuple[int, int]]
 """A key that sorts matrices."""
 _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
-"""The settings that optimizer classes do not take as arguments of the same names."""
+"""The settings that are not passed to optimizer classes under the same names."""
 
 
 def build_engine(
@@ -76,13 +76,14 @@ def build_engine(
         OptimizerRefused: On all ranks together, if a user's own class cannot update 2-D parameters with
             `step()` alone.
     """
-    shared, tp = plan.assignment.shares if plan is not None else {}, world.layout.tp
+    shares = plan.assignment.shares if plan is not None else {}
+    tp = world.layout.tp
     if plan is not None:
         part = _planned_part(chunks, plan, world)
     else:
         part = _redundant_part(chunks, config, world)
         tag_matrices(chunks, part.parameters)
-    masters = _masters(part.matrices, lambda m: m.fragment_shape(tp) if m.index in shared else m.shape, world.device)
+    masters = _masters(part.matrices, lambda m: m.fragment_shape(tp) if m.index in shares else m.shape, world.device)
     fallbacks = Fallbacks(part.counted, masters)
     source = config.optimizer.source if isinstance(config.optimizer, CustomConfig) else None
     wiring = Wiring(
@@ -105,7 +106,7 @@ def build_engine(
             chunks,
             _expert_hosting(config, part.matrices, wiring),
             _group_hosting(config, plan, groups, _buffer_order(part.parameters), wiring),
-            _sharing(groups, shared, wiring),
+            _sharing(groups, shares, wiring),
             fallbacks,
         )
     else:
@@ -139,8 +140,8 @@ class _RankPart:
 
 
 def _planned_part(chunks: Wrapped, plan: Plan, world: World) -> _RankPart:
-    """Returns the matrices that the plan gives this rank. The fallbacks of a shared matrix are counted by the
-    rank in its cell."""
+    """Returns the matrices that the plan gives this rank. The rank in a shared matrix's cell counts its
+    fallbacks."""
     parameters = matrix_parameters(chunks, plan, world)
     shares, cells, tp_rank = plan.assignment.shares, plan.assignment.cells, world.tp_rank
     of_owner = [m for m in plan.matrices if (m.stage, cells[m.index].owner) == (world.pp_rank, world.owner)]
@@ -154,8 +155,8 @@ def _planned_part(chunks: Wrapped, plan: Plan, world: World) -> _RankPart:
 def _redundant_part(chunks: Wrapped, config: RunConfig, world: World) -> _RankPart:
     """Returns the matrices of this rank without a plan: all matrices of its stage, except experts that it
     does not store."""
-    everything = matrices_of(config.model, world.layout, config.engine.splitting)
-    stage = stage_matrices(everything, world.pp_rank)
+    all_matrices = matrices_of(config.model, world.layout, config.engine.splitting)
+    stage = stage_matrices(all_matrices, world.pp_rank)
     matrices = [matrix for matrix in stage if matrix.expert_rank in (None, world.expert_rank)]
     named = dict(global_parameters(chunks))
     return _RankPart(
@@ -167,8 +168,8 @@ def _redundant_part(chunks: Wrapped, config: RunConfig, world: World) -> _RankPa
 
 def _buffer_order(parameters: Iterable[str]) -> Order:
     """Returns a key that sorts this rank's matrices in the order of Megatron's buffers, which is the same on
-    all TP ranks. In this order, gradients and weights of equal matrices, such as experts, are more often
-    evenly spaced (`optimizers.runs`).
+    all TP ranks. In this order, gradients and weights of matrices of one shape, such as experts, are more
+    often evenly spaced (`optimizers.runs`).
 
     Args:
         parameters: the names of the parameters in the order of the buffers.
@@ -184,7 +185,7 @@ def _masters(
     (count, rows, columns).
 
     Args:
-        shape: returns the shape of the weights that this rank keeps for a matrix.
+        shape: a function that returns the shape of the weights that this rank keeps for a matrix.
     """
     masters: dict[int, torch.nn.Parameter] = {}
     for same_shape in group_by_key(matrices, shape):
@@ -240,7 +241,7 @@ def _split_by_scratch(groups: Sequence[Sequence[Matrix]], wiring: Wiring) -> lis
 
 def _sharing(groups: Sequence[Sequence[Matrix]], shares: Mapping[int, Share], wiring: Wiring) -> tuple[Sharing, ...]:
     """Creates the optimizer of this rank's fragments of shared matrices, and copies the model's weights to
-    their masters. Empty if the owner does not have shared matrices."""
+    their masters. Returns an empty tuple if the owner does not have shared matrices."""
     matrices = [matrix for group in groups for matrix in group if matrix.index in shares]
     if not matrices:
         return ()
@@ -262,7 +263,7 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
     chosen, update = config.optimizer, algorithm_of(config)
     if isinstance(chosen, CustomConfig):
         return _custom_factory(chosen, torch.device(config.cluster.device))
-    kind, settings = _class_of(chosen), _settings(config, on_fallback)
+    optimizer_class, settings = _class_of(chosen), _settings(config, on_fallback)
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         by_shape: dict[str, object] = {}
@@ -271,7 +272,7 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
             by_shape["stack"] = {shape: stack_of(update, *shape, config.cluster) for shape in shapes}
             by_shape["form"] = {shape: form_of(update, *shape, config.cluster) for shape in shapes}
         # The schedule replaces this learning rate before the first step.
-        return kind(params, chosen.lr, weight_decay=chosen.weight_decay, **settings, **by_shape)
+        return optimizer_class(params, chosen.lr, weight_decay=chosen.weight_decay, **settings, **by_shape)
 
     return make
 
@@ -306,10 +307,10 @@ def _settings(config: RunConfig, on_fallback: OnFallback | None) -> dict[str, ob
 
 def _custom_factory(chosen: CustomConfig, device: torch.device) -> MakeOptimizer:
     """Implements `optimizer_factory` for a user's own class, after testing that class."""
-    kind: OptimizerClass = load_class(chosen.source, (_PACKAGE,) if chosen.built_in else chosen.allow)
+    optimizer_class: OptimizerClass = load_class(chosen.source, (_PACKAGE,) if chosen.built_in else chosen.allow)
 
     def make(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return kind(params, lr=chosen.lr, weight_decay=chosen.weight_decay, **chosen.options)
+        return optimizer_class(params, lr=chosen.lr, weight_decay=chosen.weight_decay, **chosen.options)
 
     probe(make, device)
 

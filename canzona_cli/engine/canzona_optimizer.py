@@ -22,7 +22,7 @@ from canzona_cli.megatron.timers import PhaseTimer
 
 
 class NonFiniteGradients(Diverged):
-    """Raised when a gradient is NaN or infinite. No weight and no state has changed in this step.
+    """The error for gradients that are NaN or infinite. No weight and no state has changed in this step.
 
     Args:
         loss: the loss of the step in nats per token; None if this rank does not know it.
@@ -81,8 +81,8 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         """The number of steps skipped so far because gradients were not finite or their norm exceeded
         Megatron's `grad_norm_skip_threshold`; the same on every rank."""
         self.fallbacks = 0
-        """The number of updates in the step before the last, over all ranks, that were not finite or needed a
-        fallback."""
+        """The number of updates, over all ranks, that were not finite or needed a fallback in the step before
+        the last."""
         self.captures = 0
         """The number of CUDA graphs that all ranks together had captured before the last step."""
 
@@ -127,7 +127,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Runs AdamW, starts gathering AdamW's parameters of the first model chunk, and updates the matrices,
-        which also starts gathering the parameters of `gathering_order`."""
+        which starts gathering the other parameters (`gathering_order`)."""
         with self._timer.phase("adamw_update"):
             self._adamw.step_with_ready_grads()
         if gathers_ahead(self._chunks[0].ddp_config):

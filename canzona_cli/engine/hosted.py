@@ -29,8 +29,8 @@ class HostedGroup:
     """A micro-group on one TP rank. Its methods are called in this order: send_gradients, receive_gradients,
     step, send_weights, receive_weights.
 
-    All views of buffers are made at set-up; a step only copies data and does not allocate memory. Equal
-    matrices whose fragments are evenly spaced in memory, such as experts, are copied, checked and written as
+    All views of buffers are made at set-up; a step only copies data and does not allocate memory. Matrices of
+    one shape whose fragments are evenly spaced in memory, such as experts, are copied, checked and written as
     one tensor. Gradients are assembled and matrices updated on the current stream. Messages are packed and
     arriving weights written on the stream of `wiring.side_stream`, which the caller joins.
 
@@ -38,8 +38,8 @@ class HostedGroup:
         hosted: the matrices of the micro-group that this rank hosts, in the order in which routes list them.
         gradients: the exchange of gradient fragments, from all ranks to the hosts of their matrices.
         weights: the exchange of new weight fragments, from the hosts back to all ranks.
-        scratch: fp32, flat, of at least `scratch_elements(hosted)` elements, for the gradients of the group
-            that is being updated; all groups share it.
+        scratch: fp32, flat, with at least the elements that `scratch_elements` counts, for the gradients of
+            the group that is being updated; all groups share it.
         finite: one element for each hosted matrix, which receives the sum of its new master; the sum is NaN
             or infinite if the update was not finite.
     """
@@ -77,7 +77,7 @@ class HostedGroup:
             ),
         )
         self._flag_sends = [weights.send[f[0] : f[-1] + 1] for f in weights.route.send_flags if f]
-        self._own_weights = join_writes(
+        self._local_weights = join_writes(
             [
                 (place, _local_write(fragments, m, fragments.view_in_whole(m, master.detach(), wiring.rank)))
                 for place, (m, master) in enumerate(zip(hosted, self._masters, strict=True))
@@ -89,8 +89,8 @@ class HostedGroup:
 
     def _bind_gradients(self, scratch: torch.Tensor) -> None:
         """Chooses where each hosted matrix's gradient is assembled, and prepares the copies. A gradient that
-        is not already whole in Megatron's buffer is assembled in `scratch`, next to gradients of equal
-        matrices."""
+        is not already whole in Megatron's buffer is assembled in `scratch`, next to the gradients of matrices
+        of the same shape."""
         fragments, rank = self._wiring.fragments, self._wiring.rank
         grads: dict[int, torch.Tensor] = {}
         in_place: list[torch.Tensor] = []
@@ -124,8 +124,8 @@ class HostedGroup:
         ]
 
     def _checks(self, finite: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields two views for each run of equal matrices: their masters (count, rows, columns) and their
-        flags (count,)."""
+        """Yields two views for each run of hosted matrices of one shape: their masters (count, rows, columns)
+        and their flags (count,)."""
         pairs = [(master.detach(), flag) for master, flag in zip(self._masters, finite.unbind(), strict=True)]
         for same_shape in group_by_key(pairs, lambda pair: pair[0].shape):
             masters, flags = [master for master, _ in same_shape], [flag for _, flag in same_shape]
@@ -133,7 +133,7 @@ class HostedGroup:
                 yield view_run(masters[run]), view_run(flags[run])
 
     def _bind_arriving_weights(self) -> None:
-        """Prepares the writes of fragments of matrices that other ranks host, each with the index of the
+        """Prepares the writes of weight fragments that arrive from other hosts, each with the index of its
         matrix's flag."""
         fragments, weights = self._wiring.fragments, self._weights
         arriving = weights.route.receive_flags
@@ -149,7 +149,8 @@ class HostedGroup:
         self._weight_unpack = join_writes(writes)
 
     def run(self, stage: int, scale: float) -> None:
-        """Runs stage 0, 1 or 2 of the pipeline (`planner.order`); `scale` multiplies gradients (clipping)."""
+        """Runs stage 0, 1 or 2 of the pipeline (`planner.order`). Gradients are multiplied by `scale`
+        (clipping)."""
         if stage == 0:
             self.send_gradients()
         elif stage == 1:
@@ -210,7 +211,7 @@ class HostedGroup:
             for flags in self._flag_sends:
                 flags.copy_(self._finite)
             self._weights.start()
-            write_finite(self._own_weights, self._finite, on_host=self._on_host)
+            write_finite(self._local_weights, self._finite, on_host=self._on_host)
 
     def receive_weights(self) -> None:
         """Waits for the new weight fragments and writes them; weights whose update was not finite stay
@@ -224,10 +225,11 @@ class HostedGroup:
 
 class Hosting:
     """One TP rank's part in the updates of its owner's micro-groups, or of its own experts, with the memory
-    that these updates need. Copies the model's weights to the masters; collective over the TP ranks.
+    that these updates need. Creating it copies the model's weights to the masters, which is collective over
+    the TP ranks.
 
     Args:
-        batches: the matrices that any TP rank hosts, group by group in the order of their updates.
+        batches: the hosted matrices of all TP ranks, group by group in the order of their updates.
         hosts: the TP rank that hosts each matrix, by matrix index.
         gradient_dtype, weight_dtype: the data types in which gradients and weights are sent.
     """
@@ -275,7 +277,7 @@ def gather_masters(wiring: Wiring, hosts: Mapping[int, int], matrices: Sequence[
     """Copies the model's weights into the masters on the matrices' hosts. Collective over the TP ranks, which
     all pass the same matrices."""
     fragments, masters, rank, tp = wiring.fragments, wiring.masters, wiring.rank, wiring.fragments.tp
-    # In batches, because this allocates messages in addition to the pipeline's.
+    # In batches, to limit the memory of these messages, which are in addition to the pipeline's.
     for batch in (matrices[part] for part in batch_slices([matrix.elements for matrix in matrices])):
         route = to_hosts(batch, [hosts[matrix.index] for matrix in batch], rank=rank, tp=tp)
         exchange = AllToAll(route, Messages([route], torch.float32, wiring.device), 0, wiring)
@@ -325,5 +327,5 @@ def _packing_copies(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Te
 
 
 def _view_at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the elements of a flat buffer from `offset` on, in the shape of `like`."""
+    """Returns a view, in the shape of `like`, of the elements of a flat buffer that start at `offset`."""
     return buffer[offset : offset + like.numel()].view(like.shape)

@@ -1,9 +1,9 @@
 """Chooses the kernels for matmuls with symmetric results when a run starts, from measurements on the run's
 own shapes.
 
-Before it is timed, every kernel is compared with cuBLAS, called exactly as updates call it. A kernel is not
-used if a rank cannot use it, if it is wrong on any rank, or if it gains too little. All ranks use the same
-kernels, because strategy sc relies on equal updates on all ranks.
+Before it is timed, every kernel is called exactly as updates call it, and its results are compared with
+cuBLAS's. A kernel is not used if a rank cannot use it, if it is wrong on any rank, or if it saves too little
+time. All ranks use the same kernels, because strategy sc relies on equal updates on all ranks.
 
 Shapes that are multiplied in batches use cuBLAS, so nothing is compiled for them. The time to compile a
 kernel has to pay off: QuACK compiles for dtypes and strides, not for shapes, and caches the result on the
@@ -46,8 +46,8 @@ _NAMES: Mapping[torch.dtype, Literal["bf16", "fp16"]] = {torch.bfloat16: "bf16",
 
 
 def matmul_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozenset[Call]]:
-    """Returns the shapes of the run's unbatched matmuls with symmetric results, smallest first, and the calls
-    made with each shape. A shape includes the dtype that its form uses on `device`.
+    """Returns the shapes of the run's unbatched matmuls with symmetric results, smallest first, and the kinds
+    of calls made with each shape. A shape includes the dtype that its form uses on `device`.
 
     The result is empty if the optimizer does not orthogonalise, is not one of canzona's, or does not run in
     bf16.
@@ -83,7 +83,7 @@ def choose_kernels(
     begin: Callable[[str], None] = lambda shape: None,
 ) -> Kernels:
     """Chooses the kernel for each shape, installs the kernels for all further updates, and returns the
-    choices, which are the same on every rank. Also tests if updates can be replayed as CUDA graphs.
+    choices, which are the same on every rank. Also tests whether updates can be replayed as CUDA graphs.
     Collective on CUDA; on a CPU it only reports which matmuls are computed in strips.
 
     Args:
@@ -113,7 +113,8 @@ def _cpu_choice(shape: Shape) -> KernelChoice:
 
 
 def _load(ladder: Mapping[str, Callable[[], Kernel]]) -> tuple[dict[str, Kernel], list[KernelTrial]]:
-    """Returns the kernels that can be imported, and for each other kernel a trial with the reason."""
+    """Returns the kernels that can be imported, and for every other kernel a trial with the reason why it
+    cannot."""
     loaded: dict[str, Kernel] = {}
     refused = []
     for name, load in ladder.items():

@@ -1,5 +1,5 @@
 """The base class of the engine's optimizers for matrices: it keeps fp32 masters, and saves the state of whole
-matrices by name. Subclasses differ in the ranks that update a matrix."""
+matrices by name. Subclasses differ in which ranks update a matrix."""
 
 import logging
 from abc import abstractmethod
@@ -48,7 +48,7 @@ class UpdatedMatrix:
 
     @property
     def state(self) -> Mapping[str, object]:
-        """The optimizer's state; empty before the first step."""
+        """The optimizer's state of the matrix; empty before the first step."""
         state: Mapping[str, object] = self.optimizer.state.get(self.master, {})
         return state
 
@@ -90,8 +90,9 @@ def distrust_skipped(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.
     their names. The host waits for the device."""
     names = {id(masters[matrix.index]): matrix.name for group in groups for matrix in group.hosted}
     for group in groups:
-        for master in group.optimizer.distrust_skipped() if isinstance(group.optimizer, Muon) else ():
-            _log.warning("%s: the last update was skipped because %s", names[id(master)], LOST)
+        if isinstance(group.optimizer, Muon):
+            for master in group.optimizer.distrust_skipped():
+                _log.warning("%s: the last update was skipped because %s", names[id(master)], LOST)
 
 
 class Fallbacks:
@@ -141,7 +142,7 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
     groups: Sequence[MatrixGroup]
     """The groups of whole matrices."""
     sharing: Sequence[MatrixGroup] = ()
-    """The groups of fragments."""
+    """The groups of fragments of shared matrices."""
 
     def __init__(
         self,
@@ -209,8 +210,8 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def prepare_grads(self) -> bool:
-        """Does nothing, because gradients are read from Megatron's buffers. Returns False: no inf was
-        found."""
+        """Does nothing, because gradients are read from Megatron's buffers. Returns False, because it did not
+        find infinite gradients."""
         return False
 
     @property

@@ -119,8 +119,8 @@ class PlannedOptimizer(MasterOptimizer):
     # --- failed updates ---
 
     def fallbacks(self) -> torch.Tensor:
-        """Returns the base class's count for the matrices that this rank hosts: (1,), on the device. TP rank
-        0 also counts the shared matrices of its owner."""
+        """Returns the number of failed updates, as in the base class, of the matrices that this rank hosts:
+        (1,), on the device. TP rank 0 also counts the shared matrices of its owner."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
         for sharing in self.sharing:
             count += sharing.fallbacks()

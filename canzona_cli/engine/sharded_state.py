@@ -1,4 +1,5 @@
-"""The engine's optimizer in Megatron's checkpoints (`megatron.core.dist_checkpointing`).
+"""Saves the engine's optimizer in Megatron's checkpoints (`megatron.core.dist_checkpointing`), and loads it
+from them.
 
 The fp32 masters and the momentum of matrices have the keys and the layout that Megatron's layer-wise Muon
 uses: the key and layout of the weight, after the prefix `optimizer.state.fp32_param` or
@@ -103,12 +104,12 @@ class _PlacedMatrix(UpdatedMatrix):
             names: the name of each field in the checkpoint.
             weight: the parameter's entry in the model's `sharded_state_dict`.
         """
-        while isinstance(weight, ShardedTensorFactory):  # it builds the entries of gate and up
+        while isinstance(weight, ShardedTensorFactory):  # a factory builds the entries of gate and up
             weight = weight.build()[0]
         lead = weight.prepend_axis_num
         for name, field, block, piece in self.pieces(tensors):
             if block is None:
-                yield name, ShardedTensor.from_rank_offsets(_own_key(field, self.matrix), piece)
+                yield name, ShardedTensor.from_rank_offsets(_canzona_key(field, self.matrix), piece)
                 continue
             # Megatron prepends the axis of layers only if all pieces have one shape, so each piece has that
             # axis here.
@@ -168,11 +169,11 @@ class ShardedState:
         self._targets: dict[str, dict[str, torch.Tensor]] = {}
         """The tensors that each matrix's state is loaded into, by matrix name."""
         self.has_masters = True
-        """False if the checkpoint to load was saved by fp32 training, where weights may be the only
-        masters."""
+        """False if the checkpoint to load was saved by fp32 training, in which the weights themselves may be
+        the masters."""
 
     def to_save(self, model: StateDict, metadata: Mapping[str, object]) -> dict[object, object]:
-        """Returns the state in the form that Megatron's layer-wise Muon with AdamW has. Collective.
+        """Returns the state in the form in which Megatron saves its layer-wise Muon with AdamW. Collective.
 
         Args:
             model: the model's `sharded_state_dict`.
@@ -182,15 +183,15 @@ class ShardedState:
         state: dict[str, ShardedTensor] = {}
         for updated in self._updated:
             state |= updated.entries(updated.tensors, names, weights[updated.matrix.parameter])
-        counts: dict[str, dict[str, Mark]] = {}
-        counts_here = {updated.matrix.name: updated.marks for updated in self._updated if updated.marks}
-        for counts_of_rank in gather(counts_here, dict[str, dict[str, Mark]]):
-            counts |= counts_of_rank
+        marks: dict[str, dict[str, Mark]] = {}
+        marks_here = {updated.matrix.name: updated.marks for updated in self._updated if updated.marks}
+        for marks_of_rank in gather(marks_here, dict[str, dict[str, Mark]]):
+            marks |= marks_of_rank
         adamw = self._adamw.sharded_state_dict(model, metadata=metadata)
         for group in adamw["optimizer"]["param_groups"]:
             group["optimizer"] = "adam"  # as Megatron marks AdamW's groups next to Muon's
         muon = {"param_groups": [muon_group(self._matrices.config)], "state": state}
-        return {0: {"optimizer": muon, _ENTRIES: counts}, 1: adamw}
+        return {0: {"optimizer": muon, _ENTRIES: marks}, 1: adamw}
 
     def to_load(self, model: StateDict) -> dict[object, object]:
         """Returns the entries into which a checkpoint is to be read before `adopt` is called. The masters and
@@ -207,7 +208,7 @@ class ShardedState:
         for updated in self._updated:
             weight, tensors = weights[updated.matrix.parameter], updated.tensors
             for field in tensors.keys() - _LIKE_WEIGHTS.keys():
-                self._refuse_missing(_own_key(field, updated.matrix))
+                self._refuse_missing(_canzona_key(field, updated.matrix))
             names = self._names(
                 weight.key, {field: _LIKE_WEIGHTS[field] for field in tensors if field in _LIKE_WEIGHTS}
             )
@@ -227,7 +228,7 @@ class ShardedState:
 
     @torch.no_grad()
     def adopt(self, state: StateDict) -> bool:
-        """Loads the optimizers with the state that `dist_checkpointing.load` has read into the entries of
+        """Loads into the optimizers the state that `dist_checkpointing.load` has read into the entries of
         `to_load`. Returns False for any other state, and then changes nothing.
 
         Raises:
@@ -237,13 +238,13 @@ class ShardedState:
         if not isinstance(entries, Mapping):
             return False
         muon = state.get(0)
-        counts = muon.get(_ENTRIES, {}) if isinstance(muon, Mapping) else {}
+        marks = muon.get(_ENTRIES, {}) if isinstance(muon, Mapping) else {}
         for updated in self._updated:
             tensors = self._targets[updated.matrix.name]
             for name, _, _, piece in updated.pieces(tensors):
                 if (source := entries["matrices"][name]).data_ptr() != piece.data_ptr():
                     piece.copy_(source.view_as(piece))
-            updated.adopt(tensors, counts.get(updated.matrix.name, {}))
+            updated.adopt(tensors, marks.get(updated.matrix.name, {}))
         step = stored_step({key: value for key, value in state.items() if key != _ENTRIES})
         if step is None:
             reason = "it does not contain the number of AdamW's steps"
@@ -288,5 +289,5 @@ class ShardedState:
             raise Unsupported(Problem(key="load", value=key, reason=reason, fix=_WEIGHTS_ALONE))
 
 
-def _own_key(field: str, matrix: Matrix) -> str:
+def _canzona_key(field: str, matrix: Matrix) -> str:
     return f"{OURS}{field}.{matrix.name}"

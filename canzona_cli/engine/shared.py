@@ -41,13 +41,13 @@ class SharedMatrix:
         self.matrix, self.master, self._optimizer, self.weight = matrix, master, optimizer, weight
         self._in_place = lies_flat(reduced)
         if self._in_place:
-            self._gradient, self._gathered = reduced.view(master.shape), None
+            self._gradient, self._copy = reduced.view(master.shape), None
         else:
             self._gradient = scratch[: master.numel()].view(master.shape)
-            self._gathered = Copy(self._gradient.view(reduced.shape), reduced)
+            self._copy = Copy(self._gradient.view(reduced.shape), reduced)
         self.needs_update_alone = False
-        """True if `update_together` did not update the fragment, so that `update_alone` has to; the same on
-        all ranks."""
+        """True if `update_together` did not update the fragment, so `update_alone` must; the same on all
+        ranks."""
 
     @property
     def is_distrusted(self) -> bool:
@@ -108,8 +108,8 @@ class SharedMatrix:
         """Sets `master.grad`. If the optimizer cannot read the gradient in Megatron's buffer, the gradient is
         first copied into scratch and multiplied by `scale`; otherwise `update_together` scales it in
         place."""
-        if self._gathered is not None:
-            self._gathered.run(scale)
+        if self._copy is not None:
+            self._copy.run(scale)
         self.master.grad = self._gradient
 
 
@@ -118,7 +118,8 @@ class Sharing:
 
     Args:
         matrices: the shared matrices of the owner, in the plan's order.
-        parts: the number of parts of each matrix's update. Between two parts the ranks communicate squares.
+        parts: the number of parts of each matrix's update. Between two parts the ranks exchange square
+            matrices.
     """
 
     def __init__(self, wiring: Wiring, matrices: Sequence[Matrix], parts: Sequence[int]) -> None:
@@ -153,8 +154,8 @@ class Sharing:
         ]
 
     def _timed(self, name: Literal["all_reduce", "all_to_all_single", "all_gather_into_tensor"]) -> Callable[..., Wait]:
-        """Returns a function that starts the named collective over the TP ranks, and whose result is a
-        function that waits for the collective. Both are timed as exchanges."""
+        """Returns a function that starts the named collective over the TP ranks and returns a function that
+        waits for it. Both are timed as exchanges."""
         timer = self._wiring.timer
 
         def begin(*tensors: torch.Tensor) -> Wait:

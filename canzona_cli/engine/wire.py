@@ -17,7 +17,7 @@ from canzona_cli.planner.exchange import Route
 
 
 class Fragments:
-    """Views of the fragments of one tensor-parallel rank.
+    """The views of one tensor-parallel rank's fragments of matrices.
 
     Args:
         model: the model, whose heads and groups determine where q, k and v are in linear_qkv.
@@ -157,7 +157,7 @@ or fragments)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Wiring:
-    """The objects that all classes that update matrices on one rank share."""
+    """The objects that are shared by all classes that update matrices on one rank."""
 
     fragments: Fragments
     rank: int
@@ -179,7 +179,7 @@ class Wiring:
         return replace(self, fragments=self.fragments.as_single_rank(), rank=0, tp_group=None)
 
     def start(self, collective: Callable[..., torch.distributed.Work | None], *arguments: object) -> Wait:
-        """Starts a collective over the TP ranks, and times it in flight.
+        """Starts a collective over the TP ranks, and records the time for which it is in flight.
 
         Returns:
             A function that waits for the collective. On a GPU the current stream waits, not the host.
@@ -229,7 +229,8 @@ class Write:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Writes:
-    """The writes of evenly spaced fragments of one shape, joined. All tensors are (count, *shape)."""
+    """The writes of evenly spaced fragments of one shape, joined into one. All tensors are (count,
+    *shape)."""
 
     flags: slice
     """The indices of the fragments' flags."""

@@ -51,10 +51,10 @@ def run_config(caller: Caller, settings: Sequence[str]) -> tuple[RunConfig, Layo
     that have no effect or will probably work badly.
 
     Args:
-        settings: Other settings as on the command line (`engine.mode=hosted`, `cluster=h100-80g`).
+        settings: Further settings, as on the command line (`engine.mode=hosted`, `cluster=h100-80g`).
 
     Raises:
-        Unsupported: The engine does not support something in the objects; lists every problem.
+        Unsupported: The engine does not support a feature of the loop; lists every problem.
         ConfigError: A setting is not valid, or the loop determines it.
     """
     refuse([*_unsupported(caller)], Unsupported)
@@ -172,7 +172,7 @@ def _training(caller: Caller) -> Iterator[tuple[str, Value]]:
     yield "train.micro_batch_size", 1
     # The loop chooses the number of micro-batches; an interleaved pipeline needs at least one for each stage.
     yield "train.global_batch_size", caller.groups.dp.size() * caller.groups.pp.size()
-    # The same matrices as with Megatron's Muon, so that training gives the same result.
+    # Matrices are split as in Megatron's Muon, so that training gives the same result.
     yield "engine.splitting", "qkv" if caller.optimizer.muon_split_qkv else "fused"
 
 
@@ -181,7 +181,7 @@ def _chosen(settings: Sequence[str], given: Mapping[str, Value], device: str) ->
     if they do not name a cluster.
 
     Raises:
-        ConfigError: The loop determines one of the settings, or none of them names the cluster on GPUs.
+        ConfigError: The loop determines one of the settings, or, on GPUs, none of them names a cluster.
     """
     micro = 1
     for setting in settings:

@@ -48,7 +48,7 @@ class CausalAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """Computes the attention of this rank's queries to all earlier positions of the sequence.
+        """Computes the attention of this rank's queries to their own and all earlier positions.
 
         Args:
             query: `[seq / cp, batch, heads, head_dim]`.
@@ -109,7 +109,7 @@ class CausalAttention(torch.nn.Module):
 
 def _causal_mask(queries: int, keys: int) -> torch.Tensor:
     """Returns the mask with which the last query attends to all keys."""
-    from torch.nn.attention.bias import causal_lower_right  # its import loads torch's compiler
+    from torch.nn.attention.bias import causal_lower_right  # importing it loads torch's compiler
 
     return causal_lower_right(queries, keys)
 
@@ -125,7 +125,7 @@ def _kernel_knows_groups(query: torch.Tensor) -> bool:
 
 
 _SCORES, _QUERIES = 1 << 21, 128
-"""The maximum number of scores, and of queries, in a block."""
+"""The maximum numbers of scores and of queries in a block."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -133,8 +133,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
     attends to.
 
     The last query attends to all keys, the query before the last to all but the last key, and so on. torch's
-    own kernel computes in fp32 on CPUs. In bf16, with heads of 32 to 64 at 256 to 2,048 tokens, this function
-    took 0.35 to 0.65 of that kernel's time for forward and backward (one thread, AVX512-BF16).
+    own kernel computes in fp32 on CPUs. In bf16, with heads of 32 to 64 features and 256 to 2,048 tokens,
+    this function took 0.35 to 0.65 of that kernel's time for forward and backward (one thread, AVX512-BF16).
 
     Args:
         query: `[queries, batch, heads, head_dim]`.

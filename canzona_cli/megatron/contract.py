@@ -21,7 +21,7 @@ import yaml
 from canzona_cli.errors import Problem
 
 Check = Callable[..., str | None]
-"""A check of the object that a name refers to, which is its first argument; the others are words of
+"""A check of the object that a name refers to. Its first argument is the object, the others are from
 contract.yaml. It returns a description of how the object differs from canzona's expectation; None if it does
 not differ."""
 
@@ -29,26 +29,26 @@ _WRITTEN_FOR = {"megatron": "megatron-core 0.19.2", "torch": "torch 2.11 to 2.15
 """The releases that canzona was written for, by package."""
 
 
-def exists(thing: object) -> str | None:
+def exists(target: object) -> str | None:
     """Accepts any object. Used where canzona relies only on the existence of the name."""
     return None
 
 
-def accepts(thing: object, *parameters: str) -> str | None:
+def accepts(target: object, *parameters: str) -> str | None:
     """Checks that a function, or a class's constructor, takes these parameters by name."""
-    if not callable(thing):
+    if not callable(target):
         return "it cannot be called"
-    given = inspect.signature(thing).parameters
+    given = inspect.signature(target).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in given.values()):
         return None
     return _lacks("parameter", parameters, given)
 
 
-def keeps(thing: object, *attributes: str) -> str | None:
+def keeps(target: object, *attributes: str) -> str | None:
     """Checks that a class's constructor assigns these attributes to the instance."""
-    if not isinstance(thing, type):
+    if not isinstance(target, type):
         return "it is not a class"
-    words = _tokens(thing.__init__)  # type: ignore[misc]
+    words = _tokens(target.__init__)  # type: ignore[misc]
     assigned = {
         name
         for owner, dot, name, then in zip(words, words[1:], words[2:], words[3:], strict=False)
@@ -57,21 +57,21 @@ def keeps(thing: object, *attributes: str) -> str | None:
     return _lacks("attribute", attributes, assigned)
 
 
-def has(thing: object, *members: str) -> str | None:
+def has(target: object, *members: str) -> str | None:
     """Checks that a class or module has these members, or a dataclass these fields."""
-    known = {item.name for item in fields(thing)} if is_dataclass(thing) else set(dir(thing))
-    return _lacks("field" if is_dataclass(thing) else "method", members, known)
+    known = {item.name for item in fields(target)} if is_dataclass(target) else set(dir(target))
+    return _lacks("field" if is_dataclass(target) else "method", members, known)
 
 
-def says(thing: Hashable, *texts: str) -> str | None:
+def says(target: Hashable, *texts: str) -> str | None:
     """Checks that these tokens occur in an object's source code; quotes of strings are ignored."""
-    return _lacks("mention of", texts, {word.strip("'\"") for word in _tokens(thing)})
+    return _lacks("mention of", texts, {word.strip("'\"") for word in _tokens(target)})
 
 
-def reads(thing: Hashable, digest: str) -> str | None:
+def reads(target: Hashable, digest: str) -> str | None:
     """Checks that an object's source code has this digest. Used for code that canzona replaces by a version
     that must behave in the same way."""
-    actual = source_digest(thing)
+    actual = source_digest(target)
     return None if actual == digest else f"its source has changed (digest {actual})"
 
 
@@ -89,13 +89,13 @@ class Pinned:
     relied_on: str
     """The property, as one sentence without a final full stop."""
     check: Check = exists
-    words: tuple[str, ...] = ()
-    """The further arguments of the check."""
+    arguments: tuple[str, ...] = ()
+    """The arguments of the check, after the object."""
 
 
 def verify() -> list[Problem]:
-    """Returns a problem for each property of `PINNED` that the installed packages lack. There is none with
-    the releases that canzona was written for."""
+    """Returns a problem for each property of `PINNED` that the installed packages lack; none with the
+    releases that canzona was written for."""
     return [problem for pin in PINNED for problem in _broken(pin)]
 
 
@@ -108,7 +108,7 @@ def verify_loop() -> list[Problem]:
 def _broken(pin: Pinned) -> Iterator[Problem]:
     """Yields a problem if the installed packages lack the property."""
     try:
-        problem = pin.check(_resolve(pin.name), *pin.words)
+        problem = pin.check(_resolve(pin.name), *pin.arguments)
     except (ImportError, AttributeError) as error:
         problem = f"it is missing ({error})"
     except (OSError, TypeError, ValueError, tokenize.TokenError) as error:
@@ -124,20 +124,20 @@ def _resolve(name: str) -> object:
     for cut in range(len(parts), 0, -1):
         module = ".".join(parts[:cut])
         try:
-            thing: object = importlib.import_module(module)
+            target: object = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # A missing module that this one imports must not be mistaken for a prefix that is too long.
+            # Only a prefix that is too long is skipped, not a missing module that `module` itself imports.
             if error.name is None or not module.startswith(error.name):
                 raise
             continue
         for part in parts[cut:]:
-            thing = getattr(thing, part)
-        return thing
+            target = getattr(target, part)
+        return target
     raise ImportError(f"no module named {parts[0]}")
 
 
 def _lacks(kind: str, needed: tuple[str, ...], known: object) -> str | None:
-    """Describes which of the needed names are not known; None if all are."""
+    """Describes which of the needed names are missing; None if none is."""
     missing = [name for name in needed if name not in known]  # type: ignore[operator]
     return f"it has no {kind} {', '.join(missing)}" if missing else None
 
@@ -159,13 +159,13 @@ def _tokens(code: Hashable) -> tuple[str, ...]:
 
 def _pinned(file: str) -> Iterator[Pinned]:
     """Reads the properties from a YAML file next to this module."""
-    every: tuple[Check, ...] = (exists, accepts, keeps, has, says, reads)
-    checks = {check.__name__: check for check in every}
+    known: tuple[Check, ...] = (exists, accepts, keeps, has, says, reads)
+    checks = {check.__name__: check for check in known}
     for section in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).values():
         for entry in section:
             name, relied_on = entry.pop("name"), entry.pop("relied_on")
-            [(kind, words)] = entry.items() or [("exists", ())]
-            yield Pinned(name=name, relied_on=relied_on, check=checks[kind], words=tuple(words))
+            [(check, arguments)] = entry.items() or [("exists", ())]
+            yield Pinned(name=name, relied_on=relied_on, check=checks[check], arguments=tuple(arguments))
 
 
 PINNED = tuple(_pinned("contract.yaml"))
@@ -173,4 +173,4 @@ PINNED = tuple(_pinned("contract.yaml"))
 LOOP = tuple(_pinned("loop_contract.yaml"))
 """The properties of Megatron-LM's own training (`megatron.training`), which only `seams` relies on."""
 PROBLEMS = verify()
-"""The problems with the installed packages. Checked once at import, before an agent forks its ranks."""
+"""The problems with the installed packages, as checked once at import, before an agent forks its ranks."""

@@ -108,7 +108,7 @@ def _replacements() -> tuple[Replacement, ...]:
     import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     cuda, tokens = torch.cuda, "transformer.moe.token_dispatcher"
-    type_name, create = _megatron_type_name(torch.Tensor.type), _factory_on_cpu
+    type_name, wrap = _megatron_type_name(torch.Tensor.type), _factory_on_cpu
     return (
         Replacement(cuda, "current_device", lambda: CPU, "every `device=torch.cuda.current_device()`"),
         Replacement(cuda, "current_stream", lambda device=None: _STREAM, "distributed.param_and_grad_buffer"),
@@ -120,9 +120,9 @@ def _replacements() -> tuple[Replacement, ...]:
         Replacement(mcore_random, "_set_cuda_rng_state", _set_rng_state, "tensor_parallel.random fork"),
         Replacement(torch.Tensor, "type", type_name, "optimizer.optimizer, .distrib_optimizer, .clip_grads"),
         Replacement(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor, "models.common.language_module"),
-        Replacement(torch, "tensor", create(torch.tensor), "optimizer.optimizer (loss scale), rotary tables under cp"),
-        Replacement(torch, "zeros", create(torch.zeros), "pipeline_parallel.schedules, optimizer.clip_grads"),
-        Replacement(torch, "ones", create(torch.ones), "transformer.utils (attention masks)"),
+        Replacement(torch, "tensor", wrap(torch.tensor), "optimizer.optimizer (loss scale), rotary tables under cp"),
+        Replacement(torch, "zeros", wrap(torch.zeros), "pipeline_parallel.schedules, optimizer.clip_grads"),
+        Replacement(torch, "ones", wrap(torch.ones), "transformer.utils (attention masks)"),
     )
 
 

@@ -2,9 +2,9 @@
 gets.
 
 Megatron's own module without Transformer Engine, `SequentialMLP`, names and orders its weights differently
-from Transformer Engine's grouped layers. `GroupedExperts` has their names and order (all experts' fc1, then
-all experts' fc2), so that models, plans and checkpoints are the same on CPUs and GPUs, and each kind of
-weight is one block of the gradient buffer.
+from Transformer Engine's grouped layers. `GroupedExperts` has the names and the order of the latter (all
+experts' fc1, then all experts' fc2), so that models, plans and checkpoints are the same on CPUs and GPUs, and
+each kind of weight is one block of the gradient buffer.
 """
 
 from collections.abc import Iterable
@@ -62,7 +62,7 @@ class GroupedLinear(torch.nn.Module):
 
     Args:
         experts: the number of experts on this rank.
-        inputs, outputs: the features of a fragment of the layer on this rank.
+        inputs, outputs: the numbers of input and output features of this rank's fragment of a layer.
         cut: the dimension of the weights that tensor parallelism cuts.
     """
 
@@ -107,7 +107,7 @@ class RoutingMeter:
                     module.register_forward_hook(self._count)
 
     def _count(self, router: TopKRouter, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
-        # With full recomputation, the first of two forward passes has no gradients.
+        # With full recomputation, there are two forward passes, the first without gradients.
         if router.training and torch.is_grad_enabled():
             self._tokens[router.layer_number - 1] += outputs[1].sum(0)
 

@@ -55,7 +55,7 @@ class MasterRange:
         """
         state: dict[str, torch.Tensor] = {key: value.view(self.master.shape) for key, value in tensors.items()}
         if step is not None:
-            if isinstance(self.inner, torch.optim.Adam):  # AdamW is one
+            if isinstance(self.inner, torch.optim.Adam):  # AdamW is a subclass
                 state["step"] = torch.tensor(step, dtype=torch.float32)
             else:
                 self.group["step"] = int(step)

@@ -170,12 +170,12 @@ def _time_dispatch(timer: PhaseTimer, world: World) -> None:
     gradients back, so that their time is attributed to `dispatch`. All of them are synchronous."""
     if world.layout.ep == 1:
         return
-    groups = (world.groups.ep, world.groups.tp_ep)
+    token_groups = (world.groups.ep, world.groups.tp_ep)
 
     def dispatch(*_: object, **kwargs: object) -> AbstractContextManager[None]:
         # DeepEP's functions get the group as a positional argument, and are used only to send tokens.
         group = kwargs.get("group", world.groups.ep)
-        sends_tokens = timer.current in ("forward", "backward") and any(group is tokens for tokens in groups)
+        sends_tokens = timer.current in ("forward", "backward") and any(group is each for each in token_groups)
         return timer.phase("dispatch") if sends_tokens else nullcontext()
 
     _wrap(torch.distributed, "all_to_all_single", dispatch)

@@ -87,8 +87,7 @@ def _expert_settings(config: RunConfig, layout: Layout) -> dict[str, object]:
         "moe_aux_loss_coeff": weight if model.balancing_loss != "none" else 0.0,
         # The router computes in fp32, because bf16 would round close scores to ties.
         "moe_router_dtype": "fp32",
-        # If experts are not divided among ranks, no token is sent to another rank; only TP ranks gather
-        # theirs.
+        # If experts are not divided among ranks, tokens are not sent to experts; TP ranks only gather them.
         "moe_token_dispatcher_type": "allgather" if layout.ep == 1 else dispatcher_of(config),
         "moe_grouped_gemm": True,
         # One parameter for all experts would not be a matrix.

@@ -28,7 +28,7 @@ TAG = "is_managed_by_layer_wise_optimizer"
 
 
 class PlanMismatch(RuntimeError):
-    """Raised when a plan does not fit this rank's model, layout or buffers."""
+    """The error for a plan that does not fit this rank's model, layout or buffers."""
 
     def __init__(self, *, key: str, planned: object, actual: object) -> None:
         self.key, self.planned, self.actual = key, planned, actual
@@ -133,7 +133,7 @@ def full_param_layout(
 
 def placements(plan: Plan, buckets: Sequence[Bucket]) -> tuple[Mapping[str, tuple[int, int]], ...]:
     """Returns the elements [start, end) of each parameter within its bucket, by the parameter's name, for
-    each of `buckets`, all of one stage.
+    each of `buckets`, which all belong to one stage.
 
     Raises:
         PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to
@@ -215,7 +215,7 @@ def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:
         where: the bucket's name in the error.
 
     Raises:
-        PlanMismatch: ranges overlap or exceed the bucket, or its size is not a valid multiple.
+        PlanMismatch: ranges overlap or exceed the bucket, or the bucket's size is not a valid multiple.
     """
     ends = [0, *(position for part in bucket.ranges for position in (part.start, part.end)), bucket.elements]
     if any(before > after for before, after in pairwise(ends)):
@@ -249,12 +249,12 @@ def _matrix_layout(
     # Megatron forms buckets while it iterates over the parameters in reverse, and each bucket must be
     # complete before the next one starts.
     backwards = list(reversed(params))
-    for last, param in pairwise(backwards):
-        if where[param][2] not in (where[last][2], where[last][2] + 1):
+    for previous, param in pairwise(backwards):
+        if where[param][2] not in (where[previous][2], where[previous][2] + 1):
             raise PlanMismatch(
                 key=names[param],
                 planned=f"bucket {where[param][2]}",
-                actual=f"registered next to bucket {where[last][2]}",
+                actual=f"registered next to bucket {where[previous][2]}",
             )
     return PerBufferParamLayout(
         param_index_map={param: where[param] for param in backwards},

@@ -36,7 +36,7 @@ _EXPERT = re.compile(r"(mlp\.experts\.linear_fc[12]\.weight)(\d+)")
 
 
 def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> TransformerConfig:
-    """Returns Megatron's configuration of the run's model and of how it is computed.
+    """Returns Megatron's configuration of the run's model and of its computation.
 
     Args:
         compiled: True to use the functions that Megatron fuses with torch.compile: SwiGLU and, in bf16
@@ -69,8 +69,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         bias_dropout_fusion=False,
         # Megatron's own layers, which always include the output layer, need APEX's kernel for this fusion.
         gradient_accumulation_fusion=on_gpu and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
-        # initialize_weights() below gives every layout the same weights; Megatron's own would depend on tp
-        # and pp.
+        # initialize_weights() below gives every layout the same weights; those of Megatron's initialization
+        # would depend on tp and pp.
         perform_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -143,7 +143,7 @@ def fuse_weight_gradients(model: torch.nn.Module) -> None:
     """Makes Transformer Engine's layers add the gradient of a weight to `main_grad` within the matmul that
     computes this gradient.
 
-    Otherwise every micro-batch would write the gradient in bf16, and then add it. Megatron's
+    Otherwise, in every micro-batch, the gradient would be written in bf16 and then added. Megatron's
     `gradient_accumulation_fusion` would also enable this, but then Megatron's output layer, which is not from
     Transformer Engine, raises an error without APEX. Logs a warning if no layer supports the fusion.
     """
@@ -211,17 +211,17 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def global_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yields the parameters of a model chunk with their names in the whole model, which contain the indices
-    of layers and experts in the whole model."""
+    """Yields the parameters of a model chunk with their names in the whole model, in which layers and experts
+    are numbered over all ranks."""
     first_layer = first_expert = 0
     for module in model.modules():
-        modules = getattr(module, "layers", None)
-        if isinstance(modules, torch.nn.ModuleList) and len(modules) > 0:
-            layer_number = modules[0].layer_number  # counted from 1 over all stages
+        block = getattr(module, "layers", None)
+        if isinstance(block, torch.nn.ModuleList) and len(block) > 0:
+            layer_number = block[0].layer_number  # counted from 1 over all stages
             assert isinstance(layer_number, int)
             first_layer = layer_number - 1
         if isinstance(module, MoELayer):
-            # Every layer of a rank has the experts with the same indices.
+            # All layers of a rank have experts with the same indices.
             first_expert = module.local_expert_indices[0]
             break
     for name, param in model.named_parameters():
@@ -251,8 +251,8 @@ def _draw(name: str, shape: tuple[int, int], std: float, seed: int, device: torc
 
 
 class ProcessorNorm(torch.nn.Module):
-    """RMSNorm for CPUs with the weight of a `torch.nn.RMSNorm`. Forward and backward each make only a few
-    passes over a tensor.
+    """An RMSNorm for CPUs that uses the weight of a `torch.nn.RMSNorm`. Forward and backward each make only a
+    few passes over a tensor.
 
     torch's own RMSNorm takes a dozen operations on CPUs and stores its input twice in fp32. In bf16, for
     2,048 tokens of 256 features, it took 4.9 ms for forward and backward (one thread); this class takes 2.3

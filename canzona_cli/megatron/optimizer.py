@@ -176,7 +176,7 @@ def adamw_settings(config: RunConfig, changes: Mapping[str, object] | None = Non
     sc.
 
     Args:
-        changes: the settings in which another optimizer differs.
+        changes: the settings of another optimizer that differ from AdamW's; None for AdamW.
     """
     optimizer, bf16 = config.optimizer, config.train.precision == "bf16"
     settings = {
@@ -227,10 +227,11 @@ def build_schedule(optimizer: MegatronOptimizer, config: RunConfig) -> Optimizer
 
 
 _MATRICES = "canzona"
-"""The name of an optimizer that does not exist. Megatron puts parameters with this name, which AdamW does not
-update, into separate groups."""
+"""The name of a placeholder optimizer. Megatron puts the parameters that are assigned to it, which AdamW does
+not update, into separate groups."""
 Overrides = Mapping[ParamKey, ParamGroupOverride]
-"""Settings that differ from the optimizer's for some parameters, by the keys that select these parameters."""
+"""The settings that differ from the optimizer's for some parameters, by the keys that select the
+parameters."""
 
 
 def build_adamw(

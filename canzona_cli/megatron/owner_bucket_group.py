@@ -1,8 +1,8 @@
 """Buckets of matrices whose gradients are reduced to owners, and whose parameters are gathered from owners.
 
 Only the collectives are replaced. Megatron still decides when gradients are ready, which bucket is next and
-where to wait. After a reduction, a rank's bucket contains gradients only in the ranges that the rank owns;
-the rest is undefined."""
+when to wait. After a reduction, a rank's bucket contains gradients only in the ranges that the rank owns; the
+rest is undefined."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -285,7 +285,7 @@ _REPEATS = 7
 
 
 def find_contradiction(chunks: Wrapped, world: World, *, assumed: bool) -> str | None:
-    """Measures if the reductions of a bucket run as one NCCL group, and compares the result with
+    """Measures whether the reductions of a bucket run as one NCCL group, and compares the result with
     `cluster.grouped_collectives`. Collective.
 
     The result depends on torch's backend and has to be measured: the same calls are one group in torch's
@@ -301,20 +301,20 @@ def find_contradiction(chunks: Wrapped, world: World, *, assumed: bool) -> str |
     """
     group, device = world.owners, world.device
     planned = (bucket.planned for bucket in matrix_groups(chunks))
-    # Also measured if the plan reduces no bucket by owner, because it may have avoided that on the assumption
-    # that reductions are not grouped.
+    # This is measured even if the plan reduces no bucket by owner, because it may have avoided that on the
+    # assumption that reductions are not grouped.
     several = any(len(bucket.ranges) > 1 for bucket in planned)
     if device.type != "cuda" or group.size() == 1 or not several:
         return None
     return describe_contradiction(grouped_time_ratio(group, device, device_seconds), assumed=assumed)
 
 
-def describe_contradiction(share: float, *, assumed: bool) -> str | None:
-    """Describes how `share`, a measured `grouped_time_ratio`, contradicts the value `assumed` of
+def describe_contradiction(ratio: float, *, assumed: bool) -> str | None:
+    """Describes how `ratio`, a measured `grouped_time_ratio`, contradicts the value `assumed` of
     `cluster.grouped_collectives`; None if it does not."""
-    if is_grouped(share) == assumed:
+    if is_grouped(ratio) == assumed:
         return None
-    took = f"{REDUCTIONS} small reductions submitted together take {share:.0%} of their time one by one"
+    took = f"{REDUCTIONS} small reductions submitted together take {ratio:.0%} as long as one by one"
     if assumed:
         return (
             f"reductions of a bucket run one after another here ({took}), but the plan prices them as one launch: "
@@ -323,10 +323,10 @@ def describe_contradiction(share: float, *, assumed: bool) -> str | None:
     return f"reductions of a bucket are grouped here ({took}): plan with cluster.grouped_collectives=true"
 
 
-def is_grouped(share: float) -> bool:
-    """Returns True if `share`, as measured by `grouped_time_ratio`, shows that reductions submitted together
+def is_grouped(ratio: float) -> bool:
+    """Returns True if `ratio`, as measured by `grouped_time_ratio`, shows that reductions submitted together
     run as one group."""
-    return share < GROUPED
+    return ratio < GROUPED
 
 
 def grouped_time_ratio(
@@ -356,9 +356,9 @@ def grouped_time_ratio(
             times.append(seconds(lambda: reduce(batches)))
         return statistics.median(times)
 
-    share = torch.full((), median([parts]) / median([[part] for part in parts]), device=device)
-    torch.distributed.all_reduce(share, op=torch.distributed.ReduceOp.MAX, group=group)
-    return float(share.item())
+    ratio = torch.full((), median([parts]) / median([[part] for part in parts]), device=device)
+    torch.distributed.all_reduce(ratio, op=torch.distributed.ReduceOp.MAX, group=group)
+    return float(ratio.item())
 
 
 def device_seconds(operation: Callable[[], None]) -> float:

@@ -82,8 +82,8 @@ class _PerOwner(BucketMethod):
 
 
 class _Handover:
-    """One rank's side of an all-to-all that moves elements between equal parts and owners: after a
-    reduce-scatter to the owners, or before an all-gather from them. A rank's part is its equal part of the
+    """One rank's side of an all-to-all between equal parts and owners: it sends elements to their owners
+    after a reduce-scatter, or from their owners before an all-gather. A rank's part is its equal part of the
     buffer; its share is the elements that it owns.
 
     Args:
@@ -108,8 +108,10 @@ class _Handover:
             for segment in run:
                 if segment.owner == rank:
                     self.from_ranks[other] = segment.end - segment.start
-                    adjoins = self.share and self.share[-1].stop == segment.start
-                    self.share.append(slice(self.share.pop().start if adjoins else segment.start, segment.end))
+                    start = segment.start
+                    if self.share and self.share[-1].stop == start:
+                        start = self.share.pop().start
+                    self.share.append(slice(start, segment.end))
 
 
 class _Ring(BucketMethod):

@@ -189,7 +189,7 @@ def shutdown() -> None:
 
 
 Group = ProcessGroup | object
-"""The value that torch returns for a new group: on ranks that are not members, a placeholder number."""
+"""The value that torch returns for a new group: the group, or a placeholder on ranks that are not members."""
 WORLD_GROUPS: Final = frozenset(
     {
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
@@ -238,9 +238,9 @@ def _share_groups(layout: Layout, timeout: timedelta, alive: Callable[[], None])
     """Replaces Megatron's `create_group` inside the block by a function that makes only one group for each
     set of ranks, with the exceptions that the comments explain."""
     rank = torch.distributed.get_rank()
-    # Buckets do not use the world's group, because messages among all ranks would queue after them. For the
-    # same reason, attention, which waits for keys and values, does not share a group with buckets if dp is 1,
-    # nor do experts, which wait for tokens.
+    # Buckets do not use the world's group, because messages among all ranks would queue after the buckets.
+    # For the same reason, attention, which waits for keys and values, does not share a group with buckets if
+    # dp is 1, nor do experts, which wait for tokens.
     apart = {"CONTEXT_PARALLEL_GROUP"} | (_TOKEN_GROUPS if layout.ep > 1 else set())
     groups: dict[tuple[bool, tuple[int, ...]], Group] = {}
     single = torch.distributed.new_group([rank], timeout=timeout, use_local_synchronization=True)

@@ -370,7 +370,7 @@ class HostWatcher:
         for work in works:
             try:
                 work.get_future().add_done_callback(end_span)
-            except RuntimeError:  # this kind of collective has no future
+            except RuntimeError:  # this kind of collective does not provide a future
                 return
 
     def waited(self, span: Span) -> None:

@@ -1,5 +1,4 @@
-"""bf16 and fp16 matmuls for processors without instructions for these dtypes: computed in fp32 and rounded
-once.
+"""Computes bf16 and fp16 matmuls in fp32, rounded once, on processors without instructions for these dtypes.
 
 torch multiplies bf16 through oneDNN where the processor has AVX512 or better, and in plain loops elsewhere.
 With AVX2 only, as on most laptops, these loops reach 1 to 20 GFLOP/s on a core that reaches 92 in fp32. On
@@ -37,7 +36,8 @@ def is_slow() -> bool:
 
 
 def is_installed() -> bool:
-    """Returns True if this process computes bf16 and fp16 matmuls in fp32; both then take the same time."""
+    """Returns True if this process computes bf16 and fp16 matmuls in fp32, so that they take the same
+    time."""
     return bool(_library)
 
 

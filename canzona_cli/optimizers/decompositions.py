@@ -68,8 +68,8 @@ def orthonormalise(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor
 
 
 def _complete(basis: torch.Tensor, defined: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-    """Replaces the columns that are not `defined` (..., side) by the columns of `previous`, made orthogonal
-    to all others. The host waits for the device once.
+    """Returns `basis` with the columns that are not `defined` (..., side) replaced by those of `previous`,
+    made orthogonal to all others. The host waits for the device once.
 
     Raises:
         LinAlgError: The basis is not finite.
@@ -101,7 +101,7 @@ def orthonormalise_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Ten
         panel: (side, width), part of a matrix whose longest column has norm 1.
         before: (side, columns before).
     """
-    # After a failure in fp32; a conversion that changes nothing leaks objects in torch.
+    # They differ after a failure in fp32. Equal dtypes are not converted, because that leaks objects in torch.
     if before.dtype != panel.dtype:
         before = before.to(panel.dtype)
     for _ in range(2 if before.numel() else 0):
@@ -120,7 +120,7 @@ def complete_basis(panels: torch.Tensor, previous: torch.Tensor) -> torch.Tensor
     Raises:
         LinAlgError: The result is not finite.
     """
-    # Other columns are zero, or not orthonormalised because the period was changed between two parts.
+    # The other columns are zero, or not orthonormalised because the period changed between two parts.
     return _complete(panels, (panels.square().sum(0) - 1).abs() < 1e-2, previous)
 
 
@@ -148,17 +148,17 @@ def compute_with_fallback(
     try:
         return compute(matrix)
     except LinAlgError as error:
-        fp32_error = _line(error)
+        fp32_error = _first_line(error)
     try:
         result = compute(matrix.double()).to(matrix.dtype)
     except LinAlgError as error:
-        report(f"{name} failed in fp32 ({fp32_error}) and in fp64 ({_line(error)}); the previous one is kept")
+        report(f"{name} failed in fp32 ({fp32_error}) and in fp64 ({_first_line(error)}); the previous one is kept")
         return None
     report(f"{name} failed in fp32 ({fp32_error}); it was computed in fp64")
     return result
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
 
 
@@ -244,7 +244,7 @@ def newton_start(factors: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch
     """Returns M before the first step (count, side, side), and the scale by which the factors were divided
     (count, 1, 1). For a factor of zeros these are the identity and 1."""
     side = factors.size(-1)
-    largest = _largest(factors)
+    largest = _largest_eigenvalues(factors)
     # No step multiplies by a transpose, and the order of factors is fixed. Otherwise the matmuls would
     # amplify the asymmetry that rounding causes.
     m = factors.clone()
@@ -284,7 +284,7 @@ def newton_converged(m: torch.Tensor) -> torch.Tensor:
     return distance <= _LARGEST_DISTANCE
 
 
-def _largest(factors: torch.Tensor) -> torch.Tensor:
+def _largest_eigenvalues(factors: torch.Tensor) -> torch.Tensor:
     """Estimates the largest eigenvalue of each factor, (count, 1), from below, by ten steps of the power
     method that start from the longest columns."""
     longest = torch.linalg.vector_norm(factors, dim=-2).argmax(-1)

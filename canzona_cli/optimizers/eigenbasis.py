@@ -46,7 +46,7 @@ class EigenbasisOptimizer(KroneckerOptimizer):
                 self.state[p][f"Q_{side}"].copy_(new)
 
     def _renew(self, stack: Stack, powered: torch.Tensor, bases: torch.Tensor) -> None:
-        """Makes the columns of `powered` orthonormal and puts them in use as new bases.
+        """Makes the columns of `powered` orthonormal, and uses them as the new bases from now on.
 
         Args:
             powered: The factors times their bases (len(stack), length, length).
@@ -68,10 +68,10 @@ class EigenbasisOptimizer(KroneckerOptimizer):
         return new is not None
 
     def _begin_refresh(self, p: torch.Tensor, side: Side) -> None:
-        """Does nothing here. Called when `next_Q` of a spread refresh is the factor times its eigenbasis."""
+        """Does nothing here. Called in a spread refresh when `next_Q` is the factor times its eigenbasis."""
 
     def _turn(self, p: torch.Tensor, side: Side, new: torch.Tensor) -> None:
-        """Puts a new basis of one side in use."""
+        """Replaces the basis of one side by a new one."""
         self.state[p][f"Q_{side}"].copy_(new)
 
     def _orthonormalise(

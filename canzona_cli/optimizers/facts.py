@@ -116,7 +116,7 @@ class Work:
     eigh: tuple[int, ...] = ()
     """The sides of the square matrices whose eigendecomposition is computed."""
     elementwise: float = 0.0
-    """The FLOPs of elementwise kernels. They are counted for AdamW only; beside matmuls they are
+    """The FLOPs of elementwise kernels. They are counted for AdamW only; compared with matmuls they are
     negligible."""
     traffic: float = 0.0
     """The bytes that elementwise kernels and copies read and write."""

@@ -143,11 +143,11 @@ def largest_rms(steps: Sequence[Step]) -> float:
     The error estimate assumes many singular values. If there are few, a single one may leave the polynomials'
     range: for a Gaussian 3 x 3 matrix one singular value became 1.7 where the estimated error was 0.06.
     """
-    return _largest(tuple(steps)) + DOUBT / 3
+    return _largest_value(tuple(steps)) + DOUBT / 3
 
 
 @cache
-def _largest(steps: tuple[Step, ...]) -> float:
+def _largest_value(steps: tuple[Step, ...]) -> float:
     largest = 0.0
     for point in range(1001):
         y = point / 1000
@@ -190,7 +190,7 @@ def centred_gram(short: torch.Tensor, alpha: Number, out: torch.Tensor) -> None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Polynomial:
     """The product gamma I + q of the polynomials of some steps. Multiplying X's short side by it is
-    equivalent to making these steps. Valid until its workspace is used again."""
+    equivalent to these steps. Valid until its workspace is used again."""
 
     q: torch.Tensor
     """The product minus gamma I: (..., side, side), in a workspace."""

@@ -125,7 +125,7 @@ theirs."""
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-    """Ends a capture that failed, also in the allocator if ending it fails too. Otherwise the allocator of
+    """Ends a failed capture or, if that fails too, its part in the allocator. Otherwise the allocator of
     torch 2.11 would assume forever that a capture is in progress (pytorch#180395), and not free memory that
     several streams have used."""
     with suppress(RuntimeError):

@@ -214,8 +214,8 @@ class Muon(MatrixOptimizer):
         self._apply(run, x, group, self._trusted.get(p) if self._form(p) == "gram" else None)
 
     def _update_stack(self, matrices: list[torch.Tensor], group: Mapping[str, float]) -> None:
-        """Updates matrices of the same shape and form: orthogonalises all of them in one batch, and makes the
-        elementwise passes run by run."""
+        """Updates matrices of the same shape and form: orthogonalises all of them in one batch, and makes one
+        elementwise pass for each run."""
         first = matrices[0]
         self._reserve(first, len(matrices))
         x = self.workspace.get("muon_x", (len(matrices), *first.shape), self._iterate_dtype(first), first.device)
@@ -433,7 +433,7 @@ def _parts(x: torch.Tensor, stack_runs: Sequence[Run]) -> Iterator[torch.Tensor]
 def scale(rows: int, cols: int, mode: ScaleMode) -> float:
     """Returns the factor by which the semi-orthogonal update of a (rows, cols) matrix is multiplied.
 
-    - spectral: sqrt(max(rows, cols)), which gives every shape the same RMS (Liu et al. 2025, arXiv:2502.16982).
+    - spectral: sqrt(max(rows, cols)), which gives updates the same RMS for every shape (arXiv:2502.16982).
     - unit_rms_norm: sqrt(rows / cols), which gives updates the same RMS-to-RMS operator norm (Bernstein 2025;
       Scion, arXiv:2502.07529).
     - shape_scaling: max(1, sqrt(rows / cols)) (Jordan et al. 2024).
@@ -446,5 +446,5 @@ def scale(rows: int, cols: int, mode: ScaleMode) -> float:
 
 
 def runs_in_blocks(matrix: torch.Tensor) -> bool:
-    """Returns True on CPUs: passes over a matrix run in blocks of rows (`muon_cpu`), and the host may read norms."""
+    """Returns True on CPUs, where passes over a matrix run in blocks of rows and the host may read norms."""
     return matrix.device.type == "cpu"

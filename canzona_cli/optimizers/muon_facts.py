@@ -195,7 +195,7 @@ def _gram(steps: int, m: int, n: int, width: int) -> Work:
 
 
 def segments(steps: int) -> tuple[int, ...]:
-    """Returns the number of steps that the Gram form makes on each Gram matrix: two, or three in the last
+    """Returns the number of steps that the Gram form runs on each Gram matrix: two, or three in the last
     segment if the number of steps is odd.
 
     Three steps must not be followed by others: a singular value that they leave outside the polynomials'
@@ -238,7 +238,7 @@ def distrust(state: State) -> None:
 
 
 def steps_left(state: State) -> int:
-    """Returns the number of updates that a matrix still makes in standard form."""
+    """Returns the number of further updates of a matrix that will be in standard form."""
     left = state.get(DISTRUSTED, 0)
     assert isinstance(left, int)
     return STANDARD_STEPS if left is True else left

@@ -53,7 +53,7 @@ class NorMuon(Muon):
     ) -> None:
         rows, cols = run.weights.shape[-2:]
         square = self._joined_state(run, "row_square", (rows,))
-        # (rows,) or (count, rows), like all below.
+        # Its shape is (rows,) or (count, rows), as are those of the tensors below.
         sizes = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
         mean = sizes.square().div_(cols)
         if (flags := self._flags(run)) is not None:  # a skipped update does not change v

@@ -16,8 +16,8 @@ _HOST = torch.device("cpu")
 
 
 class UnusableOptimizer(ValueError):
-    """Raised when a user's own optimizer cannot be loaded, or cannot update whole matrices with `step()`
-    alone."""
+    """The error for a user's own optimizer that cannot be loaded, or cannot update whole matrices with
+    `step()` alone."""
 
 
 def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]:
@@ -110,7 +110,7 @@ def _from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look up a class's module by name
     if (folder := str(path.parent.resolve())) not in sys.path:
-        # For modules beside the file; appended, so that they do not shadow installed ones.
+        # For modules in the same folder; appended, so that they do not shadow installed ones.
         sys.path.append(folder)
     try:
         spec.loader.exec_module(module)
@@ -131,8 +131,12 @@ def _from_package(place: str, allow: Sequence[str]) -> ModuleType:
         raise UnusableOptimizer(f"{place} cannot be imported: {_error_text(error)}") from error
 
 
-def _is_optimizer(thing: object) -> bool:
-    return inspect.isclass(thing) and issubclass(thing, torch.optim.Optimizer) and thing is not torch.optim.Optimizer
+def _is_optimizer(candidate: object) -> bool:
+    return (
+        inspect.isclass(candidate)
+        and issubclass(candidate, torch.optim.Optimizer)
+        and candidate is not torch.optim.Optimizer
+    )
 
 
 def _required_arguments(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -147,11 +151,15 @@ def _required_arguments(optimizer: torch.optim.Optimizer) -> list[str]:
 def _nearest(name: str, names: Sequence[str], nothing: str) -> str:
     if close := get_close_matches(name, names, n=1):
         return f"did you mean {close[0]}?"
-    return f"there is {', '.join(sorted(names))}" if names else nothing
+    return f"available: {', '.join(sorted(names))}" if names else nothing
 
 
-def _describe(thing: object) -> str:
-    return f"the class {thing.__qualname__}" if inspect.isclass(thing) else f"a {type(thing).__name__}"
+def _describe(candidate: object) -> str:
+    return (
+        f"the class {candidate.__qualname__}"
+        if inspect.isclass(candidate)
+        else f"an object of type {type(candidate).__name__}"
+    )
 
 
 def _error_text(error: Exception) -> str:

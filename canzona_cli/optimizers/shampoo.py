@@ -64,7 +64,7 @@ class Shampoo(KroneckerOptimizer):
             shampoo_eps: The term added to a factor's eigenvalues, relative to the largest.
             grafting: The method that determines the Frobenius norm of the update. none: no scaling; sgd: the
                 norm of M; adam: the norm of M / (sqrt(V) + eps), which suits AdamW's learning rates. adam
-                keeps one more buffer of the size of the weight.
+                needs one more buffer of the size of the weight.
             roots: How inverse roots are computed. eigh: from eigenvalues. newton: using only matmuls, which
                 is faster on GPUs; a root that does not converge is computed from eigenvalues.
 
@@ -100,8 +100,8 @@ class Shampoo(KroneckerOptimizer):
                 pack(root.contiguous(), self.state[p][f"root_{side}"])
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
-        """Makes the steps of Newton's iteration that belong to this part. With `roots="eigh"`, the first part
-        computes the whole root. The last part puts the new root in use."""
+        """Runs the steps of Newton's iteration that belong to this part. With `roots="eigh"`, the first part
+        computes the whole root. The last part replaces the root in use."""
         state, steps = self.state[p], newton_steps(self._order(p))
         root, following, residual = (state[f"{name}_{side}"] for name in ("root", "next_root", "residual"))
         parts = [newton_part(step, steps, self.precondition_frequency) for step in range(steps)]
@@ -123,7 +123,7 @@ class Shampoo(KroneckerOptimizer):
         return True
 
     def _iterate(self, p: torch.Tensor, side: Side, steps: Sequence[int]) -> None:
-        """Makes the given steps of Newton's iteration, starting from the X and M in the state and storing the
+        """Runs the given steps of Newton's iteration, starting from the X and M in the state and storing the
         new ones there, packed. They are symmetric up to rounding errors."""
         if not steps:
             return
@@ -187,7 +187,7 @@ class Shampoo(KroneckerOptimizer):
         excess = torch.linalg.vector_norm(direction) / (LONGEST * min(p.shape) ** 0.5)
         direction.div_(excess.clamp_min(1))
         self._report_bound(
-            p, excess, 1.0, "with outdated roots its update would be {:.3g} times the longest allowed; bounded"
+            p, excess, 1.0, "with outdated roots its update would be {:.3g} times the allowed length; it was bounded"
         )
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -217,7 +217,7 @@ def part_count(a: Algorithm) -> int:
 
 
 def newton_part(step: int, steps: int, parts: int) -> int:
-    """Returns the index of the part of a spread refresh in which a step of Newton's iteration is made."""
+    """Returns the index of the part of a spread refresh in which a step of Newton's iteration is run."""
     return step * parts // steps
 
 

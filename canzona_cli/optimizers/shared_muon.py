@@ -81,7 +81,7 @@ class SharedMuon(muon.Muon):
         """Updates a fragment in standard form: in the same step if `update_together` returned False, and in
         later steps while `is_distrusted` is true. Collective.
 
-        It is slow, because every iteration sums the Gram matrix over all fragments, but safe. If the matrix
+        This is slow, because every iteration sums the Gram matrix over all fragments, but safe. If the matrix
         is not yet distrusted, `update_together` has already updated the momentum in this step.
 
         Args:

@@ -107,7 +107,9 @@ class SOAP(EigenbasisOptimizer):
         least = torch.square(state["exp_avg"], out=self.workspace.like("adam", p))
         least.mul_((1 - beta2**done) / ((1 - beta1**done) * LONGEST) ** 2 * (size > LONGEST))
         torch.maximum(state["exp_avg_sq"], least, out=state["exp_avg_sq"])
-        self._report_bound(p, size, LONGEST, "in its new bases its update would be {:.3g} learning rates long; bounded")
+        self._report_bound(
+            p, size, LONGEST, "in its new bases its update would be {:.3g} learning rates long; it was bounded"
+        )
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         state = self.state[p]

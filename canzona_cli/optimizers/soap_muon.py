@@ -25,10 +25,10 @@ class SOAPMuon(SOAP):
         O = newton_schulz(A / |A|)                               every singular value becomes about 1
         W = (1 - lr weight_decay) W - lr scale_factor scale(rows, cols) O
 
-    Newton-Schulz commutes with the rotations Q_L and Q_R, so it does not matter whether it runs in SOAP's
-    basis. The scale is Muon's, as in the authors' code for nanoGPT, so Muon's learning rates carry over. That
-    code runs 5 steps, then two of a cubic polynomial, and does not use the newest factors; here the iteration
-    is Muon's, with Muon's settings.
+    Newton-Schulz commutes with the rotations Q_L and Q_R, so it can run before or after the rotation out of
+    SOAP's basis. The scale is Muon's, as in the authors' code for nanoGPT, so Muon's learning rates carry
+    over. That code runs 5 steps, then two of a cubic polynomial, and does not use the newest factors; here
+    the iteration is Muon's, with Muon's settings.
 
     State: that of SOAP.
     """

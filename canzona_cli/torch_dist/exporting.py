@@ -37,13 +37,13 @@ from canzona_cli.torch_dist.names import Kind, Parameter, parameters, state_key
 _FILE: Final = "__0_0.distcp"
 _OBJECTS: Final = ("self_attention.core_attention", "self_attention.linear_qkv", "self_attention.linear_proj")
 _EXTRA: Final = (*_OBJECTS, "mlp.linear_fc1", "mlp.linear_fc2")
-"""The modules of a layer for which Megatron stores an object beside the weights; an export writes them
-empty."""
+"""The modules of a layer for which Megatron stores an object in addition to the weights; an export writes
+empty objects."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedToMegatron:
-    """The numbers of tensors and bytes that an export has written."""
+    """The result of an export, with the numbers of tensors and bytes written."""
 
     iteration: int
     tensors: int
@@ -126,7 +126,7 @@ def export_torch_dist(
         folder = root / f"iter_{iteration:07d}"
         folder.mkdir()
         writer = _Writer(folder / _FILE)
-        steps = [_add(writer, reader, each, kind, config, on_bytes) for each in parameters(config.model)]
+        steps = [_add(writer, reader, parameter, kind, config, on_bytes) for parameter in parameters(config.model)]
         for key in _empty_objects(config):
             writer.add_object(key, [None])
         index, tensors, size = writer.finish()
@@ -155,7 +155,7 @@ def _add(
     config: RunConfig,
     on_bytes: Callable[[int], None],
 ) -> float:
-    """Adds a parameter with its master and its state; returns the number of AdamW's steps on the
+    """Adds a parameter with its master and its state; returns the number of AdamW's steps for the
     parameter."""
     fields = (MASTER, *parameter.state_fields(kind)) if kind else ()
     lead = () if parameter.layer is None else (parameter.layer,)
@@ -174,7 +174,7 @@ def _add(
 
 
 def _empty_objects(config: RunConfig) -> list[str]:
-    """Lists the keys of the objects that Megatron expects beside the weights."""
+    """Lists the keys of the objects that Megatron expects in addition to the weights."""
     layers = config.model.num_layers
     inside = [
         f"decoder.layers.{name}._extra_state/shard_{layer}_{layers}" for name in _EXTRA for layer in range(layers)

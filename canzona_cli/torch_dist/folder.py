@@ -1,4 +1,4 @@
-"""Reads a folder in Megatron's distributed format `torch_dist`, whose author is not trusted.
+"""Reads folders from untrusted authors in Megatron's distributed format `torch_dist`.
 
 The index (`.metadata`) and the arguments (`common.pt`) are pickles. Megatron and torch would import and run
 any function that a pickle names. Here only a few names are allowed, which become plain data and are never
@@ -46,7 +46,7 @@ _ARGUMENTS: Final = ("argparse.Namespace", "signal.Signals", "megatron.")
 
 
 class _Record:
-    """A stand-in for an object of a class that is not imported, with its attributes."""
+    """A stand-in for an object whose class is not imported, with the object's attributes."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -55,7 +55,7 @@ class _Record:
         vars(self).update(state if isinstance(state, dict) else {"state": state})
 
 
-class _Names(pickle.Unpickler):
+class _SafeUnpickler(pickle.Unpickler):
     """An unpickler that replaces allowed classes by plain data and refuses all other names."""
 
     def find_class(self, module: str, name: str) -> type:
@@ -94,7 +94,7 @@ class _Tensor:
 
 
 class TorchDistFolder:
-    """One of Megatron's distributed checkpoints.
+    """A distributed checkpoint of Megatron.
 
     Args:
         path: the folder of a checkpoint, such as `iter_0000004`, or the folder of Megatron's `--save`.
@@ -115,7 +115,7 @@ class TorchDistFolder:
         except Unreadable as error:
             self._refuse("", f"a file of the checkpoint {error}")
         with self._reading(INDEX):
-            self._tensors, self._objects = _index(_Names(io.BytesIO(content)).load())
+            self._tensors, self._objects = _index(_SafeUnpickler(io.BytesIO(content)).load())
         self.common: Mapping[object, object] = self._common()
 
     @property
@@ -133,11 +133,11 @@ class TorchDistFolder:
         return {name: value for name, value in vars(arguments).items() if isinstance(value, kinds)}
 
     def read(self, key: str, at: int | None = None) -> torch.Tensor:
-        """Reads a tensor as fp32, put together from its chunks.
+        """Reads a tensor as fp32, assembled from its chunks.
 
         Args:
-            at: An index on the first axis, to read only this slice, without the axis; None for the whole
-                tensor.
+            at: The index on the first axis of the slice to read, which is returned without this axis; None
+                for the whole tensor.
 
         Raises:
             CheckpointInvalid: a chunk is missing, overlaps another one, or cannot be read.

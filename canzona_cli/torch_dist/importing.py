@@ -32,7 +32,7 @@ from canzona_cli.run.files import RunFiles, write_text_atomic
 from canzona_cli.torch_dist.folder import TorchDistFolder
 from canzona_cli.torch_dist.names import Kind, Parameter, kind_of_state, parameters, tensor_problems
 
-_OF_THE_JOB: Final = (
+_JOB_ARGUMENTS: Final = (
     *("use_checkpoint_args", "perform_rl_step", "yaml_cfg", "fp16", "fp8", "fp4", "use_megatron_fsdp", "decoupled_lr"),
     *("num_distributed_optimizer_instances", "optimizer_cpu_offload", "cpu_offloading_num_layers"),
     *("fine_grained_activation_offloading", "hybrid_context_parallel", "muon_scalar_optimizer", "muon_tp_mode"),
@@ -45,11 +45,11 @@ _OF_THE_JOB: Final = (
 )
 """The arguments of Megatron's job that have no effect on the weights and the state in a checkpoint."""
 _NO_DROPOUT: Final = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-_OURS: Final = ("gpus", "parallel.", "cluster.", "train.micro_batch_size")
+_CHOSEN_LATER: Final = ("gpus", "parallel.", "cluster.", "train.micro_batch_size")
 """The settings that an import does not determine, because they are chosen when the run is trained."""
 _OPTIMIZERS: Final = ("adam", "muon", "dist_muon")
 """The optimizers of Megatron whose state can be imported."""
-_FACTS: Final = ("model.", "train.seq_length")
+_MUST_MATCH: Final = ("model.", "train.seq_length")
 """The settings, and groups of settings, that must equal the checkpoint's arguments, except `_FREE`."""
 _FREE: Final = ("model.name", "model.init_std")
 _MOST: Final = 20
@@ -76,9 +76,9 @@ class Import:
 
     @property
     def bytes(self) -> int:
-        """The fp32 bytes of the masters and the state."""
-        tensors = (prod(each.shape) * (1 + len(self.fields(each))) for each in parameters(self.config.model))
-        return 4 * sum(tensors)
+        """The bytes of the masters and the state in fp32."""
+        stored = parameters(self.config.model)
+        return 4 * sum(prod(parameter.shape) * (1 + len(self.fields(parameter))) for parameter in stored)
 
     def fields(self, parameter: Parameter) -> tuple[str, ...]:
         """Returns the names of the parameter's state tensors that are imported."""
@@ -94,7 +94,7 @@ def plan_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_dirs:
             difference.
     """
     run, notes = _translate(folder)
-    settings = {key: value for key, value in run.overrides.items() if not key.startswith(_OURS)}
+    settings = {key: value for key, value in run.overrides.items() if not key.startswith(_CHOSEN_LATER)}
     theirs = compose_run([f"{key}={value}" for key, value in settings.items()]).config
     kind = kind_of_state(folder.keys, theirs.model) if folder.arguments.get("optimizer") in _OPTIMIZERS else None
     settings["optimizer"] = kind or run.optimizer
@@ -116,7 +116,7 @@ def _translate(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
     Raises:
         ConfigError: canzona cannot train the model.
     """
-    given = {name: value for name, value in folder.arguments.items() if name not in _OF_THE_JOB}
+    given = {name: value for name, value in folder.arguments.items() if name not in _JOB_ARGUMENTS}
     dropped = [name for name, value in _NO_DROPOUT.items() if given.get(name, value) != value]
     if given.get("optimizer") not in _OPTIMIZERS:
         given["optimizer"] = "muon"  # the run will start from the weights only
@@ -133,8 +133,8 @@ def _translate(folder: TorchDistFolder) -> tuple[MegatronRun, tuple[str, ...]]:
 
 def _setting_problems(folder: TorchDistFolder, ours: RunConfig, theirs: RunConfig) -> Iterator[Problem]:
     """Yields a problem for each setting of the run that differs from the checkpoint's arguments."""
-    facts = (key for key in all_settings() if key.startswith(_FACTS) and key not in _FREE)
-    for key in facts:
+    compared = (key for key in all_settings() if key.startswith(_MUST_MATCH) and key not in _FREE)
+    for key in compared:
         value, stored = value_of(ours, key), value_of(theirs, key)
         if value != stored:
             reason = f"is {override_text(stored)} in {folder.path}"
@@ -157,7 +157,7 @@ def _with_state(folder: TorchDistFolder, composed: Composed, kind: Kind | None, 
     elif kind != optimizer:
         why = f"its optimizer state belongs to {kind}, but the recipe's optimizer is {optimizer}"
     elif type(samples) is not int or type(iteration) is not int or step is None or not 0 < step <= iteration:
-        why = "it lacks the number of steps that its optimizer has made, or the number of samples"
+        why = "it lacks the number of steps that its optimizer has taken, or the number of samples"
     else:
         tokens = samples * composed.config.train.seq_length
         progress = Progress(step=iteration, samples=samples, tokens=tokens)
@@ -200,8 +200,8 @@ def import_torch_dist(source: Import, files: RunFiles, *, on_bytes: Callable[[in
 def _unit_reader(
     folder: TorchDistFolder, parameter: Parameter, key: str, on_bytes: Callable[[int], None]
 ) -> Callable[[str], Iterator[memoryview]]:
-    """Returns a function that yields the bytes of a unit of the parameter; it must be called once for each
-    unit. The stored tensor is read once, at the first call.
+    """Returns a function that yields the bytes of a unit of the parameter, and must be called exactly once
+    for each unit. It reads the stored tensor only once, at the first call.
 
     The function raises CheckpointInvalid if the tensor cannot be read, or is not finite.
     """
@@ -218,7 +218,7 @@ def _unit_reader(
 
 
 def _units(folder: TorchDistFolder, parameter: Parameter, key: str) -> dict[str, torch.Tensor]:
-    """Reads the tensor and cuts it into units, by name."""
+    """Reads the tensor with this key, and returns its units by name."""
     whole = folder.read(key, parameter.place(key))
     if not all(bound.isfinite() for bound in torch.aminmax(whole)):
         reason, fix = "has elements that are infinite or NaN", "import an earlier checkpoint"

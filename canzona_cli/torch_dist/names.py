@@ -1,7 +1,7 @@
 """The names of a model's parameters and of their optimizer state in Megatron's checkpoints.
 
-The parameters of all layers with the same name are one tensor, whose first axis is the layer; or each layer
-has a tensor with the layer's index in its name. Parameters are fused as on a single tensor-parallel rank.
+Parameters of the same name in all layers are one tensor, whose first axis is the layer, or each layer has a
+separate tensor with the layer's index in its name. Parameters are fused as on a single tensor-parallel rank.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -25,7 +25,7 @@ _MASTERS: Final = (MUONS_MASTER, ADAMWS_MASTER)
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter of the model, as in Megatron's checkpoints."""
+    """A parameter of the model, as Megatron's checkpoints store it."""
 
     name: str
     """The name in Megatron's model."""
@@ -110,7 +110,11 @@ def kind_of_state(keys: Collection[str], model: ModelConfig) -> Kind | None:
         return None
     kinds: tuple[Kind, ...] = ("muon", "adamw")
     for kind in kinds:
-        if all(each.stored_key(keys, field) for each in parameters(model) for field in each.state_fields(kind)):
+        if all(
+            parameter.stored_key(keys, field)
+            for parameter in parameters(model)
+            for field in parameter.state_fields(kind)
+        ):
             return kind
     return None
 
@@ -120,15 +124,15 @@ def tensor_problems(keys: Mapping[str, tuple[int, ...]], model: ModelConfig) -> 
     each with the reason."""
     problems: dict[str, str] = {}
     known: set[str] = set()
-    for each in parameters(model):
+    for parameter in parameters(model):
         for field in ("", MASTER, MOMENTUM, *MOMENTS):
-            key = each.stored_key(keys, field)
+            key = parameter.stored_key(keys, field)
             if key is None:
                 if not field:
-                    problems[each.numbered_key] = "the checkpoint has no such tensor"
+                    problems[parameter.numbered_key] = "the checkpoint has no such tensor"
                 continue
             known.add(key)
-            shape = each.whole_shape(key)
+            shape = parameter.whole_shape(key)
             if keys[key] != shape:
                 problems[key] = f"has shape {list(keys[key])}; the model's tensor has shape {list(shape)}"
     title = family_of(model).title

@@ -59,7 +59,7 @@ def test_few_channels_are_no_sign_of_reductions_one_by_one_and_the_slowest_rank_
 def test_what_is_otherwise_than_planned_is_said_with_the_setting() -> None:
     serial, grouped = describe_contradiction(0.96, assumed=True), describe_contradiction(0.4, assumed=False)
     assert serial is not None
-    assert "16 small reductions submitted together take 96% of their time one by one" in serial
+    assert "16 small reductions submitted together take 96% as long as one by one" in serial
     assert "cluster.grouped_collectives=false" in serial
     assert grouped is not None
     assert "cluster.grouped_collectives=true" in grouped

@@ -66,8 +66,8 @@ def test_a_module_is_loaded_if_its_package_is_allowed() -> None:
         ("torch.nn:Linear", ["torch"], "not a subclass of torch.optim.Optimizer but the class Linear"),
         ("torch.optim.SGD", ["torch"], "neither path/to/file.py:Class nor module:Class"),
         ("mine/signed.py:Singed", [], "has no Singed; did you mean Signed"),
-        ("mine/signed.py:Adam", [], "has no Adam; there is Signed"),
-        ("mine/signed.py:value", [], "not a subclass of torch.optim.Optimizer but a int"),
+        ("mine/signed.py:Adam", [], "has no Adam; available: Signed"),
+        ("mine/signed.py:value", [], "not a subclass of torch.optim.Optimizer but an object of type int"),
         ("mine/singed.py:Signed", [], "there is no file .*singed.py; did you mean signed.py"),
         ("nowhere/signed.py:Signed", [], "its folder has no .py file"),
         ("mine/broken.py:Signed", [], "broken.py fails when it is loaded: KeyError: 'lost'"),
@@ -136,7 +136,7 @@ class HiddenClosure(Base):
         (Recasting, "step 1 turned a .4, 6. parameter of torch.float32 into .4, 6. of torch.float16"),
         (NeedsAutograd, "step 1 failed on 2-D parameters without closure or autograd: RuntimeError"),
         (HiddenClosure, "closure needed"),
-        (lambda p: object(), "it is not a torch optimizer but a object"),
+        (lambda p: object(), "it is not a torch optimizer but an object of type object"),
     ],
 )
 def test_what_cannot_is_refused_in_words(make: Callable[[Params], torch.optim.Optimizer], says: str) -> None:
