@@ -43,7 +43,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 Order = Callable[[Matrix], tuple[int, int]]
-"""A key that sorts matrices."""
+"""A function that returns the key by which matrices are sorted."""
 _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
 """The settings that are not passed to optimizer classes under the same names."""
 
@@ -195,7 +195,7 @@ def _masters(
 
 
 def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
-    """Returns the micro-groups of this rank's owner, in order."""
+    """Returns the micro-groups of this rank's owner, in the order of their updates."""
     here = (world.pp_rank, world.owner)
     groups = sorted((group for group in plan.groups if (group.stage, group.owner) == here), key=lambda g: g.index)
     return [tuple(plan.matrices[index] for index in group.matrices) for group in groups]
@@ -213,8 +213,8 @@ def _expert_hosting(config: RunConfig, matrices: Sequence[Matrix], wiring: Wirin
 def _group_hosting(
     config: RunConfig, plan: Plan, groups: Sequence[Sequence[Matrix]], order: Order, wiring: Wiring
 ) -> Hosting:
-    """Allocates messages, scratch and optimizers for the hosted matrices of this owner's micro-groups, and
-    copies the model's weights to their masters. Matrices within a micro-group are sorted by `order`.
+    """Allocates message buffers, scratch and optimizers for the hosted matrices of this owner's micro-groups,
+    and copies the model's weights to their masters. Matrices within a micro-group are sorted by `order`.
     Collective over the TP ranks."""
     hosts = {matrix.index: cell.host for matrix, cell in zip(plan.matrices, plan.assignment.cells, strict=True)}
     if wiring.fragments.tp == 1:  # nothing is sent, so groups are limited only by the scratch for gradients

@@ -38,8 +38,8 @@ class HostedGroup:
         hosted: the matrices of the micro-group that this rank hosts, in the order in which routes list them.
         gradients: the exchange of gradient fragments, from all ranks to the hosts of their matrices.
         weights: the exchange of new weight fragments, from the hosts back to all ranks.
-        scratch: fp32, flat, with at least the elements that `scratch_elements` counts, for the gradients of
-            the group that is being updated; all groups share it.
+        scratch: a flat fp32 tensor with at least the elements that `scratch_elements` counts, for the
+            gradients of the group that is being updated; all groups share it.
         finite: one element for each hosted matrix, which receives the sum of its new master; the sum is NaN
             or infinite if the update was not finite.
     """
@@ -269,7 +269,7 @@ class Hosting:
             weights = AllToAll(back[number], returned, number, wiring)
             self.groups.append(HostedGroup(wiring, group, gradients, weights, scratch, flags[number]))
         self.bytes = sent.bytes + returned.bytes + scratch.nbytes
-        """The bytes of message buffers and gradient scratch."""
+        """The size of the message buffers and the gradient scratch in bytes."""
 
 
 @torch.no_grad()

@@ -88,7 +88,7 @@ def choose_kernels(
 
     Args:
         ladder: The loaders of kernels by name.
-        seconds: A function that measures the time of an operation.
+        seconds: A function that measures the seconds that an operation takes.
         begin: Called with a description of each shape before kernels are tried on it.
     """
     shapes = matmul_shapes(config, device)

@@ -195,17 +195,18 @@ class MasterOptimizer(Refusals, MegatronOptimizer):  # type: ignore[misc]
 
     @abstractmethod
     def publish(self) -> None:
-        """Rounds the masters into the model's weights, as an update does. Collective over the TP ranks."""
+        """Writes the rounded masters to the model's weights, as an update does. Collective over the TP
+        ranks."""
 
     @property
     def scratch_bytes(self) -> int:
-        """The bytes of message buffers and scratch; a workspace that several optimizers share is counted
+        """The size of message buffers and scratch in bytes; a workspace that several optimizers share counts
         once."""
         workspaces = {getattr(optimizer, "workspace", None) for optimizer in self._optimizers()}
         return sum(workspace.nbytes for workspace in workspaces if isinstance(workspace, Workspace))
 
     def set_gradient_scale(self, scale: float) -> None:
-        """Sets the clipping coefficient that the next step multiplies gradients by."""
+        """Sets the clipping coefficient by which the next step multiplies gradients."""
         self._scale = scale
 
     @torch.no_grad()

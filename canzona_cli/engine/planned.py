@@ -169,7 +169,7 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Rounds the masters into the weights of this owner's TP ranks, without gathering them over the
+        """Writes the rounded masters to the weights of this owner's TP ranks, without gathering them over the
         data-parallel ranks."""
         for group in self.groups:
             group.send_weights()

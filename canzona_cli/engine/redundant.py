@@ -36,7 +36,7 @@ class FragmentGather:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the message buffers."""
+        """The size of the message buffers in bytes."""
         return self._send.nbytes + self._receive.nbytes
 
     def travels(self, matrix: Matrix) -> bool:

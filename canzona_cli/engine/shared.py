@@ -87,7 +87,7 @@ class SharedMatrix:
         self.master.grad = None
 
     def write(self) -> Write:
-        """Returns the write that rounds the master into the weight if the update was finite."""
+        """Returns the write of the rounded master to the weight, for an update that may not be finite."""
         same = self.weight.dtype is self.master.dtype
         return Write(
             target=self.weight,
@@ -96,7 +96,7 @@ class SharedMatrix:
         )
 
     def publish(self) -> None:
-        """Rounds the master into the weight."""
+        """Writes the rounded master to the weight."""
         self.weight.copy_(self.master.detach().view(self.weight.shape))
 
     @torch.no_grad()
@@ -172,7 +172,7 @@ class Sharing:
 
     @property
     def scratch_bytes(self) -> int:
-        """The bytes of the scratch, except for the optimizer's own."""
+        """The size of the scratch in bytes, without the optimizer's workspace."""
         return self._scratch.nbytes + sum(workspace.nbytes for workspace in self._extra_workspaces)
 
     @torch.no_grad()

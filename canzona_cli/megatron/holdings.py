@@ -78,8 +78,8 @@ def megatron_masters(optimizer: MegatronOptimizer, chunks: Wrapped) -> list[Mast
 
 
 def copy_masters_to_model(optimizer: MegatronOptimizer) -> None:
-    """Rounds the masters of Megatron's own optimizers into the model's parameters, or into this rank's part
-    of the parameter buffers."""
+    """Writes the rounded masters of Megatron's own optimizers to the model's parameters, or to this rank's
+    part of the parameter buffers."""
     for leaf in _holders(optimizer):
         if not isinstance(leaf, FP32Optimizer):
             leaf._copy_main_params_to_model_params()

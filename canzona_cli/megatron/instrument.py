@@ -110,8 +110,8 @@ class _Timer:
 
 
 class _Communication:
-    """The timing of a bucket group's gradient reduction or parameter gathering: how long the step waits for
-    the collective, and how long it is in flight."""
+    """The timing of a bucket group's gradient reduction or parameter gathering: how long the collective is in
+    flight, and how long the step waits for it."""
 
     def __init__(
         self,

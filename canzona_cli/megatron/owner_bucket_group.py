@@ -29,8 +29,8 @@ class PendingCollectives:
         self.works = list(works)
 
     def wait(self) -> None:
-        """Makes the current stream (without streams: the host) wait for all collectives. May be called
-        repeatedly and from any stream."""
+        """Makes the current stream, or the host on a device without streams, wait for all collectives. May be
+        called repeatedly and from any stream."""
         for work in self.works:
             work.wait()
 
@@ -362,7 +362,7 @@ def grouped_time_ratio(
 
 
 def device_seconds(operation: Callable[[], None]) -> float:
-    """Returns the seconds that `operation` takes on the current stream, between two events. The host
+    """Returns the seconds that `operation` takes on the current stream, measured between two events. The host
     waits."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()

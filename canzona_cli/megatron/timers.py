@@ -55,7 +55,7 @@ KEPT_STEPS = 2
 
 @dataclass
 class Span:
-    """The time in which one transfer is in flight, as timestamps of a clock."""
+    """The interval in which one transfer is in flight, as timestamps of a clock."""
 
     name: TotalPhase
     start: object

@@ -119,12 +119,12 @@ class Work:
     """The FLOPs of elementwise kernels. They are counted for AdamW only; compared with matmuls they are
     negligible."""
     traffic: float = 0.0
-    """The bytes that elementwise kernels and copies read and write."""
+    """The number of bytes that elementwise kernels and copies read and write."""
     launches: float = 0
     """The number of kernel launches."""
     iteration: "Work | None" = None
-    """The work of Newton-Schulz if its matmuls use another precision than the other matmuls (SOAP-Muon);
-    None: the fields above include it."""
+    """The work of Newton-Schulz if its matmuls use another precision than the other matmuls (SOAP-Muon); None
+    if the fields above include it."""
 
     @property
     def flops(self) -> float:

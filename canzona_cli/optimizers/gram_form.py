@@ -400,7 +400,7 @@ def mean_square(x: torch.Tensor, *, wide: bool | None = None) -> Number:
     """Estimates the mean square of the singular values from some rows or columns of `x`.
 
     Args:
-        wide: True if the rows are the short side; None: decided by the shape of `x`.
+        wide: True if the rows are the short side; None if the shape of `x` decides.
     """
     short = x if (x.size(-2) <= x.size(-1) if wide is None else wide) else x.mT
     sample = short[..., :: _sample_distance(short.size(-2)), :]

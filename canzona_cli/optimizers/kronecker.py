@@ -92,7 +92,7 @@ class KroneckerOptimizer(MatrixOptimizer):
             on_fallback: Called when a decomposition failed, or when an update was bounded (`LONGEST`).
             precision: The precision of a step's matmuls ("tf32": on TF32 units where a GPU has them).
                 Refreshes are always fp32.
-            workspace: Scratch shared with other optimizers; None: a separate workspace.
+            workspace: Scratch shared with other optimizers; None for a separate workspace.
 
         Raises:
             ValueError: A setting is out of range, or a parameter is not a contiguous 2-D fp32 tensor.

@@ -133,5 +133,5 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers."""
+        """The size of all buffers in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers.values())

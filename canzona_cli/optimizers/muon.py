@@ -124,7 +124,7 @@ class Muon(MatrixOptimizer):
             on_fallback: Called, on CPUs, when an update was repeated in standard form.
             graph: On CUDA, capture the update of all matrices of a parameter group as a CUDA graph and replay
                 it (`graphs`), except while one of them is in standard form after an untrusted update.
-            workspace: Scratch shared with other optimizers; None: a separate workspace.
+            workspace: Scratch shared with other optimizers; None for a separate workspace.
 
         Raises:
             ValueError: `ns_steps` is below 1, or `coefficients` cannot be used in Gram form.

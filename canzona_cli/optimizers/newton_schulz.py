@@ -81,7 +81,7 @@ def newton_schulz(
             dtype is the precision of the matmuls, which accumulate in fp32 for every dtype.
         steps: (a, b, c) of each step.
         workspace: Scratch for a second x and two squares (side, side) of the short side.
-        wide: True if the whole matrix has at most as many rows as columns; None: decided by the shape of `x`.
+        wide: True if the whole matrix has at most as many rows as columns; None if the shape of `x` decides.
             Required for a fragment, which may be tall although the whole matrix is wide, or the reverse.
         total: A function that sums a fragment's Gram matrix over all fragments, in place; None for a whole
             matrix.

@@ -66,7 +66,7 @@ class FragmentGroup:
     """The function that starts an all-gather of every rank's rows (m / count, m) into (m, m). Called with the
     output and the input, both contiguous; the input may be this rank's rows of the output."""
     workspace: Workspace | None = None
-    """The scratch, whose contents must not change between turns; None: the optimizer's."""
+    """The scratch, whose contents must not change between turns; None for the optimizer's."""
 
     def rows(self, side: int) -> slice:
         """Returns the rows of a square (side, side) that this rank computes."""

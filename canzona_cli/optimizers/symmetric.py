@@ -48,8 +48,8 @@ def gram(x: torch.Tensor, out: torch.Tensor, *, add: torch.Tensor | None = None)
     Args:
         x: (side, long) or (batch, side, long), with any strides.
         out: (side, side) or (batch, side, side), contiguous, overwritten. Must not share memory with `x`.
-        add: Symmetric, of the shape of `out`; either `out` itself or without shared memory. None: nothing is
-            added.
+        add: Symmetric, of the shape of `out`; either `out` itself or without shared memory. None to add
+            nothing.
 
     Returns:
         `out`.
@@ -73,7 +73,7 @@ def product(
     Args:
         a, b: (side, side) or (batch, side, side), symmetric.
         out: A contiguous tensor of the same shape, overwritten; may share memory with `add` only.
-        add: Symmetric, of the same shape. None: nothing is added.
+        add: Symmetric, of the same shape. None to add nothing.
         beta: The factor of `add`; ignored without `add`.
         alpha: The factor of A B.
 

@@ -76,7 +76,7 @@ class Import:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the masters and the state in fp32."""
+        """The size of the masters and the state in fp32, in bytes."""
         stored = parameters(self.config.model)
         return 4 * sum(prod(parameter.shape) * (1 + len(self.fields(parameter))) for parameter in stored)
 
