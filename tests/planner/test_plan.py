@@ -89,6 +89,11 @@ def test_shared_matrices_are_read_as_they_were_planned_and_only_those_that_can_b
     assert "or costs" in refusal(path, config, layout)
 
 
+def test_a_file_has_a_line_for_every_matrix_so_that_diff_can_compare_plans(planned: Planned) -> None:
+    _, _, plan = planned
+    assert sum('"parameter": ' in line for line in plan.to_json().splitlines()) == len(plan.matrices)
+
+
 def test_what_is_written_beside_the_content_does_not_change_the_hash(written: Path) -> None:
     plan = read_plan(written)
     assert json.loads(written.read_text())["hash"] == plan.hash
