@@ -222,7 +222,7 @@ def fused_layers_problem() -> Problem | None:
         return Problem(key, "Transformer Engine is not installed here", fix, value=True)
     if version is None or needed is None or admits(needed, version):
         return None
-    reason = f"megatron-core was not checked with Transformer Engine {version}, only with {bounds_text(needed)}"
+    reason = f"megatron-core was not tested with Transformer Engine {version}, only with {bounds_text(needed)}"
     return Problem(key, reason, fix, value=True)
 
 

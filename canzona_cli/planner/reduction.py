@@ -235,7 +235,7 @@ class ReductionModel:
         # With gloo the all-to-all of a ring overlaps with nothing, because it is launched only after a wait
         # for the reduce-scatter.
         self.rings = config.cluster.device == "cuda" and max(self._group.size, self._experts.size) > 1
-        """True if the planner may choose rings without `engine.reduction`."""
+        """True if the planner may choose rings when `engine.reduction` is not set."""
 
     def reduce(self, bucket: Bucket) -> Transfer:
         """Returns the transfer that reduces a bucket's gradients to their owners."""
