@@ -44,11 +44,11 @@ class Resumption:
     steps_before: int
     """The `train.steps` of the saved run."""
     warnings: tuple[str, ...] = ()
-    """Changes of settings that affect the loss curve from here on."""
+    """The warnings for the user, such as changed settings that affect the loss curve from here on."""
     weights_only: bool = False
     """True if the run starts at its first step and takes only the weights of the checkpoint."""
     spread: str = ""
-    """The changes of layout and distribution since the checkpoint; empty if there are none."""
+    """The changes in layout and distribution since the checkpoint; empty if there are none."""
 
     @property
     def origin(self) -> str:
@@ -283,7 +283,7 @@ def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_
 
 
 def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
-    """Moves the files of earlier launches into a new folder of `attempts`. The caller must hold the
+    """Moves the files of earlier launches into a new folder in `attempts`. The caller must hold the
     directory's lock.
 
     Args:

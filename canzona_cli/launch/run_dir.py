@@ -60,8 +60,7 @@ _RECORDED_VARIABLES = (
 
 
 class RunDirectory:
-    """A run directory that this launch has claimed for as long as this object lives. Create it with
-    `create`."""
+    """A run directory, claimed by this launch for as long as this object lives. Create it with `create`."""
 
     def __init__(self, files: RunFiles, *, lock: IO[str] | None = None, used: bool = False) -> None:
         self.files = files

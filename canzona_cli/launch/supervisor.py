@@ -59,15 +59,15 @@ class Supervision:
     """The files of the run directory. The workers' inputs are already written."""
     command: LaunchCommand
     view: InitVar[TrainView]
-    """The view that receives the run's records, and is closed at its end."""
+    """The view that receives the run's records, and is closed when the run ends."""
     _: KW_ONLY
     ranks: range
     """This machine's ranks, in local order."""
     machines: InitVar[Machines | None] = None
     """The link to the launchers of the other machines; None for a run on one machine."""
     grace_s: float = STOP_GRACE_S
-    """The seconds between the first request to stop, or the last progress of a save, and killing the
-    workers."""
+    """The seconds from the first request to stop, or from the last progress of a save, until the workers are
+    killed."""
     hang_timeout_s: float | None = None
     """The seconds without progress on any rank after which the run is stopped as hung; None for no limit."""
     requests: Requests = field(default_factory=Requests)
@@ -195,8 +195,7 @@ class Supervision:
         return outcome
 
     def _settle(self, outcome: Outcome) -> Outcome:
-        """Completes the outcome, and adds a restart if there is to be one. A run that was asked to stop is
-        not restarted."""
+        """Completes the outcome, and decides on a restart. A run that was asked to stop is not restarted."""
         outcome = self._complete(outcome)
         return outcome if self.files.stop_requested() else self.restarts.decide(outcome)
 

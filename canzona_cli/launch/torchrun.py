@@ -4,7 +4,7 @@ A run on one machine uses the `canzona-loopback` backend (`canzona_cli.training.
 gloo and NCCL to the loopback interface, so that nothing can be reached from outside. The same holds if
 several launchers meet at a loopback address.
 
-Runs over several machines use `static`. With both backends, ranks are ordered by node rank, so that
+Runs on several machines use the `static` backend. With both backends, ranks are ordered by node rank, so that
 tensor-parallel groups stay within a node.
 """
 

@@ -22,7 +22,7 @@ from canzona_cli.run.records import (
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierSteps:
-    """The steps of a resumed run that earlier launches have done."""
+    """The steps of a resumed run that earlier launches have completed."""
 
     step: int
     """The step of the checkpoint that the run resumes from."""

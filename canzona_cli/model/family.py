@@ -175,8 +175,7 @@ class Foreign:
     output: str = "lm_head.weight"
     final_norm: str = "model.norm.weight"
     layer: Mapping[str, str]
-    """The names within a layer by unit, in the order of the model; `*` is the place of the index of an
-    expert."""
+    """The names within a layer by unit, in the order of the model; `*` stands for the index of an expert."""
     widths: Mapping[str, str] = field(default_factory=dict)
     """The keys in `config.json` that only this family uses, by the integer setting that each represents."""
 

@@ -107,7 +107,7 @@ class Matrix:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMatrix:
-    """One matrix of a layer, before matrices are numbered over the model."""
+    """One matrix of a layer, before matrices are numbered through the model."""
 
     name: str
     """The matrix's name in its layer: gate, or q.3 for the fourth head's."""

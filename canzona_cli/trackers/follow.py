@@ -190,7 +190,7 @@ def _set_defaults(package: str, values: Mapping[str, str]) -> None:
 
     Args:
         package: the prefix of the variables' names.
-        values: the default values, by the name without prefix.
+        values: the default values, by name without the prefix.
     """
     for name, value in values.items():
         os.environ.setdefault(f"{package}_{name}", value)
