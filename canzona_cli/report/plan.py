@@ -245,7 +245,7 @@ def strategies(study: Study, screen: Screen) -> Iterator[RenderableType]:
     measured = describes_machine(cluster.device, calibrated=cluster.calibrated)
     where = "" if measured else " on an uncalibrated CPU"
     fit = all(strategy.fits for strategy in study.strategies.values())
-    misfits = "" if fit else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB"
+    misfits = "" if fit else f"; !: does not fit in {study.memory.capacity / GIB:.1f} GiB, simulated as if it did"
     ratio = f"ratio: time divided by {study.strategy}'s"
     yield note(f"simulated in this layout{where}; optimizer: exposed time; {ratio}{misfits}")
 

@@ -101,6 +101,14 @@ def test_times_on_a_cpu_that_nobody_measured_are_called_so(size: str, doubted: b
     assert ("on an uncalibrated CPU" in printed(PlanView(study=study))) == doubted
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_strategies_that_do_not_fit_are_marked_and_said_to_be_simulated(verbose: bool) -> None:
+    study = study_run(*resolve(compose_run(["recipe=qwen3-8b", "gpus=16"]).config))
+    text = printed(PlanView(study=study, verbose=verbose))
+    assert [line for line in text.splitlines() if line.startswith("sc ") and "!" in line]
+    assert "!: does not fit in 76.6 GiB, simulated as if it did" in " ".join(text.split())
+
+
 def test_a_users_own_optimizer_is_called_custom_with_whose_price_it_has() -> None:
     own = CustomConfig(name="custom", lr=1e-3, source="own.py:Own", cost_like="soap")
     config, layout = resolve(replace(sizes.run("tiny", 4, strategy="canzona", tp=2), optimizer=own))
