@@ -235,7 +235,7 @@ def _trial(name: str, kernel: Kernel, cases: Sequence[_Case], seconds: Seconds) 
         if any(case.is_wrong(kernel) for case in cases):
             return KernelTrial(kernel=name, refused="its results differ from cuBLAS's")
         times = [seconds(lambda: cases[-1].run(kernel)) for _ in range(_REPEATS)]
-    except Exception as error:  # from a compiler or a driver that does not support the kernel on this GPU
+    except Exception as error:  # raised by a compiler or a driver that does not support the kernel on this GPU
         return KernelTrial(kernel=name, refused=_error_text(error))
     return KernelTrial(kernel=name, seconds=statistics.median(times))
 

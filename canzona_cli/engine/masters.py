@@ -86,8 +86,8 @@ def skipped_updates(groups: Sequence[MatrixGroup], device: torch.device) -> torc
 
 
 def distrust_skipped(groups: Sequence[MatrixGroup], masters: Mapping[int, torch.nn.Parameter]) -> None:
-    """Switches matrices whose last update was skipped to the standard form for their next updates, and logs
-    their names. The host waits for the device."""
+    """Switches matrices to the standard form for their next updates if their last update was skipped, and
+    logs their names. The host waits for the device."""
     names = {id(masters[matrix.index]): matrix.name for group in groups for matrix in group.hosted}
     for group in groups:
         if isinstance(group.optimizer, Muon):

@@ -185,7 +185,7 @@ class RedundantOptimizer(MasterOptimizer):
         return skipped_updates(groups, self._device) + self._fallbacks.take()
 
     def repair(self) -> None:
-        """Switches matrices whose update was skipped to the standard form. Weights are not restored."""
+        """Switches matrices to the standard form if their update was skipped. Weights are not restored."""
         distrust_skipped(self.groups, self.masters)
 
     @torch.no_grad()

@@ -90,7 +90,7 @@ class Pinned:
     """The property, as one sentence without a final full stop."""
     check: Check = exists
     arguments: tuple[str, ...] = ()
-    """The arguments of the check, after the object."""
+    """The arguments of the check that follow the object."""
 
 
 def verify() -> list[Problem]:

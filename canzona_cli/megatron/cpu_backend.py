@@ -59,8 +59,8 @@ def _is_cuda(device: object) -> bool:
 
 
 def _factory_on_cpu(original: Callable[..., object]) -> Callable[..., object]:
-    """Wraps a function that creates tensors: the device `cuda` becomes the CPU, and memory is never pinned.
-    Other arguments are passed on."""
+    """Wraps a function that creates tensors: it uses the CPU in place of `cuda`, and never pins memory. Other
+    arguments are passed on."""
 
     @functools.wraps(original)
     def create(*args: object, **kwargs: object) -> object:

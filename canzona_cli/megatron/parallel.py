@@ -40,7 +40,7 @@ class World:
     """The ranks of `groups.dp_cp`, in a separate group that only the buckets of matrices use
     (`planner.reduction.adamw_apart`); `groups.dp_cp` itself if no separate group is needed."""
     expert_owners: ProcessGroup
-    """The ranks of `groups.expt_dp`, which have the same experts, in a separate group for the same reason. If
+    """The ranks of `groups.expt_dp`, which have the same experts, in a separate group like `owners`. If
     experts are not divided among ranks, this is `owners`."""
 
     @property
@@ -60,7 +60,7 @@ class World:
 
     @property
     def expert_rank(self) -> int:
-        """The rank in the group that divides the experts of a layer (`Mesh.expert_rank`)."""
+        """The rank in the group over which the experts of a layer are divided (`Mesh.expert_rank`)."""
         return int(self.groups.ep.rank())
 
     @property
@@ -159,7 +159,7 @@ def world_of(
 
 
 def kind_of(device: torch.device) -> Device:
-    """Returns `cuda` or `cpu`, the kind of device that configurations use."""
+    """Returns the kind of the device, `cuda` or `cpu`, as configurations name it."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 

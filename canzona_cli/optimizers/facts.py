@@ -145,7 +145,7 @@ class Work:
 
     @property
     def symmetric_flops(self) -> float:
-        """The part of `matmul_flops` whose results are symmetric."""
+        """The FLOPs of the matmuls whose results are symmetric, which are part of `matmul_flops`."""
         return self._symmetric_flops + (self.iteration.symmetric_flops if self.iteration else 0.0)
 
     @property
@@ -180,10 +180,10 @@ class Rule:
     vectors: int = 0
     """The number of state vectors for each side with a factor."""
     begun_packed: int = 0
-    """The number of packed symmetric squares, for each side with a factor, that store an unfinished refresh.
+    """The number of packed symmetric squares that store an unfinished refresh, for each side with a factor.
     """
     begun_squares: int = 0
-    """The number of squares stored in full, for each side with a factor, that store an unfinished refresh."""
+    """The number of squares stored in full that store an unfinished refresh, for each side with a factor."""
 
     @property
     def preconditioned(self) -> bool:

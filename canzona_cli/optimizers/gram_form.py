@@ -196,7 +196,7 @@ class Polynomial:
     """The product minus gamma I: (..., side, side), in a workspace."""
     gamma: Number
     before: Number
-    """The norm of the sampled rows of the product of all steps except the last."""
+    """The norm of the sampled rows of the product of all polynomials except the last."""
     slope: float
     """The coefficient b of the last step."""
     last: tuple[torch.Tensor, Number | None, torch.Tensor, Number]
@@ -324,9 +324,9 @@ def _table(steps: tuple[Step, ...], device: torch.device) -> torch.Tensor:
 
 @cache
 def _numbers(steps: tuple[Step, ...], alpha: float) -> tuple[float, ...]:
-    """Returns the numbers that `polynomial` needs for a segment that starts at `alpha`. Five for each step:
-    alpha, the factor of r in p, the value of the step's polynomial at alpha, the product of the earlier
-    steps' values, and value times alpha. The last number is the product of all values."""
+    """Returns the numbers that `polynomial` needs for a segment that starts at `alpha`. There are five for
+    each step: alpha, the factor of r in p, the value of the step's polynomial at alpha, the product of the
+    earlier steps' values, and value times alpha. The last number is the product of all values."""
     numbers: list[float] = []
     gamma = 1.0
     for a, b, c in steps:

@@ -332,8 +332,8 @@ class Muon(MatrixOptimizer):
         return torch.stack(list(self._trusted.values())).logical_not().sum()
 
     def distrust_skipped(self) -> list[torch.Tensor]:
-        """Switches matrices whose last update was skipped to standard form for the next `STANDARD_STEPS`
-        updates. The host waits for the device.
+        """Switches matrices to standard form for the next `STANDARD_STEPS` updates if their last update was
+        skipped. The host waits for the device.
 
         Returns:
             The matrices whose last update was skipped.
