@@ -94,7 +94,7 @@ class StrategyBench:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnsResult:
-    """The base of the results of a bench and of a tuning: the fields that both have."""
+    """The fields that the results of a bench and of a tuning have in common."""
 
     VERSION: ClassVar[int] = 1
 

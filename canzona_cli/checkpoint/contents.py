@@ -39,7 +39,7 @@ from canzona_cli.optimizers.facts import MOMENTS, MOMENTUM
 from canzona_cli.optimizers.muon_facts import DISTRUSTED, STANDARD_STEPS
 
 MASTER: Final = "master"
-"""The field of fp32 weights."""
+"""The field with the fp32 weights."""
 GROUP: Final = "group:"
 """The key prefix of values from an optimizer's parameter group, which all matrices of the group share."""
 ELEMENTWISE: Final = ("adamw", "muon")

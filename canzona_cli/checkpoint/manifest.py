@@ -231,7 +231,7 @@ def partial_path(store_root: Path, step: int) -> Path:
 
 
 def hidden_path(checkpoint: Path, state: Hidden) -> Path:
-    """Returns the path that the folder `checkpoint` has while it is hidden in this state."""
+    """Returns the path that the folder `checkpoint` has while it is in this hidden state."""
     return checkpoint.with_name(f".{checkpoint.name}.{state}")
 
 

@@ -109,8 +109,8 @@ def _read_masters(stored: FolderTensor, name: str, on_bytes: Callable[[int], Non
 
 
 def _read_rows(stored: FolderTensor, name: str, rows: range) -> torch.Tensor:
-    """Reads rows of a tensor in the type that it has in the file; raises ConfigError if safetensors
-    cannot."""
+    """Reads rows of a tensor in the type that it has in the file; raises ConfigError if safetensors cannot
+    read them."""
     try:
         # Opened for each read, because the pages that are read from a mapped file become memory of this
         # process.

@@ -136,7 +136,7 @@ class Study:
 
     @cached_property
     def refreshes(self) -> Refreshes | None:
-        """The times of a refresh period under the plan; None for optimizers that do not refresh."""
+        """The update times in a refresh period under the plan; None for optimizers that do not refresh."""
         if not isinstance(self.config.optimizer, KroneckerConfig):
             return None
         return refreshes(self.config, self.plan.matrices, self.plan.assignment.cells)

@@ -80,9 +80,9 @@ def _exposed_with_experts(
     travel_s, units = _link_use_s(config, layout), units_taken(config, layout)
 
     def added_s(seconds: float, latency_s: float, pass_s: float, buckets: float, stages: int) -> float:
-        """Returns the seconds that `seconds` of traffic add to a step if the traffic slows one micro-batch
-        down on `stages` stages in turn: on all stages for gathering, which overlaps with the first
-        micro-batch, and on one stage for reduction, which overlaps with the last."""
+        """Returns the seconds that `seconds` of traffic add to a step. The traffic slows one micro-batch down
+        on `stages` stages in turn: gathering slows the first micro-batch down on all stages, and reduction
+        the last micro-batch on one stage."""
         seconds += (buckets - 1) * latency_s
         overlapped = min(1.0, seconds / layout.vpp / pass_s)
         passes = max(min(turns, seconds / pass_s), stages * layout.vpp * overlapped)
@@ -108,8 +108,8 @@ def _bucket_sizes(config: RunConfig, layout: Layout) -> tuple[int, ...]:
 
 
 def _link_use_s(config: RunConfig, layout: Layout) -> float:
-    """Returns the seconds for which one pass of a micro-batch uses the link of data-parallel traffic: in a
-    model chunk of the first stage, on average, and for the transfer to the next stage."""
+    """Returns the seconds for which a micro-batch's pass through a model chunk uses the link of data-parallel
+    traffic, as the mean over the first stage's model chunks, including the transfer to the next stage."""
     link, transfers = Groups.of(layout, config.cluster).experts.link, [(1.0, hop(config, layout))]
     if layout.ep > 1:
         layers = stage_layers(config.model.num_layers, layout, 0) / layout.vpp

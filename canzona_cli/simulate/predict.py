@@ -154,8 +154,8 @@ class Outlook:
     checkpoints_kept: int
     """The number of checkpoints on disk at the end of the run. A very short run keeps fewer."""
     host_bytes: int
-    """The mean bytes of host memory per node, from the first save on, for the copies of state that ranks make
-    when they save."""
+    """The mean host memory per node, in bytes, that holds the ranks' copies of state for saves, from the first
+    save on."""
 
 
 def outlook(config: RunConfig, layout: Layout, iteration_s: float) -> Outlook:
@@ -186,7 +186,7 @@ LABELS: Final = {
     "update_s": "updates",
     "other_s": "other",
 }
-"""The labels, in reports, of the fields of `IterationParts`."""
+"""The labels of the fields of `IterationParts` in reports."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,9 +189,9 @@ class _Simulation:
     def _optimizer_s(self) -> float:
         """Returns the seconds that the iteration waits for the optimizer.
 
-        A wait for another stage's backward pass is not included, although runs measure it in norm_clip, or in
-        grad_reduce for a tied embedding. The time is that of the cell whose gathering ends last, which need
-        not be in the stage whose updates end last.
+        A wait for another stage's backward pass is not included, although in a run's breakdown it is part of
+        norm_clip, or of grad_reduce for a tied embedding. The time is that of the cell whose gathering ends
+        last, which need not be in the stage whose updates end last.
         """
         ends = [end + phases["param_gather"] for end, phases in zip(self._updated, self._phases, strict=True)]
         last = _latest(ends)
