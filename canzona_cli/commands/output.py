@@ -122,7 +122,7 @@ def write_out(path: Path, text: str, fix: str, *, key: str = "--out") -> None:
     """Writes the file of `--out` or of another option, and creates missing parent folders.
 
     Args:
-        fix: the fix in the error if the file cannot be written.
+        fix: the fix to show if the file cannot be written.
         key: the option.
 
     Raises:

@@ -360,7 +360,8 @@ def _prepare_attempt(
 
 
 def _print_resumption(run: RunDirectory, resumption: Resumption | None) -> None:
-    """Prints what happens to earlier files, and how a resumed run differs from the saved run."""
+    """Prints what happens to the files of earlier launches, and how a resumed run differs from the saved
+    run."""
     for note in run.notes:
         progress(f"note: {note}")
     if resumption is not None and resumption.weights_only:

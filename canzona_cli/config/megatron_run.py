@@ -23,7 +23,7 @@ class MegatronRun:
     overrides: Mapping[str, str]
     """The overrides for `canzona train`: values by key. The first is `recipe`, unless the user sets it."""
     arguments: Mapping[str, str]
-    """The arguments that determine settings, as in the file, by the setting's key."""
+    """The argument that determines each setting, as written in the file, by the setting's key."""
     optimizer: Literal["adamw", "muon"]
     distributed: bool
     """True if data-parallel ranks divide the optimizer's work and state."""

@@ -111,7 +111,7 @@ def parse_yaml(text: bytes) -> object:
 
 
 _EXPONENT: Final = re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$")
-"""The numbers that YAML 1.1 reads as text, because they have no decimal point or no sign in the exponent."""
+"""The numbers that YAML 1.1 reads as text because they have no decimal point or no sign in the exponent."""
 _TOO_DEEP: Final = f"is nested more than {DEEPEST} levels deep"
 
 

@@ -27,7 +27,7 @@ _SECRET_WORDS = frozenset(
     )
 )
 _KEY_KINDS = frozenset(("api", "access", "private", "secret", "signing", "encryption", "ssh", "auth", "license"))
-_PLACES = frozenset(("file", "path", "dir", "folder", "name", "id", "type", "count", "budget"))
+_HARMLESS_ENDINGS = frozenset(("file", "path", "dir", "folder", "name", "id", "type", "count", "budget"))
 """The last words of names whose value is a path, a label or a count, not a secret."""
 _SECRET_FORMATS = re.compile(
     r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
@@ -63,7 +63,7 @@ def is_secret_name(name: str) -> bool:
     """Returns True if a name probably belongs to a secret: `HF_TOKEN`, `apiKey`, `options.password`; not
     `tokenizer`."""
     words = [word.lower() for word in _WORD.findall(name)]
-    if not words or words[-1] in _PLACES:
+    if not words or words[-1] in _HARMLESS_ENDINGS:
         return False
     keyed = any(kind in _KEY_KINDS and word == "key" for kind, word in pairwise(words))
     return words == ["key"] or keyed or bool(_SECRET_WORDS & set(words))

@@ -42,7 +42,7 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
-        training: False if the run is only planned: the plan is then made for any strategy.
+        training: False if the run is only planned, which is possible with any strategy.
     """
     yield from _unused_data(config, explicit)
     for key, off, remedy in _REFUSED:
@@ -63,8 +63,8 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
-        training: False if the run is only planned. A plan is then made whatever the strategy, so the plan's
-            settings have an effect.
+        training: False if the run is only planned, which is possible with any strategy, so that the settings
+            of plans always have an effect.
     """
     yield from _plan_warnings(config, explicit, training=training)
     yield from _optimizer_warnings(config, explicit)

@@ -37,5 +37,5 @@ def tool_output(tool: str, *arguments: str, timeout_s: float = 5.0) -> str | Non
 
 
 def existing_folder(path: Path) -> Path:
-    """Returns `path` if it exists, otherwise its nearest existing parent. The result may be a file."""
+    """Returns `path` if it exists, which may then be a file, otherwise its nearest existing parent."""
     return next(candidate for candidate in (path, *path.parents) if os.path.exists(candidate))

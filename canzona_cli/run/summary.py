@@ -87,7 +87,7 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
 
 def _with_rising_times[R: (StepMetrics, ValidationLoss, Event)](lines: Sequence[R]) -> list[R]:
     """Corrects the times of a file's lines if the clock was set back: from the first line that is too early,
-    all times are shifted, so that this line gets the time of the line before it."""
+    all times are shifted so that this line gets the time of the previous line."""
     corrected: list[R] = []
     newest, set_back_s = -math.inf, 0.0
     for line in lines:
@@ -150,8 +150,8 @@ def _earlier_launches(files: RunFiles) -> list[RunFiles]:
 
 
 def _step_seconds(lines: Sequence[StepMetrics]) -> float:
-    """Adds up the seconds of the steps that these lines cover. The step time in a line is used for all steps
-    since the line before it."""
+    """Adds up the seconds of the steps that these lines cover. The step time in a line counts for all steps
+    since the previous line."""
     gaps = [line.step - previous.step for previous, line in pairwise(lines)]
     steps = [min(gaps, default=1), *gaps][: len(lines)]
     return math.fsum(count * (line.step_s or 0.0) for count, line in zip(steps, lines, strict=True))
