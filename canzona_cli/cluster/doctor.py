@@ -298,7 +298,8 @@ def _storage(on_gpus: bool) -> Iterator[Finding]:
 
 def _folder_finding(name: str, path: Path, meaning: str, setting: str, *, unwritable: Status = "warn") -> Finding:
     """Checks that a directory, or its nearest existing parent, is writable and has 2 GiB free."""
-    existing, fix = existing_folder(path.expanduser().absolute()), f"set {setting} to a directory you may write to"
+    existing = existing_folder(path.expanduser().absolute())
+    fix = f"use {setting}=DIR with a directory you may write to"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         value = f"{path}: {existing} is not writable"
         return _finding("storage", name, False, value, meaning, fix, otherwise=unwritable)
