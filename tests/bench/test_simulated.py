@@ -286,6 +286,7 @@ def test_a_simulated_sweep_says_what_it_does_not_do(tmp_path: Path) -> None:
     assert [problem.key for problem in problems] == ["--sweep", "--html"]
 
 
+@pytest.mark.sweep
 def test_a_simulated_sweep_names_the_layout_of_each_value_where_they_differ() -> None:
     simulations = swept("optimizer", 64, ["recipe=8b"], "muon", "shampoo")
     layouts = {value: layout_code(study.layout) for value, one in simulations.items() for study in _studies(one)}

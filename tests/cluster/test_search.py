@@ -92,6 +92,7 @@ def test_tensor_parallelism_need_not_divide_experts_that_are_whole() -> None:
         assert len(matrices(config.model, layout, "split")) == 36 * (4 + 3 * 8)
 
 
+@pytest.mark.sweep
 def test_few_of_a_thousand_gpus_layouts_are_simulated() -> None:
     """It happens on a dry run: simulating all 1,000 takes minutes."""
     found = search.search(run("32b", 1024, strategy="canzona"))

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from canzona_cli.run.codec import read_lines
 from canzona_cli.run.files import RunFiles, read_json
 from canzona_cli.run.records import StepMetrics, read_rank
@@ -11,6 +13,7 @@ TINY = ("recipe=qwen3-tiny", "gpus=1", "model.num_layers=1", "train.seq_length=1
 SHORT = ("train.steps=2", "train.eval_interval=0", "checkpoint.every_minutes=null")
 
 
+@pytest.mark.sweep  # jobs on a real Slurm start prepared runs too
 def test_what_is_printed_trains_the_prepared_run_to_its_end(tmp_path: Path, corpus_cache: Path) -> None:
     arguments = ("train", "--prepare-only", *TINY, *SHORT, f"data.cache_dir={corpus_cache}", "run.dir=run")
     done = canzona(*arguments, cwd=tmp_path, code=0)

@@ -154,6 +154,7 @@ def test_a_run_shows_what_its_model_writes(trained: Trained) -> None:
         assert f"at step {line['step']} the model writes: import" in trained.text
 
 
+@pytest.mark.sweep  # test_generate compares with transformers what a checkpoint writes
 def test_a_checkpoint_writes_what_its_run_has_shown(trained: Trained) -> None:
     lines = [json.loads(line) for line in (trained.folder / "run" / "events.jsonl").read_text().splitlines()]
     shown = [line["text"] for line in lines if line["event"] == "sample"]

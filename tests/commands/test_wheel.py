@@ -10,6 +10,7 @@ from tests.commands.support import ran
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.sweep  # only a change of the packaging can break the wheel
 
 
 @pytest.fixture(scope="module")

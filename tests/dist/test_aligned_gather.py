@@ -84,7 +84,8 @@ def _recorded(trainee: Trainee) -> list[tuple[str, int, int]]:
     return events
 
 
-@pytest.mark.parametrize("how", ["adamw", pytest.param("layerwise", marks=pytest.mark.sweep)])
+@pytest.mark.sweep  # test_cut_models trains interleaved stages too
+@pytest.mark.parametrize("how", ["adamw", "layerwise"])
 def test_whole_model_chunks_are_gathered_ahead_and_train_the_same(how: str) -> None:
     """All of the first two before the first forward pass, and the third as the first stage begins with the second."""
     config, layout = jobs.resolve(*INTERLEAVED, *SETTINGS[how])

@@ -100,6 +100,7 @@ def test_collectives_are_measured_in_every_group_and_members_agree() -> None:
     assert all(m.busy > 0 for m in first), "gloo works on the processor"
 
 
+@pytest.mark.sweep
 def test_on_a_gpu_the_devices_clocks_time_buckets_as_the_engine_issues_them() -> None:
     """Uses a stand-in. A row of every kind lies between two events, after an all-reduce; nothing else is waited for."""
 

@@ -92,7 +92,10 @@ CASES = [
 HELD = Runs(CASES, lambda case: case[1], _hold)
 
 
-@pytest.mark.parametrize(("optimizer", "where"), CASES)
+@pytest.mark.parametrize(
+    ("optimizer", "where"),
+    [pytest.param(*case, marks=[pytest.mark.sweep] if case[1] == "tp4" else []) for case in CASES],
+)
 def test_the_job_keeps_one_copy_and_each_rank_its_planned_part(optimizer: str, where: str) -> None:
     config, layout = _resolve((optimizer, where))
     plan = planned(config, layout)

@@ -40,7 +40,7 @@ class Used:
     ("size", "cut", "precision", "sequences"),
     [
         ("tiny", "tp=2", "bf16", 4),
-        ("tiny", "tp=1", "bf16", 4),
+        pytest.param("tiny", "tp=1", "bf16", 4, marks=pytest.mark.sweep),
         # As wide as can be computed in seconds; its layers are alike.
         pytest.param("mini model.num_layers=2", "tp=2", "bf16", 2, marks=pytest.mark.sweep),
         pytest.param("mini model.num_layers=2", "tp=1", "fp32", 2, marks=pytest.mark.sweep),

@@ -41,7 +41,7 @@ LAYOUTS = {
     "cp2": ("gpus=2", "parallel.cp=2", "model.tied_embeddings=false"),
     "tp2 pp2 bf16": ("gpus=4", "parallel.tp=2", "parallel.pp=2", "train.precision=bf16", "train.recompute=full"),
 }
-SWEPT = ("pp2 vpp2", "cp2", "tp2 pp2 bf16")
+SWEPT = ("one rank", "pp2 vpp2", "cp2", "tp2 pp2 bf16")
 EVERYWHERE = [pytest.param(where, marks=[pytest.mark.sweep] if where in SWEPT else []) for where in LAYOUTS]
 PROMPT = (100, 101, 102, 32, 109)
 TOKENS = 40
@@ -144,7 +144,7 @@ def test_looking_changes_nothing_of_training(where: str) -> None:
             assert (fragment.values == other.after.fragments[name].values).all(), name
 
 
-@pytest.mark.parametrize("where", ["one rank", "tp2"])
+@pytest.mark.parametrize("where", [pytest.param("one rank", marks=pytest.mark.sweep), "tp2"])
 def test_a_sample_ends_where_a_document_does(where: str) -> None:
     """Told that its fifth token ends documents, it writes what comes before that."""
     found = _found(where)

@@ -212,7 +212,10 @@ def _check(settings: Settings, updates: Callable[[Parameters, RunConfig], Update
         assert deviation <= BOUND, f"{name} deviates by {deviation:.1e} learning rates"
 
 
-@pytest.mark.parametrize("where", ADAMW)
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(where, marks=[pytest.mark.sweep] if where == "tp2 pp2 untied" else []) for where in ADAMW],
+)
 def test_adamw_over_any_layout_is_torchs_adamw_on_whole_weights(where: str) -> None:
     _check(ADAMW[where], _adamw)
 

@@ -69,14 +69,20 @@ def test_a_prompt_is_gone_on_from_as_transformers_does(folder: Path) -> None:
     found = json.loads(done.stdout)
     assert (found["version"], found["step"], found["prompt"], found["tokens"]) == (1, 0, PROMPT, TOKENS)
     assert (found["text"], found["ended"], found["too_long"]) == (wanted, False, False)
-    long = canzona("generate", folder / "run", *asked[:2], "--max-new-tokens", "300")
-    assert (long.returncode, "[transformers]" in long.stderr) == (0, False), long.stderr
-    assert "longer than the sequences that the model was trained on" in long.stderr
-    told = canzona_process("generate", str(folder / "run"), *asked)
-    assert (told.returncode, told.stdout, "leaked" in told.stderr) == (0, f"{PROMPT}{wanted}\n", False), told.stderr
     lines = f"{PROMPT}\n{PROMPT}".encode()
     spoken = canzona("generate", folder / "run", "--interactive", *asked[2:], stdin=lines, code=0)
     assert spoken.stdout == f"{wanted}\n" * 2
+
+
+@pytest.mark.sweep
+def test_a_process_leaks_nothing_and_a_long_text_is_warned_of(folder: Path) -> None:
+    asked = ("generate", str(folder / "run"), "--prompt", PROMPT, "--max-new-tokens")
+    done = canzona_process(*asked, str(TOKENS))
+    wanted = by_transformers(folder).decode(errors="replace")
+    assert (done.returncode, done.stdout, "leaked" in done.stderr) == (0, f"{PROMPT}{wanted}\n", False), done.stderr
+    long = canzona(*asked, "300")
+    assert (long.returncode, "[transformers]" in long.stderr) == (0, False), long.stderr
+    assert "longer than the sequences that the model was trained on" in long.stderr
 
 
 def test_a_seed_draws_the_same_text_and_little_probability_leaves_the_likeliest(folder: Path) -> None:

@@ -111,6 +111,7 @@ def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
     assert same(stored(tmp_path / "large" / "out"), stored(tmp_path / "large" / "in"))
 
 
+@pytest.mark.sweep
 def test_several_files_have_an_index_and_are_one_model(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "out", shard_bytes=40_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -164,6 +165,7 @@ def test_killed_at_every_moment_an_export_is_whole_or_not_there(run: Path, tmp_p
     assert kill_exports(run, tmp_path, lambda calls: [*range(calls)]) > 20
 
 
+@pytest.mark.sweep
 def test_an_import_onto_a_full_disk_says_where_to_make_room(run: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 60) as mounted:
         if not mounted:

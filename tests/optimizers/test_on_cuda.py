@@ -63,8 +63,13 @@ def stepped(make: Callable[[Sequence[torch.nn.Parameter]], MatrixOptimizer]) -> 
     return optimizer
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("stack", [False, True])
+@pytest.mark.parametrize(
+    ("stack", "precision"),
+    [
+        *((False, "bf16"), (True, "fp32")),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((False, "fp32"), (True, "bf16"))),
+    ],
+)
 @pytest.mark.parametrize("form", get_args(Form))
 @pytest.mark.parametrize("kind", [Muon, NorMuon])
 def test_muon_reads_nothing_back(

@@ -29,6 +29,7 @@ def test_a_row_without_pipeline_stages_is_what_bench_simulate_says() -> None:
     assert shares == f"{overhead(study.overhead('canzona'))}, {overhead(study.overhead('layerwise'))}, -"
 
 
+@pytest.mark.sweep
 def test_yardsticks_stand_in_their_own_best_layouts_and_what_does_not_fit_has_a_dash() -> None:
     cells = _cells(figures.best_table([8], []).markdown().splitlines()[-1])
     mine, adamw, same_layout = cells[1].partition(":")[0], cells[2].partition(":")[0], cells[4]
