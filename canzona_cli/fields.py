@@ -113,4 +113,4 @@ Side = Annotated[int, Range(at_least=1, at_most=1 << 24)]
 """The number of rows or columns of a weight."""
 Ranks = Annotated[int, Range(at_least=1, at_most=1 << 17)]
 Precision = Literal["bf16", "fp32"]
-"""The data type of weights, and of matmuls in forward, backward and update."""
+"""A data type that a setting can choose for weights and matmuls, for sums of gradients, or for messages."""

@@ -33,12 +33,12 @@ def resolve(config: RunConfig) -> tuple[RunConfig, Layout]:
     Resolving the returned configuration again changes nothing.
 
     Raises:
-        ConfigError: the settings are impossible, or leave a matrix optimizer without matrices; the error
-            lists every problem.
+        ConfigError: the settings leave a matrix optimizer without matrices; or layout settings are
+            impossible, which are all listed.
         DoesNotFit: no possible layout fits the profile's memory; the error lists changes that would make one
             fit.
     """
-    routing(config)
+    routing(config)  # refuses a matrix optimizer without matrices before a search starts
     config = replace(config, cluster=with_layers_here(config.cluster))
     best = choose(config)
     if best is None:

@@ -34,7 +34,8 @@ def bench(
         list[str] | None,
         Option(
             metavar="NAME,NAME",
-            help="Some of canzona, paper, asc, layerwise, sc, adamw. [default: all that support the run]",
+            help="Strategies to compare, out of canzona, paper, asc, layerwise, sc and adamw. "
+            "[default: all that support the run]",
         ),
     ] = None,
     rounds: Annotated[int, Option(metavar="N", help="Measured rounds; each strategy runs once per round.")] = 6,

@@ -38,7 +38,8 @@ def report(
         list[Path] | None,
         Argument(
             metavar="RUN_DIR",
-            help="The run directory that `canzona train` printed. [default: the newest in ./runs]",
+            help="The run directory that `canzona train` printed. "
+            "[default: this directory if it is a run, else the newest run in ./runs]",
             show_default=False,
         ),
     ] = None,

@@ -13,13 +13,13 @@ from canzona_cli.config.recipes import check_destination, write_recipe
 
 
 def tune(
-    overrides: Annotated[list[str] | None, key_values("recipe=mini gpus=4 cluster=./here.yaml ...")] = None,
+    overrides: Annotated[list[str] | None, key_values("recipe=qwen3-mini gpus=4 cluster=./here.yaml ...")] = None,
     count: Annotated[
         int,
         Option(
             "--candidates",
             metavar="N",
-            help="How many layouts to measure: the fastest in simulation, and the one an untuned run has.",
+            help="Measure the N layouts that are fastest in simulation, and the one that an untuned run would use.",
         ),
     ] = 4,
     everything: Annotated[bool, Option("--all", help="Measure every valid layout that fits in memory.")] = False,

@@ -93,9 +93,9 @@ class Arguments:
     written: dict[str, str] = field(default_factory=dict)
     """The arguments as written in the file (flags, for example), by Megatron's names."""
     not_understood: list[str] = field(default_factory=list)
-    """The arguments that canzona does not know, as in the file."""
+    """The arguments that canzona does not know, as written in the file."""
     no_effect: list[str] = field(default_factory=list)
-    """The arguments that have no effect on a plan, as in the file."""
+    """The arguments that have no effect on a plan, as written in the file."""
     sourced: list[str] = field(default_factory=list)
     """The scripts that the file includes with `source`, which are not read."""
     nodes: int | None = None

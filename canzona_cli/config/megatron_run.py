@@ -34,14 +34,14 @@ class MegatronRun:
     dispatch_overlap: bool
     """True if transfers of tokens to experts overlap with computation, which canzona does not do."""
     not_understood: tuple[str, ...]
-    """The arguments that canzona does not know, as in the file."""
+    """The arguments that canzona does not know, as written in the file."""
     left_out: tuple[str, ...]
     """The arguments, with their values, that change a step in a way that canzona neither offers nor
     simulates."""
     plans_only: tuple[str, ...]
     """The reasons why canzona cannot train the model; empty if it can."""
     no_effect: tuple[str, ...]
-    """The arguments that have no effect on a plan, as in the file."""
+    """The arguments that have no effect on a plan, as written in the file."""
 
     def command(
         self, config: RunConfig, user_overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()

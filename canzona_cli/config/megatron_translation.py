@@ -53,8 +53,9 @@ def read_megatron_run(path: Path, user_values: Sequence[str]) -> MegatronRun:
         user_values: the user's overrides, which take precedence over the file.
 
     Raises:
-        ConfigError: the file cannot be read; or arguments are missing, impossible, or describe a model or an
-            optimizer that canzona cannot plan. All problems are reported at once.
+        ConfigError: the overrides choose an optimizer other than muon; or the file cannot be read; or
+            arguments are missing, impossible, or describe a model or an optimizer that canzona cannot plan.
+            All problems with the arguments are reported at once.
     """
     values = {key_of(override): override.partition("=")[2] for override in user_values}
     if values.get("optimizer", "muon") != "muon":
@@ -402,7 +403,7 @@ class _Translation:
         self._report(name, reason, fix, value=text if part is None else part)
 
     def _listed(self, name: str) -> str:
-        """Returns an argument and its value, as in the file."""
+        """Returns an argument and its value, as written in the file."""
         value = self._text(name)
         return self._written(name) + ("" if value in ("true", None) else f" {unknown(value) or value}")
 

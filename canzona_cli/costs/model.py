@@ -135,8 +135,9 @@ def passes(config: RunConfig, layout: Layout) -> list[list[tuple[float, float]]]
 def _pieces(config: RunConfig, layout: Layout) -> tuple[tuple[float, float], ...]:
     """Returns the forward and backward seconds of a layer, of the embedding and of the output layer.
 
-    The seconds do not depend on pp or dp, so callers set these to fixed values, and all layouts share cached
-    results. Nor do they depend on whether the output layer is tied.
+    The seconds depend on pp and dp only through their product. The caller therefore sets pp to 1 and
+    multiplies dp by it, so that layouts that differ only in how they divide ranks between pp and dp share a
+    cached result. Nor do the seconds depend on whether the output layer is tied.
     """
     times = ModuleTimes(config, layout)
     pieces = times.layer(), [times.embedding()], [times.output(tied=False)]

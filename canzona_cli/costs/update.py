@@ -420,18 +420,19 @@ def flops(algorithm: Algorithm, rows: int, cols: int) -> float:
     """Returns the mean FLOPs of one update of a (rows, cols) matrix. A multiply-add counts as two, and the
     FLOPs of a refresh are divided by its period.
 
-    With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols:
+    With m = min(rows, cols), n = max(rows, cols), r = rows, c = cols, and k the length of a side:
     - muon, normuon, Newton-Schulz (Jordan et al. 2024), s steps: standard s (4 m^2 n + 2 m^3) for X X', A A
       and B X; Gram form, see `muon_facts`: 8 m^2 n + 28 m^3 for s = 5. Form auto counts the form with fewer
       FLOPs;
-    - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh takes, for a side of n, an
-      eigendecomposition and a product, 9 n^3 + 2 n^3, or the matmuls of a Newton iteration, 62 n^3 (58 n^3
+    - shampoo: statistics and both roots applied 4 r^2 c + 4 r c^2; a refresh takes, for each side, an
+      eigendecomposition and a product, 9 k^3 + 2 k^3, or the matmuls of a Newton iteration, 62 k^3 (58 k^3
       if only one side has a root);
-    - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh takes, for a side of n, one
-      matmul for both the estimated eigenvalues and the power iteration, and a QR, 2 n^3 + 8/3 n^3; rotating
-      the first moment to the new bases takes 4 r^2 c + 4 r c^2;
+    - soap: statistics, projection and its inverse 6 r^2 c + 6 r c^2; a refresh takes, for each side, one
+      matmul for both the estimated eigenvalues and the power iteration, 2 k^3, and a QR, 8/3 k^3 (about
+      4 k^3 if the refresh is spread over the period, because each part is projected on the earlier
+      columns); rotating the first moment to the new bases takes 4 r^2 c + 4 r c^2;
     - kl-shampoo: statistics 2 r^2 c + 2 r c^2, whitening and rotation 6 r^2 c + 6 r c^2 + 2 m^2 n; a refresh
-      takes, for a side of n, a matmul and a QR, 2 n^3 + 8/3 n^3;
+      takes, for each side, a matmul and a QR as in soap;
     - soap-muon: soap and muon;
     - adamw: 15 per element.
 

@@ -240,8 +240,8 @@ class Writes:
 
 
 def join_copies(copies: Sequence[Copy]) -> list[Copy]:
-    """Joins copies whose sources and whose targets are evenly spaced into copies of tensors (count,
-    *shape)."""
+    """Joins copies of the same shape and types if both their sources and their targets are evenly spaced. The
+    tensors of a joined copy are (count, *shape)."""
     merged: list[Copy] = []
     for same_kind in group_by_key(copies, lambda copy: (copy.target.shape, copy.target.dtype, copy.source.dtype)):
         targets, sources = [copy.target for copy in same_kind], [copy.source for copy in same_kind]

@@ -119,7 +119,8 @@ def _broken(pin: Pinned) -> Iterator[Problem]:
 
 
 def _resolve(name: str) -> object:
-    """Returns the object that `name` refers to: the longest prefix that is a module, then attributes."""
+    """Returns the object that a dotted name refers to. The longest prefix that is a module is imported; the
+    other parts are attributes."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         module = ".".join(parts[:cut])

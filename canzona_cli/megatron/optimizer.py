@@ -172,8 +172,7 @@ def build_optimizer(chunks: Wrapped, config: RunConfig, world: World) -> Megatro
 
 
 def adamw_settings(config: RunConfig, changes: Mapping[str, object] | None = None) -> MegatronOptimizerConfig:
-    """Returns Megatron's settings for AdamW: sharded by `DistributedOptimizer`, or not sharded with strategy
-    sc.
+    """Returns Megatron's settings for AdamW. `DistributedOptimizer` shards its state, except with strategy sc.
 
     Args:
         changes: the settings of another optimizer that differ from AdamW's; None for AdamW.

@@ -296,10 +296,10 @@ def scaled_residual(p: torch.Tensor, diagonal: torch.Tensor, factor: Number, out
 
 
 def alpha_numbers(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
-    """Returns the numbers that `_numbers` computes, for the alpha closest to `mean`. The first number is that
-    alpha."""
+    """Returns the numbers that `_numbers` computes, for the alpha whose interval contains `mean`. The first
+    number is that alpha."""
     if not isinstance(mean, torch.Tensor):
-        return _numbers(tuple(steps), ALPHAS[nearest_alpha(mean)])
+        return _numbers(tuple(steps), ALPHAS[alpha_index(mean)])
     # The exponent and the first bits of the mantissa are the index; clamped, because NaN must also give a
     # valid index.
     indices = (mean.view(torch.int32) >> 20).sub_((127 + LOWEST) * PER_OCTAVE).clamp_(0, len(ALPHAS) - 1)
@@ -307,9 +307,9 @@ def alpha_numbers(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
     return rows.view(*mean.shape, -1).unbind(-1)
 
 
-def nearest_alpha(mean: float) -> int:
-    """Returns the index of the alpha closest to `mean`; the last index for a `mean` that is too large or
-    NaN."""
+def alpha_index(mean: float) -> int:
+    """Returns the index of the alpha whose interval, an eighth of an octave, contains `mean`; the last index
+    for a `mean` that is too large or NaN."""
     if not mean < ALPHAS[-1]:
         return len(ALPHAS) - 1
     mantissa, exponent = math.frexp(max(mean, 2.0**LOWEST))

@@ -48,9 +48,9 @@ generator; it calls every `Wait` before it resumes this one."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FragmentGroup:
-    """The collectives that the ranks with fragments of a matrix use to update it together. Each rank has an
-    equal share of the rows of every square. All ranks start the same collectives in the same order, and do
-    not touch the tensors until they have waited."""
+    """The collectives that the ranks with fragments of a matrix use to update it together. Each rank computes
+    an equal share of the rows of every square, such as the Gram matrix. All ranks start the same collectives
+    in the same order, and do not touch the tensors until they have waited."""
 
     index: int
     """The index of this rank among the fragments."""

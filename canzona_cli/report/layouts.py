@@ -407,15 +407,15 @@ def _layout_cells(row: LayoutRow) -> tuple[str, ...]:
     layout, memory = row.layout, row.memory
     if layout is None or memory is None:
         return f"{row.gpus}", "not possible", "", "", ""
-    needs = f"{memory.total / GIB:.1f}" if memory.total >= GIB else f"{memory.total / GIB:.2f}"
+    gib = f"{memory.total / GIB:.1f}" if memory.total >= GIB else f"{memory.total / GIB:.2f}"
     if not row.fits:
-        return f"{row.gpus}", "does not fit", "", "", needs
+        return f"{row.gpus}", "does not fit", "", "", gib
     return (
         f"{row.gpus}",
         layout_code(layout),
         f"{layout.global_batch_size} = {layout.micro_batch_size} x {layout.num_microbatches} x {layout.dp}",
         layout.recompute,
-        needs,
+        gib,
     )
 
 

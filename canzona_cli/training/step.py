@@ -178,8 +178,8 @@ def _mean_loss(mask: torch.Tensor, counted: torch.Tensor, losses: torch.Tensor) 
     """Returns this context-parallel rank's part of the micro-batch's mean loss, once for backward and once
     for the records.
 
-    The parts add up to the mean over context-parallel ranks. Megatron's schedule multiplies each by cp,
-    because gradients are averaged over dp * cp ranks (`schedules.forward_step_calc_loss`).
+    Summed over the context-parallel ranks, the parts are the mean loss. Megatron's schedule multiplies each
+    part by cp, because gradients are averaged over dp * cp ranks (`schedules.forward_step_calc_loss`).
     """
     part = (losses.float() * mask).sum() / counted
     # The records need a copy, because the schedule scales the loss in place.
