@@ -56,8 +56,8 @@ def agree_on_optimizer[T](make: Callable[[], T], source: str | None, world: Worl
     is given.
 
     Args:
-        source: The path of a user's class, whose file may be missing on some nodes; None for one of canzona's
-            optimizers, which are not checked.
+        source: `optimizer.source` of a user's class, whose file may be missing on some nodes; None for one of
+            canzona's optimizers, which are not checked.
 
     Raises:
         OptimizerRefused: on all ranks together, with the problem of each rank on which `make` failed.

@@ -45,7 +45,7 @@ OptimizerClass = Callable[..., torch.optim.Optimizer]
 Order = Callable[[Matrix], tuple[int, int]]
 """A function that returns the key by which matrices are sorted."""
 _NO_ARGUMENTS = {field.name for field in fields(OptimizerBase)} | {"name", "stack", "graph", "form", "stagger", "tf32"}
-"""The settings that are not passed to optimizer classes under the same names."""
+"""The settings that `_settings` does not copy: they are passed in another way, or not at all."""
 
 
 def build_engine(
@@ -202,8 +202,9 @@ def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
 
 
 def _expert_hosting(config: RunConfig, matrices: Sequence[Matrix], wiring: Wiring) -> Hosting:
-    """Allocates scratch and optimizers for the experts among this rank's matrices, and copies the model's
-    weights to their masters. The rank stores these experts whole, so nothing is sent."""
+    """Allocates scratch and optimizers for those of this rank's matrices that are experts divided among ranks
+    (`parallel.ep`), and copies the model's weights to their masters. The rank stores these experts whole, so
+    nothing is sent."""
     experts = [matrix for matrix in matrices if matrix.expert_rank is not None]
     local = wiring.as_single_rank()
     batches = _split_by_scratch([experts], local)

@@ -39,16 +39,16 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
 
     Gradients of the first micro-groups are sent to their hosts before the norm is known. If the norm is not
     finite, they are discarded. AdamW runs before the matrices, so that its parameters, which the next forward
-    pass needs first, are gathered while matrices are updated. The host waits for the device only once in a
-    step, to read the norm before any state changes. The number of failed updates of the previous step is read
-    together with the norm.
+    pass needs first, are gathered while matrices are updated. Apart from decompositions and the repair of
+    failed updates, the host waits for the device only once in a step, to read the norm before any state
+    changes. The number of failed updates of the previous step is read together with the norm.
 
     Args:
         adamw: Megatron's AdamW for all other parameters.
         matrices: the optimizer of the matrices, which follows a plan (`PlannedOptimizer`) or updates all
             matrices of a stage on every rank (`RedundantOptimizer`).
         stats_group: the ranks that together count every gradient element once: all ranks, or, if
-            data-parallel ranks have equal gradients, the ranks of one model replica.
+            data-parallel ranks have equal gradients of all parameters, the ranks of one model replica.
         counts_adamw: False if this rank's gradients of AdamW's parameters are copies of gradients that other
             ranks of `stats_group` count.
         non_finite: "stop" to raise an error if the norm is not finite, "skip" to skip the step.
@@ -84,7 +84,8 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         """The number of updates, over all ranks, that were not finite or needed a fallback in the step before
         the last."""
         self.captures = 0
-        """The number of CUDA graphs that all ranks together had captured before the last step."""
+        """The number of CUDA graphs that the ranks of `stats_group` together had captured before the last
+        step."""
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
@@ -190,7 +191,7 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
             is_loading: True if a checkpoint will be read into the result, which is then given to
                 `load_state_dict`.
             metadata: Megatron's metadata of the checkpoint; `distrib_optim_sharding_type` must be
-                fully_reshardable.
+                fully_reshardable, or missing when loading.
 
         Raises:
             Unsupported: on all ranks together, if the state of any rank cannot be in such a checkpoint.
@@ -224,8 +225,8 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
     def _gradient_problem(self) -> Problem:
-        """Returns a problem that names a parameter with non-finite gradients and the ranks that have such
-        gradients. Every rank returns the same problem. Collective."""
+        """Returns a problem that names the first parameter with non-finite gradients and up to eight ranks
+        that have such gradients. Every rank returns the same problem. Collective."""
         bad: list[str] = []
         for name, parameter in global_parameters(self._chunks):
             gradient = getattr(parameter, "main_grad", None)

@@ -29,10 +29,10 @@ class HostedGroup:
     """A micro-group on one TP rank. Its methods are called in this order: send_gradients, receive_gradients,
     step, send_weights, receive_weights.
 
-    All views of buffers are made at set-up; a step only copies data and does not allocate memory. Matrices of
-    one shape whose fragments are evenly spaced in memory, such as experts, are copied, checked and written as
-    one tensor. Gradients are assembled and matrices updated on the current stream. Messages are packed and
-    arriving weights written on the stream of `wiring.side_stream`, which the caller joins.
+    All buffers, and their views, are made at set-up; a step only copies data. Matrices of one shape whose
+    fragments are evenly spaced in memory, such as experts, are copied, checked and written as one tensor.
+    Gradients are assembled and matrices updated on the current stream. Messages are packed and arriving
+    weights written on the stream of `wiring.side_stream`, which the caller joins.
 
     Args:
         hosted: the matrices of the micro-group that this rank hosts, in the order in which routes list them.

@@ -120,7 +120,8 @@ class PlannedOptimizer(MasterOptimizer):
 
     def fallbacks(self) -> torch.Tensor:
         """Returns the number of failed updates, as in the base class, of the matrices that this rank hosts:
-        (1,), on the device. TP rank 0 also counts the shared matrices of its owner."""
+        (1,), on the device. TP rank 0 also counts the owner's shared matrices whose update was skipped or not
+        finite."""
         count = torch.full((1,), float(self._fallbacks.take()), device=self._wiring.device)
         for sharing in self.sharing:
             count += sharing.fallbacks()
@@ -131,7 +132,7 @@ class PlannedOptimizer(MasterOptimizer):
     @torch.no_grad()
     def repair(self) -> None:
         """Restores the previous weights of matrices whose last update was not finite, and resets their
-        optimizer state.
+        optimizer state. Switches matrices whose last update was skipped to the standard form.
 
         The masters are copied from the model's weights, which still have their previous values, because
         fragments of such an update are not written.

@@ -34,8 +34,8 @@ def _refused(name: str, reason: str, fix: str) -> Callable[..., NoReturn]:
 
 
 class Refusals:
-    """The methods that raise Unsupported both on `CanzonaOptimizer` and on the part of it that updates
-    matrices."""
+    """The methods that raise Unsupported on the part of `CanzonaOptimizer` that updates matrices, and, except
+    `sharded_state_dict`, on `CanzonaOptimizer` itself."""
 
     offload_to_cpu = _refused("offload_to_cpu", _ON_DEVICE, "free other memory, or build the engine again")
     restore_from_cpu = _refused("restore_from_cpu", _ON_DEVICE, "remove the call")
@@ -51,8 +51,8 @@ class Refusals:
 
 
 class SavingRefusals(Refusals):
-    """The methods that raise Unsupported on `CanzonaOptimizer`, but work on the part of it that updates
-    matrices."""
+    """The methods that raise Unsupported on `CanzonaOptimizer`, which loads only sharded state, but work on
+    the part of it that updates matrices."""
 
     state_dict = _refused("state_dict", _SAVED, _WEIGHTS)
     load_state_dict = _refused("load_state_dict", _SAVED, _WEIGHTS)

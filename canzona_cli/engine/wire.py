@@ -35,8 +35,8 @@ class Fragments:
         return Fragments(self._model, 1, 0, self._parameters)
 
     def gradient(self, matrix: Matrix) -> torch.Tensor:
-        """Returns a view of this rank's fragment of the reduced gradient; valid only on the matrix's
-        owner."""
+        """Returns a view of this rank's fragment of the reduced gradient; with a plan, valid only on the
+        matrix's owner."""
         main_grad: object = getattr(self._parameters[matrix.parameter], "main_grad", None)
         assert isinstance(main_grad, torch.Tensor)
         return self.view_in_parameter(matrix, main_grad)

@@ -68,8 +68,7 @@ class Engine:
                 `use_distributed_optimizer=True`.
 
         Raises:
-            CanzonaError: the engine cannot train this model here; lists every reason. Raised on all ranks
-                together.
+            CanzonaError: the engine cannot train this model here. Raised on all ranks together.
         """
         groups = self._groups or ProcessGroupCollection.use_mpu_process_groups()
         device = next(chunks[0].parameters()).device
@@ -100,8 +99,8 @@ class Engine:
                 Megatron's standard overrides.
 
         Raises:
-            CanzonaError: no model is wrapped, or the overrides are not supported. Raised on all ranks
-                together.
+            CanzonaError: no model is wrapped, or the overrides or a user's own optimizer cannot be used.
+                Raised on all ranks together.
         """
         config, world, plan = self._parts
         assumed = config.cluster.grouped_collectives

@@ -22,7 +22,7 @@ from canzona_cli.megatron.limits import BUCKETS, MODEL, OPTIMIZER, problems
 
 Value = bool | int | float | str
 _RECIPE: Final = "qwen3-tiny"
-"""The recipe to start from. Every setting that has an effect on the engine is replaced."""
+"""The recipe to start from. Every setting in it that has an effect on the engine is replaced."""
 _FREE: Final = ("cluster", "engine", "optimizer", "train.non_finite", "train.seq_length", "train.micro_batch_size")
 """The settings, and groups of settings, that a caller may set; the loop determines all others."""
 _FEWEST_IDS: Final = 512
@@ -189,7 +189,10 @@ def _chosen(settings: Sequence[str], given: Mapping[str, Value], device: str) ->
         fixed = key in given and key not in _FREE and not key.startswith("engine.")
         if fixed or not any(key == free or key.startswith(f"{free}.") for free in _FREE):
             reason = "the loop's own configuration determines it"
-            fix = "change it there; the engine takes settings of cluster, engine and optimizer"
+            fix = (
+                "change it there; the engine takes settings of cluster and engine, and settings of optimizer that "
+                "Megatron's configuration does not have"
+            )
             refuse([Problem(key=key, value=setting.partition("=")[2], reason=reason, fix=fix)])
         yield setting
         if key == "train.micro_batch_size":

@@ -2,8 +2,8 @@
 that context parallelism (cp) cuts.
 
 Attention scores are not stored for the backward pass: torch's kernel stores the log-sum-exp of each row, and
-`attend` recomputes them. Megatron cuts a sequence into 2 * cp chunks and gives rank r the chunks r and 2 * cp
-- 1 - r (`get_batch_on_this_cp_rank`), so that the queries of every rank attend to equally many keys.
+`attend` recomputes the scores. Megatron cuts a sequence into 2 * cp chunks and gives rank r the chunks r and
+2 * cp - 1 - r (`get_batch_on_this_cp_rank`), so that the queries of every rank attend to equally many keys.
 """
 
 import torch
@@ -125,7 +125,7 @@ def _kernel_knows_groups(query: torch.Tensor) -> bool:
 
 
 _SCORES, _QUERIES = 1 << 21, 128
-"""The maximum numbers of scores and of queries in a block."""
+"""The maximum numbers of scores and of queries in a block; a block may always have 32 queries."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:

@@ -33,7 +33,7 @@ class MasterRange:
     end: int
     """The end of the range: elements [start, end) of the flattened fragment."""
     master: torch.Tensor
-    """The fp32 weights, of end - start elements; in fp32 training the parameter itself."""
+    """The fp32 weights, of end - start elements; in fp32 training the parameter itself, or a view of it."""
     inner: torch.optim.Optimizer
     """The optimizer that updates the master; `inner.state[master]` is its state."""
     group: MutableMapping[str, object]
@@ -94,8 +94,8 @@ def gather_parameters(chunks: Wrapped) -> None:
 
 
 def finish_gathering(chunks: Wrapped) -> None:
-    """Waits until the gathering of parameters that the last optimizer step started is complete. Without this
-    call, the next forward pass would wait."""
+    """Completes the gathering of parameters after an optimizer step: starts what the step has not started,
+    and waits. Without this call, the next forward pass would do so."""
     if not chunks[0].ddp_config.overlap_param_gather:
         return  # the step has already waited
     for group in reversed(bucket_groups(chunks)):

@@ -137,7 +137,7 @@ def placements(plan: Plan, buckets: Sequence[Bucket]) -> tuple[Mapping[str, tupl
 
     Raises:
         PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to
-            their owner.
+            their owner; or the bucket's size or padding is not valid.
     """
     if not buckets:
         return ()
@@ -174,7 +174,7 @@ def _bucket_placements(bucket: Bucket, plan: Plan, parameters: Mapping[str, Para
 
     Raises:
         PlanMismatch: ranges overlap, exceed the bucket, or do not contain the matrices that are assigned to
-            their owner.
+            their owner; or the bucket's size or padding is not valid.
     """
     mesh, cells = plan.subject.layout, plan.assignment.cells
     where = f"bucket {bucket.index} of stage {bucket.stage}"

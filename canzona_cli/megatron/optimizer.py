@@ -358,8 +358,8 @@ def megatron_muon(
 
 
 def megatron_adam(params: list[torch.nn.Parameter], settings: OptimizerBase) -> torch.optim.Optimizer:
-    """Builds the AdamW that `DistributedOptimizer` uses for its shards of fp32 masters: Transformer Engine's
-    if it is installed."""
+    """Builds the AdamW that `DistributedOptimizer` uses for its shards of fp32 masters: that of Transformer
+    Engine or APEX if one of them is installed, otherwise torch's."""
     optimizer: torch.optim.Optimizer = Adam(
         params,
         lr=settings.lr,

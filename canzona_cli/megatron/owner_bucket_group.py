@@ -36,8 +36,9 @@ class PendingCollectives:
 
 
 class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
-    """A bucket group with one bucket of matrices. Its methods differ from Megatron's only in the collectives,
-    which the plan chooses (`planned.reduction`, `planned.gathering`; see `owner_collectives`)."""
+    """A bucket group with one bucket of matrices. Its methods differ from Megatron's in the collectives,
+    which the plan chooses (`planned.reduction`, `planned.gathering`; see `owner_collectives`), and in the
+    error for missing gradients."""
 
     grad_reduce_handle: Waitable | None
     param_gather_handle: Waitable | None
@@ -171,6 +172,7 @@ def install(chunks: Wrapped, plan: Plan, world: World) -> None:
 
     Raises:
         PlanMismatch: The chunks' matrix buckets are not those of the plan.
+        Unsupported: See `OwnerBucketGroup`.
     """
     planned = stage_buckets(plan, world.pp_rank, world.expert_rank)
     names = {param: name for name, param in global_parameters(chunks)}

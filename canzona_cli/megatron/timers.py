@@ -156,8 +156,8 @@ class PhaseTimer:
         return self._stack[-1] if self._stack else "other"
 
     def keep(self, first: int, last: int) -> None:
-        """Keeps the timestamps of the steps `first` to `last` (numbered from 1) for `timelines`, instead of
-        the timestamps of the most recent steps."""
+        """Keeps the timestamps of this timer's steps `first` to `last` (numbered from 1) for `timelines`,
+        instead of the timestamps of the most recent steps."""
         self._keep, self._kept_steps = (first, last), deque()
 
     def begin_step(self) -> None:
@@ -241,7 +241,8 @@ class PhaseTimer:
 
     def fetch(self, values: torch.Tensor) -> Callable[[], list[float]]:
         """Starts to copy `values`, a flat tensor, to the host. During a step, canzona reads from the device
-        only through this method; Megatron also reads how many tokens each expert gets (`instrument`).
+        only through this method, apart from decompositions and the repair of failed updates; Megatron also
+        reads how many tokens each expert gets (`instrument`).
 
         Returns:
             A function that waits for the copy and returns the values. It does not wait for work that the

@@ -36,7 +36,7 @@ def is_slow() -> bool:
 
 
 def is_installed() -> bool:
-    """Returns True if this process computes bf16 and fp16 matmuls in fp32, so that they take the same
+    """Returns True if this process computes bf16 and fp16 matmuls in fp32, so that both take the same
     time."""
     return bool(_library)
 

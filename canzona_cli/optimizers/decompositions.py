@@ -101,7 +101,8 @@ def orthonormalise_panel(panel: torch.Tensor, before: torch.Tensor) -> torch.Ten
         panel: (side, width), part of a matrix whose longest column has norm 1.
         before: (side, columns before).
     """
-    # They differ after a failure in fp32. Equal dtypes are not converted, because that leaks objects in torch.
+    # The dtypes differ after a failure in fp32. Equal ones are not converted, because that leaks objects in
+    # torch.
     if before.dtype != panel.dtype:
         before = before.to(panel.dtype)
     for _ in range(2 if before.numel() else 0):
@@ -182,7 +183,7 @@ _STEPS: Mapping[Order, tuple[tuple[float, float, float], ...]] = {
 """The coefficients (a, b, c) of q(m) = a + b m + c m^2 for each step. All but the last are fitted by linear
 programming (as Amsel et al. 2025, arXiv:2505.16932, do for the matrix sign) so that m^(1/order) q(m) is at
 most 1, and as close to 1 as possible for all m between the smallest value left by the earlier steps and 1.
-Eigenvalues of at least 1e-7 end within 0.035 of 1. The last step is the Taylor polynomial."""
+After them, eigenvalues of at least 1e-7 are within 0.035 of 1. The last step is the Taylor polynomial."""
 _LARGEST_DISTANCE = 0.05
 """The limit on the root mean square distance of the eigenvalues from 1 before the last step; beyond it, the
 iteration has not converged."""

@@ -29,8 +29,8 @@ MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerBase:
-    """The settings that all optimizers share. Matrix optimizers use the AdamW settings for embeddings, the
-    output layer, norms and biases."""
+    """The settings that all optimizers share. Matrix optimizers use the AdamW settings for all parameters
+    that are not matrices, such as embeddings, the output layer and norms."""
 
     if TYPE_CHECKING:
 
@@ -82,11 +82,11 @@ class Algorithm:
     """The form of Muon's Newton-Schulz iteration; with auto, `costs.update.form_of` decides for each
     shape."""
     refresh_period: int = 10
-    """The number of steps between refreshes of roots or eigenbases (Shampoo, SOAP, KL-Shampoo)."""
+    """The number of steps between refreshes of roots or eigenbases."""
     spread: bool = False
     """True if each refresh is computed in parts, one in each step of the period."""
     max_preconditioner_dim: int = 8192
-    """The longest side that is preconditioned (Shampoo, SOAP, KL-Shampoo)."""
+    """The longest side that has a Kronecker factor."""
     grafting: Literal["none", "sgd", "adam"] = "none"
     """The method that determines the norm of Shampoo's update."""
     roots: RootMethod = "eigh"
@@ -162,8 +162,8 @@ class Rule:
     additional work of a refresh, with one entry for each step over which the refresh is spread."""
     fragment_bytes: int
     """The memory traffic, in bytes per element, of the operations that can run on a fragment alone: weight
-    decay, the change of the weight and, with Newton-Schulz, momentum and scaling. Writing the model's weight
-    is not included."""
+    decay and the change of the weight, in Muon and NorMuon also momentum and scaling, in AdamW all of the
+    update. Writing the model's weight is not included."""
     moments: int
     """The number of fp32 state tensors of the weight's shape. Shampoo's Adam grafting, which is not counted,
     adds one tensor."""
@@ -197,7 +197,8 @@ class Facts:
 
     settings: type[OptimizerBase]
     """The class of the optimizer's settings, whose `name` is a literal. Settings that are not in
-    `OptimizerBase` are arguments of the optimizer's class, under the same names."""
+    `OptimizerBase` are arguments of the optimizer's class, under the same names except `stagger` and `tf32`
+    (`engine.build`)."""
     rule: Rule
     update: str | None = None
     """The optimizer's class, as `module:Class` within this package; None for AdamW, which Megatron

@@ -24,9 +24,9 @@ passes t X with t = 2^k (`starting_norm`), and the first step's coefficients are
 result as for X (`unscaled_steps`). No other part of the iteration depends on t. No element of a symmetric
 matrix exceeds its largest eigenvalue, so R is at most t^2 = 4096 in the first step, and the squares computed
 from it are at most 8.3 t, because the polynomials' coefficients are t to t^5 times smaller. Because t^2 is at
-most the short side, the mean of the eigenvalues is at most 1, as in every other segment. After the first step
-the numbers are larger by its slope squared, 12 to 67: the off-diagonal elements of that Gram matrix are about
-2e-5. Their rounding error, 2e-8, adds no more than about 1e-4 to the result.
+most the short side, the mean of the eigenvalues is at most 1; in later segments it is rarely above 1. After
+the first step the numbers are larger by its slope squared, 12 to 67: the off-diagonal elements of that Gram
+matrix are about 2e-5. Their rounding error, 2e-8, adds no more than about 1e-4 to the result.
 
 Error. With u the unit roundoff, relative and elementwise, take roundings to be independent with variance u^2
 / 3 (Higham, Mary 2019, doi:10.1137/18M1226312). In a segment of k steps two roundings are amplified. Relative
@@ -72,8 +72,8 @@ LOWEST, PER_OCTAVE = -24, 8
 two."""
 ALPHAS = tuple(2.0 ** (LOWEST + i // PER_OCTAVE) * (1 + (i % PER_OCTAVE + 0.5) / PER_OCTAVE) for i in range(192))
 """The values of alpha, from 2^-24 to 1, spaced so that any number in between is at most 6% away. All are
-exact in bf16, so subtracting alpha from R's diagonal adds no error. A mean above 1 comes from a matrix that
-is not valid (its polynomials could overflow), so the largest alpha is used."""
+exact in bf16, so subtracting alpha from R's diagonal adds no error. For a mean above 1 the largest alpha is
+used, because the matrix may not be valid, and its polynomials could overflow with a larger alpha."""
 
 Number = float | torch.Tensor
 """A float for one matrix on the host; otherwise a tensor (..., 1, 1) in fp32 on the device, so that the host
@@ -308,8 +308,8 @@ def alpha_numbers(steps: Sequence[Step], mean: Number) -> Sequence[Number]:
 
 
 def alpha_index(mean: float) -> int:
-    """Returns the index of the alpha whose interval, an eighth of an octave, contains `mean`; the last index
-    for a `mean` that is too large or NaN."""
+    """Returns the index of the alpha whose interval, an eighth of an octave, contains `mean`; the first index
+    for a `mean` that is too small, the last for a `mean` that is too large or NaN."""
     if not mean < ALPHAS[-1]:
         return len(ALPHAS) - 1
     mantissa, exponent = math.frexp(max(mean, 2.0**LOWEST))

@@ -28,8 +28,8 @@ STREAMS = 32
 
 
 class Replayed:
-    """A step that is run repeatedly: kernel by kernel in the first call, captured as a CUDA graph in the next
-    call with the same key, and replayed in further calls with that key.
+    """A step that is run repeatedly: kernel by kernel in the first call. The next call with the same key
+    captures it as a CUDA graph, which that call and further calls with that key replay.
 
     A graph contains its kernels with their memory addresses and the numbers that the host passed. So a step
     must read from device memory the values that change between replays. Its key must contain everything else

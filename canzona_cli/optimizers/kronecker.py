@@ -17,9 +17,10 @@ SIDES: tuple[Side, Side] = ("L", "R")
 Stack = Sequence[tuple[torch.Tensor, Side]]
 """Matrices, each with one of its sides, whose factors have the same length."""
 LONGEST = 2.0
-"""The bound on an update, in learning rates: on the root mean square of Adam's update, and on the singular
-values of Shampoo's update. With current statistics, these values are 1 if all gradients are equal, smaller
-for other gradients, and never above 1.2 with the usual decays."""
+"""The bound on an update, in learning rates: on the root mean square of the elements of SOAP's and
+KL-Shampoo's updates, and of the singular values of Shampoo's update without grafting. With current
+statistics, these values are 1 if all gradients are equal, smaller for other gradients, and never above 1.2
+with the usual decays."""
 STACK_LIMITS = {"cuda": STACKED_SQUARES}
 """The maximum number of elements in a stack of squares that one call of `_refresh` processes, by device type;
 on other devices a stack has one square."""
@@ -87,9 +88,10 @@ class KroneckerOptimizer(MatrixOptimizer):
                 which would take side^2 / 2 elements and O(side^3) operations per refresh.
             spread: Compute refreshes, from the third on, in parts, one in each step of a period, so that no
                 step is much longer than others. A refresh is computed from the factors of the period's first
-                step and used from its last step on (Anil et al. 2020, arXiv:2002.09018, use roots just as
-                late).
-            on_fallback: Called when a decomposition failed, or when an update was bounded (`LONGEST`).
+                step and used from its last step on, in Shampoo less than a seventh of the period earlier
+                (Anil et al. 2020, arXiv:2002.09018, use roots just as late).
+            on_fallback: Called when a decomposition or Newton's iteration failed, or when an update was
+                bounded (`LONGEST`).
             precision: The precision of a step's matmuls ("tf32": on TF32 units where a GPU has them).
                 Refreshes are always fp32.
             workspace: Scratch shared with other optimizers; None for a separate workspace.

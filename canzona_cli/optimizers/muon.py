@@ -127,7 +127,7 @@ class Muon(MatrixOptimizer):
             workspace: Scratch shared with other optimizers; None for a separate workspace.
 
         Raises:
-            ValueError: `ns_steps` is below 1, or `coefficients` cannot be used in Gram form.
+            ValueError: `ns_steps` is below 1, `coefficients` exclude the `form`, or as for `MatrixOptimizer`.
         """
         if ns_steps < 1:
             raise ValueError(f"ns_steps is {ns_steps}; at least one is needed")
@@ -270,7 +270,7 @@ class Muon(MatrixOptimizer):
     ) -> torch.Tensor:
         """Orthogonalises `x`, (rows, cols) for one matrix or (matrices, rows, cols), in the form that the
         matrices use. On a CPU, an untrusted update in Gram form is repeated in standard form; on CUDA it
-        becomes 0.
+        becomes 0, or is left to `_move`, which skips it.
 
         Args:
             norms: The results of `_direction` for each run. A direction of norm 0 gives an exact update of
@@ -284,7 +284,7 @@ class Muon(MatrixOptimizer):
 
     def _gram_form_on_cuda(self, x: torch.Tensor, matrices: list[torch.Tensor], norms: Sequence[Norms]) -> torch.Tensor:
         """Orthogonalises `x` in Gram form, and records which updates are trusted. An untrusted update becomes
-        0; if the result is fp32, it is left as it is, and `_move` skips it."""
+        0; only the fp32 result of a single matrix is left as it is, and `_move` skips it."""
         wider = x.dtype is torch.float16 and x.ndim == 2
         # The unscaled direction is no longer needed, so its buffer takes the result.
         into = self.workspace.like("muon_direction", matrices[0]) if wider else None
@@ -384,7 +384,7 @@ class Muon(MatrixOptimizer):
         whole: Shape,
         trusted: torch.Tensor | None = None,
     ) -> None:
-        """Computes p <- (1 - lr weight_decay) p - lr scale x in place.
+        """Computes p <- (1 - lr weight_decay) p - lr scale_factor scale x in place.
 
         Args:
             p: The fp32 weights of a matrix, of a run of matrices, or of a fragment of a matrix.

@@ -70,8 +70,8 @@ class MomentumConfig(NewtonSchulzConfig):
         Literal["auto"] | Form,
         "How Newton-Schulz is computed. standard: every step multiplies the matrix. gram: steps multiply its Gram"
         " matrix, and only every other step the matrix, which is less work if one side is longer. auto: for each shape"
-        " the form that the cost model predicts to be faster, but standard on CPUs in bf16 (too imprecise for gram),"
-        " with the coefficients cans, and in Megatron's own Muon (sc, layerwise).",
+        " the form that the cost model predicts to be faster, but standard in bf16 on CPUs with bf16 instructions (too"
+        " imprecise for gram), with the coefficients cans, and in Megatron's own Muon (sc, layerwise).",
         CURVE | PLAN,
     ] = "auto"
     stack: Annotated[

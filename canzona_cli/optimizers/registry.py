@@ -29,8 +29,8 @@ def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]
         allow: The packages that `module` may belong to. Files do not need an entry.
 
     Raises:
-        UnusableOptimizer: The file, module or class does not exist; `allow` does not name the package; the
-            code fails when it is loaded; or the class is not a torch optimizer.
+        UnusableOptimizer: `source` has neither form; the file, module or class does not exist; `allow` does
+            not name the package; the code fails when it is loaded; or the class is not a torch optimizer.
     """
     place, colon, name = source.rpartition(":")
     if not colon or not place or not name.isidentifier():
@@ -55,8 +55,9 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
         device: The run's device for matrix updates; an optimizer written for GPUs may not work on a CPU.
 
     Raises:
-        UnusableOptimizer: The optimizer cannot be constructed, needs more than `step()`, changes a
-            parameter's shape or dtype, produces values that are not finite, or leaves a weight unchanged.
+        UnusableOptimizer: The optimizer cannot be constructed, is not a torch optimizer, needs more than
+            `step()`, changes a parameter's shape or dtype, produces values that are not finite, or leaves a
+            weight unchanged.
     """
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in _PROBE_SHAPES]

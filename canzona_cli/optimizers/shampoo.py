@@ -101,7 +101,7 @@ class Shampoo(KroneckerOptimizer):
 
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
         """Runs the steps of Newton's iteration that belong to this part. With `roots="eigh"`, the first part
-        computes the whole root. The last part replaces the root in use."""
+        computes the whole root. The part with the last step replaces the root in use."""
         state, steps = self.state[p], newton_steps(self._order(p))
         root, following, residual = (state[f"{name}_{side}"] for name in ("root", "next_root", "residual"))
         parts = [newton_part(step, steps, self.precondition_frequency) for step in range(steps)]

@@ -11,7 +11,7 @@ from .muon_facts import NewtonSchulzConfig, iteration_work, matmul_bytes
 
 GRAFTING_BYTES = {"none": 0, "sgd": 16, "adam": 64}
 """The bytes of memory traffic per element of Shampoo's grafting: 4 for the norm of Shampoo's update and 8 for
-scaling; then for sgd 4 for the gradient's norm, or for adam 8 + 12 for the second moment, 8 for its root, 8
+scaling; then for sgd 4 for the momentum's norm, or for adam 8 + 12 for the second moment, 8 for its root, 8
 for eps, 12 for the quotient and 4 for the norm."""
 GRAFTING_LAUNCHES = {"none": 0, "sgd": 3, "adam": 8}
 """The kernel launches of Shampoo's grafting."""
@@ -30,7 +30,7 @@ class KroneckerConfig(OptimizerBase):
     shampoo_beta: Annotated[Share, "Decay of the Kronecker factors.", CURVE] = 0.95
     precondition_frequency: Annotated[
         Count,
-        "Steps between refreshes of Shampoo's inverse roots or SOAP's eigenbases.",
+        "Steps between refreshes of Shampoo's inverse roots, or of the other optimizers' eigenbases.",
         CURVE | PLAN,
     ] = 10
     max_preconditioner_dim: Annotated[
@@ -41,8 +41,9 @@ class KroneckerConfig(OptimizerBase):
     ] = 8192
     stagger: Annotated[
         bool,
-        "Compute each refresh in parts, one in each step of a period, so that no step is much longer than others. Its"
-        " result is used from the end of the period on. false: compute all refreshes in the period's first step.",
+        "Compute refreshes, from the third on, in parts, one in each step of a period, so that no step is much longer"
+        " than others; the result is used from the end of the period on, in Shampoo a little earlier. false: compute"
+        " each refresh in one step.",
         CURVE | PLAN,
     ] = True
     tf32: Annotated[
@@ -113,7 +114,7 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
             eigh = Work(matmuls=((1, side, side, side),), eigh=(side,), traffic=40 * side * side, launches=20)
             return eigh if part == 0 else Work()
         matmul_counts = [count for n, count in enumerate(counts) if newton_part(n, len(counts), part_count(a)) == part]
-        # Both squares are packed and unpacked between parts.
+        # X and M of the iteration are packed and unpacked between parts.
         share, stored = len(matmul_counts) / len(counts), a.spread and len(matmul_counts) > 0
         return Work(
             matmuls=((sum(matmul_counts), side, side, side),) if matmul_counts else (),

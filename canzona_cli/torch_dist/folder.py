@@ -40,7 +40,7 @@ _RECORDS: Final = frozenset(
         "torch.serialization._get_layout",
     ]
 )
-"""The classes that `.metadata` may name."""
+"""The names that `.metadata` may contain, in addition to torch.Size, OrderedDict and torch's data types."""
 _ARGUMENTS: Final = ("argparse.Namespace", "signal.Signals", "megatron.")
 """The prefixes of the class names that the arguments may contain; Megatron's classes are enumerations."""
 
@@ -101,8 +101,9 @@ class TorchDistFolder:
         key: the option or setting that named the folder, for messages.
 
     Raises:
-        ConfigError: there is no such checkpoint.
-        CheckpointInvalid: the checkpoint is damaged, or names classes that a checkpoint does not need.
+        ConfigError: the tracker file in `path` does not name a checkpoint in this format.
+        CheckpointInvalid: the checkpoint is missing or damaged, or names classes that a checkpoint does not
+            need.
     """
 
     def __init__(self, path: Path, *, key: str) -> None:

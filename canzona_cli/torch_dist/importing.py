@@ -90,8 +90,8 @@ def plan_import(folder: TorchDistFolder, overrides: Sequence[str], recipes_dirs:
     checkpoint contains the run's model.
 
     Raises:
-        ConfigError: canzona does not support the model, or the recipe has another model; lists every
-            difference.
+        ConfigError: canzona does not support the model, or the recipe has another model; lists all settings
+            and at most `_MOST` tensors that differ.
     """
     run, notes = _translate(folder)
     settings = {key: value for key, value in run.overrides.items() if not key.startswith(_CHOSEN_LATER)}

@@ -54,9 +54,10 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
         timed: True to time the phases of the breakdown in each step.
 
     Raises:
-        EnvironmentProblem: The installed megatron-core lacks a property that canzona relies on.
+        EnvironmentProblem: The installed megatron-core or torch lacks a property that canzona relies on.
         PlanRefused: On all ranks together, if the plan is for another model or layout, or differs between
             ranks.
+        OptimizerRefused: See `build_engine`.
     """
     refuse(contract.PROBLEMS, EnvironmentProblem)
     timer = PhaseTimer(world.device)

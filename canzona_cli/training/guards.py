@@ -108,7 +108,7 @@ class SpikeGuard:
 
 Rule = Literal["far", "validation"]
 """The rule by which a divergence was detected. far: the training loss is far above its best value.
-validation: the validation loss is worse than before training."""
+validation: the validation loss is clearly worse than before training."""
 
 SLACK: Final = 0.1
 """The fraction by which a loss must exceed the limit before excess accumulates."""

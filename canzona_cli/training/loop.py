@@ -78,8 +78,8 @@ class Training:
         self._spikes = SpikeGuard(self.trainee.config.train, memory)
         self._divergence = DivergenceGuard(self.trainee.config, memory)
         self._ongoing: Divergence | None = None
-        """The last reported divergence, from which the run may recover with train.divergence=warn; None if
-        none was reported."""
+        """The divergence that `check_recovered` checks; None if none was reported. A newly reported
+        divergence replaces it only if the run has recovered from it, as it may with train.divergence=warn."""
 
     def run(self) -> Ending:
         """Runs the remaining steps, with validations and saves.

@@ -23,8 +23,8 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 from canzona_cli.training.records import Journal
 
 WARM_UP_STEPS = 2
-"""The number of initial steps that are not measured. They include lazy initialisation (allocations, kernels)
-and Megatron's first reduction, which is not overlapped."""
+"""The number of initial steps that are not measured, fewer if no step would be left. They include lazy
+initialisation (allocations, kernels) and Megatron's first reduction, which is not overlapped."""
 
 _UPDATES = ("matrix_update", "adamw_update")
 """The phases whose load balance over ranks is part of the breakdown."""

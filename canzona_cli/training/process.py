@@ -149,7 +149,8 @@ class Pulse:
 
 
 def hush() -> None:
-    """Silences warnings of torch and Megatron about optional packages and deprecations.
+    """Silences the warnings of torch and Megatron, most of which are about optional packages and
+    deprecations.
 
     Users cannot act on them, and they would distract from a rank's error in the log.
     """

@@ -52,7 +52,7 @@ class StepResult(AgreedValues):
     """The number of matrices, on all ranks, whose update in the previous step failed or needed the
     optimizer's fallback. `CanzonaOptimizer.repair_failed_updates` returns this number for the last step."""
     captures: int = 0
-    """The number of CUDA graphs of updates that all ranks together had captured before this step."""
+    """The number of CUDA graphs of updates captured before this step, as in `CanzonaOptimizer`."""
     bad_ranks: tuple[int, ...] = ()
     """The ranks that computed a loss that was not finite."""
 
@@ -66,10 +66,10 @@ def train_step(
 ) -> StepResult:
     """Runs one step: forward and backward over all micro-batches, update, schedule. Collective.
 
-    The host waits for the device once, for the gradient norm; in models with experts, also in each layer, for
-    the experts' token counts. The all-reduce of loss and requests is started before the norm, so its result
-    is available at no extra cost, and the host can launch the next step while the device still executes this
-    step's update.
+    Apart from decompositions and the repair of failed updates, the host waits for the device once, for the
+    gradient norm; in models with experts, also in each layer, for the experts' token counts. The all-reduce
+    of loss and requests is started before the norm, so its result is available at no extra cost, and the host
+    can launch the next step while the device still executes this step's update.
 
     Args:
         stop_requested: A function that returns True if this rank has a stop request. It is called after the

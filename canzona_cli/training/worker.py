@@ -80,7 +80,8 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
         training = Training(trainee, datasets, files, journal, record, start=start, saver=saver, sampler=sampler)
         ending = training.run()
     except (Diverged, WorkerCrashed):
-        # All ranks raise these errors together, so a save of an earlier step can still be completed.
+        # All ranks, or for WorkerCrashed all ranks of a stage, raise these errors together, so a save of an
+        # earlier step can still be completed.
         saver.wait_until_written()
         raise
     journal.stage("finish")
