@@ -110,7 +110,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Examines this machine as a run would use it. Takes a few seconds and changes nothing."""
+    """Examines this machine as a run would use it. Usually takes a few seconds; changes nothing."""
     visible, installed, probed = gpu_inventory(), len(installed_gpus()), _probe()
     usable = None
     if probed is not None:

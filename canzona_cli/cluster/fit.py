@@ -140,8 +140,8 @@ def _changes(config: RunConfig) -> Iterator[Iterable[tuple[str, RunConfig]]]:
 
 
 def _more_gpus(gpus: int, per_node: int) -> Iterator[int]:
-    """Yields larger numbers of GPUs: each number up to the size of one node, then the GPUs of 1, 2, 3, 4, 6,
-    8, 12, ... nodes."""
+    """Yields larger numbers of GPUs: each number up to the size of one node, then the GPUs of 2, 3, 4, 6, 8,
+    12, ... nodes."""
     yield from range(gpus + 1, per_node + 1)
     for power in range(10):
         for machines in (1 << power, 3 << power >> 1) if power else (1,):

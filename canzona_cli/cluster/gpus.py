@@ -36,7 +36,7 @@ class GpuInfo:
 
     name: str
     memory_bytes: int
-    """The GPU's memory; 0 if it is unknown, because /proc does not report it."""
+    """The GPU's memory; 0 if it is unknown, as in /proc."""
     uuid: str = ""
     """The GPU's UUID, `GPU-...`; empty if unknown."""
     driver: str = ""
@@ -49,7 +49,8 @@ def visible_gpus() -> int:
 
 
 def gpu_inventory() -> tuple[GpuInfo, ...]:
-    """Lists the GPUs that CUDA would show to a process started from here, in CUDA's order."""
+    """Lists the GPUs that CUDA would show to a process started from here, in PCI order or in the order of
+    CUDA_VISIBLE_DEVICES."""
     return select(installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 

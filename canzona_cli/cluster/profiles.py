@@ -43,7 +43,7 @@ def list_profiles(recipes_dirs: Sequence[Path] = ()) -> list[Profile]:
     """Lists the user's profiles by name, then the built-in profiles.
 
     Raises:
-        ConfigError: one of `recipes_dirs` does not exist.
+        ConfigError: a folder in `recipes_dirs` or $CANZONA_RECIPES_DIR does not exist.
     """
     dirs = (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir())
     profiles = [_read(path) for path in group_options("cluster", dirs).values()]
@@ -54,7 +54,8 @@ def find_profile(name_or_file: str, recipes_dirs: Sequence[Path]) -> Profile:
     """Returns the profile that has the given name or is in the given file.
 
     Raises:
-        ConfigError: there is no such profile.
+        ConfigError: there is no such profile, its file is refused (see `find_option`), or a folder of recipes
+            does not exist.
     """
     return _read(find_option("cluster", name_or_file, (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir())))
 

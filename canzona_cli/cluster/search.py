@@ -2,7 +2,7 @@
 
 Every layout that keeps the user's settings gets a quick estimate, but a layout with more recomputation only
 after the same layout with less. Layouts are simulated in the order of their estimates, until all remaining
-estimates exceed the fastest simulated steps.
+estimates exceed the fastest simulated steps or a limit on simulations is reached.
 """
 
 import math
@@ -156,7 +156,7 @@ def _batch_multiple(pp: int, vpp: int, dp: int, micro: int) -> int:
 
 def _meshes(config: RunConfig) -> Iterator[tuple[int, int, int, int, int]]:
     """Yields every possible (tp, pp, vpp, cp, dp) for the number of GPUs. tp * cp exceeds the GPUs of a node
-    only if the user's settings ask for it."""
+    only if the user sets tp or cp."""
     parallel, model, sequence = config.parallel, config.model, config.train.seq_length
     per_node = min(config.cluster.gpus_per_node, config.gpus)
     needed = parallel.sequence_parallel or model.num_experts > 0
@@ -225,13 +225,14 @@ MARGIN_WITH_EXPERTS = 1.03
 EXHAUSTIVE_RANKS = 1024
 """The largest number of ranks for which every layout within `MARGIN` is simulated."""
 MAX_SIMULATIONS = 10
-"""The limit on simulations for runs with more ranks, whose layouts take a second each to simulate. It is raised
-to the number of layouts that the search returns."""
+"""The limit on simulations for runs with more ranks, whose layouts take a second each to simulate, and for
+models with more matrices than `MANY_MATRICES`. It is raised to the number of layouts that the search
+returns."""
 MANY_MATRICES = 4096
-"""The number of matrices above which making a plan takes seconds. Only models with experts have more."""
+"""The number of matrices above which making a plan takes seconds. Only models with experts, or large models
+with splitting per_head, have more."""
 MAX_SIMULATIONS_MANY_MATRICES = 2
-"""The limit on simulations for models with more matrices than `MANY_MATRICES`. It is raised to the number of
-layouts that the search returns."""
+"""The same limit for models with more matrices than `MANY_MATRICES` if every layout needs a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,14 +261,14 @@ class LayoutSearch:
     """The fastest layouts, as many as were requested, ordered by time. Of several layouts with equal times,
     only the simplest is included. Empty if no plan fits into memory."""
     legal: int
-    """The number of layouts that fit and were compared."""
+    """The number of layouts from which the search chose, see `_eligible`."""
     simulated: int
     """The number of layouts that were simulated."""
 
 
 def search(config: RunConfig, count: int = 1) -> LayoutSearch:
-    """Searches for the `count` layouts with the shortest simulated steps that fit into memory. Results are
-    cached in files.
+    """Searches for the `count` layouts with the shortest simulated time per sequence that fit into memory.
+    Results are cached in files.
 
     Raises:
         ConfigError: the settings are impossible.

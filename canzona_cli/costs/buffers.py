@@ -1,7 +1,7 @@
 """Counts the part of a rank's memory that does not depend on a plan: parameters, activations and logits.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4), rewritten for SwiGLU, grouped-query
-attention, QK-norm and no dropout (see `layer_activations`). (t, p, c, D) are tp, pp, cp and dp.
+attention, QK-norm and no dropout (see `layer_activations`). (t, c) are tp and cp.
 """
 
 import math
@@ -38,9 +38,9 @@ class StageWeights:
     """The number of parameter elements that one rank of a pipeline stage stores."""
 
     matrices: int
-    """The elements of 2-D layer weights, experts included."""
+    """The elements of the layers' matrices, experts included."""
     experts: int
-    """The elements of the rank's experts if ep > 1, because their gradients are then reduced over fewer ranks
+    """The elements of the rank's experts if ep > 1, because their gradients are then reduced over other ranks
     (`Mesh.expert_owners`); 0 if ep = 1."""
     others: int
     """The elements that AdamW updates: embedding, output layer, norms, routers."""
@@ -106,7 +106,7 @@ def layer_activations(config: RunConfig, family: Family, layout: Layout, recompu
     With sequences of s tokens, T = micro-batch * s / c, a query heads and g key-value heads of d elements,
     and x = t with sequence parallelism, else 1:
     - the family's activations (`Family.activations`): T / x tokens of the residual stream, T / t of
-      everything else;
+      everything else, but T of the tokens' copies for experts if ep is 1;
     - torch's core attention (without Transformer Engine) with c > 1 and no recomputation: k and v of the full
       sequence, 2 T c g d / t, instead of the rotated k; and on GPUs a second copy of the attention's output,
       T a d / t, because its two chunks are joined.

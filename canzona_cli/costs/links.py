@@ -100,7 +100,7 @@ class Group:
 
     size: int
     per_machine: int
-    """The number of members on each node; the smallest number if nodes differ."""
+    """The number of members on each node; 1 if nodes do not have equal numbers (`strided_group`)."""
 
     @property
     def machines(self) -> int:
@@ -324,10 +324,11 @@ class Links:
         return measured and replace(measured, cores=measured.cores * mean / busiest)
 
     def _measured(self, kind: Collective, size: float, group: Group) -> Transfer | None:
-        """Interpolates the profile's measurements of a collective within a node; None without measurements.
+        """Interpolates the profile's measurements of a collective within a node; None without measurements,
+        and for groups of one rank or on several nodes.
 
-        Times are linear in bytes between two rows. Beyond the last row they are extrapolated from the last
-        two.
+        Times are constant up to the first row and linear in bytes between two rows. Beyond the last row they
+        are extrapolated from the last two.
         """
         if group.machines > 1 or group.size == 1 or not self.cluster.collectives:
             return None

@@ -2,11 +2,11 @@
 capacity.
 
 `estimate` needs no plan: it works from shapes alone. The search of layouts uses it, and so do strategies
-without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Every
-command shows `planner.memory.memory_of`: `plan_memory` if there is a plan, otherwise the estimate. Both
-functions add up the same parts. They differ in the matrices that a rank keeps (`placement`, or the plan) and
-in the size of the engine's buffers (`least_buffer_bytes`, or `step_buffers`). State is counted as
-Megatron-core 0.19 keeps it.
+without a plan. `planner.memory.plan_memory` knows every rank's matrices, micro-groups and buckets. Commands
+show `plan_memory` if there is a plan, otherwise the estimate (`planner.memory.memory_of`). The two differ in
+the matrices that a rank keeps (`placement`, or the plan), in the padding of a plan's buckets, and in the size
+of the engine's buffers (`least_buffer_bytes`, or `step_buffers`). State is counted as Megatron-core 0.19
+keeps it.
 
 Buffers of the communication library are not tensors; the profile's `reserved_gib` includes them.
 
@@ -279,8 +279,8 @@ def optimizer_state(config: RunConfig, algorithm: Algorithm, others: int, whole:
 
     - sc: nothing is sharded, neither for matrices nor for AdamW's parameters
       (`Float16OptimizerWithFloat16Params`). In canzona's engine every rank keeps whole matrices;
-    - layerwise, asc, paper, canzona: the state of each matrix (layerwise: of each TP fragment) is on one
-      rank, and AdamW's parameters are sharded over D * c by `DistributedOptimizer`;
+    - layerwise, asc, paper, canzona: the state of each matrix is on one rank (that of each TP fragment for
+      layerwise and shared matrices), and AdamW's parameters are sharded over D * c by `DistributedOptimizer`;
     - with fp32 weights, matrices have masters in canzona's engine only (its sc, asc, paper and canzona),
       because no other tensor holds the whole matrix.
 

@@ -86,18 +86,21 @@ def stage_time(config: RunConfig, layout: Layout, stage: int) -> StageTime:
     With sequences of s tokens and c = cp, let T = micro-batch * s / c tokens, h the hidden size, a query
     heads and g key-value heads of d elements, f the width of the MLP, t = tp, and x = t with sequence
     parallelism, else 1. Per micro-batch and rank:
-    - qkv: matmul T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x, QK-norm
-      and rotary embedding 4 T (a+g)d/t elements through memory. With c > 1, keys and values are all-gathered
-      before core attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; this
-      costs only the part of a slice's transfer that takes longer than its attention;
+    - qkv: matmul T x h x (a+2g)d/t; core attention, 2 T s ad/t FLOPs forward (causal); norm 2 T h/x elements
+      through memory, rotary embedding 2 T (a+g)d/t, and QK-norm, if any, as many again or, with Transformer
+      Engine, `QK_NORM_PASSES` times as many. With c > 1, keys and values are all-gathered before core
+      attention, 2 T c gd/t elements. Transformer Engine passes them around a ring instead; this costs only
+      the part of a slice's transfer that takes longer than its attention;
     - proj: matmul T x ad/t x h, residual 3 T h/x;
-    - fc1: matmul T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: matmul T x f/t x h, residual 3 T h/x;
-    - the backward pass computes two matmuls for each matmul and 2.5 times core attention, moves twice the
-      elements, and adds every weight's gradient to its buffer once per micro-batch;
+    - fc1 with a gate: matmul T x h x 2f/t, norm 2 T h/x, SwiGLU 3 T f/t; fc2: matmul T x f/t x h, residual
+      3 T h/x;
+    - the backward pass of these modules computes two matmuls for each matmul and 2.5 times core attention,
+      moves twice the elements, and adds every weight's gradient to its buffer once per micro-batch;
     - experts: see `costs.modules`. If they are divided among ranks, tokens are sent before fc1 and after fc2,
       instead of the collectives below;
-    - half an all-reduce of the residual stream before qkv and fc1 and after proj, fc2 and the embedding (with
-      sequence parallelism an all-gather or a reduce-scatter), and the same in the backward pass.
+    - half an all-reduce of the residual stream before qkv, fc1 and the output layer and after proj, fc2 and
+      the embedding (with sequence parallelism an all-gather or a reduce-scatter), and the same in the
+      backward pass; in the loss, three all-reduces of one number per token.
     """
     times, layers = ModuleTimes(config, layout), config.model.num_layers
     layer = times.layer()
@@ -155,8 +158,9 @@ def hop(config: RunConfig, layout: Layout) -> Transfer:
 
 
 def units_taken(config: RunConfig, layout: Layout) -> float:
-    """Returns the share of a GPU's compute units that data-parallel collectives occupy. It is proportional to
-    the number of network ports that the collectives use, because NCCL runs channels for each port."""
+    """Returns the share of a GPU's compute units that data-parallel collectives occupy. Over several nodes it
+    is proportional to the number of network ports that the collectives use, because NCCL runs channels for
+    each port."""
     cluster, group = config.cluster, Groups.of(layout, config.cluster).data
     ports = 1.0 if group.machines == 1 else group.per_machine / cluster.gpus_per_node
     return cluster.collective_units * ports
@@ -201,8 +205,8 @@ class NormClip:
 
 
 def least_before_updates(config: RunConfig, layout: Layout) -> float:
-    """Returns a lower bound on the seconds of norm, clip and AdamW: the time of an average owner in the
-    middle stage, where AdamW updates the fewest parameters."""
+    """Estimates the least seconds of norm, clip and AdamW on a rank: the time of an average owner in stage
+    pp // 2, which has neither embedding nor output layer if pp > 2."""
     weights = stage_weights(config, layout, layout.pp // 2)
     others = weights.others / layout.owners
     reduced = weights.reduced(layout)

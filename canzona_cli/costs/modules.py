@@ -81,8 +81,8 @@ class Module:
     again_s: float
     """The seconds of activation recomputation, which repeats forward work in the backward pass."""
     weights: int
-    """The elements of the module's weight on this rank; 0 for a tied output layer on the embedding's
-    stage."""
+    """The elements of the module's weight, or of its experts' weights, on this rank; 0 for a tied output
+    layer on the embedding's stage."""
     moves: tuple[Transfer, Transfer]
     """The collectives of the forward pass, and those of the backward pass, which include recomputation. Their
     `cores` add up the cores of all groups that have ranks of one owner."""
@@ -337,7 +337,7 @@ def copy_passes(config: RunConfig, layout: Layout) -> float:
     """Returns how many times the elements in `Work.copied` pass through a rank's memory.
 
     Copies of tokens are sorted by expert. After `alltoall` they are in the order of their senders and must be
-    sorted again.
+    sorted again. If experts are divided among ranks, each TP rank copies 1 / tp of the tokens.
     """
     sorts = 2 if layout.ep > 1 and dispatcher_of(config) == "alltoall" else 1
     return sorts * layout.expert_tp / layout.tp

@@ -13,8 +13,8 @@ _SHARD_ALIGNMENT = 128
 """The alignment of layer-wise buckets, in elements: Megatron pads the end of a bucket to a common multiple of
 this number and the number of ranks."""
 _PADDING_FLOOR = 0.9
-"""A factor of the minimum size of a closed layer-wise bucket, which is this number times the number of shards
-times the elements of the bucket's largest parameter."""
+"""The factor in one of the two minimum sizes of a closed layer-wise bucket (see `lay_out`): this number times
+the number of shards times the elements of the bucket's largest parameter."""
 
 
 def align(position: int, to: int = ALIGNMENT) -> int:
@@ -23,7 +23,7 @@ def align(position: int, to: int = ALIGNMENT) -> int:
 
 
 def bucket_end(position: int, shards: int) -> int:
-    """Returns the padded end of a bucket, a multiple of `ALIGNMENT` and of the number of shards."""
+    """Returns the padded end of a plan's bucket, a multiple of `ALIGNMENT` and of the number of shards."""
     return align(position, math.lcm(shards, ALIGNMENT))
 
 

@@ -14,8 +14,8 @@ from canzona_cli.optimizers.muon_facts import BLOCK
 from canzona_cli.optimizers.shampoo_facts import STACKED_SQUARES, factored_sides
 
 BATCH_BYTES = 256 << 20
-"""The limit on the bytes of fp32 gradients that an owner copies at once if tp = 1. A matrix larger than this
-is copied alone."""
+"""The limit on the bytes of fp32 gradients that a rank copies at once, of matrices that no other rank of its
+TP group stores. A matrix larger than this is copied alone."""
 FP32 = 4
 """The bytes of an fp32 element, such as those of masters, optimizer state and scratch."""
 
@@ -51,8 +51,9 @@ def workspace_bytes(
       for all stacked matrices of one shape. In fp32: with Nesterov momentum or NorMuon, the update direction;
       with neither, on GPUs in bf16, a copy of a matrix that is updated alone in Gram form; and on CPUs, one
       block. A direction covers a whole stack, or, on CPUs and without NorMuon, only the matrices in a block.
-    - Shampoo and SOAP, in fp32: one square, one matrix, and one matrix for each preconditioned side.
-    - SOAP-Muon: the scratch of SOAP, and that of Muon in standard form without stacking.
+    - Shampoo and SOAP, in fp32: one square (on GPUs at least `STACKED_SQUARES` elements), one matrix, and one
+      matrix for each preconditioned side.
+    - SOAP-Muon: the scratch of SOAP, and Muon's iterates and squares in standard form without stacking.
 
     Args:
         batches: for each optimizer, the shapes of the matrices that it updates in one call.
@@ -133,8 +134,8 @@ def momentary_bytes(config: RunConfig, algorithm: Algorithm) -> int:
 
     - canzona's optimizers, which have a workspace: for Muon, nothing; for a refresh of Shampoo or SOAP, five
       squares of the longest preconditioned side and one matrix, in fp32;
-    - Megatron's Muon: the fp32 update, its gathered copy and three iterates of the largest matrix, and two
-      Gram matrices of its short side;
+    - Muon in code that is not canzona's: the fp32 update, its gathered copy and three iterates of the largest
+      matrix, and two Gram matrices of its short side;
     - Shampoo and SOAP in code that is not canzona's: four squares of the longest preconditioned side and
       three matrices, in fp32;
     - AdamW: three matrices in fp32.

@@ -2,8 +2,9 @@
 matrix.
 
 Only optimizers with a shared form (`optimizers.shared_muon`) can do this. The ranks divide the Gram form of
-Newton-Schulz: each computes some rows of every square matrix, without the gain of symmetric kernels, and the
-rows are gathered between matmuls. The side of a square is the matrix's short side.
+Newton-Schulz: each computes the Gram matrix of its fragment, then some rows of the sum over ranks and of
+every further square, without the gain of symmetric kernels. Rows are gathered between matmuls. The side of a
+square is the matrix's short side.
 """
 
 from collections import Counter
@@ -34,8 +35,8 @@ class Share:
     """The cost of a shared matrix's update."""
 
     fragment: tuple[Seconds, ...]
-    """The seconds of each part of the update, equal on all ranks of the owner's TP group. Exchanges follow
-    each part except the last (`shared_exchanges`)."""
+    """The seconds of each part of the update, equal on all ranks of the owner's TP group. Exchanges may
+    follow each part except the last (`shared_exchanges`)."""
 
     @property
     def each(self) -> float:
@@ -78,7 +79,7 @@ def why_hosted(config: RunConfig, algorithm: Algorithm, layout: Layout) -> str |
     if algorithm.custom or not RULES[algorithm.name].shared:
         return f"optimizer {config.optimizer.name} updates whole matrices"
     if algorithm.form == "standard":
-        return "optimizer.form is standard, but shared matrices need the Gram form"
+        return "optimizer.form or optimizer.coefficients sets the standard form, but shared matrices need the Gram form"
     if algorithm.form == "auto" and not gram_holds(algorithm, config.cluster):
         return "optimizer.form=auto avoids the Gram form, which shared matrices need, because matmuls are in bf16 here"
     return None
@@ -116,7 +117,8 @@ def share_of(algorithm: Algorithm, rows: int, cols: int, tp: int, cluster: Clust
 def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Work]:
     """Lists the work of one rank in each part of a shared update.
 
-    The memory traffic of each square is divided by tp, and each term of a sum is read once.
+    The memory traffic of each square, except the Gram matrix of the fragment, is divided by tp, and each term
+    of a sum is read once.
 
     Args:
         steps: the number of Newton-Schulz steps.
@@ -124,7 +126,8 @@ def shared_works(steps: int, m: int, n: int, tp: int, *, width: int) -> list[Wor
         n: the long side.
         width: the bytes of an element in matmuls.
     """
-    # Per element, memory traffic before and after the iteration is that of a hosted update (`muon_facts`).
+    # Per element, memory traffic before and after the iteration is that of a hosted update in standard form
+    # (`muon_facts`).
     fragment = m * n // tp
     before = Work(traffic=(32 + width) * fragment, launches=_FRAGMENT_KERNELS[0])
     gram = Work(symmetric=((1, m, n // tp),), traffic=2 * width * m * m)

@@ -135,7 +135,7 @@ def stack_of(algorithm: Algorithm, rows: int, cols: int, cluster: ClusterConfig)
     """Returns the maximum number of (rows, cols) matrices that a host updates together in batched matmuls; 1
     if it updates them one by one.
 
-    The number depends only on the algorithm, the shape and the profile. If `optimizer.stack` is not set,
+    The number depends only on the algorithm, the shape and the profile. If `optimizer.stack` is auto,
     matrices are stacked if this is faster by `STACK_GAIN` in the profile's measurements or, on GPUs without
     measurements, in the model. On CPUs without measurements, matrices are not stacked: batched matmuls are
     not always faster there, but strips of large matmuls (`optimizers.symmetric`) always are.

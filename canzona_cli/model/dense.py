@@ -1,6 +1,6 @@
 """The layers of dense decoders: grouped-query attention and a feed-forward part, with a norm before each.
 
-Dense families differ only in QK-norm and in their names at Hugging Face.
+Dense families differ only in QK-norm and in their names and settings at Hugging Face.
 """
 
 from collections.abc import Mapping

@@ -42,7 +42,7 @@ class ParameterCount:
     output: int
     """The output layer's weight; 0 if it is tied to the embedding."""
     layer_matrices: int
-    """All 2-D weights except the embedding and the output layer; a matrix optimizer updates these."""
+    """All 2-D weights except embedding, output layer and routers; a matrix optimizer updates these."""
     norms: int
     """The weights of all layers' norms and of the final norm."""
     routers: int

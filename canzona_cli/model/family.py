@@ -12,9 +12,10 @@ from typing import Literal
 from canzona_cli.config.schema import ModelConfig
 
 Kind = Literal["q", "k", "v", "qkv", "gate", "up", "fc1", "proj", "down", "other"]
-"""The kind of a matrix; `other` for user-defined matrices and for the matrices of the vocabulary."""
+"""The kind of a matrix; `other` for the matrices of the vocabulary and for user-defined matrices with other
+names than these."""
 Part = Literal["embedding", "qkv", "proj", "fc1", "fc2", "output"]
-"""A module of the model, with one 2-D weight."""
+"""A module of the model, with one 2-D weight, or with such a weight for each expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class Foreign:
     fixed: Mapping[str, object]
     """The settings of a recipe's model section that have the same value in all models of the family."""
     written: Mapping[str, object]
-    """The keys, with constant values, that an export writes for this family only."""
+    """The additional keys, with constant values, that an export writes for this family."""
     embedding: str = "model.embed_tokens.weight"
     output: str = "lm_head.weight"
     final_norm: str = "model.norm.weight"

@@ -11,9 +11,9 @@ With one tensor-parallel (TP) rank, a 2-D parameter consists of its *parts* from
 
 In *model space* nothing is divided or interleaved. Its tensors are called units: q, k, v, gate, up, proj and
 down of each layer (`layers.3.q`; rows are outputs, heads in order; `layers.3.experts.17.gate` for an
-expert's), and every other parameter, under its Megatron name in the model. The splitting decides which
-matrices a parameter holds: each of its parts, or all parts fused, which is the parameter as a single TP rank
-would store it.
+expert's), and every other parameter, under its Megatron name without `decoder.` and without fusion. The
+splitting decides which matrices a parameter holds: each of its parts, each head of q, k and v, or all parts
+fused, which is the parameter as a single TP rank would store it.
 """
 
 import re
@@ -31,9 +31,8 @@ _HEAD = re.compile(r"(q|k|v)\.(\d+)")
 
 
 def weight_of(name: str, model: ModelConfig) -> Weight | None:
-    """Returns the 2-D parameter with a Megatron name; None for vectors and for unknown names. A tied output
-    layer has the parameter of the embedding.
-    """
+    """Returns the 2-D parameter with a Megatron name; None for vectors, routers and unknown names. A tied
+    output layer has the parameter of the embedding."""
     if name in (EMBEDDING, OUTPUT):
         unit = EMBEDDING if model.tied_embeddings else name
         vocabulary = Band("other", model.vocab_size)
@@ -74,8 +73,8 @@ def fragment_blocks(name: str, shape: Sequence[int], model: ModelConfig, *, tp: 
 
     Args:
         name: Megatron's name in the model.
-        shape: the shape of the fragment, used for vectors only. Every rank has a copy of a vector, which is
-            treated as one row.
+        shape: the shape of the fragment, used only for vectors and routers, of which every rank has a copy. A
+            vector is treated as one row.
     """
     layer, part = _layer_of(name)
     weight = weight_of(name, model)
@@ -203,8 +202,8 @@ def _whole_unit(unit: str, shape: Sequence[int]) -> Block:
 
 
 def _layer_of(name: str) -> tuple[str, str]:
-    """Splits a name into the prefix of its layer (`layers.3.`) and the rest. The prefix is empty for
-    parameters outside the layers."""
+    """Splits a name, without `decoder.`, into the prefix of its layer (`layers.3.`) and the rest. The prefix
+    is empty for parameters outside the layers."""
     name = name.removeprefix("decoder.")
     match = _LAYER.fullmatch(name)
     return (f"layers.{match[1]}.", match[2]) if match else ("", name)
@@ -253,7 +252,7 @@ def locate_in_matrix(matrix: Matrix, model: ModelConfig, tp: int, rank: int) -> 
         return View((matrix.rows, matrix.cols), (everything,))
     if matrix.shard_dim == 1:
         return View((matrix.rows, tp, -1), (everything, rank))
-    if matrix.shard_dim is None:  # every rank has a copy
+    if matrix.shard_dim is None:  # the ranks that store it have the whole matrix
         tp, rank = 1, 0
     weight = _weight_with(matrix, model)
     if weight is not None and weight.cut == "repeats":
@@ -279,8 +278,8 @@ def head_of(matrix: Matrix) -> int | None:
 
 
 def _weight_with(matrix: Matrix, model: ModelConfig) -> Weight | None:
-    """Returns a parameter that holds matrices of this kind (for experts, that of any expert); None for
-    user-defined kinds."""
+    """Returns a parameter that holds matrices of this kind (for experts, that of any expert); None for kind
+    `other`."""
     return _holders(model).get(matrix.kind)
 
 

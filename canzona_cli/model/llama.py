@@ -13,7 +13,7 @@ from canzona_cli.model.qwen3 import QWEN3
 
 
 def _defaults(tree: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the defaults of `LlamaConfig`; the published files omit the width of a head."""
+    """Returns the defaults of `LlamaConfig`; most published files omit the width of a head."""
     heads, hidden = tree.get("num_attention_heads"), tree.get("hidden_size")
     width = {"head_dim": hidden // heads} if isinstance(heads, int) and isinstance(hidden, int) and heads > 0 else {}
     return width | {

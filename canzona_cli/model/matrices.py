@@ -1,9 +1,10 @@
 """Lists the matrices that a matrix optimizer updates, and assigns all parameters to that optimizer or to
-AdamW. Both follow from the model's shapes and the layout alone.
+AdamW. The matrices depend only on the model's shapes, the layout, and the splitting of weights.
 
-The 2-D weights of layers are matrices or consist of several matrices; AdamW updates embedding, output layer,
-norms, biases and routers. Order, names, shapes and the position of each element do not depend on the
-tensor-parallel size (q, k, v, gate and up are as in published checkpoints, with outputs as rows).
+The 2-D weights of layers, except routers, are matrices or consist of several matrices; AdamW updates
+embedding, output layer, norms, biases and routers. Order, names, shapes and the position of each element do
+not depend on the tensor-parallel size (q, k, v, gate and up are as in published checkpoints, with outputs as
+rows).
 """
 
 import re
@@ -85,7 +86,7 @@ class Matrix:
 
     def holders(self, tp: int) -> range:
         """Returns the TP ranks that store the matrix or a fragment of it: only its home if it has one,
-        otherwise all."""
+        otherwise all. For a matrix with an `expert_rank`, `tp` must be 1."""
         return range(tp) if self.home is None else range(self.home, self.home + 1)
 
     def held_elements(self, tp: int) -> int:
@@ -168,7 +169,7 @@ def _matrices(model: ModelConfig, layout: Layout, splitting: Splitting) -> tuple
 
 def number_matrices(blocks: Sequence[LayerBlock], layout: Layout) -> tuple[Matrix, ...]:
     """Numbers the matrices of consecutive blocks, and assigns each to a pipeline stage, a model chunk, a unit
-    and, if it belongs to one head, a home.
+    and, if only some ranks store it, a home or an expert-parallel rank.
 
     Raises:
         ConfigError: see `matrices`.

@@ -48,7 +48,8 @@ def _modules(model: ModelConfig) -> tuple[Work, ...]:
 
     SwiGLU reads or writes an expert's `ffn_hidden_size` elements per token three times. A copy of a token for
     each of its experts is read and written; adding up the experts' results takes the same traffic. The
-    router's matmul is not included, because it has less than 1% of the FLOPs of the experts' matmuls.
+    router's matmul is not included, because in the published models it has less than 1% of the FLOPs of the
+    experts' matmuls.
     """
     qkv, proj, fc1, fc2 = QWEN3.modules(model)
     first, *_, last = _weights(model)[2:]

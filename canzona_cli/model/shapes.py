@@ -174,7 +174,7 @@ def load_shapes(path: Path) -> ModelShapes:
 
     Raises:
         ConfigError: the file cannot be read, or its values are incomplete or impossible. The error lists
-            every problem.
+            every such value; repeated names and too many matrices are reported once there is none.
     """
     from pydantic import ValidationError
 
@@ -230,8 +230,8 @@ def _type_problems(error: "ValidationError", prefix: str, file: str) -> Iterator
 
 
 def _matrix_problems(file: _File, prefix: str, where: str) -> Iterator[Problem]:
-    """Yields a problem for each name that two matrices of a layer have, and one if there are too many
-    matrices."""
+    """Yields a problem for each repetition of a name within a layer, and one if there are too many matrices
+    in all layers."""
     for number, block in enumerate(file.blocks):
         names = [entry.name for entry in block.matrices]
         for index, name in enumerate(names):

@@ -37,7 +37,8 @@ from canzona_cli.planner.problem import Owners, Placement, PoolProblem
 from canzona_cli.planner.seats import spread_bytes
 
 BLENDS = (0.0, 0.25, 0.5, 0.75)
-"""The weights of compute relative to bytes that are tried if alpha < 1, in addition to compute alone."""
+"""The weights of compute relative to bytes that are tried in addition to compute alone: for every alpha with
+layout contiguous, and for alpha < 1 with layout owner."""
 
 
 def assign(
@@ -53,7 +54,8 @@ def assign(
 ) -> Assignment:
     """Returns the owner and host of every matrix, for the strategies that have a plan.
 
-    - canzona, layout owner: `_balance`; layout contiguous: the best of several cuts in natural order;
+    - canzona, layout owner: `_balance`, or `balance_together` if experts are divided among ranks; layout
+      contiguous: the best of several cuts in natural order;
     - paper: one cut in natural order, by alpha, and greedy hosts (`planner.paper`);
     - asc: the stage's buffer is divided evenly, and a unit belongs to the owner in whose share it starts. (If
       each bucket were divided, the first ranks would get every remainder.) Hosts are assigned round-robin in
@@ -68,7 +70,8 @@ def assign(
     Args:
         costs: the seconds of each matrix's update, positive; with strategy paper, the elements of the matrix.
         memory_cap: the elements of matrices that one cell may hold; None for no limit.
-        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
+        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket
+            per model chunk.
         bytes_per_element: the bytes of an element in an exchange; only greedy hosts depend on it.
         shares: the costs of the matrices that may be shared, by index. If `settings.mode` is shared, all
             these matrices are shared; otherwise as many as make the busiest cell least busy.
@@ -179,7 +182,7 @@ def _place_within(
 
     Raises:
         DoesNotFit: no assignment was found; or `memory_cap` is exceeded with mode shared or strategy paper,
-            which do not allow another order.
+            which do not allow another assignment.
     """
     elements = [matrix.elements for matrix in stage.matrices]
     if experts:

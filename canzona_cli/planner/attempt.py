@@ -129,7 +129,8 @@ class Attempt:
 
         Candidates are, in this order: the balanced assignment with units exchanged between owners
         (`concentrate_owners`), the balanced assignment (both with renumbered owners), and owners in natural
-        order in buckets of Megatron's size.
+        order in buckets of the default size. The last is left out with a memory cap or mode shared. If
+        buckets are not laid out by owner, or alpha is below 1, only the assignment itself is a candidate.
         """
         limit = self._limit(exposure)
         assignment = self._shared_where_faster(self._balanced(limit), limit, exposure)

@@ -13,7 +13,7 @@ first. Once owners are known, `buckets` orders the parameters inside each bucket
       owner                  | 0: qkv.1 gate.1 | 1: up.1 | 2: fc2.1 |     one range for each owner
 
 Experts that expert parallelism divides among ranks have separate buffers, because their gradients are reduced
-over fewer ranks. Expert-parallel ranks have different experts in buckets of the same sizes. Buckets of
+over other ranks. Expert-parallel ranks have different experts in buckets of the same sizes. Buckets of
 experts end where every owner can have equally many matrices of each size, so that equal parts need no
 padding.
 """
@@ -44,8 +44,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter of Megatron. fc1 has two parts, gate and up, unless they are one matrix; all other
-    parameters have one part."""
+    """A parameter of Megatron. In the known model families, fc1 has two parts, gate and up, unless they are
+    one matrix; all other parameters have one part."""
 
     name: str
     chunk: int
@@ -226,10 +226,11 @@ def buckets(
     - strategies paper and asc: Megatron's order in either layout.
 
     The only padding is alignment. An owner without a parameter in a bucket has no range in it.
-    `ReductionModel.choose` then chooses how each bucket is reduced and gathered.
+    `ReductionModel.choices` then has the ways in which each bucket may be reduced and gathered.
 
     Args:
-        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
+        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket
+            per model chunk.
         chosen_pools: the pools whose buckets are returned; None for all.
     """
     made: list[Bucket] = []

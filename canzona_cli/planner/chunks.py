@@ -50,8 +50,8 @@ def merge_streams(streams: Iterable[Sequence[Chunk]]) -> list[Chunk]:
 
 @dataclass(frozen=True, kw_only=True)
 class GatheringOrder:
-    """The order in which a stage's chunks are gathered under a plan, which is the order in which the forward
-    pass needs them."""
+    """The order in which a stage's chunks are gathered under a plan: model chunk by model chunk, first the
+    chunks of AdamW's parameters, then those of matrices, both in the order of the forward pass."""
 
     overlapped: Sequence[int] = ()
     """The chunks gathered while matrices are updated: AdamW's parameters of the first model chunk."""
@@ -141,7 +141,7 @@ class ChunkBuilder:
         return [*chunks, *(replace(chunk, stream="experts") for chunk in of_experts)]
 
     def others(self, *, planned: bool) -> list[Chunk]:
-        """Builds the chunks of the parameters that AdamW updates: embedding, norms and output layer.
+        """Builds the chunks of the parameters that AdamW updates: embedding, norms, routers and output layer.
 
         Args:
             planned: True under a plan, False for layerwise.

@@ -113,8 +113,8 @@ class Route:
     receive_splits: tuple[int, ...]
     """The elements received from each peer, flags included."""
     send_flags: tuple[tuple[int, ...], ...] = ()
-    """The offsets of the flags of this rank's hosted matrices in the message to each peer. Flags follow the
-    fragments."""
+    """The offsets, in the send buffer, of the flags of this rank's hosted matrices in the message to each
+    peer. Flags follow the fragments."""
     receive_flags: tuple[tuple[Matrix, int], ...] = ()
     """The matrices that other ranks host, each with the offset of its flag in the received buffer."""
     travels: bool

@@ -141,9 +141,9 @@ class _StageClock:
         """Simulates the last backward pass and the reductions of its gradients.
 
         Returns:
-            The seconds from the end of the first stage's pass without reductions to the end of this stage's
-            reductions, negative if the reductions end earlier; and the seconds that the reductions add to
-            this stage's pass.
+            The seconds from the time at which the first stage's pass would end without reductions to the end
+            of this stage's reductions, negative if the reductions end earlier; and the seconds that the
+            reductions add to this stage's pass.
         """
         chunks_of_module: dict[int, list[Chunk]] = {}
         for chunk in chunks:

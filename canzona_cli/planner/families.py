@@ -37,7 +37,7 @@ def expand_families(content: Mapping[str, object]) -> dict[str, object]:
     """Returns the full form of content that was read from a file: one entry for each matrix and each name.
 
     Raises:
-        ValueError: an entry's `each` does not have `count` values for every field.
+        ValueError: an entry has `each` without `count`, or without `count` values for every field.
     """
     matrices, buckets = content.get("matrices"), content.get("buckets")
     full = dict(content)
@@ -55,7 +55,7 @@ def _entries(part: object) -> Sequence[Entry]:
 
 def _merge_entries(entries: Iterable[Entry]) -> list[dict[str, object]]:
     """Merges the entries of each family, in the place of its first entry. Entries of a family differ only in
-    their numbers, owner and host."""
+    the expert's number, index, unit, expert-parallel rank, owner and host."""
     families: dict[object, list[Entry]] = {}
     for entry in entries:
         families.setdefault(_family(entry), []).append(entry)

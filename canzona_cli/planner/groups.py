@@ -83,14 +83,14 @@ class GroupSearch:
         """Returns the micro-groups of every owner in order of execution.
 
         - grouping greedy: the paper's groups, see `paper.paper_groups`. `assign` has chosen the hosts in the
-          same way;
+          same way, unless a memory cap or sharing led to others;
         - grouping auto: the candidate with the fewest groups among the `_candidates` whose time is within
           `CLOSE` of the fastest.
 
         With tp = 1 nothing is exchanged, and every owner has one group.
 
         Raises:
-            ConfigError: C_max is smaller than the largest matrix.
+            ConfigError: C_max is smaller than the largest matrix that is sent.
         """
         check_capacity(self._matrices, self._pipeline.tp, self._settings, self._pipeline.element_bytes)
         return tuple(
@@ -186,7 +186,7 @@ class GroupSearch:
 
 
 def check_capacity(matrices: Sequence[Matrix], tp: int, settings: PlanSettings, bytes_per_element: int) -> None:
-    """Raises ConfigError if C_max is smaller than the largest matrix."""
+    """Raises ConfigError if C_max is smaller than the largest matrix that is sent between TP ranks."""
     if settings.c_max_bytes is None or tp == 1 or not matrices:
         return
     exchanged = (matrix for matrix in matrices if matrix.expert_rank is None)
@@ -218,7 +218,7 @@ def _find_groups(
     chosen = [list(jobs)] if jobs else []
     if tp > 1:
         chosen = paper_groups(jobs, tp, capacity)
-        # If a memory cap led to hosts other than the greedy choice, the groups are cut for these hosts.
+        # If a memory cap or sharing led to hosts other than the greedy choice, the groups are cut for these.
         hosts = {job.matrix.index: job.host for group in chosen for job in group}
         if hosts != {job.matrix.index: job.host for job in jobs}:
             chosen = _cut(jobs, tp, capacity)
@@ -241,7 +241,8 @@ def _fewest_of_the_fastest(
 
 def _candidates(jobs: Sequence[Job], tp: int, capacity: int | None) -> Iterator[list[list[Job]]]:
     """Yields the candidates of grouping auto. Jobs are in the order of `_rounds` and are cut into groups at
-    capacities that double from the largest matrix to C_max. No other order gained even 0.01% of an iteration.
+    capacities that double from the largest matrix to C_max, or to the matrices of the fullest host if these
+    are smaller. No other order gained even 0.01% of an iteration.
 
     Each candidate is also yielded with a separate first and last group, because nothing overlaps with their
     exchanges. The first group has every host's first matrix; the last group has the last matrix of every

@@ -22,8 +22,8 @@ from canzona_cli.planner.pipeline import HostedPipeline, Job, make_jobs, plannin
 from canzona_cli.planner.plan import Plan
 
 _MOST_UNITS = 8
-"""The largest mean number of units per owner for which sets of units are listed. If owners have more units,
-`bounds.lower_bound` is close enough."""
+"""The largest mean number of units per owner for which sets of units are listed. If owners have more units, the
+bound for evenly divided work is close enough."""
 _MOST_SETS = 300
 _BISECTIONS = 8
 

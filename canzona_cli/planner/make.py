@@ -207,9 +207,9 @@ def make_plan(config: RunConfig, layout: Layout, shapes: ModelShapes | None = No
             `ModelShapes.stand_in`.
 
     Raises:
-        ConfigError: `engine.c_max_mib` is smaller than the largest matrix, tp does not divide a dimension
-            evenly, or the optimizer is AdamW.
-        DoesNotFit: no assignment keeps every rank within its memory.
+        ConfigError: `engine.c_max_mib` is smaller than the largest matrix, the layout cannot divide the
+            matrices (see `model.matrices.matrices`), or the optimizer is AdamW.
+        DoesNotFit: no plan was found that keeps every rank within its memory.
     """
     return _make_plan(config, layout, shapes)
 

@@ -52,7 +52,7 @@ class Balance:
 @dataclass(frozen=True, kw_only=True)
 class Communication:
     """The bytes that one rank sends in a step, and the collectives in which it takes part. If ranks differ,
-    each value is the largest of all ranks."""
+    each of these values is the largest of all ranks."""
 
     dp_reduce_bytes: int
     """The bytes of gradients that a rank sends for reductions over n owners, padding included: (n - 1) / n of

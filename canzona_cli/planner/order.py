@@ -11,9 +11,9 @@ A micro-group goes through three stages, with an all-to-all after the first and 
 Stages of different groups are interleaved, so that ranks have work during an exchange: stage 0 of groups 0
 and 1; then stage 1 of group 0 and stage 0 of group 2; then stage 1 of group 1, stage 0 of group 3 and stage 2
 of group 0; and so on. One communicator runs the exchanges in this order. An exchange starts once all ranks of
-the TP group have packed their messages and the previous exchange is done. The exchanges of the first two
-groups (`entries_before_norm`) start before the gradient norm is known, so that they overlap with norm, clip
-and AdamW.
+the TP group have packed their messages and the previous exchange is done. The gradient exchanges of the first
+two groups (`entries_before_norm`) start before the gradient norm is known, so that they overlap with norm,
+clip and AdamW.
 
 Shared matrices follow all groups and are in no exchange. Two matrices at a time are interleaved
 (`shared_order`): while the squares of one are communicated, the other is computed.

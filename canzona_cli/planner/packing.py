@@ -19,8 +19,7 @@ CLOSE_ENOUGH = 1e-3
 _EXCHANGES_PER_BIN = 4
 """The largest number of exchanges (`_exchange`), per bin."""
 HALVINGS = 9
-"""The number of bisections of the height, between the lower bound and the height that largest-first
-reached."""
+"""The number of heights that one search tries, between the lower bound and the best height so far."""
 NODES = 1500
 """The largest number of combinations that are tried to fill one bin."""
 SEARCHED = 100

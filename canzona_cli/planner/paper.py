@@ -2,10 +2,11 @@
 it.
 
 Every bucket is cut between matrices, in Megatron's order, into one share for each owner. alpha = 0 balances
-the elements of each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in this order,
-each on the host with the fewest elements. A group is closed before the matrix that would take a host above
-C_max. canzona's additions are not used: matrices are not shared, buckets are not reduced in rings, and owners
-are not reordered. The cost model is used only to choose C_max if the user sets none.
+the elements of each bucket, alpha = 1 the total. An owner's matrices then join micro-groups in registration
+order, each on the host with the fewest elements. A group is closed before the matrix that would take a host
+above C_max. canzona's additions are not used: matrices are not shared, buckets are not reduced in rings
+(unless `engine.reduction` is ring), and owners are not reordered. The cost model is used only to choose C_max
+if the user sets none.
 """
 
 import heapq

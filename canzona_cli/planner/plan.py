@@ -137,7 +137,8 @@ def rank_buckets(buckets: Iterable[Bucket], stage: int, expert_rank: int = 0) ->
 
 @dataclass(frozen=True, kw_only=True)
 class MicroGroup:
-    """The matrices of one owner that are sent in one fused all-to-all over the owner's TP group."""
+    """The matrices of one owner that are sent together over the owner's TP group, in one fused all-to-all in
+    each direction. Shared matrices in a group are not sent."""
 
     stage: CountOrZero
     owner: CountOrZero
@@ -381,8 +382,8 @@ class _Content:
 def _check(plan: Plan) -> None:
     """Checks the properties on which the engine relies. Every matrix is listed once, is on a cell of the grid
     that stores it, and is in exactly one range of a bucket and in exactly one micro-group of its owner. A
-    shared matrix is one that can be shared. An expert with an `expert_rank` is in a bucket of this rank and
-    in no micro-group.
+    shared matrix is one that can be shared. An expert with an `expert_rank` is in a bucket of that
+    expert-parallel rank and in no micro-group.
 
     Raises:
         ValueError: the plan is inconsistent.

@@ -107,9 +107,8 @@ def load_plan(path: Path, config: RunConfig, layout: Layout) -> Plan:
     """Reads a plan and checks that it is for exactly this run.
 
     Raises:
-        ConfigError: the file cannot be read, was altered or has another version; or the plan is for another
-            model, layout, optimizer, setting or profile (the first `_SHOWN` differences are listed); or its
-            matrices or costs differ from this run's.
+        ConfigError: see `read_plan`; or the plan's `Subject` is not this run's (the first `_SHOWN`
+            differences are listed); or its matrices or costs differ from this run's.
     """
     plan = read_plan(path)
     expected = subject(config, layout)
@@ -193,7 +192,7 @@ def obtain_plan(config: RunConfig, layout: Layout, folder: Path = FOLDER) -> Obt
     newest matching file in `folder`, or else a new plan. Returns None if the run's strategy has no plan.
 
     Raises:
-        ConfigError: `engine.plan` cannot be read or is for another run; or see `make_plan`.
+        ConfigError: the file `engine.plan` is refused, see `load_plan`; or see `make_plan`.
         DoesNotFit: see `make_plan`.
     """
     if config.execution is not Execution.PLANNED:

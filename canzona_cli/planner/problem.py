@@ -26,7 +26,7 @@ class PoolProblem:
     pool: Pool
     matrices: Sequence[Matrix]
     costs: Sequence[float]
-    """The seconds that a host takes to update each matrix alone."""
+    """The seconds that a host takes to update each matrix alone; with strategy paper, its elements."""
     shares: Mapping[int, Share]
     """The costs of the matrices that may be shared, by index."""
     all_shared: bool

@@ -122,7 +122,7 @@ def compare_with_megatron(
         config: the same run for canzona's training loop, with the layout filled in.
 
     Raises:
-        ConfigError: a setting of the engine is impossible.
+        ConfigError: see `make_plan` and `simulate`.
     """
     cluster = config.cluster
     overlapped = replace(

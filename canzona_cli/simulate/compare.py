@@ -241,7 +241,7 @@ def study_run(
             `with_shapes`.
 
     Raises:
-        ConfigError: the engine settings are impossible, or `compare` is form and the optimizer has no forms.
+        ConfigError: `compare` is form and the optimizer has no forms; or see `make_plan` and `simulate`.
         DoesNotFit: no plan fits the profile's memory.
     """
     start = time.perf_counter()
@@ -318,7 +318,7 @@ def _variants(
         runs = {f"alpha {alpha:g}": replace(config, engine=replace(engine, alpha=alpha)) for alpha in ALPHAS}
     elif compare == "form":
         if not isinstance(optimizer, MomentumConfig):
-            reason = f"optimizer={optimizer.name} does not use Newton-Schulz"
+            reason = f"optimizer={optimizer.name} has no forms to compare"
             raise ConfigError(Problem(key="--compare", value="form", reason=reason, fix="use optimizer=muon"))
         runs = {form: replace(config, optimizer=replace(optimizer, form=form)) for form in FORMS}
     for name, run in runs.items():

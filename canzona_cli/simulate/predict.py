@@ -105,7 +105,8 @@ def assign_layerwise(
     other matrices get host 0, a placeholder: every TP rank of the owner updates all of the owner's matrices.
 
     Args:
-        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket.
+        bucket_elements: the size at which Megatron closes a bucket of the first stage; None for one bucket
+            per model chunk.
     """
     cells = [Cell(owner=0, host=0)] * len(matrices)
     buckets: list[Bucket] = []
@@ -152,7 +153,7 @@ class Outlook:
     checkpoint_bytes: int
     """The bytes of one checkpoint."""
     checkpoints_kept: int
-    """The number of checkpoints on disk at the end of the run. A very short run keeps fewer."""
+    """The largest possible number of checkpoints on disk at the end of the run."""
     host_bytes: int
     """The mean host memory per node, in bytes, that holds the ranks' copies of state for saves, from the first
     save on."""

@@ -69,8 +69,7 @@ def simulate(config: RunConfig, layout: Layout, workload: Workload) -> StrategyR
     """Simulates one iteration of the workload's strategy.
 
     Raises:
-        ConfigError: the profile's factors make the iteration faster than the processor's peak FLOP rate
-            allows.
+        ConfigError: the profile makes the iteration faster than its `bf16_tflops` allows.
     """
     config = with_strategy(config, workload.strategy)
     result = _Simulation(config, layout, _average_over_steps(config, workload)).result()

@@ -7,10 +7,10 @@ Duplicated updates (layerwise, sc): every TP rank updates the whole matrix, afte
 all-gather. Megatron's Muon does elementwise work on the fragment that the rank stores; canzona's sc, for
 other optimizers, does all work on the whole matrix.
 
-`UpdateModel` expresses hosted and duplicated updates as calls of a `Pipeline`. A `Pipeline` has two
-implementations: `SeparateDevices` adds up the times of ranks that each have a device, and `SharedCores` adds
-tasks to a timeline for ranks that share a machine's cores with all other ranks. `update_phase` uses one of
-the two for all ranks of a strategy.
+`UpdateModel` expresses hosted and duplicated updates as calls of a `Pipeline`, which this module implements
+twice: `SeparateDevices` adds up the times of ranks that each have a device, and `SharedCores` adds tasks to a
+timeline for ranks that share a machine's cores with all other ranks. `update_phase` uses one of the two for
+all ranks of a strategy.
 """
 
 from collections.abc import Hashable, Sequence
