@@ -190,7 +190,7 @@ class DoesNotFit(CanzonaError):
 
 
 class CheckpointInvalid(CanzonaError):
-    """The error for a checkpoint that is damaged or incomplete, or belongs to another run. Nothing was loaded
+    """The error for a checkpoint that is damaged or incomplete, or does not fit the run. No step was trained
     from it."""
 
     exit_code = ExitCode.CHECKPOINT

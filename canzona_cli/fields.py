@@ -94,13 +94,13 @@ class Example:
     value: str
 
 
-# No quantity of a run or a machine exceeds these bounds, whatever its unit, and products and quotients of a
-# few of them are still finite.
+# No quantity of a run or a machine exceeds these bounds, whatever its unit. Products and quotients of a few of
+# them are still finite, except those of `Finite`.
 Positive = Annotated[float, Range(at_least=1e-9, at_most=1e9)]
 NotNegative = Annotated[float, Range(at_least=0, at_most=1e9)]
 Share = Annotated[float, Range(at_least=0, below=1)]
 Epsilon = Annotated[float, Range(at_least=1e-37, at_most=1)]
-"""An epsilon that is added to an fp32 number; smaller positive fp32 numbers are denormal."""
+"""An epsilon that is added to an fp32 number. Positive fp32 numbers below 1.2e-38 are denormal."""
 Factor = Annotated[float, Range(at_least=1e-6, at_most=1e6)]
 """The ratio of a measured time to the modelled time."""
 Seconds = Annotated[float, Range(at_least=1e-12, at_most=1e9)]
@@ -110,7 +110,7 @@ CountOrZero = Annotated[int, Range(at_least=0, at_most=10**12)]
 Bytes = Annotated[float, Range(at_least=0, at_most=1e15)]
 """The size of a message or a buffer."""
 Side = Annotated[int, Range(at_least=1, at_most=1 << 24)]
-"""The number of rows or columns of a weight."""
+"""The size of one dimension, such as the rows of a weight or the tokens of a sequence."""
 Ranks = Annotated[int, Range(at_least=1, at_most=1 << 17)]
 Precision = Literal["bf16", "fp32"]
 """A data type that a setting can choose for weights and matmuls, for sums of gradients, or for messages."""

@@ -164,8 +164,8 @@ def _conclude(
 ) -> None:
     """Writes a result, checks its losses, and shows it.
 
-    If the losses of strategies differ, `check_losses` raises after the JSON has been written, so that no
-    speed-up is shown.
+    If the losses of strategies differ, `check_losses` raises after the JSON has been printed or written, so
+    that no page shows a speed-up.
 
     Args:
         kind: the command, which is the title of the HTML page.

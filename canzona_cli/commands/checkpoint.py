@@ -19,7 +19,8 @@ Where = Annotated[
     Path | None,
     Argument(
         metavar="[RUN_OR_CHECKPOINT]",
-        help="A run directory or one of its checkpoints. [default: the last saved run in ./runs]",
+        help="A run directory or one of its checkpoints. "
+        "[default: this directory if it is a run, else the last saved run in ./runs]",
         show_default=False,
     ),
 ]

@@ -26,7 +26,9 @@ def eval(
     batches: Annotated[
         str | None,
         Option(
-            metavar="N|all", help="Global batches to evaluate; all: every sample once. [default: train.eval_batches]"
+            metavar="N|all",
+            help="Global batches to evaluate; all: as many as there are without repeating a sample. "
+            "[default: train.eval_batches]",
         ),
     ] = None,
     out: JsonFile = None,

@@ -1,5 +1,5 @@
-"""Suggests replacements for options and commands that do not exist. This module is imported only if the
-command line has such a word."""
+"""Explains a command line that the parser refuses, and suggests replacements for options and commands that do
+not exist. This module is imported only for such a command line."""
 
 import shlex
 from collections.abc import Collection, Sequence

@@ -87,16 +87,17 @@ def check_inputs(config: "RunConfig", layout: "Layout") -> "PreparedCorpus | Non
 
 def tell_batch(composed: "RunConfig", layout: "Layout") -> None:
     """Prints a note if the global batch differs from `train.batch_tokens`, because it must be a multiple of
-    DP x micro-batch.
+    DP x micro-batch, and of PP too with several model chunks.
 
     Args:
         composed: the composed configuration, before its nulls are resolved.
     """
     exact = composed.train.batch_tokens / composed.train.seq_length
     if composed.train.global_batch_size is None and layout.global_batch_size != exact:
+        stages = f" x PP {layout.pp}" if layout.vpp > 1 else ""
         progress(
             f"note: the batch has {layout.global_batch_size} sequences instead of {exact:g}: "
-            f"it must be a multiple of DP {layout.dp} x micro-batch {layout.micro_batch_size}"
+            f"it must be a multiple of DP {layout.dp} x micro-batch {layout.micro_batch_size}{stages}"
         )
 
 

@@ -95,7 +95,7 @@ def slurm(
 def _resolve(
     arguments: list[str], options: "JobOptions", recipes_dirs: list[Path], *, sweep: bool
 ) -> tuple["RunConfig", "Layout", "JobOptions"]:
-    """Resolves the run, or the first run of a sweep, and checks the job's options."""
+    """Resolves the run, or all runs of a sweep, and checks the job's options; returns the first run."""
     from canzona_cli.cluster.fit import resolve
 
     if sweep:

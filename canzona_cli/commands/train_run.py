@@ -66,7 +66,7 @@ def run(
 
     Args:
         requests: the requests to stop that signals make. Until the workers run, they raise exceptions.
-        dry_run: True prints the resolved run; nothing is written or started.
+        dry_run: True prints the resolved run; nothing is started, and nothing except caches is written.
         prepare_only: True writes the run directory and prints the command that starts the workers.
         show_config: True, with `dry_run` or `prepare_only`, also prints the resolved configuration.
         quiet: True prints only warnings, errors and one line at the end.
@@ -148,7 +148,7 @@ class _Job:
 
 
 def _show_dry_run(job: _Job, *, as_json: bool, show_config: bool) -> None:
-    """Checks a run as far as this machine can, and prints it; writes and starts nothing."""
+    """Checks a run as far as this machine can, and prints it; starts nothing, and writes only caches."""
     config, layout = job.config, job.layout
     corpus = check_inputs(config, layout)
     run_dir = Path(config.run.dir or f"{config.run.root}/{config.name}-{RUN_DIR_TIME}").absolute()

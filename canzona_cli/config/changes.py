@@ -18,7 +18,8 @@ class Changes:
     problems: tuple[Problem, ...]
     """The reasons why the run cannot be resumed."""
     warnings: tuple[str, ...]
-    """A warning for each changed setting that alters the loss curve."""
+    """A warning for each changed setting that alters the loss curve, except the settings of an optimizer that
+    does not match the saved state."""
     spread: tuple[str, ...]
     """A note for each changed setting that distributes work differently but leaves the loss curve unchanged.
     Settings of the layout are not included."""

@@ -21,7 +21,8 @@ SRUN_OPTIONS = ("--nodes", "--ntasks", "--ntasks-per-node", "--kill-on-bad-exit"
 
 
 def config_problems(config: RunConfig, *, training: bool = True) -> list[Problem]:
-    """Returns a problem for each combination of values that cannot work, although each value is valid.
+    """Returns the problems that checks of types and ranges do not find: values that cannot work, alone or
+    together, and unsafe texts.
 
     Args:
         training: False for plans; skips the checks that only a training run needs.
@@ -53,7 +54,10 @@ def _value_problems(config: RunConfig) -> Iterator[Problem]:
         reason = f"is above optimizer.lr={config.optimizer.lr}, so the schedule would raise the rate"
         yield Problem("optimizer.min_lr", reason, "use optimizer.min_lr_ratio=0.1 instead")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name) is None:
-        reason = "must be a name for the run directory: up to 100 letters, digits, dots, dashes and underscores"
+        reason = (
+            "must be a name for the run directory: up to 100 letters, digits, dots, "
+            "dashes and underscores, beginning with a letter or digit"
+        )
         yield Problem("name", reason, "for example name=my-run")
     yield from _expert_problems(config)
     if config.model.head_dim % 2:
@@ -80,7 +84,7 @@ def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
     assert schedule.warmup_steps is not None
     assert schedule.decay_steps is not None
     if config.schedule.decay_steps is not None and schedule.warmup_steps >= schedule.decay_steps:
-        reason = f"would end the decay before the warm-up of {schedule.warmup_steps} steps"
+        reason = f"leaves no steps for the decay after the warm-up of {schedule.warmup_steps} steps"
         yield Problem("schedule.decay_steps", reason, f"use schedule.decay_steps={steps} or leave it null")
     elif schedule.warmup_steps >= steps:
         reason = f"the warm-up takes all of train.steps={steps}: the full learning rate is never reached"
@@ -180,7 +184,10 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
         fix = "for example cluster.rdzv_endpoint=node0:29500"
         yield Problem("cluster.rdzv_endpoint", "is not of the form host:port", fix)
     if cluster.rdzv_id is not None and re.fullmatch(r"\w[\w.-]*", cluster.rdzv_id) is None:
-        reason = "must be a folder name for torchrun's logs: only letters, digits, dots, dashes and underscores"
+        reason = (
+            "must be a folder name for torchrun's logs: only letters, digits, dots, "
+            "dashes and underscores, not beginning with a dot or dash"
+        )
         yield Problem("cluster.rdzv_id", reason, "for example cluster.rdzv_id=my-run")
     for option in cluster.srun_args:
         name = option.partition("=")[0]

@@ -1,9 +1,9 @@
 """Shell completion of overrides: keys, and values after `=` (recipe names, the options of other groups,
 choices).
 
-Bash splits the command line at every `=` and `:` (COMP_WORDBREAKS), and inserts a completion after the last
-such character. `bash_words` joins the words again before Typer reads them, and removes everything up to this
-character from each completion. This module must stay fast, because it runs at every press of Tab.
+Bash splits the command line at every `=` (COMP_WORDBREAKS), and inserts a completion after the last one.
+`bash_words` joins the words again before Typer reads them, and removes everything up to the last `=` from each
+completion. This module must stay fast, because it runs at every press of Tab.
 """
 
 import io
@@ -19,8 +19,8 @@ from canzona_cli.errors import ConfigError
 
 COMPLETE_VARIABLE = "_CANZONA_COMPLETE"
 
-# Typer's script for bash with two changes: no space follows a key, and files are offered only if there is no
-# other completion.
+# Typer's script for bash with one change: no space follows a key. Files are offered if there is no other
+# completion.
 BASH_SCRIPT = """
 %(complete_func)s() {
     local IFS=$'\\n'

@@ -54,7 +54,8 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
         training: False for plans; skips the checks that only a training run needs.
 
     Raises:
-        ConfigError: the recipe, overrides, types or combinations have problems; all are reported at once.
+        ConfigError: the recipe, overrides, types or combinations have problems. The error lists all problems
+            that can be detected in spite of the others.
     """
     try:
         return _compose(overrides, (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir()), training=training)
@@ -83,7 +84,7 @@ def load_resolved(path: Path) -> RunConfig:
 
 
 def dump_resolved(config: RunConfig) -> str:
-    """Returns the configuration as YAML, which `load_resolved` and `recipe=FILE` read back unchanged."""
+    """Returns the configuration as YAML, which `load_resolved` reads back unchanged."""
     import yaml
 
     text: str = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True, width=120)

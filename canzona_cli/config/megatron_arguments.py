@@ -1,4 +1,5 @@
-"""Reads the arguments of a Megatron-LM run from a script, a command line, or Megatron's printed arguments.
+"""Reads the arguments of a Megatron-LM run from a script, a command line, Megatron's printed arguments, or a
+checkpoint.
 
 The table `megatron_arguments.yaml` in this folder gives the meaning of each argument for canzona.
 """
@@ -50,8 +51,7 @@ def meaning(name: str) -> Meaning | None:
 
 
 def default(name: str) -> object:
-    """Returns Megatron's default for an argument in the table; None if it has no default or is not in the
-    table."""
+    """Returns Megatron's default for an argument; None if it has none, or if the table does not give it."""
     section = meaning(name)
     if section is None or section == "no_effect":
         return None
@@ -93,7 +93,7 @@ class Arguments:
     written: dict[str, str] = field(default_factory=dict)
     """The arguments as written in the file (flags, for example), by Megatron's names."""
     not_understood: list[str] = field(default_factory=list)
-    """The arguments that canzona does not know, as written in the file."""
+    """The arguments that canzona does not know or cannot interpret, as written in the file."""
     no_effect: list[str] = field(default_factory=list)
     """The arguments that have no effect on a plan, as written in the file."""
     sourced: list[str] = field(default_factory=list)

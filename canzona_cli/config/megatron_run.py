@@ -34,7 +34,7 @@ class MegatronRun:
     dispatch_overlap: bool
     """True if transfers of tokens to experts overlap with computation, which canzona does not do."""
     not_understood: tuple[str, ...]
-    """The arguments that canzona does not know, as written in the file."""
+    """The arguments that canzona does not know or cannot interpret, as written in the file."""
     left_out: tuple[str, ...]
     """The arguments, with their values, that change a step in a way that canzona neither offers nor
     simulates."""
@@ -46,8 +46,8 @@ class MegatronRun:
     def command(
         self, config: RunConfig, user_overrides: Sequence[str], recipes_dirs: Sequence[Path] = ()
     ) -> tuple[str, ...]:
-        """Returns the overrides that train the same model with canzona: the translated values that differ
-        from the recipe, and the user's overrides.
+        """Returns the overrides that train the same model with canzona: the recipe, the translated values that
+        differ from it, and the user's overrides.
 
         Args:
             config: the run with all overrides.

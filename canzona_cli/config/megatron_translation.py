@@ -30,7 +30,8 @@ _SHAPE: Final = (
 )
 """The settings that identify a built-in model."""
 _TOKENS: Final = 16384
-"""The vocabulary size of the recipes' built-in corpus, which replaces data that the file does not name."""
+"""The vocabulary size of the recipes' built-in corpus, which is used unless the file names exactly one data
+set."""
 _DECAYS: Final = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 _BALANCING: Final = {"seq_aux_loss": "sequence", "global_aux_loss": "global", "none": "none"}
 _INTERLEAVED: Final = ("overlap_p2p_comm", "align_param_gather")
@@ -368,7 +369,7 @@ class _Translation:
 
     def _number(self, name: str, missing: int, *, key: str | None = None) -> int:
         """Returns the user's value of the setting that an argument determines, otherwise the argument's
-        value, otherwise `missing`."""
+        value, otherwise `missing`. Reports a value that is not a whole number in range."""
         key = key or exact_key(name) or ""
         text = self._typed.get(key, self._text(name))
         if text is None:
@@ -399,7 +400,8 @@ class _Translation:
 
     def _unusable(self, name: str, text: str, key: str) -> None:
         part, fix = unknown(text), f"add {key}=VALUE to this command" if key else ""
-        reason = "is not a positive number" if part is None else "has a value that is not in the file"
+        kind = "a number" if name == "lr_warmup_fraction" else "a positive whole number"
+        reason = f"is not {kind}" if part is None else "has a value that is not in the file"
         self._report(name, reason, fix, value=text if part is None else part)
 
     def _listed(self, name: str) -> str:

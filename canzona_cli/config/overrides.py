@@ -14,8 +14,8 @@ from canzona_cli.errors import Problem, closest
 
 _BARE_WORD = re.compile(r"[-+\w.]+")
 _PLAIN = re.compile(r"[\w./~@%+-]*[./~@%+-][\w./~@%+-]*")
-"""The texts that need no quotes. Letters alone could mean true or null, and digits alone would be a
-number."""
+"""The path-like texts, which `text_value` does not quote. Letters alone could mean true or null, and digits
+alone would be a number."""
 _SHORT = {"init": "checkpoint.weights_from"}
 """The short names of settings on the command line."""
 
@@ -32,8 +32,7 @@ class Overrides:
     """The values as text, by dotted key."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...] = ()
-    """A warning for each setting that the command line sets to several different values; the last value
-    wins."""
+    """A warning for each value that a later, different value of the same setting replaces."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> Overrides:
@@ -85,8 +84,7 @@ def key_of(override: str) -> str:
 
 
 def text_value(text: str) -> str:
-    """Formats a text as the value of an override. It is quoted if Hydra's grammar might read it as something
-    other than text."""
+    """Formats a text as the value of a setting that takes text. All texts except path-like ones are quoted."""
     if _PLAIN.fullmatch(text):
         return text
     # In Hydra's grammar a backslash is an escape only before a quote, so only such backslashes are doubled.

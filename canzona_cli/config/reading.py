@@ -1,7 +1,7 @@
 """Reads untrusted YAML and JSON files within limits, before any other code interprets their contents.
 
-Only regular files are accepted. Their size, their depth, and the number and magnitude of their values are
-limited to what canzona needs. All YAML and JSON files are read here. This module is fast to import.
+Only regular files are accepted. Their size, their depth, their integers and, in YAML, the number of their
+values are limited to what canzona needs. This module is fast to import.
 """
 
 import json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LARGEST: Final = 256 << 20
 """The maximum size in bytes of a file that canzona or another program wrote."""
 LARGEST_YAML: Final = 1 << 20
-"""The maximum size of a YAML file in bytes; a calibrated profile has 50 KiB."""
+"""The maximum size in bytes of a YAML file or a Megatron-LM script; a calibrated profile has 50 KiB."""
 DEEPEST: Final = 32
 """The maximum number of nested lists and mappings; a recipe has 4 levels."""
 MOST_VALUES: Final = 100_000
@@ -86,8 +86,8 @@ def parse_yaml(text: bytes) -> object:
     text.
 
     Raises:
-        Unreadable: the text is not valid, is nested too deeply, expands to too many values, or refers to
-            itself.
+        Unreadable: the text is not valid, is nested too deeply, expands to too many values, refers to itself,
+            or has an integer that is too large or a value that is neither text nor a number.
     """
     from yaml import MarkedYAMLError, YAMLError, load
 
@@ -119,7 +119,8 @@ def read_yaml(path: Path) -> dict[str, object]:
     """Reads a YAML file of settings.
 
     Raises:
-        ConfigError: the file cannot be read, is not a mapping, is empty, or has a `hydra` section.
+        ConfigError: the file cannot be read, is not valid YAML, is not a mapping, is empty, or has a `hydra`
+            section.
     """
     try:
         content = parse_yaml(read_plain(path, most=LARGEST_YAML))
@@ -147,7 +148,8 @@ def _no_number(name: str) -> object:
 
 
 def _check_values(value: object, *, finite: bool) -> None:
-    """Checks that a value is not nested too deeply, and contains only text, numbers, booleans and nulls.
+    """Checks that a value is not nested too deeply, and contains only text, numbers, booleans and nulls, with
+    integers below `LARGEST_INTEGER`.
 
     Args:
         finite: True to refuse infinities and NaN too. YAML may contain them; the ranges of settings then
@@ -246,7 +248,7 @@ _NO_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 def adapter[T](kind: type[T]) -> "TypeAdapter[T]":
-    """Returns the pydantic adapter of a type; cached, because creating it takes longer than using it.
+    """Returns the pydantic adapter of a type. It is cached, because creating it takes longer than using it.
 
     pydantic's plugins are disabled, because the search for them reads the entry points of all installed
     packages.

@@ -113,8 +113,8 @@ def find_option(group: str, choice: str, dirs: Sequence[Path]) -> Path:
 def find_options(chosen: Mapping[str, str], dirs: Sequence[Path], problems: list[Problem]) -> dict[str, Path]:
     """Returns the files of the chosen options by group.
 
-    Adds a problem to `problems` for each option or file that does not exist. A misspelt recipe is replaced by
-    the closest one, so that the other values can still be checked.
+    Adds a problem to `problems` for each option or file that cannot be used, and if there is no recipe. A
+    misspelt recipe is replaced by the closest one, so that the other values can still be checked.
     """
     files: dict[str, Path] = {}
     for group, choice in chosen.items():
@@ -132,7 +132,8 @@ def find_options(chosen: Mapping[str, str], dirs: Sequence[Path], problems: list
 
 
 def _unknown_option(group: str, choice: str, dirs: Sequence[Path]) -> Problem:
-    """Returns a problem for an unknown option. The fix suggests the closest option and lists all options."""
+    """Returns a problem for an unknown option. The fix names the file that `choice` seems to mean; if there is
+    none, it suggests the closest option and lists all options."""
     options = group_options(group, dirs)
     if group == "recipe" and (Path(choice).expanduser() / WRITTEN).is_file():
         return Problem(group, "is a folder", f"write recipe={Path(choice) / WRITTEN}", value=choice)
@@ -176,7 +177,7 @@ def _no_such_file(group: str, choice: str, path: Path, dirs: Sequence[Path]) -> 
     if hint is not None:
         fix = f"did you mean {group}={path.parent / hint}?"
     elif _named_option(path.stem, group_options(group, dirs)) is not None:
-        fix = f"the built-in {'recipe' if group == 'recipe' else 'profile'} is {group}={path.stem}"
+        fix = f"the {'recipe' if group == 'recipe' else 'profile'} with this name is {group}={path.stem}"
     elif group == "recipe":
         fix = "give the path of a recipe file, or a name that `canzona recipes list` shows"
     else:

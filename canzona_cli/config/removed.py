@@ -2,7 +2,8 @@
 that have them.
 
 To remove a setting, add an entry here. Anyone who uses the setting gets a message with the replacement. Older
-run directories and recipes still work: they lose the setting, or get the value that replaces theirs.
+run directories still work, and so do recipe files outside of folders named `recipe`: they lose the setting, or
+get the value that replaces theirs.
 """
 
 from collections.abc import Mapping

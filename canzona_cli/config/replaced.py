@@ -53,8 +53,8 @@ def overruling_settings(recipes: Sequence[Path], parsed: Overrides) -> Iterator[
 def drop_replaced(
     tree: Mapping[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
 ) -> None:
-    """Drops the second setting of each pair in `_OVERRULES` from a recipe's values if the first is set, and the
-    recipe's data source if the command line sets a data path.
+    """Drops the second setting of each pair in `_OVERRULES` from a recipe's values if the first is set, and
+    changes the data source if the command line sets a data path or a blend, but no source.
 
     If the command line sets both settings of a pair, `lr` takes precedence over `lrs`, and `global_batch_size`
     over `batch_tokens`, about which `config_warnings` warns.

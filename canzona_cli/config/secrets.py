@@ -2,8 +2,8 @@
 unsafe in file names, commands or terminals; and redacts secrets in text.
 
 A text counts as a secret if its setting is named like a token, key or password, if it has the format of one,
-or if it is the value of an environment variable with such a name. This module imports only the standard
-library and the schema, because workers use it before their slow imports.
+or if it contains the value of an environment variable with such a name. This module imports nothing slow,
+because workers use it before their slow imports.
 """
 
 import logging
@@ -79,8 +79,8 @@ def redact(text: str) -> str:
 
 
 def shown_value(key: str, value: object) -> object:
-    """Returns a setting's value for an error message: `***` if the setting is named like a secret, otherwise
-    the value with secrets redacted."""
+    """Returns a setting's value for an error message: numbers, booleans and None as they are, `***` for
+    another value of a setting named like a secret, otherwise the value with secrets redacted."""
     if isinstance(value, bool | int | float | None):
         return value
     if is_secret_name(key.rpartition(".")[2]):

@@ -34,7 +34,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     """The allowed values, if the kind is `choice`."""
     optional: bool
-    """True if null is allowed. The help text then explains what null means."""
+    """True if null is allowed."""
     required: bool
     """True if there is no default, so that the recipe or the command line must set a value."""
     default: object = None

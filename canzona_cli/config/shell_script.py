@@ -53,7 +53,7 @@ class Script:
     """The commands and variables of a script, as far as reading it reveals them."""
 
     commands: tuple[tuple[str, ...], ...]
-    """The words of every command that may run, in order."""
+    """The words of every command that may run, in order, except assignments and the commands in conditions."""
     variables: Mapping[str, str]
     """The last value of every variable; the elements of an array are separated by spaces."""
     undecided: tuple[str, ...]

@@ -2,12 +2,12 @@
 
 With `pp` stages of `vpp` model chunks, a model is cut into `pp * vpp` parts in order; chunk c of stage s is
 part `c * pp + s`. If the layers do not divide evenly, the loss counts as a layer of the last part, and
-possibly the embedding as a layer of the first part. These parts then have one layer less than the others.
+possibly the embedding as a layer of the first part. These parts then have one layer fewer than the others.
 Llama-3.1 405B with its 126 layers was trained in this way on 16 stages (arXiv 2407.21783, section 3.3.2).
 
 No setting is needed, because for given layers, stages and chunks at most one way of counting gives whole
-layers. The only exception is a model of two parts, which is cut in the same place whether both the embedding
-and the loss count or neither does.
+layers. The exceptions are a model of one part, which is not cut, and a model of two parts, which is cut in the
+same place whether both the embedding and the loss count or neither does.
 """
 
 from collections.abc import Iterator, Sequence

@@ -15,7 +15,8 @@ from canzona_cli.errors import ConfigError, Problem, refuse
 MOST_RUNS = 1000
 """The maximum number of runs in a sweep: Slurm's default limit for an array."""
 _LONGEST_NAME = 120
-"""The maximum number of characters in a run's directory name. File systems allow 255 bytes."""
+"""The maximum number of characters in a run's directory name, without an index that makes it unique. File
+systems allow 255 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,8 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     run is composed.
 
     Raises:
-        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep cannot be listed or
-            repeat, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
+        ConfigError: no setting is swept, a setting is swept twice, the values of a sweep repeat or cannot be
+            listed, `run.dir` is swept, or there are more than `MOST_RUNS` runs.
     """
     problems: list[Problem] = []
     choices = [_expand(argument, problems) for argument in arguments]
@@ -114,8 +115,8 @@ def _directory_name(values: Mapping[str, str]) -> str:
 
 
 def _with_unique_names(combinations: Sequence[Combination]) -> list[Combination]:
-    """Makes the runs' names unique: two names may be equal once unsafe characters have been replaced, and
-    then get the runs' indices as suffixes."""
+    """Makes the runs' names unique. Names that are equal after unsafe characters have been replaced and long
+    names shortened get the runs' indices as suffixes."""
     count = Counter(run.name for run in combinations)
     return [
         run if count[run.name] == 1 else replace(run, name=f"{run.name}_{number}")

@@ -70,7 +70,7 @@ def list_recipes(recipes_dirs: Sequence[Path] = ()) -> list[RecipeInfo]:
     """Returns the user's recipes by name, then the built-in ones.
 
     Raises:
-        ConfigError: one of `recipes_dirs` does not exist.
+        ConfigError: a folder in `recipes_dirs` or $CANZONA_RECIPES_DIR does not exist.
     """
     builtin = builtin_recipes_dir()
     dirs = (*user_recipes_dirs(recipes_dirs), builtin)
@@ -122,7 +122,8 @@ def compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[dic
 
 @lru_cache(maxsize=64)
 def _compose_builtin_files(chosen: tuple[tuple[str, Path], ...], folder: Path) -> tuple[dict[str, object], list[Path]]:
-    """Composes built-in files; cached, because they do not change during a process and Hydra takes 0.1 s."""
+    """Composes built-in files. The result is cached, because the files do not change during a process and Hydra
+    takes 0.1 s."""
     return _compose_files(dict(chosen), (folder,))
 
 
@@ -315,7 +316,7 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
     """Returns a tree with the command line's values applied and references to other settings resolved.
 
     Adds a problem to `problems` for each value that cannot be set, and for each setting whose references
-    cannot be resolved. Those settings are dropped.
+    cannot be resolved; the latter settings are dropped.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -357,9 +358,9 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
 
 
 def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
-    """Returns the number of characters of a setting or section after its references are resolved; for a
-    cycle, a number above `_LONGEST`. Only texts with references, and the texts that they refer to, are
-    counted.
+    """Returns an upper bound for the number of characters of a setting or section after its references are
+    resolved; for a cycle, a number above `_LONGEST`. Only texts with references, and the texts that they refer
+    to, are counted.
 
     Args:
         name: the key of the setting or section.

@@ -196,8 +196,8 @@ def closest_key(key: str) -> str | None:
     """Returns the setting that the user probably meant by `key`; None if none is similar enough.
 
     The bare name has more weight than the section: `tp` means `parallel.tp`, and `train.lr` means
-    `optimizer.lr`. Missing words have little weight: `num_heads` means `num_attention_heads`, although
-    `num_layers` looks more like it.
+    `optimizer.lr`. Missing words have little weight: `wsd_steps` means `wsd_decay_steps`, although `ns_steps`
+    looks more like it.
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
     last = flat.rpartition(".")[2]

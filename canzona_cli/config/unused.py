@@ -37,8 +37,8 @@ _IGNORED = (
 
 
 def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[Problem]:
-    """Yields a problem, without the value, for each setting on the command line that was meant to change what
-    is trained but has no effect.
+    """Yields a problem, without the value, for each setting on the command line, and for a recipe's data path
+    or blend, that was meant to change what is trained but has no effect.
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
@@ -56,15 +56,15 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[str]:
-    """Yields a warning for each setting on the command line that has no effect, and for each value that will
+    """Yields warnings about settings on the command line that have no effect, and about values that will
     probably work badly.
 
     Ignored settings that were meant to change what is trained are refused instead (`unused_problems`).
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
-        training: False if the run is only planned, which is possible with any strategy, so that the settings
-            of plans always have an effect.
+        training: False if the run is only planned. The settings of plans then have an effect even if the
+            strategy would not execute a plan.
     """
     yield from _plan_warnings(config, explicit, training=training)
     yield from _optimizer_warnings(config, explicit)

@@ -65,11 +65,12 @@ def prepare(
     Args:
         overrides: changes to the settings of the run that saved the checkpoint.
         documents: the documents to read; None for held-out ones of the run's data, or all of other data.
-        batches: the number of batches; None for `train.eval_batches`, `all` to read every document once.
+        batches: the number of batches; None for `train.eval_batches`, `all` for as many as there are without
+            repeating a sample.
 
     Raises:
-        ConfigError: settings or data are not valid, the model is not the checkpoint's, or the run held out no
-            data.
+        ConfigError: settings or data are not valid, the model is not the checkpoint's, the run held out no
+            data, or the ranks need more than one machine.
         CheckpointInvalid: the checkpoint cannot be used.
         DoesNotFit: no layout fits into memory.
         EnvironmentProblem: this machine lacks something that the evaluation needs.

@@ -111,8 +111,8 @@ class HangWatch:
         now = self._clock()
         every_sign = self._beats.signs()
         newest = max(sign.progress for sign in every_sign)
-        passed, self._checked = min(now - self._checked, _LONGEST_GAP_S), now
-        self._silent_s = 0.0 if newest != self._newest else self._silent_s + passed
+        passed_s, self._checked = min(now - self._checked, _LONGEST_GAP_S), now
+        self._silent_s = 0.0 if newest != self._newest else self._silent_s + passed_s
         self._newest = newest
         signs = [sign for sign in every_sign if not sign.ended]
         if not signs:
@@ -156,7 +156,7 @@ def blame(signs: Sequence[Sign], *, now: float, began: float, state: Callable[[i
     Args:
         signs: the signs of life of at least one rank; none of the ranks makes progress.
         now, began: seconds of the monotonic clock. A rank that never started has been silent since `began`,
-            the start of the launcher.
+            the start of the watch.
         state: a function that returns psutil's status of a process, or an empty text if the process is gone.
     """
 

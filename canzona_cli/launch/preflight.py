@@ -81,7 +81,8 @@ def _holder(port: int) -> str:
 
 
 def machine_problems(config: RunConfig, layout: Layout, *, training: bool = True) -> Iterator[Problem]:
-    """Yields a problem for everything that this machine lacks for its part of the run."""
+    """Yields a problem for everything that this machine lacks for its part of the run. GPUs are tried only if
+    there are enough of them."""
     if config.cluster.device == "cuda":
         yield from list(_gpu_count_problems(config)) or _gpu_access_problems(config)
     else:

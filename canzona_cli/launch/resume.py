@@ -32,7 +32,8 @@ _KEY = "checkpoint.resume"
 
 @dataclass(frozen=True, kw_only=True)
 class Resumption:
-    """The checkpoint that a run starts from, with all of its state or only with its weights."""
+    """The checkpoint that a run starts from, with all of its state or only with its weights; or a Hugging Face
+    folder, of which a run takes only the weights."""
 
     checkpoint: Path
     progress: Progress
@@ -40,9 +41,9 @@ class Resumption:
     """The time at which the checkpoint was saved, in seconds since 1970."""
     of_this_run: bool
     """True if the checkpoint is in this run directory; otherwise a new run starts from another run's
-    checkpoint."""
+    checkpoint or from a Hugging Face folder."""
     steps_before: int
-    """The `train.steps` of the saved run."""
+    """The `train.steps` of the saved run; with only weights, of the new run."""
     warnings: tuple[str, ...] = ()
     """The warnings for the user, such as changed settings that affect the loss curve from here on."""
     weights_only: bool = False
@@ -85,8 +86,8 @@ def choose_resumption(config: RunConfig, layout: Layout, *, again: bool = False)
         again: True if this is a restart by the same launch.
 
     Raises:
-        ConfigError: the run directory holds a finished run, or the checkpoint does not exist or is of another
-            model or optimizer.
+        ConfigError: the run directory holds a finished run; two settings name different starts; or the
+            checkpoint does not exist, or does not fit the model, the optimizer, the steps or the batch.
         CheckpointInvalid: the manifest, or the sizes and headers of the files, show that the checkpoint is
             damaged or does not match its model.
     """
@@ -287,8 +288,8 @@ def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
     directory's lock.
 
     Args:
-        resumption: the checkpoint of this directory that the launch resumes from. Metrics and events up to it
-            stay. None moves everything.
+        resumption: the checkpoint of this directory that the launch resumes from. Checkpoints, metrics and
+            events up to it stay; None moves all of them.
 
     Returns:
         Notes for the user, one per line.

@@ -60,7 +60,8 @@ _RECORDED_VARIABLES = (
 
 
 class RunDirectory:
-    """A run directory, claimed by this launch for as long as this object lives. Create it with `create`."""
+    """A run directory. `create` claims it for this launch, for as long as the object lives. On machines other
+    than machine 0, the object is made without a claim."""
 
     def __init__(self, files: RunFiles, *, lock: IO[str] | None = None, used: bool = False) -> None:
         self.files = files

@@ -85,7 +85,8 @@ def fill_in_step(config: RunConfig, step: SlurmStep | None) -> tuple[RunConfig, 
         step: the Slurm step; None fills in nothing.
 
     Returns:
-        The configuration with these settings, and a note for the user that lists them; empty if there are none.
+        The configuration with these settings, and a note for the user that lists them, except the ID; empty
+        if there are none.
 
     Raises:
         ConfigError: the step does not have as many machines as the run needs, or starts several launchers on

@@ -25,7 +25,11 @@ TEMPLATE = "train.sbatch"
 _DIRECTIVE = "#SBATCH --"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+@-]{0,63}"
 _PATTERNS = {
-    "job_name": (_NAME, "letters, digits and any of _ . + @ -", "--job-name qwen3-8b"),
+    "job_name": (
+        _NAME,
+        "up to 64 letters, digits and any of _ . + @ -, beginning with a letter, digit or _",
+        "--job-name qwen3-8b",
+    ),
     "time": (
         r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}",
         "a number of minutes, H:MM:SS or D-HH:MM:SS",
@@ -58,6 +62,7 @@ class JobOptions:
     cluster's default applies."""
 
     job_name: str | None = None
+    """The name of the job; None for the recipe's name."""
     time: str | None = None
     partition: str | None = None
     account: str | None = None

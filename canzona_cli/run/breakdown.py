@@ -74,7 +74,7 @@ class Prediction:
     memory_bytes: int
     """The memory in bytes of the rank that needs the most."""
     events: tuple[SimulatedEvent, ...] = ()
-    """The timelines of the slowest rank and of the rank that has the least to update."""
+    """The timelines of the slowest rank and of the rank whose updates end first."""
 
     def as_json(self) -> dict[str, object]:
         """Returns all fields except the events, which only a trace needs."""

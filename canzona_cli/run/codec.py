@@ -2,7 +2,8 @@
 
 If a record's class has a `VERSION`, its file starts with that number, and files with another number are
 refused. Reading checks every type. Unknown keys are ignored, so that a newer canzona can add keys without
-changing `VERSION`. A .jsonl file has a record per line; its last line is incomplete if the writer was killed.
+changing `VERSION`. A .jsonl file has a record per line; its last line may be incomplete if the writer was
+killed.
 """
 
 import json

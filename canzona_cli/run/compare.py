@@ -15,8 +15,8 @@ from canzona_cli.run.summary import RunSummary, holds_run, load_summary
 from canzona_cli.run.words import finite_or_none
 
 VERSION = 1
-_ALWAYS_DIFFERENT = ("run.dir", "run.root")
-"""The settings that differ between any two runs, so comparisons do not list them."""
+_PLACES = ("run.dir", "run.root")
+"""The settings that say where a run is stored; comparisons do not list them."""
 
 FIGURES = ("tokens_per_s", "tokens_per_s_per_gpu", "mfu", "load_balance", "peak_memory_bytes")
 """The numbers of a breakdown that are compared in addition to its phases. `load_balance` is the load balance
@@ -200,7 +200,7 @@ def _differences(configs: Sequence[RunConfig | None]) -> dict[str, tuple[object,
     flat = [dict(leaves(asdict(config))) for config in configs if config is not None]
     if len(flat) < len(configs):
         return {}
-    keys = dict.fromkeys(key for settings in flat for key in settings if key not in _ALWAYS_DIFFERENT)
+    keys = dict.fromkeys(key for settings in flat for key in settings if key not in _PLACES)
     values = {key: tuple(settings.get(key) for settings in flat) for key in keys}
     return {key: by_run for key, by_run in values.items() if any(value != by_run[0] for value in by_run)}
 

@@ -28,7 +28,7 @@ def sweep_root(root: Path | str, name: str) -> Path:
 
 
 class RunFiles:
-    """The paths of all files in one run directory."""
+    """The paths of the files in one run directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

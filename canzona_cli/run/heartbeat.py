@@ -2,9 +2,9 @@
 Neither side needs system calls.
 
 The launcher creates a file for each rank in a local folder (in memory, if possible) and maps it. Each rank
-maps its file and unlinks it at once, so that nothing is left behind, whichever process is killed. Times are
-read from the machine's monotonic clock, which all processes share. This module imports only the standard
-library, because ranks write before their slow imports.
+maps its file and unlinks it at once, so that nothing is left behind if any process is killed later. Times are
+read from the machine's monotonic clock, which all processes share. This module imports nothing slow, because
+ranks write before their slow imports.
 """
 
 import mmap

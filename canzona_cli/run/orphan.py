@@ -44,8 +44,8 @@ def _ask_kernel(parent: int) -> None:
 
 
 def _watch(agent: int, launcher: int) -> None:
-    """Checks every second whether agent and launcher are alive, and exits if not. Used on systems without
-    prctl (macOS)."""
+    """Checks every second whether agent and launcher are alive, and exits if not. Replaces prctl on systems that
+    do not have it (macOS)."""
     while os.getppid() == agent:
         try:
             os.kill(launcher, 0)

@@ -34,7 +34,7 @@ TotalPhase = Literal["grad_reduce_total", "exchange_total", "param_gather_total"
 IN_STEP: tuple[Phase, ...] = get_args(Phase)
 """The phases that add up to the step, in the order of the breakdown."""
 COMMUNICATION: tuple[Phase, ...] = ("grad_reduce", "exchange", "param_gather")
-"""The phases in which a step waits for other ranks' data. Each has a `_total` in `TotalPhase`."""
+"""The phases that are the exposed parts of overlapped communication. Each has a `_total` in `TotalPhase`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ with, and AdamW."""
 
 class Interval(NamedTuple):
     """An interval of a step: a phase, or a transfer in flight. Times are seconds of the machine's monotonic
-    clock.
+    clock, or seconds of a simulation.
 
     A NamedTuple, because files have thousands of them and store each as a JSON array.
     """

@@ -2,7 +2,7 @@
 
 A closed terminal, a pipe without a reader or a full disk can make any print fail, in canzona's code and in
 libraries. These streams drop the text that cannot be written, and the command continues. Before it exits, the
-command reports the loss, unless it is a training run.
+command reports the loss, unless the reader has exited or the command is a training run.
 """
 
 import errno

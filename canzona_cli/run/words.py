@@ -30,8 +30,8 @@ def clean(value: object, *, newlines: bool = False) -> str:
 
 
 def number(value: object, spec: str = ".4g") -> str:
-    """Formats a number with a format specification. NaN and infinity become `nan`, `inf` and `-inf`; any
-    other value becomes `-`."""
+    """Formats a number with a format specification. NaN and infinity become `nan`, `inf` and `-inf`; a value
+    that is not a number becomes `-`."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return MISSING
     if math.isnan(value):

@@ -2,9 +2,9 @@
 
 The classes are plain frozen dataclasses, so other modules can use them without depending on Hydra.
 `canzona_cli.config.compose` fills them in and reports all mistakes at once. `canzona_cli.cluster.fit` later
-chooses values for many of the fields that are still None; the help texts of the other fields say what null
-means. To add a setting, add one annotated field here (`canzona_cli.fields`), and a line to each recipe that
-needs a value other than the default.
+chooses values for many of the fields that are still None. For other fields, null means what their help texts
+say, or that there is no value. To add a setting, add one annotated field here (`canzona_cli.fields`), and a
+line to each recipe that needs a value other than the default.
 """
 
 from canzona_cli.config.schema.cluster import ClusterConfig, Collective, Device

@@ -226,7 +226,10 @@ class ClusterConfig(HashedOnce):
     nodes: Annotated[Ranks | None, "Number of nodes; null: gpus / gpus_per_node, rounded up.", SPREAD] = None
     node_rank: Annotated[CountOrZero | None, "Rank of this node, from 0, if nodes are started by hand.", NOTHING] = None
     rdzv_endpoint: Annotated[
-        str | None, "host:port that every node can reach; needed if nodes > 1.", Example("node0:29500"), NOTHING
+        str | None,
+        "host:port that every node can reach; needed if nodes > 1, except in Slurm.",
+        Example("node0:29500"),
+        NOTHING,
     ] = None
     rdzv_id: Annotated[str | None, "Name of the rendezvous, the same on all nodes of a run.", NOTHING] = None
     setup: Annotated[

@@ -141,7 +141,9 @@ class RunSettings:
 
     AFFECTS: ClassVar[Affects] = NOTHING
 
-    dir: Annotated[str | None, "The run directory; null: `<root>/<recipe>-<time>`."] = None
+    dir: Annotated[
+        str | None, "The run directory; null: `<root>/<recipe>-<time>`, in Slurm `<root>/<recipe>-<job>`."
+    ] = None
     root: Annotated[str, "Folder in which run directories are created if `dir` is null."] = "runs"
     trackers: Annotated[
         tuple[TrackerName, ...],

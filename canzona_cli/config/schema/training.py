@@ -114,13 +114,19 @@ class ParallelConfig:
     ] = None
     sequence_parallel: Annotated[
         bool | None,
-        "Shard norms' activations over TP ranks. null: true with tp > 1 and experts or Transformer Engine.",
+        "Shard norms' activations over TP ranks. null: true if the model has experts or layers are built with"
+        " Transformer Engine, tp > 1, and tp * cp divides seq_length.",
         NOTHING,
     ] = None
     overlap_grad_reduce: Annotated[bool, "Reduce a bucket's gradients during the backward pass.", PLAN] = True
-    overlap_param_gather: Annotated[bool, "Gather a bucket's new weights during the forward pass.", NOTHING] = True
+    overlap_param_gather: Annotated[
+        bool, "Gather a bucket's new weights during the forward pass; needs overlap_grad_reduce.", NOTHING
+    ] = True
     bucket_elements: Annotated[
-        Count | None, "Elements in one gradient bucket; null: Megatron's max(40M, 1M * dp).", PLAN
+        Count | None,
+        "Elements in one gradient bucket; null: Megatron's max(40M, 1M * dp * cp), or a multiple that the planner finds"
+        " faster.",
+        PLAN,
     ] = None
 
 
@@ -135,7 +141,8 @@ class TrainConfig:
     ]
     global_batch_size: Annotated[
         Sequences | None,
-        "Sequences per optimizer step over all ranks; null: the multiple of dp nearest to `batch_tokens`.",
+        "Sequences per optimizer step over all ranks; null: the number closest to `batch_tokens` that the layout "
+        "can divide.",
         CURVE,
     ] = None
     micro_batch_size: Annotated[
@@ -157,14 +164,16 @@ class TrainConfig:
         LossSpike, "On a sudden rise of the loss: ignore it, warn, or stop without saving another checkpoint.", NOTHING
     ] = "warn"
     loss_spike_sigmas: Annotated[
-        Positive, "Standard deviations above the recent mean at which a loss counts as a spike.", NOTHING
+        Positive,
+        "Standard deviations above the recent mean at which a loss counts as a spike, if it is also 5% above the mean.",
+        NOTHING,
     ] = 8.0
     divergence: Annotated[
         Divergence,
         "If training diverges: stop and name the last checkpoint before the divergence, or warn and fail "
         "only if the run has still diverged after the last step. Training has diverged if the loss stays "
-        "more than half-way back to the loss of a uniform guess, or above its initial value, or if "
-        "validation is worse than before training, twice or at the end.",
+        "more than half-way from its best value back to its initial value or that of a uniform guess, whichever is "
+        "higher, or if validation is clearly worse than before training, twice in a row or at the end.",
         NOTHING,
     ] = "stop"
     seed: Annotated[
@@ -183,7 +192,7 @@ class TrainConfig:
         NOTHING,
     ] = 0
     sample_prompt: Annotated[
-        str | None, "The text that a sample continues; null: the beginning of a document.", NOTHING
+        str | None, "The text that a sample continues; null: none, the sample begins a new document.", NOTHING
     ] = None
     sample_tokens: Annotated[
         Count, "Maximum number of tokens in a sample; prompt and sample together fit one sequence.", NOTHING
@@ -245,7 +254,10 @@ class DataConfig:
         "each with a weight that gives its relative share of the samples.",
         Example("'{data/code:0.7,data/web:0.3}'"),
     ] = field(default=None, hash=False)
-    tokenizer: Annotated[str, "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json."] = "byte"
+    tokenizer: Annotated[
+        str,
+        "For stdlib: byte, bpe, or the path of a Hugging Face tokenizer.json or its folder.",
+    ] = "byte"
     tokenizer_vocab_size: Annotated[
         Side, "For bpe: number of entries in the vocabulary, which is trained on the data."
     ] = 16384
