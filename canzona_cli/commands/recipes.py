@@ -178,7 +178,7 @@ def layouts(
     as_json: AsJson = False,
     recipes_dir: RecipesDirs = None,
 ) -> None:
-    """Show the layout of each size on 1 to 1024 GPUs.
+    """Show the layouts of recipes on 1 to 1024 GPUs.
 
     Also shows the batch and the memory of the fullest GPU or, if the model does not fit, the changes that
     would make it fit.

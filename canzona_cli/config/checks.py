@@ -201,8 +201,8 @@ def _cluster_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _training_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yields a problem if the model can only be planned, and if the steps to trace or profile are not steps of
-    the run."""
+    """Yields a problem if the model can only be planned, and one for steps to trace or profile that the run does
+    not have."""
     if not config.model.gated:
         reason = "can only be planned: canzona does not train feed-forward layers without a gate"
         yield Problem("model.gated", reason, "leave it out, or use `canzona plan --dry-run`")

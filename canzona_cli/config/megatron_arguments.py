@@ -85,7 +85,7 @@ def argument_of(flag: str) -> tuple[str, str | None]:
 
 @dataclass(kw_only=True)
 class Arguments:
-    """The arguments of a Megatron-LM run, read from a file."""
+    """The arguments of a Megatron-LM run, read from a file or a checkpoint."""
 
     path: Path
     values: dict[str, str] = field(default_factory=dict)

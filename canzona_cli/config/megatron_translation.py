@@ -280,7 +280,8 @@ class _Translation:
 
     def _schedule(self, batch: int) -> None:
         def steps(of: str) -> int | None:
-            """Returns a number of steps, which the arguments give in iterations or in samples."""
+            """Returns a number of steps, which the arguments give in iterations or in samples; None if they do
+            not."""
             iterations, samples = self._number(f"{of}_iters", 0), self._number(f"{of}_samples", 0)
             return iterations or samples // batch or None
 
@@ -351,7 +352,7 @@ class _Translation:
         return None
 
     def _is_accepted(self, name: str, accepted: Sequence[object]) -> bool:
-        """Returns True if an argument has one of the accepted values; `=NAME` stands for another argument's."""
+        """Returns True if an argument has one of the accepted values; `=NAME` stands for the value of NAME."""
         value = self._text(name)
         for entry in accepted:
             text = self._text(entry[1:]) if isinstance(entry, str) and entry[:1] == "=" else _written(entry)

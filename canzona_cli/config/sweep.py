@@ -115,8 +115,8 @@ def _directory_name(values: Mapping[str, str]) -> str:
 
 
 def _with_unique_names(combinations: Sequence[Combination]) -> list[Combination]:
-    """Makes the runs' names unique. Names that are equal after unsafe characters have been replaced and long
-    names shortened get the runs' indices as suffixes."""
+    """Makes the runs' names unique: adds the runs' indices to names that became equal when unsafe characters were
+    replaced or long names were cut."""
     count = Counter(run.name for run in combinations)
     return [
         run if count[run.name] == 1 else replace(run, name=f"{run.name}_{number}")
