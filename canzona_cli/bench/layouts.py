@@ -98,7 +98,7 @@ class Errors:
     """The prediction errors of the step, or of one phase, over several layouts."""
 
     layouts: int
-    """The number of layouts that have the phase."""
+    """The number of layouts; for a phase, only those in which it takes at least `LEAST_SHARE` of the step."""
     mape: float
     mean: float
     """The mean of the signed errors; above 0 if the predicted times are too long."""
@@ -151,7 +151,7 @@ class TuneResult(TurnsResult):
     chosen: str
     """The layout that a run gets without tuning, because the simulator predicts that it is the fastest."""
     layouts: Mapping[str, LayoutBench]
-    """The measured layouts by `entrant_name`, in the order of predicted time; at least one."""
+    """The measured layouts by `entrant_name`, in the order of predicted time per sequence; at least one."""
     failed: Mapping[str, str]
     """The reason why each failed layout failed, by name. Failed layouts are not in `layouts`."""
 
@@ -248,7 +248,7 @@ ROOT = "tune"
 """The default folder for tune directories; `run.root` overrides it."""
 WARM_UP_STEPS = 2
 """The number of steps at the start of a process that are not measured: these steps allocate buffers and
-optimizer state, and no parameter gathering overlaps with their forward passes."""
+optimizer state, and no parameter gathering overlaps with the first forward pass."""
 SETTLING_STEPS = 4
 """The maximum number of additional warm-up steps. A turn adds them while updates in Muon's Gram form are
 redone in standard form. After only a few gradients the momentum is close to low rank, which makes the Gram
@@ -266,7 +266,7 @@ class Tuning:
     config: RunConfig
     """The composed configuration, in which layout settings that the user left open are still null."""
     entrants: dict[str, Entrant]
-    """The layouts to measure, by name, in the order of predicted time."""
+    """The layouts to measure, by name, in the order of predicted time per sequence."""
     chosen: str
     legal: int
     everything: bool
@@ -302,7 +302,8 @@ def prepare(
         steps: the number of measured steps in a turn.
 
     Raises:
-        ConfigError: settings, options or data are wrong; all problems are reported at once.
+        ConfigError: settings, options or data are wrong; problems with the options are reported together with
+            the others.
         DoesNotFit: no layout fits into memory.
         EnvironmentProblem: this machine does not have everything that the run needs.
     """

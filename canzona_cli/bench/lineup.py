@@ -119,8 +119,8 @@ def line_up(composed: Composed, strategies: Sequence[AnyStrategy] | None, *, ste
             strategy.
 
     Raises:
-        ConfigError: the run, or a strategy that the user named, is not possible; all problems are reported at
-            once.
+        ConfigError: the run, or a strategy that the user named, is not possible. The error lists the problems
+            of all these strategies.
         DoesNotFit: the reference, or a strategy that the user named, does not fit into memory.
     """
     base = composed.config

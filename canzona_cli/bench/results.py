@@ -324,7 +324,8 @@ def content_of(result: BenchResult) -> dict[str, object]:
 
 
 def _speedups(result: BenchResult) -> Iterator[tuple[str, Speedup | str]]:
-    """Yields the speed-ups of the reference over every other strategy, or the reason why one is missing."""
+    """Yields the speed-ups of the reference over every other strategy except AdamW, or the reason why one is
+    missing."""
     for name in STRATEGIES:
         if name in ("adamw", result.reference):
             continue

@@ -79,8 +79,8 @@ def prepare(
         problems: problems with the command line, which are raised together with those of the run.
 
     Raises:
-        ConfigError: the settings or the data are wrong; all problems are reported at once.
-        DoesNotFit: a strategy needs more memory than the hardware profile provides.
+        ConfigError: the command line, the settings or the data are wrong.
+        DoesNotFit: the reference, or a strategy that the user named, does not fit into memory.
         EnvironmentProblem: this machine does not have everything that the run needs.
     """
     all_problems = [*problems]
@@ -255,8 +255,8 @@ def with_folder(composed: Composed, root: str, directory: str | None = None) -> 
 
 
 def bench_problems(config: RunConfig, what: str, otherwise: str) -> list[Problem]:
-    """Returns the problems that prevent a measurement: more than one machine, or missing or damaged prepared
-    data.
+    """Returns the problems that prevent a measurement: more than one machine, or prepared data that the run
+    cannot use.
 
     The built-in corpus is prepared later, after all checks.
 
@@ -338,7 +338,7 @@ def run_group(first: Entrant, run_dir: Path, turns: Turns, corpus: PreparedCorpu
 
     Raises:
         KeyboardInterrupt: the user stopped the measurement.
-        CanzonaError: a rank failed. This is the error of that rank.
+        CanzonaError: the folder is in use or cannot be written; or a rank failed, with the rank's own error.
     """
     config = replace(first.config, run=replace(first.config.run, dir=str(run_dir)))
     return run_ranks(

@@ -167,7 +167,8 @@ def run_simulation(
         sizes: the recipes to simulate if `overrides` has no `recipe=`.
 
     Raises:
-        ConfigError: the settings of a size are wrong for every number of GPUs.
+        ConfigError: the settings of a size are wrong for every number of GPUs, or `overrides` has `gpus=` or
+            more than one `recipe=`.
     """
     named = [text.partition("=")[2].strip() for text in overrides if key_of(text) == "recipe"]
     _check(overrides, named)

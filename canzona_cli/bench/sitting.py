@@ -62,7 +62,7 @@ class Turns:
     """The number of rounds, including warm-up rounds."""
     steps_per_turn: int
     warm_up_steps: int = 0
-    """The number of steps at the start of a turn that are not measured."""
+    """The number of warm-up steps at the start of a turn; 0 for strategies, which warm up in whole rounds."""
     settling: int = 0
     """The maximum number of extra warm-up steps in a turn. A turn adds them while updates in Muon's Gram form
     are redone in standard form, which takes longer than planned."""

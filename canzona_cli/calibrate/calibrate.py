@@ -222,7 +222,7 @@ def check_writable(path: Path, *, force: bool) -> None:
     """Checks, before anything is measured, that the profile can be written to a path. Creates its folder.
 
     Raises:
-        ConfigError: the path does not end in .yaml, or the file exists and `force` is False.
+        ConfigError: the path does not end in .yaml or .yml, is a folder, or exists and `force` is False.
         EnvironmentProblem: the folder cannot be created or is not writable.
     """
     check_destination(path, force=force, what="a profile", key="--out")

@@ -207,7 +207,7 @@ def variants(config: RunConfig) -> Iterator[Variant]:
 
 
 def shapes(config: RunConfig) -> list[tuple[int, int]]:
-    """Returns the (rows, columns) of the recipe's matrices in every splitting, smallest first."""
+    """Returns the (rows, columns) of the recipe's matrices in all `SPLITTINGS`, smallest first."""
     shapes_of_all = {shape for splitting in SPLITTINGS for shape in layer_shapes(config.model, splitting)}
     return sorted(shapes_of_all, key=lambda shape: (max(shape), shape[0] * shape[1]))
 

@@ -120,7 +120,8 @@ class Measurement:
     table."""
     spread: Quartiles
     repetitions: int
-    """The number of samples, summed over the ranks that measured."""
+    """The number of samples of all ranks that measured; for a collective, the number of times it was measured
+    on all of them together."""
     busy: float = 0.0
     """The number of processor cores that a collective kept busy."""
 
@@ -215,8 +216,8 @@ def shorten(config: RunConfig) -> RunConfig:
 
 def measured_runs(config: RunConfig) -> tuple[RunConfig, ...]:
     """Returns copies of the run with the optimizers to measure: Muon, SOAP, Shampoo, and the recipe's
-    optimizer with its settings. Muon and its variants have a copy for each form, with and without stacking of
-    matrices.
+    optimizer with its settings, unless that is AdamW or a user's own. Muon and its variants have a copy for
+    each form that their coefficients allow, with and without stacking of matrices.
     """
     settings, lr = config.optimizer, config.optimizer.lr
     defaults = (MuonConfig(name="muon", lr=lr), SoapConfig(name="soap", lr=lr), ShampooConfig(name="shampoo", lr=lr))
@@ -264,7 +265,7 @@ def profile_of(
     rates = _of_quantity(record, "matmul_tflops")
     matmuls = tuple((int(m.key[0]), significant(m.spread.median)) for m in rates)
     if not matmuls or "arithmetic" not in record.done:
-        # Large sizes are measured last, so a partial table would have only slow ones.
+        # Large sizes are measured last, so a partial table would have only the low rates of small ones.
         matmuls = base.matmul_tflops
     profile = replace(
         base,

@@ -61,7 +61,8 @@ def member_group(group: dist.ProcessGroup | int) -> dist.ProcessGroup:
 def repeat(work: Work, device: torch.device, budget_s: float) -> list[float]:
     """Measures the seconds of one call of `work`, with as many samples as the budget allows.
 
-    The first two calls are not samples: one warms up, the other determines the number of calls in a sample.
+    The first call, which warms up, is not a sample. If it is short, neither is the second, which determines
+    the number of calls in a sample.
     """
     first = time_calls(work, device)
     calls = max(1, round(_SAMPLE_S / max(time_calls(work, device), 1e-7))) if first < _SAMPLE_S else 1

@@ -1,9 +1,9 @@
 """Commits a checkpoint atomically: it becomes visible when it is complete, or not at all.
 
 Every rank writes into a hidden folder next to the checkpoints, and writes a part file there when it is done.
-Rank 0 waits for all part files, adds the manifest, and renames the folder. Ranks synchronise only through
-these files, so a save adds no collective to training. Whenever the run is killed, the store has all earlier
-checkpoints, and the new checkpoint either completely or not at all.
+Rank 0 waits for all part files, adds the manifest, and renames the folder. While they write, ranks
+synchronise only through these files, because only training may use collectives. Whenever the run is killed,
+the store has all earlier checkpoints, and the new checkpoint either completely or not at all.
 """
 
 import errno
@@ -84,8 +84,8 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
     """Writes one rank's share of a checkpoint, and then a part file, from which rank 0 learns that the share
     is complete.
 
-    Every rank calls this, from any thread. If writing fails, the part file contains the reason. If there is
-    no room for the part file, an empty marker file takes its place.
+    Every rank calls this, from any thread. If writing fails, the part file contains the reason. If not even
+    the part file can be written, an empty marker file takes its place.
 
     Args:
         partial: the folder that `begin` made.

@@ -57,8 +57,8 @@ _HEAD: Final = re.compile(r"[qkv]\.(\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """The result of verifying a checkpoint: all its files have been hashed, and its tensors have been
-    compared with the model."""
+    """The result of verifying a checkpoint, that is, of hashing its files and comparing its tensors with the
+    model."""
 
     checkpoint: StoredCheckpoint
     bytes: int
@@ -70,8 +70,8 @@ class Verified:
 
 
 def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> list[Problem]:
-    """Returns a problem for each entry of a checkpoint's manifest that does not belong to the model. Does not
-    open other files."""
+    """Returns a problem for each entry of a checkpoint's manifest that does not belong to the model, and for
+    each tensor whose pieces do not cover it exactly. Does not open the checkpoint's other files."""
     reasons = list(_reasons(manifest, model))
     if not reasons:
         return []
@@ -81,7 +81,7 @@ def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> li
 
 
 def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
-    """Yields a description of each entry that does not belong to the model."""
+    """Yields the reasons of the problems that `content_problems` returns."""
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for stored, tensor in manifest.tensors.items():
         full_name = tensor.whole_name(stored)
@@ -209,8 +209,8 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
     reading tensors.
 
     Raises:
-        CheckpointInvalid: a file is missing, a file that was read is damaged, or the listed tensors do not
-            belong to the model.
+        CheckpointInvalid: a file is missing or has the wrong size, a file that was read is damaged, the
+            settings are not valid, or the listed tensors do not belong to the model.
     """
     manifest = read_manifest(checkpoint)
     problems: list[Problem | None] = []
@@ -242,7 +242,8 @@ def as_checkpoint_errors(checkpoint: Path) -> Iterator[None]:
 
 
 def saved_config(folder: Path, manifest: Manifest) -> RunConfig | None:
-    """Returns the settings of the run that saved a checkpoint; None if they are damaged or cannot be read."""
+    """Returns the settings of the run that saved a checkpoint; None if they are missing or damaged, or cannot
+    be read."""
     entry = manifest.files.get("config.yaml")
     if entry is None or verify_file(folder, "config.yaml", entry) is not None:
         return None

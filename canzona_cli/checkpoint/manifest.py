@@ -1,11 +1,11 @@
 """The manifest of a checkpoint, and the names of the folders in a store of checkpoints.
 
 A checkpoint is a folder `step-00000030`: one safetensors file for each rank that writes tensors,
-`config.yaml` and `layout.json` of the run, and `manifest.json`, written last. Tensors have the names of the
-model, not of any rank (`layers.3.q/master`, `layers.3.q/momentum_buffer`,
-`embedding.word_embeddings.weight/exp_avg`). Each tensor is stored whole or in pieces with their positions, so
-a run with another layout can read it. Visible folders are complete checkpoints; hidden folders are
-checkpoints that are being written, replaced or removed.
+`config.yaml`, `layout.json` and, if there is a plan, `plan.json` of the run, and `manifest.json`, written
+last. Tensors have the names of the model, not of any rank (`layers.3.q/master`,
+`layers.3.q/momentum_buffer`, `embedding.word_embeddings.weight/exp_avg`). Each tensor is stored whole or in
+pieces with their positions, so a run with another layout can read it. Visible folders are complete
+checkpoints; hidden folders are checkpoints that are being written, replaced or removed.
 
 This module does not import torch, so that commands start fast.
 """
@@ -62,13 +62,14 @@ class LossMemory:
     guards treat a resumed run like an uninterrupted one."""
 
     first: Finite | None = None
-    """The loss of the first step."""
+    """The loss of the first step that was not skipped."""
     smooth: Finite | None = None
     """The exponential moving average of the losses."""
     best: Finite | None = None
     """The lowest value of `smooth` so far."""
     excess: Finite = 0.0
-    """The accumulated amount by which losses exceeded the divergence limit, in multiples of the limit."""
+    """The accumulated excess of losses over 1.1 times the divergence limit, in multiples of the limit; lower
+    losses reduce it."""
     since: CountOrZero = 0
     """The step at which `excess` last rose from zero; not used while `excess` is zero."""
     first_validation: Finite | None = None
@@ -78,7 +79,7 @@ class LossMemory:
     worse: CountOrZero = 0
     """The number of validations since step `sound`, all of which were too high."""
     usual: tuple[Finite, ...] = ()
-    """The most recent losses that were not part of a spike."""
+    """The most recent losses that count as normal."""
     high: tuple[Finite, ...] = ()
     """The losses of the current spike; empty if there is none."""
 
@@ -197,8 +198,7 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The tensors and scalars that one rank writes into a checkpoint; empty if other ranks write
-    everything."""
+    """The tensors and scalars that one rank writes into a checkpoint."""
 
     tensors: Mapping[str, Buffer]
     scalars: Mapping[str, Scalar]

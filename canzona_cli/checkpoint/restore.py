@@ -38,7 +38,8 @@ def verify_together(world: World, folder: Path) -> Manifest:
     All ranks have to call this. No rank returns before all files have been verified.
 
     Raises:
-        CheckpointInvalid: files do not match the manifest. All ranks raise this with the same list of files.
+        CheckpointInvalid: the manifest is not valid, or files do not match it. All ranks raise this with the
+            same problems.
     """
     with raise_on_all_ranks(world, folder):
         manifest = read_manifest(folder)
@@ -139,7 +140,7 @@ def _restore_master(pieces: list[MasterPiece], reader: Reader, *, weights_only: 
 
 
 def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Manifest, *, weights_only: bool) -> None:
-    """Restores the whole matrices that canzona's optimizers update on this rank."""
+    """Restores the matrices that this rank updates as a whole."""
     state: dict[str, Mapping[str, object]] = {}
     problems: list[Problem] = []
     for updated in optimizer.whole:
@@ -187,7 +188,8 @@ def state_mismatch(
 ) -> str:
     """Describes how the stored state of a matrix differs from the state that its optimizer keeps.
 
-    Returns an empty string if they match, if no state is stored, or if the optimizer is a user's own.
+    Returns an empty string if they match. If no state is stored, or if the optimizer is a user's own, only
+    `shared` is compared.
 
     Args:
         tensors: the stored tensors of the matrix, excluding its master.
@@ -238,7 +240,8 @@ def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
     this.
 
     Raises:
-        CheckpointInvalid: a weight is not stored or not finite. All ranks raise this together.
+        CheckpointInvalid: the manifest does not match the model, or a weight is not stored or not finite. All
+            ranks raise this together.
     """
     world, shape = model.world, model.config.model
     with raise_on_all_ranks(world, folder):

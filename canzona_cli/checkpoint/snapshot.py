@@ -135,8 +135,8 @@ class Snapshots:
         return self._writers
 
     def _copy(self, name: str, tensor: torch.Tensor, piece: Piece | None = None) -> Buffer:
-        """Copies a tensor to its host buffer. Copies from a GPU are asynchronous, so the caller must
-        synchronise before it reads the buffer."""
+        """Copies a tensor to its host buffer. Copies from a GPU may be asynchronous, so the caller
+        must synchronise before it reads the buffer."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[name] = self._new_buffer(tensor)
@@ -247,7 +247,7 @@ def _check_storable(name: str, key: object, value: object) -> torch.Tensor | Sca
         if value is None or isinstance(value, bool | int | float | str):
             return value
     reason = f"the optimizer keeps a {type(value).__name__} for {name} under this key, which a checkpoint cannot store"
-    fix = "keep dense tensors, numbers or text under text keys that contain no slash and are not `master`"
+    fix = "keep dense tensors, numbers or text under text keys: no slash, not `master`, no prefix `group:`"
     raise ConfigError(Problem(key="optimizer.source", value=str(key), reason=reason, fix=fix))
 
 

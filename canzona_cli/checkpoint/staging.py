@@ -72,7 +72,7 @@ def stage_folder(out: Path, *, key: str) -> Iterator[Path]:
         key: the option or setting that `out` comes from, for messages.
 
     Raises:
-        ConfigError: `out` is not empty, or another process is writing there.
+        ConfigError: `out` exists and is not an empty folder, or another process is writing there.
         EnvironmentProblem: `out` cannot be written.
     """
     place = Path(os.path.abspath(out))

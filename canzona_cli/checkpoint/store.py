@@ -62,14 +62,15 @@ class CheckpointStore:
         return self._read_stable(lambda: next((stored for stored in self._newest_first() if stored.usable), None))
 
     def retain(self, keep: int, keep_every: int | None) -> tuple[str, ...]:
-        """Removes old checkpoints. Keeps the newest `keep` usable checkpoints, everything newer than these,
-        and checkpoints at multiples of `keep_every` steps.
+        """Removes old checkpoints. Keeps the newest `keep` usable checkpoints, every checkpoint newer than
+        the oldest of these, and checkpoints at multiples of `keep_every` steps.
 
         Returns:
             The names of the removed checkpoints, newest first.
 
         Raises:
             OSError: a checkpoint could not be removed.
+            ValueError: `keep` is less than 1.
         """
         if keep < 1:
             raise ValueError("a store keeps at least one checkpoint")
@@ -157,7 +158,7 @@ class CheckpointStore:
 
     def _read_stable[T](self, read: Callable[[], T]) -> T:
         """Returns the result of `read`. If folders changed during the call, because a save was replacing a
-        checkpoint, calls it again, `_ATTEMPTS` times at most."""
+        checkpoint, calls it again, until there were `_ATTEMPTS` calls."""
         for _ in range(_ATTEMPTS):
             before = self._identities()
             result = read()
@@ -208,8 +209,8 @@ def resolve(run_checkpoints: Path, resume: str, *, key: str = _KEY) -> Path | No
 
     Raises:
         ConfigError: there is no such checkpoint.
-        CheckpointInvalid: the checkpoint cannot be used. The message suggests an older checkpoint, which is
-            not used unless the user asks for it.
+        CheckpointInvalid: the checkpoint cannot be used. The fix names the previous usable checkpoint, if
+            there is one; it is not used unless the user asks for it.
     """
     store = CheckpointStore(run_checkpoints)
     if resume == "auto":
@@ -253,7 +254,8 @@ def _available_fix(store: CheckpointStore) -> str:
     """Returns a fix that names the newest usable checkpoints of the store."""
     names = [checkpoint.name for checkpoint in store.checkpoints() if checkpoint.usable]
     if not names:
-        return f"{store.root} has no usable checkpoint; checkpoint.resume=auto starts from the beginning"
+        auto = "if it has none at all, checkpoint.resume=auto starts from the beginning"
+        return f"{store.root} has no usable checkpoint; {auto}"
     return f"checkpoints there: {', '.join(names[-5:])}"
 
 
@@ -310,7 +312,7 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> ChosenCheckpoint
 
     Args:
         where: the path of a checkpoint, a run directory or a folder of checkpoints. None means the current
-            directory if it is a run directory, otherwise the run under `runs` that was saved last.
+            directory if it is a run with checkpoints, otherwise the run under `runs` that was saved last.
 
     Raises:
         ConfigError: there is neither a run nor a checkpoint; the problem's key is `RUN_OR_CHECKPOINT`.
@@ -331,8 +333,8 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> ChosenCheckpoint
 
 
 def _newest_run(runs: Path) -> Path:
-    """Returns the current directory if it is a run directory, otherwise the run under `runs` that was saved
-    last."""
+    """Returns the current directory if it is a run with checkpoints, otherwise the run under `runs` that was
+    saved last."""
     if RunFiles(Path()).checkpoints.is_dir():
         return Path()
     try:

@@ -158,7 +158,7 @@ def fallback_fix(folder: Path, *, by_path: bool = False) -> str:
     previous = previous_usable(folder)
     if previous is not None:
         return f"resume from the previous checkpoint: checkpoint.resume={previous if by_path else previous.name}"
-    return f"there is no earlier checkpoint: move {folder} away to start from the beginning"
+    return f"no earlier checkpoint is usable: move {folder} and any older ones away to start from the beginning"
 
 
 def _parse(folder: Path) -> Manifest:

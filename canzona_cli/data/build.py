@@ -1,10 +1,10 @@
 """Builds one pair of files: reads sources, tokenises them, and writes `<prefix>.bin`, `.idx`, `.json` and the
 tokenizer.
 
-The files are written under temporary names while the prefix is locked, and renamed at the end, so an
-interrupted or failed build leaves an older pair untouched. If the input is large, an interrupted build keeps
-the tokens of finished inputs, and the next build continues from there. The pair is the same, byte for byte,
-however often the build was interrupted and however many processes it used.
+The files are written under temporary names while the prefix is locked, and renamed at the end, so a build
+that is interrupted or fails before that leaves an older pair untouched. If the input is large, an interrupted
+build keeps the tokens of finished inputs, and the next build continues from there. The pair is the same, byte
+for byte, however often the build was interrupted and however many processes it used.
 """
 
 import errno
@@ -62,9 +62,9 @@ class Progress:
 
     stage: Stage
     done: int
-    """The bytes of input that have been read, before decompression."""
+    """The bytes of input that have been read, before decompression; 0 in the stage `write`."""
     total: int | None
-    """The bytes of all inputs; None if unknown."""
+    """The bytes of all inputs; None if unknown, and in the stages `read input` and `write`."""
     tokens: int = 0
     documents: int = 0
 
@@ -144,10 +144,10 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
         )
         tokenizer, sampled = _make_tokenizer(readable, read, settings, on_progress)
         recipe = Recipe(tokenizer=tokenizer, read=read)
-        done = _finished_inputs(prefix, recipe, readable)
-        after = None if done is None else done.written
+        earlier = _finished_inputs(prefix, recipe, readable)
+        after = None if earlier is None else earlier.written
         with PairWriter(prefix, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, after=after) as writer:
-            tally = _tokenise(readable, recipe, done, writer, settings, on_progress)
+            tally = _tokenise(readable, recipe, earlier, writer, settings, on_progress)
             written = writer.written
             if written.documents == 0:
                 reason, fix = "the inputs contain no text", "name files that are not empty"
@@ -169,7 +169,7 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
         prefix=prefix,
         sidecar=sidecar,
         skipped=tuple(tally.skipped),
-        inputs_done_before=0 if done is None else done.inputs,
+        inputs_done_before=0 if earlier is None else earlier.inputs,
         vocabulary_sampled=sampled,
         requested_vocab_size=settings.bpe_entries if settings.tokenizer == "bpe" else None,
     )
@@ -195,14 +195,14 @@ def _finished_inputs(prefix: Path, recipe: Recipe, sources: Sequence[Source]) ->
 
     A record that does not match the sources, the settings or the files on the disk is removed.
     """
-    done = load_if_valid(_finished_path(prefix), FinishedInputs)
+    earlier = load_if_valid(_finished_path(prefix), FinishedInputs)
     if (
-        done is not None
-        and done.inputs <= len(sources)
-        and done.fingerprint == recipe.fingerprint(sources[: done.inputs])
-        and can_continue(prefix, done.written, recipe.tokenizer.vocab_size)
+        earlier is not None
+        and earlier.inputs <= len(sources)
+        and earlier.fingerprint == recipe.fingerprint(sources[: earlier.inputs])
+        and can_continue(prefix, earlier.written, recipe.tokenizer.vocab_size)
     ):
-        return done
+        return earlier
     _finished_path(prefix).unlink(missing_ok=True)
     return None
 
@@ -210,21 +210,21 @@ def _finished_inputs(prefix: Path, recipe: Recipe, sources: Sequence[Source]) ->
 def _tokenise(
     sources: Sequence[Source],
     recipe: Recipe,
-    done: FinishedInputs | None,
+    earlier: FinishedInputs | None,
     writer: PairWriter,
     settings: BuildSettings,
     on_progress: OnProgress,
 ) -> Tally:
     """Tokenises and writes all documents that are not finished yet; returns the counts over all inputs.
 
-    The finished inputs are recorded on disk whenever at least `RECORD_INTERVAL` bytes have been read since
-    the last record.
+    If the size of all inputs is known, the finished inputs are recorded on the disk whenever at least
+    `RECORD_INTERVAL` bytes and a 64th of all bytes have been read since the last record.
     """
-    tally, inputs = (Tally(), 0) if done is None else (done.tally, done.inputs)
-    writer.keep = done is not None
+    tally, inputs = (Tally(), 0) if earlier is None else (earlier.tally, earlier.inputs)
+    writer.keep = earlier is not None
     total = _total_bytes(sources)
     reader = Reader(settings=recipe.read, bytes_read=_total_bytes(sources[:inputs]) or 0)
-    read = recorded = reader.bytes_read
+    finished_bytes = recorded_bytes = reader.bytes_read
     parallel = total is not None and total - reader.bytes_read >= 2 * RECORD_INTERVAL
     workers = (settings.workers or cores()) if parallel else 1
     for result in encode_in_order(_read_all(sources[inputs:], reader), recipe, workers):
@@ -235,13 +235,13 @@ def _tokenise(
         else:
             tally.add(result)
             inputs += 1
-            read += sum(record.bytes for record in result.records)
-            if total is not None and read - recorded >= max(RECORD_INTERVAL, total // _MAX_RECORDS):
+            finished_bytes += sum(record.bytes for record in result.records)
+            if total is not None and finished_bytes - recorded_bytes >= max(RECORD_INTERVAL, total // _MAX_RECORDS):
                 writer.sync()
                 written, fingerprint = writer.written, recipe.fingerprint(sources[:inputs])
                 finished = FinishedInputs(inputs=inputs, fingerprint=fingerprint, written=written, tally=tally)
                 save(_finished_path(writer.prefix), finished, indented=False)
-                writer.keep, recorded = True, read
+                writer.keep, recorded_bytes = True, finished_bytes
         facts = {"tokens": writer.written.tokens, "documents": writer.written.documents}
         on_progress(Progress(stage="tokenise", done=reader.bytes_read, total=total, **facts))
     return tally

@@ -51,9 +51,11 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
         on_progress: called with a description of the current work and the finished share, 0 to 1.
 
     Raises:
-        ConfigError: data are missing or damaged, token ids exceed the vocabulary, or there are too few
-            tokens. All problems are reported at once.
-        EnvironmentProblem: the cache is not writable, or this Python has no library sources.
+        ConfigError: data sets are missing or damaged (lists all of them), or they do not suit the run (lists
+            every reason): their tokenizers differ, token ids exceed the vocabulary, there are too few tokens,
+            or sample texts are impossible.
+        EnvironmentProblem: the built-in corpus cannot be prepared: the cache is not writable, this Python has
+            no library sources, or a process died.
     """
     report = on_progress or (lambda what, share: None)
     data, share = config.data, _held_out_share(config)
@@ -319,7 +321,7 @@ def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[
 
 
 def padded_vocab_size(least: int) -> int:
-    """Rounds up to a multiple of 128, as Megatron does, so that all common TP sizes divide the embedding."""
+    """Rounds up to a multiple of 128, Megatron's default, so that all common TP sizes divide the embedding."""
     return -(-least // 128) * 128
 
 
@@ -364,8 +366,8 @@ def _sample_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Prob
 
 
 def usable_fraction(pair: PairInfo, needed: int, *, at_least: float = 0.01) -> float | None:
-    """Returns the smallest validation share, in steps of 0.01 up to 0.5, with at least `needed` tokens in
-    both splits; None if there is no such share."""
+    """Returns the smallest validation share, from `at_least` to 0.5 in steps of 0.01, with at least `needed`
+    tokens in both splits; None if there is no such share."""
     shares = [percent / 100 for percent in range(round(at_least * 100), 51)]
     return next((share for share in shares if min(pair.split_tokens(share)) >= needed), None)
 

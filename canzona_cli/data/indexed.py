@@ -2,7 +2,7 @@
 
 The format is that of `megatron.core.datasets.indexed_dataset`, version 1. The .bin contains only token ids.
 The .idx contains, little-endian: 9 bytes `MMIDIDX\\0\\0`, u64 version, u8 dtype code, u64 number of
-sequences, u64 number of document indices, then the i32 length and the i64 byte offset of each sequence, and
+sequences, u64 number of document indices, then the i32 lengths of all sequences, their i64 byte offsets, and
 the i64 document indices: 0, and for each document the number of sequences up to its end.
 """
 
@@ -176,7 +176,7 @@ class PairWriter:
         """Renames the finished files to their final names. The .idx comes last, so that it exists only with a
         complete .bin.
 
-        If a rename fails, all files of the pair are removed.
+        If a rename fails, the files that were already renamed are removed, and no usable pair is left.
 
         Args:
             companions: the (path, text) of further files of the pair, which are written before the .idx is
@@ -268,8 +268,8 @@ class PairInfo:
     def split_tokens(self, validation_fraction: float) -> tuple[int, int]:
         """Returns the number of tokens for training and the number for validation.
 
-        Megatron holds out complete sequences from the end and rounds their number to the nearest integer
-        (`BlendedMegatronDatasetBuilder`). With few long sequences a split may therefore be empty.
+        Megatron holds out complete sequences from the end, and rounds the number of the others to the nearest
+        integer (`BlendedMegatronDatasetBuilder`). With few long sequences a split may therefore be empty.
         """
         cut = round((1.0 - validation_fraction) * float(self.sequences))
         held_out = int(self.lengths[cut:].sum(dtype=np.int64))

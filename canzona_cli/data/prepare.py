@@ -52,8 +52,10 @@ def prepare(request: PrepareRequest, on_progress: OnProgress) -> BuiltPair:
     """Converts text to a pair of Megatron files, `.bin` and `.idx`.
 
     Raises:
-        ConfigError: arguments are not valid (all problems at once), or an input cannot be used.
-        EnvironmentProblem: the output cannot be written, the disk is full, or a package is not installed.
+        ConfigError: arguments are not valid (all problems at once), an input cannot be used, or another
+            process is writing the output.
+        EnvironmentProblem: the output cannot be written, the disk is full, a package is not installed, or a
+            process died.
     """
     prefix = Path(request.output).expanduser()
     sources, problems = find_sources(request.inputs, request.format)

@@ -1,9 +1,9 @@
 """Reads text: plain, JSONL or Parquet, compressed or not.
 
 `Reader` reads a source in batches of about 2 MiB, and `pieces` turns a batch into pieces, in any process. A
-piece is a document, or a part of a long document that ends at a line end. Each piece becomes one of the
-sequences that Megatron splits and shuffles. If each document were one sequence, a single large file could not
-be split, shuffled or held in memory.
+piece is a document, or a part of a long document that ends at a line end if possible. Each piece becomes one
+of the sequences that Megatron splits and shuffles. If each document were one sequence, a single large file
+could not be split, shuffled or held in memory.
 """
 
 import bz2
@@ -98,8 +98,8 @@ class Batch:
 
 
 def piece_bytes(sources: Sequence[Source]) -> int:
-    """Returns the maximum length of a piece in bytes: about 1/256 of these inputs, so that 1% of the text can
-    be held out."""
+    """Returns the maximum length of a piece in bytes: 1/256 of these inputs, but 4 KiB to 1 MiB, so that 1%
+    of the text can be held out; 64 KiB if the size of an input is unknown."""
     if any(source.size is None for source in sources):
         return STREAM_PIECE
     return min(MAX_PIECE, max(MIN_PIECE, sum(source.size or 0 for source in sources) // 256))

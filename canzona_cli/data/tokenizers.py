@@ -46,8 +46,7 @@ EOD_CANDIDATES = (
     "<|eot_id|>",
     "[SEP]",
 )
-"""The names of end-of-document tokens in published tokenizers, in the order in which they are tried; those of
-base models come first."""
+"""The names of end-of-document tokens in published tokenizers, in the order in which they are tried."""
 
 BYTE_VALUES = 256
 REPLACEMENT = "\ufffd"
@@ -304,7 +303,7 @@ def tokenizer_file(spec: str) -> Path:
 
 def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
     """Loads a local tokenizer.json, with the additional tokens of the tokenizer_config.json in the same
-    folder.
+    folder. For a file with another name, tokenizer_config.json is ignored.
 
     Args:
         spec: the path of the file, or of its folder.
@@ -312,7 +311,8 @@ def load_json_tokenizer(spec: str, eod: str | None = None) -> JsonTokenizer:
             first of `EOD_CANDIDATES` that the tokenizer has.
 
     Raises:
-        ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
+        ConfigError: there is no such file, it is not a tokenizer, its tokenizer_config.json cannot be used, or
+            it has no end-of-document token.
     """
     path = tokenizer_file(spec)
     backend = read_backend(path)

@@ -43,7 +43,7 @@ class LengthSummary:
     most: int
     histogram: tuple[tuple[int, int], ...]
     """The bars as pairs (most tokens, documents). A bar counts the documents with at most that many tokens
-    and with more than the bar before it."""
+    that the bars before it do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)

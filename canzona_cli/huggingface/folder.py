@@ -37,7 +37,7 @@ EXTRA_FILES: Final = (
     *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", GENERATION),
 )
-"""The names of files that an import copies into the run in addition to the weights."""
+"""The names of files that an import copies into the run in addition to `config.json`."""
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: Final[Mapping[Dtype, tuple[str, str]]] = {
     "bf16": ("BF16", "bfloat16"),
@@ -83,8 +83,8 @@ class HuggingFaceFolder:
         """Checks that the folder contains this model.
 
         Raises:
-            ConfigError: settings or tensors differ. The error lists every setting that differs, and the first
-                20 tensors that are missing, unexpected, or of another shape or type.
+            ConfigError: settings or tensors differ. The error lists every setting that differs, other than
+                `init_std`, and the first 20 tensors that are missing, unexpected, or of another shape or type.
         """
         families = family_problems(self.as_config(), model, str(self.path))
         tensors = limit_problems([*self._wrong_tensors(model)], _MOST_PROBLEMS, key="tensors")
@@ -95,7 +95,7 @@ class HuggingFaceFolder:
         return ModelConfig(name="", **self.model)  # type: ignore[arg-type]
 
     def _other_settings(self, model: ModelConfig) -> Iterator[Problem]:
-        """Yields a problem for each setting that differs from the model's."""
+        """Yields a problem for each setting, other than `init_std`, that differs from the model's."""
         settings = asdict(model)
         for name, value in self.model.items():
             if settings[name] != value and name != "init_std":
@@ -125,7 +125,7 @@ class HuggingFaceFolder:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Returns True if the folder has a `config.json`, which the folders of a canzona run never have."""
+    """Returns True if the folder has a `config.json`, which run directories and checkpoints never have."""
     return (path / FILE).is_file()
 
 
@@ -136,8 +136,8 @@ def open_folder(path: Path, *, key: str) -> HuggingFaceFolder:
         key: the option or setting that named the folder, for messages.
 
     Raises:
-        ConfigError: the path is not a Hugging Face folder, or its model is not supported. The error lists
-            every reason.
+        ConfigError: the path is not a Hugging Face folder, or its model is not supported. The error lists the
+            first 20 reasons.
     """
     problems: list[Problem] = []
     model: dict[str, object] = {}

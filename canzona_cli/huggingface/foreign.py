@@ -42,7 +42,8 @@ def read_model(tree: Mapping[str, object]) -> dict[str, object]:
     `config.json`.
 
     Raises:
-        ConfigError: canzona does not support the model. The error lists every key that is the reason.
+        ConfigError: canzona does not support the model. The error lists every key that is the reason; if
+            `model_type` is, only this key.
     """
     family = _family(tree.get("model_type"))
     foreign = family.foreign

@@ -36,7 +36,7 @@ class GeneratedText:
     text: str
     """The text, without the prompt."""
     tokens: int
-    """The number of tokens in the text."""
+    """The number of generated tokens, including the end-of-document token."""
     ended: bool
     """True if the model ended the document."""
     too_long: bool
@@ -51,11 +51,11 @@ class Writer:
         extra_files: The run's files for an export, which contain the tokenizer.
         dtype: The data type of the computation, to which weights are rounded as in training.
         device: The device of the computation; None for a GPU if there is one, otherwise the CPU.
-        seq_length: The length of the model's longest sequence, in tokens.
+        seq_length: The length of the sequences that the model was trained on, in tokens.
         on_bytes: Called with the number of bytes of each weight that has been read.
 
     Raises:
-        ConfigError: the run's tokenizer is not known.
+        ConfigError: the run's tokenizer is not known, or cannot be used.
         CheckpointInvalid: the checkpoint lacks a weight, or a weight is not finite.
         EnvironmentProblem: this machine does not have the device.
     """

@@ -68,10 +68,10 @@ def import_weights(
         The checkpoint's folder.
 
     Raises:
-        ConfigError: Weights are not finite or cannot be read, or a tied output layer differs from the
+        ConfigError: Weights are not finite, a file cannot be read, or a tied output layer differs from the
             embedding.
         SaveFailed: The checkpoint cannot be written.
-        OSError: Another file cannot be copied.
+        OSError: Another file cannot be written.
     """
     _check_tied(source, config)
     files.huggingface.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def _read_rows(stored: FolderTensor, name: str, rows: range) -> torch.Tensor:
                 stacked: torch.Tensor = stack[place.expert, place.row + rows.start : place.row + rows.stop]
                 return stacked
             data: torch.Tensor = file.get_slice(name)[rows.start : rows.stop]
-    except SafetensorError as error:  # `read_table` accepted the header, or the file has changed since
+    except SafetensorError as error:  # although `read_table` accepted the header; or the file has changed
         reason = f"safetensors cannot read it: {error}"
         raise ConfigError(Problem(key=name, value=stored.file, reason=reason, fix="download it again")) from None
     return data
@@ -149,7 +149,7 @@ def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
 
 
 SHARD_BYTES: Final = 5_000_000_000
-"""The maximum size of an exported file, in bytes. Only a file with a single tensor may be larger."""
+"""The maximum size of the tensors in an exported file, in bytes. Only a single tensor may be larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,11 +182,12 @@ def export_weights(
         dtype: The type of the weights; fp32 writes the masters unchanged.
         seq_length: The length of the sequences that the model was trained on, in tokens.
         extra_files: The files to write in addition to weights and settings.
-        shard_bytes: The maximum size of a file, in bytes.
+        shard_bytes: The maximum size of the tensors in a file, in bytes.
         on_bytes: Called with the number of bytes of each part that is about to be written.
 
     Raises:
-        ConfigError: `out` is not empty, or a weight is too large for fp16.
+        ConfigError: `out` is not empty or another process is writing there, a weight is too large for fp16,
+            or a file to copy cannot be read.
         CheckpointInvalid: The checkpoint lacks a weight, or a weight is not finite.
         EnvironmentProblem: The folder cannot be written.
     """
@@ -222,7 +223,8 @@ def export_weights(
 
 
 def _shards(sizes: Mapping[str, int], most: int) -> Sequence[Sequence[str]]:
-    """Divides tensors among files, in order. Each file has at most `most` bytes, or a single tensor."""
+    """Divides tensors among files, in order. Each file has at most `most` bytes of tensors, or a single
+    tensor."""
     shards: list[list[str]] = [[]]
     shard_size = 0
     for name, size in sizes.items():

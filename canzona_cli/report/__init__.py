@@ -14,6 +14,6 @@
 | `bench*`, `tune`, `checkpoint`, `calibrate`, `data` | the command of that name |
 
 Most views only show results that were computed elsewhere. Exceptions: `layouts` plans and searches,
-`checkpoint` reads and verifies checkpoints, `header` counts matrices, and `run_page` and `run_trace` read run
-directories.
+`checkpoint` reads and verifies checkpoints, `header` counts matrices, `calibrate` prices updates and
+collectives, and `run_page` and `run_trace` read run directories.
 """

@@ -52,7 +52,8 @@ class SweepRow:
     strategy: str
     result: BenchResult
     fewest: BenchResult
-    """The first result with this strategy. In a sweep of ranks, it has the fewest ranks."""
+    """The first result with this strategy; in a sweep over ascending numbers of ranks, the one with the
+    fewest ranks."""
     begins: bool
     """True for the first row of a value."""
 

@@ -1,5 +1,5 @@
-"""The screens of `canzona calibrate`: its progress, then each measured number with its spread, compared with
-the base profile's number."""
+"""The screens of `canzona calibrate`: its progress, then the measured numbers with their spreads, compared
+with the base profile's numbers."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping

@@ -144,7 +144,7 @@ def loss_curve(name: str, points: Sequence[tuple[int, float | None]]) -> Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves(Picture):
-    """Curves over one step axis; a terminal draws only the first."""
+    """Curves over one x axis; a terminal draws only the first."""
 
     title: str
     curves: Sequence[Curve]

@@ -147,7 +147,8 @@ def header_rows(
     earlier: "EarlierSteps | None" = None,
     routed: bool = True,
 ) -> list[tuple[str, str]]:
-    """Returns the description of a run as (label, value) rows; an argument that is None has no row.
+    """Returns the description of a run as (label, value) rows. If `run_dir`, `plan` or `earlier` is None, its
+    row is omitted.
 
     Args:
         routed: True to list which parameters are updated as matrices, and which by AdamW.

@@ -325,7 +325,8 @@ sc's bar is longer, it is cut off."""
 
 
 def load_map(study: Study, screen: Screen) -> Iterator[RenderableType]:
-    """Yields one map of all ranks' update times for each strategy."""
+    """Yields a map of the ranks' update times for each of `Study.drawn_strategies`; with several pipeline
+    stages, only of the stage with the slowest rank."""
     mesh = study.plan.subject.layout
     shown = ((name, study.strategies[name].loads) for name in study.drawn_strategies)
     maps = {name: loads for name, loads in shown if loads is not None}

@@ -35,7 +35,7 @@ _SEEN = "tokens seen"
 class Frame:
     """The drawing of a `TrainState`. The wide form shows the loss curve and the figures side by side, and
     needs 110 columns and 14 rows. The narrow form shows the figures in a few lines, with a sparkline. Before
-    the first step, only the stage is shown.
+    the first step or validation, only the stage is shown.
 
     No line exceeds the console's width.
     """
@@ -227,7 +227,7 @@ class ConsoleView(TrainView, ABC):
 
 
 class LiveView(ConsoleView):
-    """A view that is redrawn four times a second; the last frame stays on the screen.
+    """A view that is redrawn four times a second; the last frame stays on the screen, unless `short` is set.
 
     Records arrive on the caller's thread, and rich draws in its own thread; `_lock` guards the state that
     both use. Do not print while holding `_lock`: rich's thread takes rich's lock first and then `_lock`, so

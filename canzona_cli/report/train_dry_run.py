@@ -89,8 +89,7 @@ class DryRun(Page):
     """The configuration to show; None to omit it."""
     layout: Layout
     corpus: PreparedCorpus | None
-    """The corpus of the run; None if it has not been prepared, like the built-in corpus before the first
-    run."""
+    """The corpus of the run; None for the built-in corpus in a dry run, which does not prepare it."""
     plan: ObtainedPlan | None
     outlook: Outlook
     memory: Memory

@@ -61,8 +61,8 @@ class Point:
     time: float
     """The time of the line, in seconds since 1970."""
     values: Mapping[str, float | str]
-    """The finite numbers and the texts of the line, by name. MLflow gets only the numbers, because it does
-    not store a step with a text."""
+    """The finite numbers of the line by name or, for a sample, its text. MLflow gets only the numbers,
+    because it does not store a step with a text."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -168,4 +168,4 @@ def test_a_damaged_checkpoint_is_never_passed_over_in_silence(
     damage(store, 10)
     with pytest.raises(CheckpointInvalid) as caught_again:
         resolve(store.root, resume)
-    assert "there is no earlier checkpoint" in caught_again.value.problems[0].fix
+    assert "no earlier checkpoint is usable" in caught_again.value.problems[0].fix
