@@ -239,9 +239,9 @@ def disagreements(result: BenchResult) -> list[Problem]:
     for index, reference in enumerate(result.references):
         name = f"{result.reference} in measurement group {index + 1}"
         problems += _loss_problems(name, reference.losses, result.reference, result.references[0].losses)
-    for name, like in loss_references(result).items():
-        losses, expected = (result.strategies[strategy].measured.losses for strategy in (name, like))
-        problems += _loss_problems(name, losses, like, expected)
+    for name, counterpart in loss_references(result).items():
+        losses, expected = (result.strategies[strategy].measured.losses for strategy in (name, counterpart))
+        problems += _loss_problems(name, losses, counterpart, expected)
     return problems
 
 
@@ -291,7 +291,7 @@ def content_of(result: BenchResult) -> dict[str, object]:
     disagreeing = disagreements(result)
     ratios = {name: _claim(speedup, bool(disagreeing)) for name, speedup in _speedups(result)}
     over_adamw = _claim(result.overhead(result.reference) or "adamw did not take part", bool(disagreeing))
-    withheld = {name: why for name, why in ratios.items() if isinstance(why, str)}
+    withheld = {name: reason for name, reason in ratios.items() if isinstance(reason, str)}
     if isinstance(over_adamw, str):
         withheld["overhead_over_adamw"] = over_adamw
         overhead = None

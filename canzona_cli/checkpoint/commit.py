@@ -257,10 +257,10 @@ def _rank_error(partial: Path, rank: int, reason: str, fix: str = "") -> SaveFai
 def _missing_parts_error(partial: Path, ranks: list[int], timeout_s: float) -> SaveFailed:
     named = ", ".join(map(str, ranks[:_NAMED_RANKS]))
     more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
-    who = (
+    subject = (
         f"rank {named} did not write its part" if len(ranks) == 1 else f"ranks {named}{more} did not write their parts"
     )
-    reason = f"{who}, and no file grew for {timeout_s:.0f} s"
+    reason = f"{subject}, and no file grew for {timeout_s:.0f} s"
     fix = "read the logs of these ranks, and check that every node sees the same folder"
     return SaveFailed(Problem(key="checkpoint", value=partial, reason=reason, fix=fix))
 

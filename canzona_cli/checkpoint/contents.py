@@ -103,8 +103,8 @@ def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
 def _tensor_problem(name: str, field: str, tensor: StoredTensor, manifest: Manifest, model: ModelConfig) -> str:
     """Returns the reason why a tensor does not belong to the model and its optimizer; empty if it does."""
     if name.startswith(RANDOM):
-        known = tensor.dtype in _RANDOM_TYPES and len(tensor.shape) == 1 and tensor.piece is None
-        return "" if known else f"{tensor.dtype} {tensor.shape} is not the state of a random generator"
+        is_state = tensor.dtype in _RANDOM_TYPES and len(tensor.shape) == 1 and tensor.piece is None
+        return "" if is_state else f"{tensor.dtype} {tensor.shape} is not the state of a random generator"
     if not _is_in_model(name, model):
         return "the model has no weight of this name"
     shape = whole_shape(name, model)
@@ -194,8 +194,8 @@ def _scalar_problem(stored: str, value: Scalar, manifest: Manifest) -> str:
         reserved = [f"{GROUP}{name}" for name in ("params", "lr", "weight_decay")]
         return "canzona sets this value itself" if key in reserved else ""
     if key == DISTRUSTED and manifest.optimizer in _ORTHOGONALISED:
-        known = isinstance(value, int) and 0 < value <= STANDARD_STEPS
-        return "" if known else f"{value} is not a number of steps up to {STANDARD_STEPS}"
+        is_count = isinstance(value, int) and 0 < value <= STANDARD_STEPS
+        return "" if is_count else f"{value} is not a number of steps up to {STANDARD_STEPS}"
     if key != "step":
         return f"{manifest.optimizer} does not keep this number"
     last = manifest.progress.step

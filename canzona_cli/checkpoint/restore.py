@@ -127,14 +127,14 @@ def _restore_master(pieces: list[MasterPiece], reader: Reader, *, weights_only: 
         expected = {MASTER: None, **(item.optimizer.state_shapes(item.master) or {})}
         if foreign := sorted(set(fields) - expected.keys()):
             raise CheckpointInvalid(reader.problem(f"{unit}: {foreign[0]} is not part of the optimizer state"))
-    read = {field: torch.empty(item.master.numel()) for field in fields}
+    tensors = {field: torch.empty(item.master.numel()) for field in fields}
     for part in pieces:
-        for field, target in read.items():
+        for field, target in tensors.items():
             target[part.offset : part.offset + part.piece.elements] = reader.piece(part.piece, field)
-    item.master.copy_(read.pop(MASTER).view(item.master.shape))
+    item.master.copy_(tensors.pop(MASTER).view(item.master.shape))
     step = None if weights_only else reader.step(unit)
-    if read or step is not None:
-        item.replace_state({key: value.to(item.master.device) for key, value in read.items()}, step)
+    if tensors or step is not None:
+        item.replace_state({key: value.to(item.master.device) for key, value in tensors.items()}, step)
     if isinstance(item, UpdatedMatrix) and not weights_only:
         item.replace_marks(reader.marks(part.piece.unit for part in pieces))
 

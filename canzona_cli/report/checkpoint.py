@@ -120,8 +120,8 @@ class CheckpointView(Page):
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
         yield "saved", f"{age} ago ({saved}), by canzona {manifest.canzona}"
         planned = "" if config is None else f" of {config.train.steps:,}"
-        read = f"{progress.samples:,} sequences, {progress.tokens:,} tokens"
-        yield "progress", f"step {progress.step:,}{planned}, {read}"
+        amount = f"{progress.samples:,} sequences, {progress.tokens:,} tokens"
+        yield "progress", f"step {progress.step:,}{planned}, {amount}"
         for text in guard_notes(progress.skipped, progress.fallbacks):
             yield "guards", text
         yield "size", f"{size(manifest.bytes)} in {plural(len(manifest.files), 'file')}"

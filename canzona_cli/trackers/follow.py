@@ -309,8 +309,10 @@ class Follower:
         self._failures += 1
         self._not_before = time.monotonic() + min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
         if self._failures == 1:
-            why = redact(clean(f"{type(error).__name__}: {error}"))[:300]
-            self._report(f"{self._name} does not accept metrics ({why}); training continues, with retries", "warning")
+            reason = redact(clean(f"{type(error).__name__}: {error}"))[:300]
+            self._report(
+                f"{self._name} does not accept metrics ({reason}); training continues, with retries", "warning"
+            )
         if self._tracker is not None:
             with suppress(Exception):
                 self._tracker.close(None)
