@@ -23,7 +23,8 @@ AFFECTED: Mapping[SweepKind, tuple[AnyStrategy, ...]] = {
     "alpha": ("canzona", "paper"),
     "c_max": ("canzona", "paper"),
 }
-"""The strategies that each swept setting affects. A setting that is not listed affects all strategies."""
+"""The strategies that a sweep of a setting compares by default. A sweep of a setting that is not listed
+compares all strategies."""
 _KEYS: Mapping[SweepKind, str] = {
     "alpha": "engine.alpha",
     "c_max": "engine.c_max_mib",

@@ -1,9 +1,9 @@
 """Checks a checkpoint's manifest against the settings of its run: the names, types and shapes of tensors.
 
 `canzona_cli.checkpoint.verify` ensures that the files agree with the manifest, so these checks need only the
-manifest. They are made by the launcher before it starts workers (`saved_run`), by `canzona checkpoint verify`
-(`verify_chosen`) and by the workers (`content_problems`). The values of tensors are checked when they are
-read.
+manifest. They are made before workers start, weights are exported or text is generated (`saved_run`), by
+`canzona checkpoint verify` (`verify_chosen`), and by the workers (`content_problems`). The values of tensors
+are checked when they are read.
 """
 
 import re
