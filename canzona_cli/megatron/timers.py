@@ -155,9 +155,13 @@ class PhaseTimer:
         """The innermost current phase; `other` outside of all phases."""
         return self._stack[-1] if self._stack else "other"
 
+    def number_from(self, step: int) -> None:
+        """Gives the next step the number `step`. Without this call, steps are numbered from 1."""
+        self._steps_begun = step - 1
+
     def keep(self, first: int, last: int) -> None:
-        """Keeps the timestamps of this timer's steps `first` to `last` (numbered from 1) for `timelines`,
-        instead of the timestamps of the most recent steps."""
+        """Keeps the timestamps of the steps with the numbers `first` to `last` for `timelines`, instead of the
+        timestamps of the most recent steps."""
         self._keep, self._kept_steps = (first, last), deque()
 
     def begin_step(self) -> None:

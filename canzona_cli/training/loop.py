@@ -104,6 +104,7 @@ class Training:
             self._divergence.notice_validation(self.progress.step, math.nan if before is None else before, final=False)
             self._remember()  # not reported again: the launch that made the validation reported it
         batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)
+        trainee.timer.number_from(first)
         if config.run.trace_steps is not None:
             trainee.timer.keep(*config.run.trace_steps)
         profiler = StepProfiler(self.files, world, trainee.timer, config.run.profile_steps)

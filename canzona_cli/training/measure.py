@@ -41,19 +41,41 @@ class _RankMeans:
     """The peak memory of the rank, in bytes."""
 
 
-def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -> MeasuredBreakdown | None:
+def measured_steps(steps: Sequence[StepTiming], first: int, profiled: tuple[int, int] | None) -> Sequence[StepTiming]:
+    """Returns the steps that the breakdown averages over: those after the warm-up that are not profiled; if all
+    are, those after the warm-up.
+
+    Args:
+        first: the number of the first of `steps`.
+        profiled: the numbers of the first and the last profiled step; None if no step is profiled.
+    """
+    skipped = _warm_up(steps)
+    profiled_first, profiled_last = profiled or (0, -1)
+    numbered = enumerate(steps[skipped:], first + skipped)
+    return [step for number, step in numbered if not profiled_first <= number <= profiled_last] or steps[skipped:]
+
+
+def _warm_up(steps: Sequence[StepTiming]) -> int:
+    """Returns the number of initial steps that are not measured."""
+    return min(WARM_UP_STEPS, max(0, len(steps) - 1))
+
+
+def gather_breakdown(
+    config: RunConfig, world: World, steps: Sequence[StepTiming], first: int = 1
+) -> MeasuredBreakdown | None:
     """Gathers every rank's mean phase times, and returns the run's breakdown on rank 0. Collective.
 
     Each rank averages over its measured steps; minimum, mean and maximum are then taken over ranks. Profiled
     steps are not measured, unless there are no other steps.
 
+    Args:
+        steps: the timings of this launch's steps.
+        first: the number of the first of them; a resumed run's first step is not step 1.
+
     Returns:
         The breakdown; None on other ranks, or if no step was measured.
     """
-    skipped = min(WARM_UP_STEPS, max(0, len(steps) - 1))
-    first, last = config.run.profile_steps or (0, -1)
-    unprofiled = [step for index, step in enumerate(steps, 1) if index > skipped and not first <= index <= last]
-    measured = unprofiled or steps[skipped:]
+    measured = measured_steps(steps, first, config.run.profile_steps)
     means = _RankMeans(
         step_s=sum(s.step_s for s in measured) / max(1, len(measured)),
         phases=mean_phases([step.phases for step in measured]),
@@ -74,8 +96,8 @@ def gather_breakdown(config: RunConfig, world: World, steps: list[StepTiming]) -
         device=config.cluster.device,
         layout=world.layout,
         steps_measured=len(measured),
-        steps_skipped=skipped,
-        steps_profiled=len(steps) - skipped - len(measured),
+        steps_skipped=_warm_up(steps),
+        steps_profiled=len(steps) - _warm_up(steps) - len(measured),
         step=step,
         phases={name: _phase_time(times, step.mean_s, in_step=name in IN_STEP) for name, times in phases.items()},
         ranks=tuple(RankTimes(rank=rank, phases=means.phases) for rank, means in enumerate(rank_means)),

@@ -216,6 +216,16 @@ def test_the_steps_that_were_asked_for_are_kept_in_place_of_the_last() -> None:
     assert len(timer.timings()) == 6
 
 
+def test_a_resumed_run_numbers_its_steps_from_where_it_resumes() -> None:
+    timer = HandTimer()
+    timer.number_from(6)
+    timer.keep(8, 9)
+    for _ in range(5):
+        with step_of(timer):
+            timer.spend(1.0, "forward")
+    assert [timeline.number for timeline in timer.timelines()] == [8, 9]
+
+
 def test_a_transfer_that_has_not_landed_is_not_drawn() -> None:
     timer = HandTimer()
     with step_of(timer):
