@@ -18,8 +18,8 @@ def prepare(
         list[str],
         Argument(
             metavar="INPUT...",
-            help="Files, globs or folders of UTF-8 text, JSONL or Parquet (also .gz, .bz2, .xz, .zst), - for standard "
-            "input, or stdlib for the sources of the Python standard library.",
+            help="Files, globs or folders of UTF-8 text, JSONL or Parquet (also .gz, .bz2, .xz, .zst); '-' for "
+            "standard input; stdlib for the sources of the Python standard library.",
             show_default=False,
         ),
     ],
@@ -77,14 +77,14 @@ def prepare(
             metavar="N", help="How many lines or rows without text to skip and report; with more, the command fails."
         ),
     ] = 0,
-    workers: Annotated[int | None, Option(metavar="N", help="Processes. [default: one per core]")] = None,
+    workers: Annotated[int | None, Option(metavar="N", help="Number of processes. [default: one per core]")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing PREFIX.")] = False,
 ) -> None:
     """Tokenise text for `canzona train data=prepared data.path=PREFIX`.
 
-    An existing PREFIX is replaced only when the new one is complete. After a failure or a kill, the same
-    command continues after the last finished input file, and writes exactly the same bytes as an
-    uninterrupted run.
+    An existing PREFIX is replaced only when the new one is complete. If the inputs are many
+    files, the same command continues after a failure or a kill: progress is recorded between files, at least
+    16 MiB apart. It writes exactly the same bytes as an uninterrupted run.
     """
     import signal
 

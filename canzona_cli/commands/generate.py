@@ -83,8 +83,8 @@ def generate(
 
         from canzona_cli.commands.output import show
 
-        place = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "prompt": prompt}
-        show({"version": JSON_VERSION, **place, **asdict(written)})
+        origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "prompt": prompt}
+        show({"version": JSON_VERSION, **origin, **asdict(written)})
 
 
 def _silence_teardown() -> None:

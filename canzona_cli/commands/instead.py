@@ -75,7 +75,8 @@ def other_command(words: Sequence[str], commands: Collection[str]) -> Problem:
     word, *after = words
     reason = "there is no such command"
     if (missing := missing_feature_problem(word)) is not None:
-        reason, fix = missing.reason, missing.fix if missing.fix != _LEAVE_OUT else "see canzona --help"
+        reason = missing.reason
+        fix = missing.fix if missing.fix != _LEAVE_OUT else "see canzona --help"
     elif word == "help":
         fix = f"write canzona {shlex.join([*after[:1], '--help'])}"
     elif "=" in word or word.endswith((".yaml", ".yml")):
@@ -102,16 +103,16 @@ def bad_usage(context: Any, error: Any, words: Sequence[str]) -> Problem:
     if parameter is None and subcommands:
         word = words[0] if words else ""
         near = closest(word, subcommands)
-        known = ", ".join(f"{path} {name}" for name in subcommands)
-        fix = f"write {path} {near}" if near else f"there are {known}"
+        existing = ", ".join(f"{path} {name}" for name in subcommands)
+        fix = f"write {path} {near}" if near else f"there are {existing}"
         return Problem(key=f"{path} {word}".strip(), reason="there is no such command", fix=fix)
     if parameter is None:
         return Problem(key=path, reason=_sentence(error.format_message()), fix=fix)
     option, value = _option_and_value(parameter)
     name = option or value
     if getattr(error, "message", "") in ("", None):
-        required = [_option_and_value(other) for other in context.command.params if other.required]
-        required.sort(key=lambda other: other[0] != "")  # arguments before options
+        required = [_option_and_value(parameter) for parameter in context.command.params if parameter.required]
+        required.sort(key=lambda parameter: parameter[0] != "")  # arguments before options
         usage = [f"{option} {value}".strip() for option, value in required]
         return Problem(key=name, reason="is missing", fix=f"write {path} {' '.join(usage)}")
     return Problem(key=name, reason=_sentence(error.message), fix=fix)

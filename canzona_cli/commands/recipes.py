@@ -52,7 +52,7 @@ def list_(as_json: AsJson = False, recipes_dir: RecipesDirs = None) -> None:
     table.add_numbers("params", "ranks")
     for title in ("cluster", "optimizer"):
         table.add_column(title, no_wrap=True)
-    table.add_words("description", *["from"] * has_own)
+    table.add_words("description", *(["from"] if has_own else []))
     for recipe in recipes:
         origin = "built-in" if recipe.builtin else display_path(recipe.path)
         cells = [

@@ -76,14 +76,14 @@ def _trace_rows(run: RunDirectory, config: RunConfig) -> Iterator[str]:
     if config.run.trace_steps is not None:
         try:
             ranks = write_trace(run.path, run.files.trace)
-            trace = f"trace of {plural(ranks, 'rank')}, measured and planned"
-            yield f"{trace}: {run.files.trace} (open it in ui.perfetto.dev)"
+            description = f"trace of {plural(ranks, 'rank')}, measured and planned"
+            yield f"{description}: {run.files.trace} (open it in ui.perfetto.dev)"
         except CanzonaError as error:  # the run itself succeeded
             yield f"no trace of steps {config.run.trace_steps[0]} to {config.run.trace_steps[1]}: {error}"
     if config.run.profile_steps is not None:
-        first = config.run.profile_steps[0]
+        first_step = config.run.profile_steps[0]
         traces = f"{run.files.profile}/rank-N.json (open one in ui.perfetto.dev)"
-        missing = f"no traces, because the run ended before step {first}"
+        missing = f"no traces, because the run ended before step {first_step}"
         yield f"torch's profiler: {traces if run.files.profile.exists() else missing}"
 
 

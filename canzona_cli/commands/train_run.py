@@ -242,9 +242,9 @@ def _launch(
             run = RunDirectory(RunFiles(Path(config.run.dir or "").absolute()))
         first_attempt = _prepare_attempt(run, job, corpus, restarts=0)
     if node_rank:
-        last = torchrun.node_count(config) - 1
-        where = f"machine {node_rank} (of 0 to {last})"
-        tell(f"{where} starts its ranks; machine 0 shows the run; run directory: {run.path}")
+        last_node = torchrun.node_count(config) - 1
+        place = f"machine {node_rank} (of 0 to {last_node})"
+        tell(f"{place} starts its ranks; machine 0 shows the run; run directory: {run.path}")
     per_node = torchrun.ranks_per_node(config)
     command_to_resume = resume_command(*command_line, config, run.path)
     restarts = Restarts(most=config.run.restarts)

@@ -49,8 +49,8 @@ def sweep(
     runs, step = swept_runs(arguments, recipes_dirs), current_step()
     root = _sweep_directory(runs, step)
     swept = {override for run in runs for override in run.combination.overrides}
-    added = {override for override in swept - {*arguments} if override.startswith(MIN_LR_RATIO)}
-    for override in sorted(added):
+    derived_rates = {override for override in swept - {*arguments} if override.startswith(MIN_LR_RATIO)}
+    for override in sorted(derived_rates):
         progress(f"note: optimizer.min_lr follows optimizer.lr, at the recipe's ratio: {override}")
     if step is not None and step.array_task is not None:
         runs = (_run_of_task(runs, step.array_task),)
@@ -128,8 +128,8 @@ def _summarise(runs: Sequence[SweptRun], root: Path, *, stopped: bool) -> None:
     if stopped:
         tell(f"stopped; the same command with run.dir={shlex.quote(str(root))} resumes each run")
     if started:
-        again = f"canzona report --compare {shlex.quote(str(root))}/*"
-        tell(f"{again}  shows this again; --html FILE.html writes a page")
+        report_command = f"canzona report --compare {shlex.quote(str(root))}/*"
+        tell(f"{report_command}  shows this again; --html FILE.html writes a page")
 
 
 def _sweep_directory(runs: Sequence[SweptRun], step: SlurmStep | None) -> Path:

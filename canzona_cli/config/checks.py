@@ -66,10 +66,10 @@ def _value_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _expert_problems(config: RunConfig) -> Iterator[Problem]:
-    experts, chosen = config.model.num_experts, config.model.experts_per_token
-    if 0 < experts < chosen:
-        reason = f"is fewer than model.experts_per_token={chosen}"
-        fix = f"use model.num_experts={chosen} or more, or 0 for a dense model"
+    experts, per_token = config.model.num_experts, config.model.experts_per_token
+    if 0 < experts < per_token:
+        reason = f"is fewer than model.experts_per_token={per_token}"
+        fix = f"use model.num_experts={per_token} or more, or 0 for a dense model"
         yield Problem("model.num_experts", reason, fix, value=experts)
     if experts and not config.model.qk_norm:
         reason = "must be true for a model with experts, because only Qwen3's experts are supported"
@@ -102,20 +102,20 @@ def _engine_problems(config: RunConfig) -> Iterator[Problem]:
     if config.optimizer.clip == "adamw" and config.execution in (Execution.LAYERWISE, Execution.MEGATRON_SC):
         reason = f"needs canzona's engine; with engine.strategy={config.engine.strategy} Megatron clips all gradients"
         yield Problem("optimizer.clip", reason, "use optimizer.clip=all or none, or engine.strategy=canzona")
-    chosen = config.optimizer
-    if isinstance(chosen, MomentumConfig) and chosen.form == "gram" and chosen.coefficients in STANDARD_ONLY:
-        reason = f"is numerically unstable with optimizer.coefficients={chosen.coefficients}"
+    optimizer = config.optimizer
+    if isinstance(optimizer, MomentumConfig) and optimizer.form == "gram" and optimizer.coefficients in STANDARD_ONLY:
+        reason = f"is numerically unstable with optimizer.coefficients={optimizer.coefficients}"
         yield Problem("optimizer.form", reason, "use optimizer.form=auto, or optimizer.coefficients=quintic")
     if config.execution is not Execution.LAYERWISE:
         return
-    optimizer = config.optimizer.name
-    if optimizer != "muon":
-        limit = {
+    name = config.optimizer.name
+    if name != "muon":
+        limitation = {
             "soap": "ignores optimizer.precondition_frequency",
             "custom": "does not accept custom classes",
-        }.get(optimizer, f"does not support {optimizer}")
+        }.get(name, f"does not support {name}")
         fix = "use engine.strategy=canzona (or sc, in which every rank updates everything), or optimizer=muon"
-        yield Problem("engine.strategy", f"is Megatron's own layer-wise optimizer, which {limit}", fix)
+        yield Problem("engine.strategy", f"is Megatron's own layer-wise optimizer, which {limitation}", fix)
     elif config.train.precision != "bf16":
         reason = "Megatron's layer-wise optimizer needs bf16 weights"
         yield Problem("train.precision", reason, "use train.precision=bf16, or engine.strategy=sc")
@@ -126,20 +126,20 @@ def _custom_optimizer_problems(config: RunConfig) -> Iterator[Problem]:
     custom = config.optimizer
     if not isinstance(custom, CustomConfig):
         return
-    place, colon, name = custom.source.rpartition(":")
+    location, colon, name = custom.source.rpartition(":")
     form = "optimizer.source=FILE.py:Class, or module:Class of an installed package"
     if not custom.source:
         yield Problem("optimizer.source", "a custom optimizer needs a class", f"write {form}")
         return
-    if not colon or not place or not name.isidentifier():
+    if not colon or not location or not name.isidentifier():
         reason = "must name a file or module, and a class in it"
         yield Problem("optimizer.source", reason, f"write {form}")
-    elif not place.endswith(".py") and not custom.built_in and place.partition(".")[0] not in custom.allow:
-        package = place.partition(".")[0]
+    elif not location.endswith(".py") and not custom.built_in and location.partition(".")[0] not in custom.allow:
+        package = location.partition(".")[0]
         reason = f"would run code from {package}, which optimizer.allow does not list"
         fix = f"if you trust it: optimizer.allow=[{','.join([*custom.allow, package])}]"
         yield Problem("optimizer.source", reason, fix)
-    elif (problem := source_problem(place, name)) is not None:
+    elif (problem := source_problem(location, name)) is not None:
         yield Problem("optimizer.source", problem, f"write {form}")
     for key in sorted({"lr", "weight_decay", "params"} & custom.options.keys()):
         reason = f"{key} is set by canzona itself"
@@ -156,9 +156,9 @@ def _data_problems(config: RunConfig) -> Iterator[Problem]:
         elif not data.path and not data.blend:
             fix = "run `canzona data prepare`, then write data.path=PREFIX (for PREFIX.bin and PREFIX.idx)"
             yield Problem("data.path", "prepared data needs a path", fix)
-        places = Counter(os.path.abspath(os.path.expanduser(path)) for path in data.blend or {})
-        for place in (place for place, times in places.items() if times > 1):
-            yield Problem("data.blend", "is listed twice", "list it once, with the sum of its weights", value=place)
+        paths = Counter(os.path.abspath(os.path.expanduser(path)) for path in data.blend or {})
+        for path in (path for path, times in paths.items() if times > 1):
+            yield Problem("data.blend", "is listed twice", "list it once, with the sum of its weights", value=path)
         return
     if data.tokenizer == "bpe" and data.tokenizer_vocab_size > vocabulary:
         reason = f"produces token ids beyond the model's vocabulary of {vocabulary}"
@@ -206,12 +206,12 @@ def _training_problems(config: RunConfig) -> Iterator[Problem]:
     if not config.model.gated:
         reason = "can only be planned: canzona does not train feed-forward layers without a gate"
         yield Problem("model.gated", reason, "leave it out, or use `canzona plan --dry-run`")
-    last = config.train.steps
+    last_step = config.train.steps
     for key in ("trace_steps", "profile_steps"):
         steps = getattr(config.run, key)
-        if steps is not None and not 1 <= steps[0] <= steps[1] <= last:
-            reason = f"must be the first and the last step to record, in this order, between 1 and {last}"
-            fix = f"for example run.{key}=[{min(3, last)},{min(5, last)}]"
+        if steps is not None and not 1 <= steps[0] <= steps[1] <= last_step:
+            reason = f"must be the first and the last step to record, in this order, between 1 and {last_step}"
+            fix = f"for example run.{key}=[{min(3, last_step)},{min(5, last_step)}]"
             yield Problem(f"run.{key}", reason, fix, value=f"[{steps[0]},{steps[1]}]")
 
 

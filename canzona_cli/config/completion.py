@@ -76,17 +76,21 @@ def joined_words(words: Sequence[str], current: int) -> tuple[list[str], int, st
         which bash inserts a completion.
     """
     joined: list[str] = []
-    cursor, prefix = len(words), ""
+    cursor = len(words)
+    prefix = ""
     after_equals = False
     for index, word in enumerate(words):
-        start = ""
+        left_part = ""
         if len(joined) > 1 and (word == "=" or after_equals):
-            start = joined.pop()
-        joined.append(start + word)
+            left_part = joined.pop()
+        joined.append(left_part + word)
         if index == current:
-            cursor, prefix = len(joined) - 1, joined[-1] if word == "=" else start
+            cursor = len(joined) - 1
+            prefix = joined[-1] if word == "=" else left_part
         after_equals = word == "="
-    return joined, cursor if current < len(words) else len(joined), prefix
+    if current >= len(words):
+        cursor = len(joined)
+    return joined, cursor, prefix
 
 
 def prepare_completion_options(arguments: list[str]) -> None:

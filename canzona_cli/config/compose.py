@@ -60,7 +60,8 @@ def compose_run(overrides: Sequence[str], *, recipes_dirs: Sequence[Path] = (), 
     try:
         return _compose(overrides, (*user_recipes_dirs(recipes_dirs), builtin_recipes_dir()), training=training)
     except ConfigError as error:
-        order = {key_of(override): place for place, override in reversed(list(enumerate(overrides)))}
+        # Reversed, so that a key that is typed twice has the position of the first.
+        order = {key_of(override): position for position, override in reversed(list(enumerate(overrides)))}
         problems = sorted(_distinct(error.problems), key=lambda problem: order.get(problem.key, len(order)))
         raise ConfigError(*problems) from error.__cause__
 
@@ -117,8 +118,9 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     where = " with ".join(map(display_path, dict.fromkeys([recipe_file, *typed_files])))
     built = build(tree, texts=parsed.texts, where=where)
     if isinstance(built, list):
-        reported, bad = {problem.key for problem in problems}, {problem.key for problem in built}
-        problems += [problem for problem in built if problem.key not in reported]
+        reported_keys = {problem.key for problem in problems}
+        bad = {problem.key for problem in built}
+        problems += [problem for problem in built if problem.key not in reported_keys]
         if (valid := stand_in(base, parsed.values, bad)) is not None:
             problems += [problem for problem in config_problems(valid, training=training) if problem.key not in bad]
         raise ConfigError(*problems)

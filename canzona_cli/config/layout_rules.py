@@ -78,13 +78,13 @@ def _parallelism_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.num_query_groups", reason, fix)
     tp, pp, cp = parallel.tp, parallel.pp, parallel.cp or 1
     if tp is not None:
-        cut = _cut_by_tp(model, whole_experts=may_have_whole_experts(config))
-        yield from uneven_problems("parallel.tp", tp, cut)
+        counts = _cut_by_tp(model, whole_experts=may_have_whole_experts(config))
+        yield from uneven_problems("parallel.tp", tp, counts)
     yield from pipeline_problems(model.num_layers, pp, parallel.vpp)
     copy_ranks = (tp or 1) * (pp or 1) * cp
     if config.gpus % copy_ranks:
-        used = [f"{name} {size}" for name, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size not in (None, 1)]
-        product = " * ".join(used) + (f" = {copy_ranks}" if len(used) > 1 else "")
+        factors = [f"{name} {size}" for name, size in (("tp", tp), ("pp", pp), ("cp", cp)) if size not in (None, 1)]
+        product = " * ".join(factors) + (f" = {copy_ranks}" if len(factors) > 1 else "")
         above = -(-config.gpus // copy_ranks) * copy_ranks
         below = above - copy_ranks
         reason = f"is not a multiple of {product}, the number of ranks that hold one copy of the model"
@@ -162,10 +162,10 @@ def _batch_problems(config: RunConfig) -> Iterator[Problem]:
         dp = 1  # unknown until `canzona_cli.cluster.fit` chooses a dp that divides the batch
     pp = parallel.pp if (parallel.vpp or 1) > 1 else None
     sizes = {"dp": dp, "micro-batch": micro or 1, "pp (with vpp > 1)": pp or 1}
-    step = math.prod(sizes.values())
-    if batch % step:
+    divisor = math.prod(sizes.values())
+    if batch % divisor:
         product = " * ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        above = -(-batch // step) * step
-        reason = f"is not a multiple of {product}" + (f" = {step}" if " * " in product else "")
-        fix = f"use train.global_batch_size={above}" + (f" or {above - step}" if above > step else "")
+        above = -(-batch // divisor) * divisor
+        reason = f"is not a multiple of {product}" + (f" = {divisor}" if " * " in product else "")
+        fix = f"use train.global_batch_size={above}" + (f" or {above - divisor}" if above > divisor else "")
         yield Problem("train.global_batch_size", reason, fix)

@@ -154,8 +154,8 @@ def _take_value(name: str, value: str, arguments: Arguments) -> None:
     """Adds an argument whose value is written in Python's notation, such as `True`."""
     if value in _NOTHING or (meaning(name) is None and value == "False"):
         return
-    switch = {"True": "true", "False": "false"}.get(value)
-    arguments.add(name, switch or _DTYPES.get(value, value.strip("[]'")), name)
+    switch_value = {"True": "true", "False": "false"}.get(value)
+    arguments.add(name, switch_value or _DTYPES.get(value, value.strip("[]'")), name)
 
 
 def _take_script(text: str, script: Script, arguments: Arguments) -> None:
@@ -164,27 +164,28 @@ def _take_script(text: str, script: Script, arguments: Arguments) -> None:
         raise Unreadable("contains no command with Megatron arguments")
     for flag, values in _flags(words):
         name, implied = argument_of(flag)
-        switch = isinstance(default(name), bool)
+        is_switch = isinstance(default(name), bool)
+        takes_value = meaning(name) is not None and not is_switch
         # An unknown word that is not the flag's value may expand to other flags.
-        hidden = [word for word in values[switch is False and meaning(name) is not None :] if unknown(word)]
+        hidden = [word for word in (values[1:] if takes_value else values) if unknown(word)]
         arguments.not_understood += [f"{unknown(word)}" for word in hidden]
         values = [word for word in values if word not in hidden]
-        if switch is bool(values) and meaning(name) not in (None, "no_effect") and implied is None:
+        if is_switch is bool(values) and meaning(name) not in (None, "no_effect") and implied is None:
             arguments.not_understood.append(" ".join([flag, *values]))
         else:
             arguments.add(name, implied or " ".join(values) or "true", flag)
     arguments.not_understood += [word for word in script.undecided if word.startswith("--")]
     arguments.sourced = [known_part(words[1]) for words in script.commands if words[0] in ("source", ".") and words[1:]]
-    given = {flag.replace("-", "_"): values for flag, values in _flags(launcher)}
-    nodes = _whole(given.get("__nnodes"), _NODES.search(text))
-    per_node = _whole(given.get("__nproc_per_node"), *(pattern.search(text) for pattern in _PER_NODE))
-    if nodes is None and per_node is not None and "__nnodes" not in given:
+    launcher_flags = {flag.replace("-", "_"): values for flag, values in _flags(launcher)}
+    nodes = _whole(launcher_flags.get("__nnodes"), _NODES.search(text))
+    per_node = _whole(launcher_flags.get("__nproc_per_node"), *(pattern.search(text) for pattern in _PER_NODE))
+    if nodes is None and per_node is not None and "__nnodes" not in launcher_flags:
         nodes = 1
     arguments.nodes, arguments.per_node = nodes, per_node
     if nodes and per_node:
         arguments.add("world_size", str(nodes * per_node), "the number of processes")
-    elif (size := script.variables.get("WORLD_SIZE", "")).isdecimal():
-        arguments.add("world_size", size, "WORLD_SIZE")
+    elif (world_size := script.variables.get("WORLD_SIZE", "")).isdecimal():
+        arguments.add("world_size", world_size, "WORLD_SIZE")
 
 
 def _command_line(script: Script) -> tuple[list[str], list[str]]:
@@ -195,9 +196,9 @@ def _command_line(script: Script) -> tuple[list[str], list[str]]:
     """
     commands = [[word.strip("'\"") for word in " ".join(words).split()] for words in script.commands]
     commands.append([word for words in commands if words and words[0].startswith("--") for word in words])
-    longest = max(commands, key=lambda words: sum(word.startswith("--") for word in words))
-    started = next((place + 1 for place, word in enumerate(longest) if word.endswith(".py")), 0)
-    return longest[:started], longest[started:]
+    command = max(commands, key=lambda words: sum(word.startswith("--") for word in words))
+    script_end = next((index + 1 for index, word in enumerate(command) if word.endswith(".py")), 0)
+    return command[:script_end], command[script_end:]
 
 
 def _flags(words: Iterable[str]) -> Iterator[tuple[str, list[str]]]:

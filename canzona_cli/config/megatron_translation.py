@@ -109,15 +109,15 @@ class _Translation:
         self._schedule(batch)
         self._optimizer()
         self._omissions()
-        first = {} if "recipe" in self._typed else {"recipe": self._recipe()}
+        recipe = {} if "recipe" in self._typed else {"recipe": self._recipe()}
         mode = self._text("muon_tp_mode")
         return MegatronRun(
             path=self._given.path,
-            overrides={**first, **self._overrides},
+            overrides={**recipe, **self._overrides},
             arguments=self._names,
             optimizer="adamw" if self._text("optimizer") == "adam" else "muon",
             distributed=self._distributed,
-            tp_mode=next((known for known in get_args(TpMode) if known == mode), "blockwise"),
+            tp_mode=next((possible for possible in get_args(TpMode) if possible == mode), "blockwise"),
             tp_overlap=self._on("tp_comm_overlap"),
             dispatch_overlap=self._on("overlap_moe_expert_parallel_comm"),
             not_understood=tuple(dict.fromkeys(self._given.not_understood)),
@@ -168,14 +168,15 @@ class _Translation:
         hidden, heads = self._number("hidden_size", 1), self._number("num_attention_heads", 1)
         if self._text("kv_channels") is None and hidden % heads:
             self._report("hidden_size", f"is not a multiple of the {heads} attention heads", "give --kv-channels")
-        gated, experts = self._on("swiglu"), self._number("num_experts", 0)
+        gated = self._on("swiglu")
+        experts = self._number("num_experts", 0)
         default_ffn = int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden
         ffn = self._number("ffn_hidden_size", default_ffn)
         groups = self._number("num_query_groups", 1) if self._on("group_query_attention") else heads
         self._set("model.head_dim", self._number("kv_channels", hidden // heads), "kv_channels")
         self._set("model.num_query_groups", groups, "num_query_groups")
-        width = "moe_ffn_hidden_size" if experts else "ffn_hidden_size"
-        self._set("model.ffn_hidden_size", self._number(width, ffn), width)
+        ffn_argument = "moe_ffn_hidden_size" if experts else "ffn_hidden_size"
+        self._set("model.ffn_hidden_size", self._number(ffn_argument, ffn), ffn_argument)
         self._set("model.tied_embeddings", not self._on("untie_embeddings_and_output_weights"))
         self._set("model.gated", gated, "swiglu")
         if not gated:
@@ -184,9 +185,9 @@ class _Translation:
             self._set("model.rope_scaling", self._text("rope_scaling_factor"), "rope_scaling_factor")
         self._set("model.num_experts", experts, "num_experts")
         if experts:
-            for name, what in (("qk_layernorm", "QK-norm"), ("swiglu", "SwiGLU")):
+            for name, feature in (("qk_layernorm", "QK-norm"), ("swiglu", "SwiGLU")):
                 if not self._on(name):
-                    self._report(name, f"is missing; canzona's models with experts have {what}, like Qwen3")
+                    self._report(name, f"is missing; canzona's models with experts have {feature}, like Qwen3")
             self._set("model.experts_per_token", self._number("moe_router_topk", 2), "moe_router_topk")
             balancing = self._text("moe_router_load_balancing_type") or ""
             if balancing in _BALANCING:
@@ -204,8 +205,8 @@ class _Translation:
                 self._report("vocab_size", reason, "add it to the file, or model.vocab_size=N to this command")
             return
         size = self._number("padded_vocab_size", 0) or self._number("vocab_size", 1)
-        to = self._number("make_vocab_size_divisible_by", 128) * self._number("tensor_model_parallel_size", 1)
-        padded = -(-size // to) * to if self._on("pad_vocab_size") else size
+        multiple = self._number("make_vocab_size_divisible_by", 128) * self._number("tensor_model_parallel_size", 1)
+        padded = -(-size // multiple) * multiple if self._on("pad_vocab_size") else size
         self._set("model.vocab_size", padded, "vocab_size")
 
     def _parallel(self) -> None:
@@ -220,12 +221,13 @@ class _Translation:
             self._set("parallel.sequence_parallel", False)
         self._stages()
         if self._number("num_experts", 0) or self._number("expert_model_parallel_size", 1) > 1:
-            self._expert_ranks()
+            self._expert_parallelism()
 
     def _stages(self) -> None:
         layers, pp = self._number("num_layers", 1), self._number("pipeline_model_parallel_size", 1)
         counts = tuple(self._on(f"account_for_{part}_in_pipeline_split") for part in ("embedding", "loss"))
-        counted_layers, per_chunk = layers + sum(counts), self._number("num_layers_per_virtual_pipeline_stage", 0)
+        counted_layers = layers + sum(counts)
+        per_chunk = self._number("num_layers_per_virtual_pipeline_stage", 0)
         chunks = self._number("num_virtual_stages_per_pipeline_rank", 1)
         chunks = self._number("virtual_pipeline_model_parallel_size", chunks)
         if per_chunk:
@@ -236,21 +238,22 @@ class _Translation:
         self._chunks = max(1, chunks)
         if pp > 1 or chunks > 1:
             self._set("parallel.vpp", self._chunks, "num_layers_per_virtual_pipeline_stage")
-        cut = count_parts_as_layers(layers, pp * self._chunks)
-        if pp > 1 and cut is not None and cut != counts:
-            parts = [part for part, is_counted in cut._asdict().items() if is_counted]
-            name = f"account_for_{'loss' if cut.loss != counts[1] else 'embedding'}_in_pipeline_split"
-            additional = " and ".join(parts) or "nothing"
-            reason = f"canzona counts {additional} as a layer when it cuts {layers} layers"
+        counted_parts = count_parts_as_layers(layers, pp * self._chunks)
+        if pp > 1 and counted_parts is not None and counted_parts != counts:
+            parts = [part for part, is_counted in counted_parts._asdict().items() if is_counted]
+            name = f"account_for_{'loss' if counted_parts.loss != counts[1] else 'embedding'}_in_pipeline_split"
+            counted_as_layers = " and ".join(parts) or "nothing"
+            reason = f"canzona counts {counted_as_layers} as a layer when it cuts {layers} layers"
             self._report(name, f"{reason} into {pp * self._chunks} parts")
 
-    def _expert_ranks(self) -> None:
+    def _expert_parallelism(self) -> None:
         tp, ep = self._number("tensor_model_parallel_size", 1), self._number("expert_model_parallel_size", 1)
         self._set("parallel.ep", ep, "expert_model_parallel_size")
-        cut, expected = self._number("expert_tensor_parallel_size", tp), tp if ep == 1 else 1
-        if cut != expected:
-            also = ", like the rest of the model" if ep == 1 else " with expert parallelism"
-            reason = f"would cut experts into {cut} parts; canzona cuts them into {expected}{also}"
+        expert_tp = self._number("expert_tensor_parallel_size", tp)
+        expected = tp if ep == 1 else 1
+        if expert_tp != expected:
+            context = ", like the rest of the model" if ep == 1 else " with expert parallelism"
+            reason = f"would cut experts into {expert_tp} parts; canzona cuts them into {expected}{context}"
             self._report("expert_tensor_parallel_size", reason, f"use {expected}")
         if ep > 1:
             self._set("parallel.dispatcher", self._text("moe_token_dispatcher_type"), "moe_token_dispatcher_type")
@@ -280,30 +283,31 @@ class _Translation:
 
     def _schedule(self, batch: int) -> None:
         def steps(of: str) -> int | None:
-            """Returns a number of steps, which the arguments give in iterations or in samples; None if they do
-            not."""
+            """Returns a number of steps, which the arguments give in iterations or in samples; None if they
+            give neither."""
             iterations, samples = self._number(f"{of}_iters", 0), self._number(f"{of}_samples", 0)
             return iterations or samples // batch or None
 
-        length, decay = steps("train"), _DECAYS.get(self._text("lr_decay_style") or "")
-        self._set("train.steps", length, "train_iters")
+        train_steps = steps("train")
+        decay = _DECAYS.get(self._text("lr_decay_style") or "")
+        self._set("train.steps", train_steps, "train_iters")
         if decay is None:
             self._left_out.append(self._listed("lr_decay_style"))
             return
         self._set("schedule.decay", decay, "lr_decay_style")
-        ends = steps("lr_decay")
+        decay_steps = steps("lr_decay")
         if decay == "constant":
             self._overrides.pop("optimizer.min_lr", None)
-        elif ends != length:
-            self._set("schedule.decay_steps", ends, "lr_decay_iters")
+        elif decay_steps != train_steps:
+            self._set("schedule.decay_steps", decay_steps, "lr_decay_iters")
         if decay == "wsd":
             self._set("schedule.wsd_decay_steps", steps("lr_wsd_decay"), "lr_wsd_decay_iters")
             if self._text("lr_wsd_decay_style") != "linear":
                 self._left_out.append(self._listed("lr_wsd_decay_style"))
         text = self._text("lr_warmup_fraction") or "0"
-        if (share := _number(text)) is None:
+        if (fraction := _number(text)) is None:
             self._unusable("lr_warmup_fraction", text, "schedule.warmup_steps")
-        warmup = steps("lr_warmup") or int((share or 0.0) * (ends or length or 0))
+        warmup = steps("lr_warmup") or int((fraction or 0.0) * (decay_steps or train_steps or 0))
         self._set("schedule.warmup_steps", warmup, "lr_warmup_iters")
 
     def _optimizer(self) -> None:

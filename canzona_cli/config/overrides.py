@@ -162,7 +162,7 @@ def _not_an_override(argument: str) -> Problem:
 
 def _not_a_change(key: str, text: str) -> Problem:
     bare = key.lstrip("+~")
-    known = bare if bare in settings() or bare in GROUPS else closest_key(bare)
+    existing = bare if bare in settings() or bare in GROUPS else closest_key(bare)
     reason = f"{key[: len(key) - len(bare)]} would add or remove a setting, but canzona's settings are fixed"
-    fix = f"write {known}=VALUE" if known else "write KEY=VALUE with a key that exists"
+    fix = f"write {existing}=VALUE" if existing else "write KEY=VALUE with a key that exists"
     return Problem(key, reason, fix, value=text)

@@ -19,7 +19,7 @@ CHOSEN: Final = (
 )
 """The settings that depend on the number of GPUs and on the cluster. A run's `config.yaml` has the values
 chosen for the GPUs with which it was started."""
-_OVERRULES: Final = {
+_OVERRULED_BY: Final = {
     "optimizer.lr": "optimizer.lrs",
     "optimizer.min_lr": "optimizer.min_lr_ratio",
     "train.batch_tokens": "train.global_batch_size",
@@ -30,7 +30,7 @@ builds on a recipe that sets the second, the first is meant to apply."""
 
 def overruling_settings(recipes: Sequence[Path], parsed: Overrides) -> Iterator[str]:
     """Yields the settings of a recipe that would have no effect because it builds on a recipe that sets the
-    second setting of a pair (`_OVERRULES`).
+    second setting of a pair (`_OVERRULED_BY`).
 
     `optimizer.lr` is not yielded if the command line chooses an optimizer: a recipe's learning rate is meant
     for its own optimizer.
@@ -42,18 +42,18 @@ def overruling_settings(recipes: Sequence[Path], parsed: Overrides) -> Iterator[
 
     def last_recipe_with(name: str) -> int:
         """Returns the index of the last recipe that sets `name`; -1 if none does."""
-        return max((number for number, tree in enumerate(chain) if name in tree), default=-1)
+        return max((index for index, tree in enumerate(chain) if name in tree), default=-1)
 
-    for key, other in _OVERRULES.items():
-        replaced = other in parsed.values or (key == "optimizer.lr" and "optimizer" in parsed.groups)
-        if last_recipe_with(key) > last_recipe_with(other) >= 0 and not replaced:
+    for key, overruling in _OVERRULED_BY.items():
+        replaced = overruling in parsed.values or (key == "optimizer.lr" and "optimizer" in parsed.groups)
+        if last_recipe_with(key) > last_recipe_with(overruling) >= 0 and not replaced:
             yield key
 
 
 def drop_replaced(
     tree: Mapping[str, object], parsed: Overrides, set_keys: Collection[str], problems: list[Problem]
 ) -> None:
-    """Drops the second setting of each pair in `_OVERRULES` from a recipe's values if the first is set, and
+    """Drops the second setting of each pair in `_OVERRULED_BY` from a recipe's values if the first is set, and
     changes the data source if the command line sets a data path or a blend, but no source.
 
     If the command line sets both settings of a pair, `lr` takes precedence over `lrs`, and `global_batch_size`
@@ -64,18 +64,18 @@ def drop_replaced(
         set_keys: the settings that the command line sets, and those that `overruling_settings` yields.
         problems: gets a problem if the command line sets both `min_lr` and `min_lr_ratio`.
     """
-    for key, other in _OVERRULES.items():
-        section, _, name = other.partition(".")
+    for key, overruling in _OVERRULED_BY.items():
+        section, _, name = overruling.partition(".")
         values = tree.get(section)
         if key not in set_keys or not isinstance(values, dict):
             continue
         if name == "lrs":
             values[name] = {}
-        elif parsed.values.get(other) is None:
+        elif parsed.values.get(overruling) is None:
             values[name] = None
         elif section == "optimizer":
             reason = f"cannot be combined with {key}"
-            problems.append(Problem(other, reason, "keep one of them", value=parsed.texts[other]))
+            problems.append(Problem(overruling, reason, "keep one of them", value=parsed.texts[overruling]))
     _choose_source(tree, parsed)
 
 

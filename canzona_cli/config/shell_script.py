@@ -233,13 +233,13 @@ class _Reader:
         match = _BRACED.fullmatch(inside)
         if match is None:
             return f"{_MARK}?${{{inside}}}{_MARK}"
-        name, _, sign, other = match.groups(default="")
+        name, _, sign, alternative = match.groups(default="")
         value = self._value(name)
         is_set = name in self.variables and (value != "" or ":" not in sign)
         if sign.endswith("+") or (sign.endswith(("-", "=")) and not is_set):
             if sign.endswith("+") and not is_set:
                 return ""
-            return _Reader(other, self.variables).piece("")
+            return _Reader(alternative, self.variables).piece("")
         return value
 
     def _value(self, name: str) -> str:
@@ -287,8 +287,8 @@ class _Reader:
             self._documents.append(target)
 
     def _skip_documents(self) -> None:
-        for last in self._documents:
-            end = re.compile(rf"^\t*{re.escape(last)}$", re.MULTILINE).search(self.text, self.at)
+        for delimiter in self._documents:
+            end = re.compile(rf"^\t*{re.escape(delimiter)}$", re.MULTILINE).search(self.text, self.at)
             self.at = len(self.text) if end is None else end.end()
         self._documents = []
 
@@ -299,11 +299,11 @@ class _Reader:
             words = rest
         if not words:
             return
-        reading = bool(self._open) and self._open[-1].reading
-        if not reading and not (end == ")" and self._runs is _Truth.UNKNOWN):  # a pattern of `case`
+        in_condition = bool(self._open) and self._open[-1].reading
+        if not in_condition and not (end == ")" and self._runs is _Truth.UNKNOWN):  # a pattern of `case`
             self._record(words)
-        tests = reading or words[0] in _TESTS or words[0].startswith("((")
-        outcome = self._test(words) if tests else _Truth.YES
+        is_test = in_condition or words[0] in _TESTS or words[0].startswith("((")
+        outcome = self._test(words) if is_test else _Truth.YES
         if self._joined == "&&":
             outcome = min(self._outcome, outcome)
         elif self._joined == "||":
@@ -313,27 +313,28 @@ class _Reader:
     def _keyword(self, words: list[str]) -> list[str] | None:
         """Applies the keyword at the beginning of a command; returns the words after it, or None without a
         keyword."""
-        first, branch = words[0], self._open[-1] if self._open else None
-        if first in ("if", "while", "{"):
-            self._open.append(_Branch(reached=self._reached, reading=first != "{"))
+        keyword = words[0]
+        branch = self._open[-1] if self._open else None
+        if keyword in ("if", "while", "{"):
+            self._open.append(_Branch(reached=self._reached, reading=keyword != "{"))
             self._joined = ""
-        elif first in ("for", "select", "until", "case"):
-            taken = _Truth.UNKNOWN if first == "case" else _Truth.YES
+        elif keyword in ("for", "select", "until", "case"):
+            taken = _Truth.UNKNOWN if keyword == "case" else _Truth.YES
             self._open.append(_Branch(reached=self._reached, taken=taken))
             self._outcome = _Truth.YES
-            for name in words[1:2] if first in ("for", "select") else ():
+            for name in words[1:2] if keyword in ("for", "select") else ():
                 self._set(name, f"{_MARK}?{name}{_MARK}")
             return []
-        elif first in ("fi", "done", "esac", "}") and branch is not None:
+        elif keyword in ("fi", "done", "esac", "}") and branch is not None:
             self._open.pop()
-            if first != "}" or branch.reached is not _Truth.YES:  # else the outcome of its last command
+            if keyword != "}" or branch.reached is not _Truth.YES:  # else the outcome of its last command
                 self._outcome = _Truth.UNKNOWN
             return []
-        elif first in ("then", "do", "elif", "else") and branch is not None:
-            branch.enter(first, self._outcome)
-        elif first == "function":
+        elif keyword in ("then", "do", "elif", "else") and branch is not None:
+            branch.enter(keyword, self._outcome)
+        elif keyword == "function":
             return words[2:]
-        elif first not in ("time", "}"):
+        elif keyword not in ("time", "}"):
             return None
         return words[1:]
 

@@ -68,6 +68,6 @@ def _class_problem(path: Path, name: str) -> str | None:
     if starred or used & _DYNAMIC or bound & {name, "__getattr__"}:
         return None
     classes = [scope.get_name() for scope in module.get_children() if scope.get_type() == "class"]
-    near = closest(name, classes)
-    others = f"its classes are {', '.join(classes)}" if classes else "it has no classes"
-    return f"{path} has no class {name}; " + (others if near is None else f"did you mean {near}?")
+    similar = closest(name, classes)
+    listing = f"its classes are {', '.join(classes)}" if classes else "it has no classes"
+    return f"{path} has no class {name}; " + (listing if similar is None else f"did you mean {similar}?")

@@ -59,8 +59,8 @@ def combinations(arguments: Sequence[str]) -> tuple[Combination, ...]:
     ]
     refuse(problems)
     runs = []
-    lists = [values or (argument,) for argument, values in zip(arguments, choices, strict=True)]
-    for overrides in itertools.islice(itertools.product(*lists), MOST_RUNS + 1):
+    value_lists = [values or (argument,) for argument, values in zip(arguments, choices, strict=True)]
+    for overrides in itertools.islice(itertools.product(*value_lists), MOST_RUNS + 1):
         swept_here = (override for override, values in zip(overrides, choices, strict=True) if values)
         chosen = dict(override.split("=", 1) for override in swept_here)
         runs.append(Combination(name=_directory_name(chosen), values=chosen, overrides=overrides))
@@ -119,6 +119,6 @@ def _with_unique_names(combinations: Sequence[Combination]) -> list[Combination]
     replaced or long names were cut."""
     count = Counter(run.name for run in combinations)
     return [
-        run if count[run.name] == 1 else replace(run, name=f"{run.name}_{number}")
-        for number, run in enumerate(combinations)
+        run if count[run.name] == 1 else replace(run, name=f"{run.name}_{index}")
+        for index, run in enumerate(combinations)
     ]

@@ -140,8 +140,8 @@ def _compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[di
     # Hydra resolves `defaults:` lists while it composes, before the content can be checked. They must not be
     # able to read environment variables.
     OmegaConf.clear_resolver("oc.env")
-    read = _folder_source()
-    read.clear()
+    files_read = _folder_source()
+    files_read.clear()
     with _in_config_store(chosen), initialize(config_path=None, version_base="1.3"):
         try:
             merged = compose(_PRIMARY, overrides=[f"hydra.searchpath=[{folders}]", *_DROP_HYDRA_GROUPS, *overrides])
@@ -157,7 +157,7 @@ def _compose_files(chosen: Mapping[str, Path], dirs: Sequence[Path]) -> tuple[di
     refuse(content_problems(tree, where))
     # Hydra reads a recipe before the recipes that it builds on, but applies it after them. Files of the other
     # groups are applied before recipes.
-    files = {group: [path for path in reversed(read) if path.parent.name == group] for group in GROUPS}
+    files = {group: [path for path in reversed(files_read) if path.parent.name == group] for group in GROUPS}
     for group, path in chosen.items():
         files[group].append(path)
     return tree, [path for group in (*GROUPS[1:], GROUPS[0]) for path in files[group]]
@@ -172,7 +172,7 @@ def _folder_source() -> list[Path]:
     from hydra.plugins.config_source import ConfigResult, ConfigSource
     from omegaconf import OmegaConf
 
-    read: list[Path] = []
+    files_read: list[Path] = []
 
     class Folder(ConfigSource):  # type: ignore[misc]
         @staticmethod
@@ -194,7 +194,7 @@ def _folder_source() -> list[Path]:
         def load_config(self, config_path: str) -> ConfigResult:
             file = self._file(config_path)
             content = read_yaml(file)
-            read.append(file)
+            files_read.append(file)
             return ConfigResult(
                 provider=self.provider,
                 path=str(file),
@@ -206,7 +206,7 @@ def _folder_source() -> list[Path]:
             return Path(self.path, config_path if config_path.endswith(".yaml") else f"{config_path}.yaml")
 
     Plugins.instance().register(Folder)
-    return read
+    return files_read
 
 
 def _package(file: Path) -> str | None:
@@ -357,23 +357,23 @@ def with_values(base: Mapping[str, object], values: Mapping[str, object], proble
     return tree_of(resolved)
 
 
-def _resolved_length(name: str, texts: Mapping[str, str], within: tuple[str, ...]) -> int:
+def _resolved_length(name: str, texts: Mapping[str, str], open_keys: tuple[str, ...]) -> int:
     """Returns an upper bound for the number of characters of a setting or section after its references are
     resolved; for a cycle, a number above `_LONGEST`. Only texts with references, and the texts that they refer
     to, are counted.
 
     Args:
         name: the key of the setting or section.
-        within: the keys whose references are being resolved. A reference to one of these keys closes a cycle.
+        open_keys: the keys whose references are being resolved. A reference to one of these keys closes a cycle.
     """
     length = 0
     for key in (name,) if name in texts else [key for key in texts if key.startswith(f"{name}.")]:
         text = texts[key]
-        length += len(text) if "${" in text or within else 0
+        length += len(text) if "${" in text or open_keys else 0
         for reference in REFERENCE.findall(text):
-            if key in within or length > _LONGEST:
+            if key in open_keys or length > _LONGEST:
                 return _LONGEST + 1
-            length += _resolved_length(reference, texts, (*within, key))
+            length += _resolved_length(reference, texts, (*open_keys, key))
     return length
 
 
@@ -382,11 +382,11 @@ def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
 
     A missing section with required settings is not added; it is reported later.
     """
-    known = settings()
-    full: dict[str, object] = dict(tree)
+    all_settings = settings()
+    with_defaults: dict[str, object] = dict(tree)
     for section, names in sections().items():
-        in_section = [known[f"{section}.{name}"] for name in sorted(names)]
-        values = full.get(section, None if any(setting.required for setting in in_section) else {})
+        in_section = [all_settings[f"{section}.{name}"] for name in sorted(names)]
+        values = with_defaults.get(section, None if any(setting.required for setting in in_section) else {})
         if isinstance(values, Mapping):
             optimizer = str(values.get("name"))
             defaults = {
@@ -394,8 +394,8 @@ def _with_defaults(tree: Mapping[str, object]) -> dict[str, object]:
                 for setting in in_section
                 if not setting.required and (not setting.optimizers or optimizer in setting.optimizers)
             }
-            full[section] = {**defaults, **_defaults_with_experts(tree, defaults), **values}
-    return full
+            with_defaults[section] = {**defaults, **_defaults_with_experts(tree, defaults), **values}
+    return with_defaults
 
 
 def _defaults_with_experts(tree: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, object]:

@@ -120,7 +120,7 @@ def _section_problems(
 ) -> Iterator[Problem]:
     """Yields a problem for each value of a section that pydantic refused. A list, or an entry of a mapping,
     gets only one problem."""
-    lists = set()
+    reported = set()
     for detail in error.errors(include_url=False):
         location, entry = detail["loc"], detail["input"]
         key = ".".join([name, *(str(part) for part in location[:1])])
@@ -131,8 +131,8 @@ def _section_problems(
         inner = value[location[0]] if isinstance(value, Mapping) else value
         if isinstance(inner, Mapping):
             key, inner = f"{key}.{location[1]}", inner[location[1]]
-        if key not in lists:
-            lists.add(key)
+        if key not in reported:
+            reported.add(key)
             bound = bound_text(detail["type"], detail.get("ctx", {}), entry)
             reason = f"contains {entry}, which must be {bound}" if bound else ""
             yield _bad_entry(key, inner, reason, texts, where)
@@ -162,9 +162,9 @@ def _out_of_range(setting: Setting, value: object, shown: object, place: str) ->
         reason = f"must be {setting.range.words(value)}{place}"
     fix = _example(setting)
     if isinstance(value, int) and setting.kind == "integer":
-        low = value < setting.range.at_least
-        bound = setting.range.at_least if low else min(setting.range.at_most, setting.range.below - 1)
-        fix = f"use {setting.key}={bound:.0f} or {'more' if low else 'less'}"
+        is_low = value < setting.range.at_least
+        bound = setting.range.at_least if is_low else min(setting.range.at_most, setting.range.below - 1)
+        fix = f"use {setting.key}={bound:.0f} or {'more' if is_low else 'less'}"
     fix += _OR_NULL if setting.optional else ""
     return Problem(setting.key, reason, fix, value=shown)
 
@@ -177,16 +177,17 @@ def _optimizer(tree: Mapping[str, object]) -> object:
 
 def _unknown_key_problems(tree: Mapping[str, object], where: str) -> Iterator[Problem]:
     """Yields a problem for each key that is not a setting, or not a setting of the run's optimizer."""
-    known, optimizer = settings(), str(_optimizer(tree))
+    all_settings = settings()
+    optimizer = str(_optimizer(tree))
     for key, value in leaves(tree):
-        if key not in known:
+        if key not in all_settings:
             if key not in sections():
                 shown = None if "." not in key and isinstance(value, Mapping | list) else value
                 yield unknown_key(key, shown, where=f" (in {where})")
-        elif known[key].optimizers and optimizer in OPTIMIZERS and optimizer not in known[key].optimizers:
-            having = sorted(known[key].optimizers)
-            reason = f"{optimizer} has no such setting; it belongs to {' or '.join(having)}"
-            yield Problem(key, reason, f"remove it, or choose optimizer={having[0]}", value=value)
+        elif all_settings[key].optimizers and optimizer in OPTIMIZERS and optimizer not in all_settings[key].optimizers:
+            supporting = sorted(all_settings[key].optimizers)
+            reason = f"{optimizer} has no such setting; it belongs to {' or '.join(supporting)}"
+            yield Problem(key, reason, f"remove it, or choose optimizer={supporting[0]}", value=value)
 
 
 def _explain(key: str, error: str, value: object, texts: Mapping[str, str], where: str) -> Problem:

@@ -132,11 +132,12 @@ def missing_feature_problem(name: str) -> Problem | None:
     """Returns a problem with advice if `name`, dotted or not, is the name of a feature that canzona does not
     have or sets in another way; otherwise None."""
     flat = name.replace("-", "_").lower()
-    words, last = {*flat.replace(".", "_").split("_")}, flat.rpartition(".")[2]
-    if {flat, last} & RENAMED.keys():
+    words = {*flat.replace(".", "_").split("_")}
+    bare_name = flat.rpartition(".")[2]
+    if {flat, bare_name} & RENAMED.keys():
         return None
     for listed, (reason, fix) in _ADVICE.items():
-        if matching := [word for word in listed.split() if word in words or word == last]:
+        if matching := [word for word in listed.split() if word in words or word == bare_name]:
             return Problem(name, reason, fix.format(min(matching)))
     return None
 
@@ -200,23 +201,22 @@ def closest_key(key: str) -> str | None:
     looks more like it.
     """
     flat = key.strip("/").replace("/", ".").replace("-", "_").lower()
-    last = flat.rpartition(".")[2]
-    if (name := flat if flat in RENAMED else last) in RENAMED:
+    bare_key = flat.rpartition(".")[2]
+    if (name := flat if flat in RENAMED else bare_key) in RENAMED:
         return RENAMED[name]
-    known = settings()
     best, best_score = None, 0.0
-    for name in known:
-        section, _, bare = name.rpartition(".")
-        of_keys = SequenceMatcher(None, flat, name).ratio()
-        of_names = SequenceMatcher(None, last, bare).ratio()
-        missing = set(bare.split("_")) - set(last.split("_"))
-        if set(last.split("_")) < set(bare.split("_")):
-            of_names = max(of_names, 0.95 - 0.05 * len(missing))
-        if sorted(last) == sorted(bare):  # letters in another order, such as gpsu
-            of_names = max(of_names, 0.95)
+    for name in settings():
+        section, _, bare_name = name.rpartition(".")
+        key_similarity = SequenceMatcher(None, flat, name).ratio()
+        name_similarity = SequenceMatcher(None, bare_key, bare_name).ratio()
+        missing_words = set(bare_name.split("_")) - set(bare_key.split("_"))
+        if set(bare_key.split("_")) < set(bare_name.split("_")):
+            name_similarity = max(name_similarity, 0.95 - 0.05 * len(missing_words))
+        if sorted(bare_key) == sorted(bare_name):  # letters in another order, such as gpsu
+            name_similarity = max(name_similarity, 0.95)
         given_section = flat.rpartition(".")[0] or section
-        of_sections = SequenceMatcher(None, given_section, section).ratio()
-        score = max(of_keys, 0.9 * of_names + 0.1 * of_sections)
+        section_similarity = SequenceMatcher(None, given_section, section).ratio()
+        score = max(key_similarity, 0.9 * name_similarity + 0.1 * section_similarity)
         if score > best_score:
             best, best_score = name, score
     return best if best_score >= MIN_SIMILARITY else None

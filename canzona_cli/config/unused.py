@@ -45,11 +45,11 @@ def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bo
         training: False if the run is only planned, which is possible with any strategy.
     """
     yield from _unused_data(config, explicit)
-    for key, off, remedy in _REFUSED:
-        other = remedy.partition("=")[0]
-        value, state = value_of(config, key), value_of(config, other)
-        if key in explicit and state in off and value is not None and (key, value) not in _HARMLESS:
-            reason = f"has no effect: {other} is {override_text(state)}"
+    for key, idle_values, remedy in _REFUSED:
+        other_key = remedy.partition("=")[0]
+        value, other_value = value_of(config, key), value_of(config, other_key)
+        if key in explicit and other_value in idle_values and value is not None and (key, value) not in _HARMLESS:
+            reason = f"has no effect: {other_key} is {override_text(other_value)}"
             yield Problem(key, reason, f"write {remedy}, or leave it out")
     if training:
         yield from _unused_engine(config, explicit)
@@ -70,13 +70,13 @@ def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bo
     yield from _optimizer_warnings(config, explicit)
     if {"train.batch_tokens", "train.global_batch_size"} <= explicit and config.train.global_batch_size is not None:
         yield "train.batch_tokens is ignored: train.global_batch_size is set"
-    unplanned = training and config.execution is not Execution.PLANNED
-    for key, only in (("layout", "contiguous"), ("grouping", "greedy")):
-        has_other_value = f"engine.{key}" in explicit and vars(config.engine)[key] != only
-        if config.engine.strategy == "paper" and not unplanned and has_other_value:
-            yield f"engine.{key} is ignored: engine.strategy is paper, which always uses {only}"
+    has_no_plan = training and config.execution is not Execution.PLANNED
+    for key, only_value in (("layout", "contiguous"), ("grouping", "greedy")):
+        has_other_value = f"engine.{key}" in explicit and vars(config.engine)[key] != only_value
+        if config.engine.strategy == "paper" and not has_no_plan and has_other_value:
+            yield f"engine.{key} is ignored: engine.strategy is paper, which always uses {only_value}"
     tp = config.parallel.tp
-    if tp == 1 and "engine.exchange_dtype" in explicit and not unplanned:
+    if tp == 1 and "engine.exchange_dtype" in explicit and not has_no_plan:
         yield "engine.exchange_dtype is ignored: with parallel.tp=1 there is no exchange between TP ranks"
     if tp is not None and tp > config.cluster.gpus_per_node:
         yield f"parallel.tp={tp} spans several nodes of {config.cluster.gpus_per_node} ranks: it will be slow"

@@ -136,33 +136,33 @@ def build_pair(sources: Sequence[Source], prefix: Path, settings: BuildSettings,
     if settings.workers is not None:
         os.environ["RAYON_NUM_THREADS"] = str(settings.workers)  # read when the tokenizer's thread pool starts
     with _spool_inputs(sources, prefix, settings, on_progress) as readable:
-        read = ReadSettings(
+        read_settings = ReadSettings(
             piece=piece_bytes(sources),
             document=settings.document,
             text_key=settings.text_key,
             template=settings.template,
         )
-        tokenizer, sampled = _make_tokenizer(readable, read, settings, on_progress)
-        recipe = Recipe(tokenizer=tokenizer, read=read)
+        tokenizer, sampled = _make_tokenizer(readable, read_settings, settings, on_progress)
+        recipe = Recipe(tokenizer=tokenizer, read=read_settings)
         earlier = _finished_inputs(prefix, recipe, readable)
-        after = None if earlier is None else earlier.written
-        with PairWriter(prefix, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, after=after) as writer:
+        continue_at = None if earlier is None else earlier.written
+        with PairWriter(prefix, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod, after=continue_at) as writer:
             tally = _tokenise(readable, recipe, earlier, writer, settings, on_progress)
             written = writer.written
             if written.documents == 0:
                 reason, fix = "the inputs contain no text", "name files that are not empty"
                 raise ConfigError(Problem("INPUT", reason, fix))
-            facts = {"tokens": written.tokens, "documents": written.documents}
-            on_progress(Progress(stage="write", done=0, total=None, **facts))
+            counts = {"tokens": written.tokens, "documents": written.documents}
+            on_progress(Progress(stage="write", done=0, total=None, **counts))
             writer.finish()
-            saved = tokenizer.to_json()
-            sidecar = _describe(tokenizer, saved, tally, writer, settings)
+            tokenizer_json = tokenizer.to_json()
+            sidecar = _describe(tokenizer, tokenizer_json, tally, writer, settings)
             companions = [(sidecar_path(prefix), dump_sidecar(sidecar))]
-            if saved is not None:
-                companions.insert(0, (saved_tokenizer_path(prefix), saved))
+            if tokenizer_json is not None:
+                companions.insert(0, (saved_tokenizer_path(prefix), tokenizer_json))
             writer.publish(*companions)
             writer.keep = False
-            if saved is None:
+            if tokenizer_json is None:
                 saved_tokenizer_path(prefix).unlink(missing_ok=True)  # the replaced pair may have had one
             _finished_path(prefix).unlink(missing_ok=True)
     return BuiltPair(
@@ -220,30 +220,30 @@ def _tokenise(
     If the size of all inputs is known, the finished inputs are recorded on the disk whenever at least
     `RECORD_INTERVAL` bytes and a 64th of all bytes have been read since the last record.
     """
-    tally, inputs = (Tally(), 0) if earlier is None else (earlier.tally, earlier.inputs)
+    tally, finished_inputs = (Tally(), 0) if earlier is None else (earlier.tally, earlier.inputs)
     writer.keep = earlier is not None
     total = _total_bytes(sources)
-    reader = Reader(settings=recipe.read, bytes_read=_total_bytes(sources[:inputs]) or 0)
+    reader = Reader(settings=recipe.read, bytes_read=_total_bytes(sources[:finished_inputs]) or 0)
     finished_bytes = recorded_bytes = reader.bytes_read
     parallel = total is not None and total - reader.bytes_read >= 2 * RECORD_INTERVAL
     workers = (settings.workers or cores()) if parallel else 1
-    for result in encode_in_order(_read_all(sources[inputs:], reader), recipe, workers):
+    for result in encode_in_order(_read_all(sources[finished_inputs:], reader), recipe, workers):
         if isinstance(result, Encoded):
             tally.add(result.tally)
             writer.add(result.tokens, result.lengths, result.last)
             _refuse_bad_lines(tally, settings.max_bad)
         else:
             tally.add(result)
-            inputs += 1
+            finished_inputs += 1
             finished_bytes += sum(record.bytes for record in result.records)
             if total is not None and finished_bytes - recorded_bytes >= max(RECORD_INTERVAL, total // _MAX_RECORDS):
                 writer.sync()
-                written, fingerprint = writer.written, recipe.fingerprint(sources[:inputs])
-                finished = FinishedInputs(inputs=inputs, fingerprint=fingerprint, written=written, tally=tally)
+                written, fingerprint = writer.written, recipe.fingerprint(sources[:finished_inputs])
+                finished = FinishedInputs(inputs=finished_inputs, fingerprint=fingerprint, written=written, tally=tally)
                 save(_finished_path(writer.prefix), finished, indented=False)
                 writer.keep, recorded_bytes = True, finished_bytes
-        facts = {"tokens": writer.written.tokens, "documents": writer.written.documents}
-        on_progress(Progress(stage="tokenise", done=reader.bytes_read, total=total, **facts))
+        counts = {"tokens": writer.written.tokens, "documents": writer.written.documents}
+        on_progress(Progress(stage="tokenise", done=reader.bytes_read, total=total, **counts))
     return tally
 
 
@@ -258,7 +258,7 @@ def _read_all(sources: Sequence[Source], reader: Reader) -> Iterator[Batch | Tal
 
 
 def _make_tokenizer(
-    sources: Sequence[Source], read: ReadSettings, settings: BuildSettings, on_progress: OnProgress
+    sources: Sequence[Source], read_settings: ReadSettings, settings: BuildSettings, on_progress: OnProgress
 ) -> tuple[Tokenizer, bool]:
     """Returns the tokenizer, and True if a bpe was trained on a sample of the text."""
     if settings.tokenizer == "byte":
@@ -266,18 +266,20 @@ def _make_tokenizer(
     if settings.tokenizer != "bpe":
         return load_json_tokenizer(settings.tokenizer, settings.eod), False
     total = _total_bytes(sources) or 0
-    reader = Reader(settings=read)
+    reader = Reader(settings=read_settings)
     # Each piece is sampled with the probability that fills the sample on average. The fixed seed makes the
     # vocabulary reproducible. Compressed inputs contain more text than their size suggests, so the sample
     # also ends at SAMPLE_BYTES.
-    probability, generator = min(1.0, SAMPLE_BYTES / max(total, 1)), random.Random(0)
-    sample_bytes, is_sample = 0, False
+    probability = min(1.0, SAMPLE_BYTES / max(total, 1))
+    randomness = random.Random(0)
+    sample_bytes = 0
+    is_sample = False
 
     def texts() -> Iterator[bytes]:
         tally = Tally()
         for item in chain.from_iterable(reader.read(source) for source in sources):
             if isinstance(item, Batch):
-                for piece in pieces(item, read, tally):
+                for piece in pieces(item, read_settings, tally):
                     tally.text_bytes += len(piece.data)
                     yield piece.data
                 _refuse_bad_lines(tally, settings.max_bad)
@@ -288,7 +290,7 @@ def _make_tokenizer(
             if sample_bytes + len(data) > SAMPLE_BYTES:
                 is_sample = True
                 break
-            if generator.random() < probability:
+            if randomness.random() < probability:
                 sample_bytes += len(data)
                 yield data
             else:
@@ -306,14 +308,14 @@ def _total_bytes(sources: Sequence[Source]) -> int | None:
 
 
 def _describe(
-    tokenizer: Tokenizer, saved: str | None, tally: Tally, writer: PairWriter, settings: BuildSettings
+    tokenizer: Tokenizer, tokenizer_json: str | None, tally: Tally, writer: PairWriter, settings: BuildSettings
 ) -> Sidecar:
     written = writer.written
     inputs = hashlib.sha256("".join(f"{record.sha256}\n" for record in tally.records).encode())
     return Sidecar(
         tokenizer_kind=tokenizer.kind,
         tokenizer=tokenizer.name,
-        tokenizer_sha256=None if saved is None else hashlib.sha256(saved.encode()).hexdigest(),
+        tokenizer_sha256=None if tokenizer_json is None else hashlib.sha256(tokenizer_json.encode()).hexdigest(),
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
         tokens=written.tokens,
@@ -364,13 +366,13 @@ def _spool_inputs(
 
 
 def _copy(source: Source, target: Path, on_progress: OnProgress) -> int:
-    done = 0
+    copied_bytes = 0
     with open_source(source) as stream, open(target, "wb") as out:
         while block := stream.read1(1 << 20):
             out.write(block)
-            done += len(block)
-            on_progress(Progress(stage="read input", done=done, total=None))
-    return done
+            copied_bytes += len(block)
+            on_progress(Progress(stage="read input", done=copied_bytes, total=None))
+    return copied_bytes
 
 
 def _refuse_bad_lines(tally: Tally, limit: int) -> None:

@@ -58,7 +58,8 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
             no library sources, or a process died.
     """
     report = on_progress or (lambda what, share: None)
-    data, share = config.data, _held_out_share(config)
+    data = config.data
+    held_out_share = _held_out_share(config)
     pairs: list[tuple[PairInfo, Sidecar | None]]
     if data.source == "stdlib":
         weights, pairs = {"stdlib": 1.0}, [_stdlib_pair(config, report)]
@@ -68,7 +69,7 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
     largest = [sidecar.max_token_id if sidecar else _largest_token_id(pair, config, report) for pair, sidecar in pairs]
     sets = []
     for name, weight, (pair, _) in zip(_set_names([*weights]), weights.values(), pairs, strict=True):
-        train_tokens, validation_tokens = pair.split_tokens(share)
+        train_tokens, validation_tokens = pair.split_tokens(held_out_share)
         sets.append(
             PreparedSet(
                 name=name,
@@ -80,13 +81,13 @@ def ensure_corpus(config: RunConfig, on_progress: ReportProgress | None = None) 
                 validation_tokens=validation_tokens,
             )
         )
-    first = pairs[0][1]
+    first_sidecar = pairs[0][1]
     corpus = PreparedCorpus(
         sets=tuple(sets),
-        tokenizer=first.tokenizer if first else "unknown",
-        vocab_size=first.vocab_size if first else max(largest) + 1,
+        tokenizer=first_sidecar.tokenizer if first_sidecar else "unknown",
+        vocab_size=first_sidecar.vocab_size if first_sidecar else max(largest) + 1,
         max_token_id=max(largest),
-        eod=first.eod if first else None,
+        eod=first_sidecar.eod if first_sidecar else None,
     )
     problems = [*_disagreements(pairs), *_vocabulary_problems(config, corpus)]
     for part, (pair, _) in zip(corpus.sets, pairs, strict=True):
@@ -255,14 +256,16 @@ def _stdlib_pair(config: RunConfig, report: ReportProgress) -> tuple[PairInfo, S
 def _cache_prefix(config: RunConfig, content: str) -> Path:
     """Returns the prefix of the cached corpus: a readable name and a hash of everything that its tokens
     depend on."""
-    kind, size, tokenizer = config.data.tokenizer, 0, ""
+    kind = config.data.tokenizer
+    vocab_size = 0
+    tokenizer_hash = ""
     if kind == "bpe":
-        size = config.data.tokenizer_vocab_size
+        vocab_size = config.data.tokenizer_vocab_size
     elif kind != "byte":
-        tokenizer = hashlib.sha256(tokenizer_file(kind).read_bytes()).hexdigest()
+        tokenizer_hash = hashlib.sha256(tokenizer_file(kind).read_bytes()).hexdigest()
         kind = "tokenizer"
-    key = json.dumps([FORMAT, platform.python_version(), kind, size, tokenizer, content])
-    name = "-".join(["stdlib", platform.python_version(), kind, *([str(size)] if size else [])])
+    key = json.dumps([FORMAT, platform.python_version(), kind, vocab_size, tokenizer_hash, content])
+    name = "-".join(["stdlib", platform.python_version(), kind, *([str(vocab_size)] if vocab_size else [])])
     return config.data.cache_root / "corpora" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
@@ -312,11 +315,11 @@ def _largest_token_id(pair: PairInfo, config: RunConfig, report: ReportProgress)
 
 
 def _vocabulary_problems(config: RunConfig, corpus: PreparedCorpus) -> Iterator[Problem]:
-    least = corpus.max_token_id + 1
-    if least > config.model.vocab_size:
-        where = ", ".join(f"{part.prefix}.bin" for part in corpus.sets)
-        reason = f"{where} has token ids up to {corpus.max_token_id}, beyond the embedding"
-        fix = f"model.vocab_size={padded_vocab_size(least)} (at least {least}; multiples of 128 divide well)"
+    needed = corpus.max_token_id + 1
+    if needed > config.model.vocab_size:
+        files = ", ".join(f"{part.prefix}.bin" for part in corpus.sets)
+        reason = f"{files} has token ids up to {corpus.max_token_id}, beyond the embedding"
+        fix = f"model.vocab_size={padded_vocab_size(needed)} (at least {needed}; multiples of 128 divide well)"
         yield problem_with(config, "model.vocab_size", reason, fix)
 
 
@@ -343,9 +346,9 @@ def _length_problems(config: RunConfig, pair: PairInfo, part: PreparedSet, *, bl
         yield problem_with(config, "train.seq_length", reason, fix)
     elif part.train_tokens < needed or (_held_out_share(config) > 0 and part.validation_tokens < needed):
         split = "training" if part.train_tokens < needed else "validation"
-        left = min(part.train_tokens, part.validation_tokens)
+        available = min(part.train_tokens, part.validation_tokens)
         of_set = f" of {part.name}" if blended else ""
-        reason = f"leaves {left:,} tokens{of_set} for {split}, but a sample needs {needed:,}"
+        reason = f"leaves {available:,} tokens{of_set} for {split}, but a sample needs {needed:,}"
         yield problem_with(config, "data.validation_fraction", reason, _better_fraction(pair, needed))
 
 

@@ -117,12 +117,13 @@ def encode(batch: Batch, recipe: Recipe) -> Encoded:
     Raises:
         ConfigError: the tokenizer fails.
     """
-    tokenizer, tally = recipe.tokenizer, Tally()
+    tokenizer = recipe.tokenizer
+    tally = Tally()
     texts = list(pieces(batch, recipe.read, tally))
     tally.text_bytes = sum(len(piece.data) for piece in texts)
-    replaced = tokenizer.replaced
+    replaced_before = tokenizer.replaced
     sequences = tokenizer.encode_batch([piece.data for piece in texts])
-    tally.replaced += tokenizer.replaced - replaced
+    tally.replaced += tokenizer.replaced - replaced_before
     return Encoded(
         tokens=np.concatenate([np.empty(0, token_dtype(tokenizer.vocab_size)), *sequences]),
         lengths=np.asarray([sequence.size for sequence in sequences], dtype=np.int32),

@@ -123,10 +123,10 @@ class PairWriter:
         if not len(lengths):
             return
         token_ends = np.cumsum(lengths, dtype=np.int64)  # the number of tokens up to the end of each sequence
-        closing = np.flatnonzero(last)
+        last_sequences = np.flatnonzero(last)
         # The sequences that end a document with tokens, counting the document's tokens from earlier calls.
-        ending = closing[np.diff(token_ends[closing], prepend=-self._document_tokens) > 0]
-        document_start = int(token_ends[closing[-1]]) if len(closing) else -self._document_tokens
+        ending = last_sequences[np.diff(token_ends[last_sequences], prepend=-self._document_tokens) > 0]
+        document_start = int(token_ends[last_sequences[-1]]) if len(last_sequences) else -self._document_tokens
         self._document_tokens = int(token_ends[-1]) - document_start
         stored = lengths.astype("<i4")
         stored[ending] += 1

@@ -91,7 +91,7 @@ class Batch:
     """The kind of the items: pieces of one document, or lines or rows whose text is not extracted yet."""
     items: Sequence[bytes | None]
     """The pieces, lines or rows; None for a row without text."""
-    first: int = 1
+    first_line: int = 1
     """The number of the first line or row, counted from 1."""
     ends: bool = False
     """True if the document ends with the last piece."""
@@ -173,9 +173,9 @@ class Reader:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
             size = stream.tell()
         tally.records.append(InputRecord(path=source.label, bytes=size, sha256=digest))
-        before = self.bytes_read
+        bytes_before = self.bytes_read
         yield from _batches(source.label, "rows", self._parquet_texts(source.path))
-        self.bytes_read = before + size
+        self.bytes_read = bytes_before + size
 
     def _parquet_texts(self, path: Path) -> Iterator[bytes | None]:
         """Yields the texts of a Parquet column, and None for each null. Texts are bytes, because they may not
@@ -192,12 +192,14 @@ class Reader:
         try:
             with ParquetFile(path, memory_map=True) as file:
                 _check_column(path, file, column)
-                begin, total, size = self.bytes_read, max(1, file.metadata.num_rows), path.stat().st_size
+                bytes_before = self.bytes_read
+                file_bytes = path.stat().st_size
+                all_rows = max(1, file.metadata.num_rows)
                 rows = 0
                 for batch in file.iter_batches(_PARQUET_ROWS, columns=[column], use_threads=False):
                     yield from batch.column(column).cast(large_binary()).to_pylist()
                     rows += batch.num_rows
-                    self.bytes_read = begin + size * rows // total
+                    self.bytes_read = bytes_before + file_bytes * rows // all_rows
         except ArrowException as error:
             raise _DamagedParquet(str(error).partition("\n")[0]) from error
 
@@ -209,14 +211,14 @@ class _DamagedParquet(ValueError):
 def pieces(batch: Batch, settings: ReadSettings, tally: Tally) -> Iterator[Piece]:
     """Yields the pieces of a batch in order, and counts skipped items in `tally`."""
     if batch.form == "pieces":
-        final = len(batch.items) if batch.ends else 0
-        yield from (Piece(item or b"", last=position == final) for position, item in enumerate(batch.items, 1))
+        last_position = len(batch.items) if batch.ends else 0
+        yield from (Piece(item or b"", last=position == last_position) for position, item in enumerate(batch.items, 1))
         return
-    for line, item in enumerate(batch.items, batch.first):
+    for number, item in enumerate(batch.items, batch.first_line):
         try:
             text = _document(item, batch.form, settings, tally)
         except _BadText as error:
-            tally.add_bad(BadLine(path=batch.label, line=line, kind=error.kind, detail=error.detail))
+            tally.add_bad(BadLine(path=batch.label, line=number, kind=error.kind, detail=error.detail))
             continue
         if text and len(text) <= settings.piece:
             yield Piece(text, last=True)
@@ -259,10 +261,10 @@ def _decompress(stream: io.BufferedReader) -> io.BufferedReader:
 
 def _batches(label: str, form: Literal["lines", "jsonl", "rows"], items: Iterable[bytes | None]) -> Iterator[Batch]:
     """Yields lines or rows in batches, each with the number of its first line or row."""
-    first = 1
+    first_line = 1
     for group in _in_groups(items, lambda item: len(item or b"")):
-        yield Batch(label=label, form=form, items=group, first=first)
-        first += len(group)
+        yield Batch(label=label, form=form, items=group, first_line=first_line)
+        first_line += len(group)
 
 
 def _in_groups[T](items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:

@@ -375,8 +375,8 @@ def _apply_config(backend: "RustTokenizer", path: Path) -> str | None:
     for token_id, token in sorted(config.added_tokens_decoder.items()):
         if backend.token_to_id(token.content) is None:
             backend.add_tokens([AddedToken(**asdict(token))])
-        if (other := backend.token_to_id(token.content)) != token_id:
-            reason = f"it gives {token.content!r} the id {token_id}, but tokenizer.json gives it {other}"
+        if (own_id := backend.token_to_id(token.content)) != token_id:
+            reason = f"it gives {token.content!r} the id {token_id}, but tokenizer.json gives it {own_id}"
             raise ConfigError(Problem("--tokenizer", reason, fix, value=str(path)))
     return config.eos_token.content if isinstance(config.eos_token, TokenSettings) else config.eos_token
 

@@ -116,13 +116,13 @@ def _text(tokenizer: Tokenizer, ids: TokenArray) -> str:
 def _length_summary(lengths: np.ndarray[tuple[int], np.dtype[np.int64]]) -> LengthSummary:
     """Summarises the documents' lengths. The bars of the histogram end at powers of two."""
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
-    first = max(int(powers.min()), int(powers.max()) - BINS + 1)
-    counts = np.bincount(np.maximum(powers, first) - first)
+    first_power = max(int(powers.min()), int(powers.max()) - BINS + 1)
+    counts = np.bincount(np.maximum(powers, first_power) - first_power)
     return LengthSummary(
         least=int(lengths.min()),
         median=int(np.median(lengths)),
         mean=float(lengths.mean()),
         p90=int(np.quantile(lengths, 0.9)),
         most=int(lengths.max()),
-        histogram=tuple((1 << (first + index), int(count)) for index, count in enumerate(counts)),
+        histogram=tuple((1 << (first_power + index), int(count)) for index, count in enumerate(counts)),
     )

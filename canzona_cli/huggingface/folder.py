@@ -86,9 +86,9 @@ class HuggingFaceFolder:
             ConfigError: settings or tensors differ. The error lists every setting that differs, other than
                 `init_std`, and the first 20 tensors that are missing, unexpected, or of another shape or type.
         """
-        families = family_problems(self.as_config(), model, str(self.path))
-        tensors = limit_problems([*self._wrong_tensors(model)], _MOST_PROBLEMS, key="tensors")
-        refuse([*families, *self._other_settings(model), *tensors])
+        other_family = family_problems(self.as_config(), model, str(self.path))
+        wrong_tensors = limit_problems([*self._wrong_tensors(model)], _MOST_PROBLEMS, key="tensors")
+        refuse([*other_family, *self._other_settings(model), *wrong_tensors])
 
     def as_config(self) -> ModelConfig:
         """Returns the folder's model as a configuration without a name."""
@@ -188,7 +188,7 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
     """Returns a folder's files of weights, sorted by name. If they cannot be determined, appends the reason
     to `problems` and returns an empty list."""
     try:
-        files = read_object(path / INDEX).get("weight_map")
+        weight_map = read_object(path / INDEX).get("weight_map")
     except Absent:
         if (path / WEIGHTS).is_file():
             return [path / WEIGHTS]
@@ -198,7 +198,7 @@ def _files(path: Path, key: str, problems: list[Problem]) -> list[Path]:
     except Unreadable as error:
         problems.append(Problem(key=key, value=path / INDEX, reason=str(error), fix="download it again"))
         return []
-    names = list(files.values()) if isinstance(files, dict) else []
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
     if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
         reason = "its weight_map does not name files of this folder"
         problems.append(Problem(key=key, value=path / INDEX, reason=reason, fix="download it again"))
@@ -237,8 +237,8 @@ def _nearest_recipe(folder: HuggingFaceFolder) -> str:
         for recipe in list_recipes()
         if recipe.builtin and recipe.model is not None and family_of(recipe.model) is family_of(model)
     }
-    elements = parameter_count(model).total
-    return min(sizes, key=lambda name: abs(math.log(sizes[name]) - math.log(elements)))
+    parameters = parameter_count(model).total
+    return min(sizes, key=lambda name: abs(math.log(sizes[name]) - math.log(parameters)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,8 +355,8 @@ def byte_tokenizer() -> str:
     from canzona_cli.data.tokenizers import BYTE_VALUES, END_OF_TEXT
 
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(BYTE_VALUES, 2 * BYTE_VALUES))
-    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(BYTE_VALUES)}
+    substitutes = iter(range(BYTE_VALUES, 2 * BYTE_VALUES))
+    vocabulary = {chr(byte if byte in printable else next(substitutes)): byte for byte in range(BYTE_VALUES)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -81,8 +81,8 @@ def _family(model_type: object) -> Family:
     for family in FAMILIES:
         if family.foreign.model_type == model_type:
             return family
-    known = " or ".join(family.foreign.model_type for family in FAMILIES)
-    raise ConfigError(_problem("model_type", model_type, f"is not {known}"))
+    supported = " or ".join(family.foreign.model_type for family in FAMILIES)
+    raise ConfigError(_problem("model_type", model_type, f"is not {supported}"))
 
 
 def config_json(model: ModelConfig, *, dtype: str, max_positions: int) -> dict[str, object]:
@@ -167,8 +167,8 @@ def _rope_type(rope: Mapping[str, object]) -> object:
 
 def _problem(key: str, value: object, reason: str) -> Problem:
     titles = " or ".join(family.title for family in FAMILIES)
-    limits = "without shared experts, biases, sliding windows or rope scaling other than llama3's"
-    return Problem(key=key, value=value, reason=reason, fix=f"only a {titles} {limits} can be imported ({FILE})")
+    restriction = "without shared experts, biases, sliding windows or rope scaling other than llama3's"
+    return Problem(key=key, value=value, reason=reason, fix=f"only a {titles} {restriction} can be imported ({FILE})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ class Writer:
     ) -> None:
         self._device = _device(device)
         self._tokenizer, self._end = _tokenizer(extra_files)
-        kind: torch.dtype = getattr(torch, DTYPES[dtype][1])
+        torch_dtype: torch.dtype = getattr(torch, DTYPES[dtype][1])
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()  # canzona itself reports a text that is too long
         self._seq_length = seq_length
@@ -81,10 +81,10 @@ class Writer:
         config = getattr(transformers, foreign.config)(**settings)
         weights: dict[str, torch.Tensor] = {}
         for unit, name in tensor_names(reader.model).items():
-            weights[name] = reader.master(unit).to(kind)
+            weights[name] = reader.master(unit).to(torch_dtype)
             on_bytes(weights[name].nbytes)
         model_class = getattr(transformers, foreign.architecture)
-        self._model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=kind)
+        self._model = model_class.from_pretrained(None, config=config, state_dict=weights, dtype=torch_dtype)
         self._model.to(self._device).eval()
 
     def continue_text(self, prompt: str, sampling: SamplingSettings, *, stream: bool = False) -> GeneratedText:
@@ -123,10 +123,10 @@ class Writer:
             generation_config=settings,
             streamer=TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
         )
-        new: list[int] = tokens[0, len(ids) :].tolist()
-        text: str = self._tokenizer.decode(new, skip_special_tokens=True)
-        ended = bool(new) and new[-1] in self._end
-        return GeneratedText(text=text, tokens=len(new), ended=ended, too_long=tokens.shape[1] > self._seq_length)
+        new_ids: list[int] = tokens[0, len(ids) :].tolist()
+        text: str = self._tokenizer.decode(new_ids, skip_special_tokens=True)
+        ended = bool(new_ids) and new_ids[-1] in self._end
+        return GeneratedText(text=text, tokens=len(new_ids), ended=ended, too_long=tokens.shape[1] > self._seq_length)
 
 
 def _tokenizer(extra_files: ExtraFiles) -> tuple[PreTrainedTokenizerFast, list[int]]:
@@ -142,10 +142,10 @@ def _tokenizer(extra_files: ExtraFiles) -> tuple[PreTrainedTokenizerFast, list[i
         raise ConfigError(
             Problem(key="--tokenizer", reason=reason, fix="--tokenizer DIR, a folder with tokenizer.json")
         )
-    end = extra_files.settings.get("eos_token_id")
-    ends = [token for token in (end if isinstance(end, list) else [end]) if isinstance(token, int)]
+    eos = extra_files.settings.get("eos_token_id")
+    end_ids = [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)]
     backend = read_backend(path) if path is not None else RustTokenizer.from_str(text)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False), ends
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False), end_ids
 
 
 def _device(requested: Device | None) -> torch.device:

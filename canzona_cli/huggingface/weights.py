@@ -46,9 +46,9 @@ PIECE_BYTES: Final = 8 << 20
 
 def row_ranges(shape: Sequence[int]) -> Iterator[range]:
     """Yields consecutive ranges of a tensor's rows, each of at most `PIECE_BYTES` bytes or of one row."""
-    most = max(1, PIECE_BYTES // (4 * max(1, math.prod(shape[1:]))))
-    for first in range(0, shape[0], most):
-        yield range(first, min(first + most, shape[0]))
+    most_rows = max(1, PIECE_BYTES // (4 * max(1, math.prod(shape[1:]))))
+    for start in range(0, shape[0], most_rows):
+        yield range(start, min(start + most_rows, shape[0]))
 
 
 def import_weights(
@@ -84,8 +84,8 @@ def import_weights(
     parts: dict[Path, dict[str, Buffer]] = defaultdict(dict)
     for unit, name in tensor_names(config.model).items():
         stored = source.tensors[name]
-        read = partial(_read_masters, stored, name, on_bytes)
-        parts[stored.file][f"{unit}/{MASTER}"] = Buffer(dtype="F32", shape=stored.shape, data=read)
+        read_masters = partial(_read_masters, stored, name, on_bytes)
+        parts[stored.file][f"{unit}/{MASTER}"] = Buffer(dtype="F32", shape=stored.shape, data=read_masters)
     shards = [Shard(tensors=tensors, scalars={}) for tensors in parts.values()]
     return write_checkpoint(files, shards, config, Progress(step=0, samples=0, tokens=0), optimizer=NO_OPTIMIZER)
 
@@ -137,15 +137,15 @@ def _check_tied(folder: HuggingFaceFolder, config: RunConfig) -> None:
     if not config.model.tied_embeddings or output not in folder.tensors:
         return
     [embedding, *_] = tensor_names(config.model).values()
-    first, second = folder.tensors[embedding], folder.tensors[output]
-    is_equal = first.shape == second.shape and all(
-        torch.equal(_read_rows(first, embedding, rows).float(), _read_rows(second, output, rows).float())
-        for rows in row_ranges(first.shape)
+    input_tensor, output_tensor = folder.tensors[embedding], folder.tensors[output]
+    is_equal = input_tensor.shape == output_tensor.shape and all(
+        torch.equal(_read_rows(input_tensor, embedding, rows).float(), _read_rows(output_tensor, output, rows).float())
+        for rows in row_ranges(input_tensor.shape)
     )
     if not is_equal:
         reason = f"differs from {embedding}, although the embeddings are tied"
         fix = "tie_word_embeddings in its config.json should probably be false"
-        raise ConfigError(Problem(key=output, value=second.file, reason=reason, fix=fix))
+        raise ConfigError(Problem(key=output, value=output_tensor.file, reason=reason, fix=fix))
 
 
 SHARD_BYTES: Final = 5_000_000_000
@@ -191,11 +191,11 @@ def export_weights(
         CheckpointInvalid: The checkpoint lacks a weight, or a weight is not finite.
         EnvironmentProblem: The folder cannot be written.
     """
-    model, (code, name_of_type) = reader.model, DTYPES[dtype]
-    kind: torch.dtype = getattr(torch, name_of_type)
-    longest = extra_files.settings.get("max_position_embeddings")
-    positions = max(seq_length, longest) if isinstance(longest, int) else seq_length
-    settings = config_json(model, dtype=name_of_type, max_positions=positions)
+    model, (code, dtype_name) = reader.model, DTYPES[dtype]
+    torch_dtype: torch.dtype = getattr(torch, dtype_name)
+    imported_length = extra_files.settings.get("max_position_embeddings")
+    positions = max(seq_length, imported_length) if isinstance(imported_length, int) else seq_length
+    settings = config_json(model, dtype=dtype_name, max_positions=positions)
     sizes = {name: tensor_bytes(code, unit_shape(unit, model)) for unit, name in tensor_names(model).items()}
     units = {name: unit for unit, name in tensor_names(model).items()}
     shards = _shards(sizes, shard_bytes)
@@ -206,7 +206,7 @@ def export_weights(
                 name: Buffer(
                     dtype=code,
                     shape=unit_shape(units[name], model),
-                    data=partial(_read_rounded, reader, units[name], kind, on_bytes),
+                    data=partial(_read_rounded, reader, units[name], torch_dtype, on_bytes),
                 )
                 for name in names
             }
@@ -222,13 +222,13 @@ def export_weights(
     return Exported(files=len(shards), tensors=len(sizes), bytes=sum(sizes.values()))
 
 
-def _shards(sizes: Mapping[str, int], most: int) -> Sequence[Sequence[str]]:
-    """Divides tensors among files, in order. Each file has at most `most` bytes of tensors, or a single
+def _shards(sizes: Mapping[str, int], most_bytes: int) -> Sequence[Sequence[str]]:
+    """Divides tensors among files, in order. Each file has at most `most_bytes` bytes of tensors, or a single
     tensor."""
     shards: list[list[str]] = [[]]
     shard_size = 0
     for name, size in sizes.items():
-        if shards[-1] and shard_size + size > most:
+        if shards[-1] and shard_size + size > most_bytes:
             shards.append([])
             shard_size = 0
         shards[-1].append(name)

@@ -100,8 +100,8 @@ def _arguments(checkpoint: StoredCheckpoint, overrides: Sequence[str], overridde
     number of GPUs drops the saved layout."""
     recipe = f"recipe={text_value(str(checkpoint.path / 'config.yaml'))}"
     replaced = [setting for setting in _REPLACED_SETTINGS if key_of(setting) not in overridden]
-    fixed = overridden.union(map(key_of, replaced))
-    dropped = [f"{key}=null" for key in CHOSEN if "gpus" in overridden and key not in fixed]
+    set_keys = overridden.union(map(key_of, replaced))
+    dropped = [f"{key}=null" for key in CHOSEN if "gpus" in overridden and key not in set_keys]
     return [recipe, *replaced, *dropped, *overrides]
 
 
@@ -113,8 +113,8 @@ def run(prepared: PreparedEvaluation, say: Callable[[str], None]) -> tuple[Evalu
         CanzonaError: a rank failed, with the rank's own error.
     """
     checkpoint, config = prepared.checkpoint, prepared.config
-    place = str(checkpoint.path)
-    point = ResumePoint(checkpoint=place, step=checkpoint.step, validate=True, asked=place, weights_only=True)
+    path = str(checkpoint.path)
+    resume_point = ResumePoint(checkpoint=path, step=checkpoint.step, validate=True, asked=path, weights_only=True)
     files = run_ranks(
         config,
         prepared.layout,
@@ -122,7 +122,7 @@ def run(prepared: PreparedEvaluation, say: Callable[[str], None]) -> tuple[Evalu
         module=WORKER_MODULE,
         view=_LineView(say),
         say=say,
-        write_more=lambda files: save(files.resume, point),
+        write_more=lambda files: save(files.resume, resume_point),
         grace_s=0.0,  # there is nothing to save
         hang_timeout_s=config.run.hang_timeout_s,
     )

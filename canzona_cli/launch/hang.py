@@ -109,21 +109,22 @@ class HangWatch:
     def check(self) -> HangReport | None:
         """Returns a report if the ranks hang, else None. Call this several times a second."""
         now = self._clock()
-        every_sign = self._beats.signs()
-        newest = max(sign.progress for sign in every_sign)
-        passed_s, self._checked = min(now - self._checked, _LONGEST_GAP_S), now
+        all_signs = self._beats.signs()
+        newest = max(sign.progress for sign in all_signs)
+        passed_s = min(now - self._checked, _LONGEST_GAP_S)
+        self._checked = now
         self._silent_s = 0.0 if newest != self._newest else self._silent_s + passed_s
         self._newest = newest
-        signs = [sign for sign in every_sign if not sign.ended]
-        if not signs:
+        live_signs = [sign for sign in all_signs if not sign.ended]
+        if not live_signs:
             reason = f"has not exited, though all ranks ended {self._silent_s:.0f} s ago"
-            late = self._silent_s > self._timeout_s
-            return HangReport(rank=None, step=every_sign[0].step, where="finish", reason=reason) if late else None
-        patient = any(sign.steps <= 1 or not sign.where.startswith(("train", "validate")) for sign in signs)
-        limit_s = self._timeout_s * (PATIENCE if patient else 1)
+            is_late = self._silent_s > self._timeout_s
+            return HangReport(rank=None, step=all_signs[0].step, where="finish", reason=reason) if is_late else None
+        is_patient = any(sign.steps <= 1 or not sign.where.startswith(("train", "validate")) for sign in live_signs)
+        limit_s = self._timeout_s * (PATIENCE if is_patient else 1)
         if self._silent_s <= limit_s:
             return None
-        report = blame(signs, now=now, began=self._began, state=_process_status)
+        report = blame(live_signs, now=now, began=self._began, state=_process_status)
         # If all ranks here wait, the machine with the culprit gets time to report first.
         return None if report.elsewhere and self._silent_s <= limit_s + _AFTER_OTHERS_S else report
 
@@ -134,15 +135,17 @@ class HangWatch:
         if self._silent_s < _REPORT_AFTER_S or any(sign.steps for sign in signs):
             self._reported = False
             return None
-        already, self._reported = self._reported, True
-        return None if already else f"no progress for {self._silent_s:.0f} s: {_describe_ranks(signs)}"
+        if self._reported:
+            return None
+        self._reported = True
+        return f"no progress for {self._silent_s:.0f} s: {_describe_ranks(signs)}"
 
     def write_stacks(self) -> None:
         """Makes every rank with a heartbeat write its Python stacks to its log, and waits a second for
         that."""
         # Ranks without a heartbeat could not write anything, and their process ids may have been reused.
-        alive = time.monotonic() - _NO_BEAT_S
-        pids = [sign.pid for sign in self._beats.signs() if sign.beat > alive and not sign.ended]
+        oldest_beat = time.monotonic() - _NO_BEAT_S
+        pids = [sign.pid for sign in self._beats.signs() if sign.beat > oldest_beat and not sign.ended]
         for pid in pids:
             with suppress(OSError):
                 os.kill(pid, STACKS_SIGNAL)

@@ -71,15 +71,17 @@ class Machines:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         others = range(1, self._nodes)
-        start, announced = time.monotonic(), False
+        start_s = time.monotonic()
+        announced = False
         while absent := [rank for rank in others if not self._arrival_file(rank).exists()]:
-            waited, missing = time.monotonic() - start, ", ".join(map(str, absent))
-            if waited > patience_s:
-                place = f"{self._files.root} within {patience_s:.0f} s"
-                reason = f"of the run's {self._nodes} machines, these did not arrive in {place}"
+            waited_s = time.monotonic() - start_s
+            missing = ", ".join(map(str, absent))
+            if waited_s > patience_s:
+                where_and_when = f"{self._files.root} within {patience_s:.0f} s"
+                reason = f"of the run's {self._nodes} machines, these did not arrive in {where_and_when}"
                 fix = "start `canzona train` on each of them, with a run.dir that every machine shares"
                 raise EnvironmentProblem(Problem("cluster.node_rank", reason, fix, value=missing))
-            if waited > 2 and not announced:
+            if waited_s > 2 and not announced:
                 announced = True
                 say(f"waiting for machine {missing} of {self._nodes}")
             time.sleep(_POLL_S)

@@ -155,8 +155,8 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
     agent_code, results = workers.agent_code, read_ranks(workers.files, workers.ranks)
     # A rank on a full disk cannot write that it is done, so its file still says `running`. torchrun's exit
     # code of 0 then says that all ranks are done.
-    unreported = "running" if agent_code == 0 and not stopping else None
-    if all(result.status in ("done", unreported) for result in results):
+    counts_as_done = "running" if agent_code == 0 and not stopping else None
+    if all(result.status in ("done", counts_as_done) for result in results):
         return Outcome(status="done", exit_code=ExitCode.OK, message=_unwritten_text(results))
     saved = next((f", saved as {result.checkpoint}" for result in results if result.checkpoint is not None), "")
     stopped = f"stopped after a complete step{saved}"
@@ -182,31 +182,31 @@ def judge(workers: Workers, *, stopping: bool) -> Outcome:
     return _silent_outcome(workers, silent, exit_codes.get(silent.rank, 0))
 
 
-def _silent_outcome(workers: Workers, silent: RankResult, code: int) -> Outcome:
-    """Returns the outcome of a run in which a rank ended without recording how; `code` is the rank's exit
-    code, 0 if it is unknown."""
+def _silent_outcome(workers: Workers, silent: RankResult, exit_code: int) -> Outcome:
+    """Returns the outcome of a run in which a rank ended without recording how; `exit_code` is the rank's, 0
+    if it is unknown."""
     how = "before it could start" if silent.status == "missing" else "without reporting"
-    with_code = f", with exit code {code}" if code > 0 else ""
-    exit_code = code if code in _USER_MISTAKES else ExitCode.CRASH
-    return workers.failure(f"rank {silent.rank} ended {how}{with_code}", rank=silent.rank, exit_code=exit_code)
+    with_code = f", with exit code {exit_code}" if exit_code > 0 else ""
+    outcome_code = exit_code if exit_code in _USER_MISTAKES else ExitCode.CRASH
+    return workers.failure(f"rank {silent.rank} ended {how}{with_code}", rank=silent.rank, exit_code=outcome_code)
 
 
-def _failure_outcome(workers: Workers, first: RankResult) -> Outcome:
-    """Returns the outcome of a run that ended because rank `first.rank` failed."""
-    error = first.error or RankError()
-    if first.status == "diverged":
-        return _divergence_outcome(workers, first.rank, error)
-    code = ExitCode.CRASH if first.exit_code not in _USER_MISTAKES else ExitCode(first.exit_code)
-    mistake = code is not ExitCode.CRASH
+def _failure_outcome(workers: Workers, failed: RankResult) -> Outcome:
+    """Returns the outcome of a run that ended because rank `failed.rank` failed."""
+    error = failed.error or RankError()
+    if failed.status == "diverged":
+        return _divergence_outcome(workers, failed.rank, error)
+    exit_code = ExitCode.CRASH if failed.exit_code not in _USER_MISTAKES else ExitCode(failed.exit_code)
+    mistake = exit_code is not ExitCode.CRASH
     # An error written for the user has no traceback, and its message needs no class name.
     kind = f"{error.type}: " if error.traceback else ""
-    message = error.message if mistake else f"rank {first.rank}: {kind}{error.message.strip()}"
+    message = error.message if mistake else f"rank {failed.rank}: {kind}{error.message.strip()}"
     return replace(
-        workers.failure(message, rank=first.rank, exit_code=code),
+        workers.failure(message, rank=failed.rank, exit_code=exit_code),
         traceback=() if mistake else tuple(error.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]),
         problems=error.problems,
         error_type=error.type if mistake else "",
-        secondary=not mistake and _lost_another_rank(first),
+        secondary=not mistake and _lost_another_rank(failed),
     )
 
 

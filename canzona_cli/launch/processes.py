@@ -95,10 +95,10 @@ def run_trackers(
         for process in started.values():
             if process.stdin is not None:
                 process.stdin.close()
-        until = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + PATIENCE_S
         for name, process in started.items():
             try:
-                process.wait(max(0.0, until - time.monotonic()))
+                process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 say(f"{name} has not received everything after {PATIENCE_S:.0f} s: the rest is only in metrics.jsonl")
             finally:

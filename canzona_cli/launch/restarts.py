@@ -103,12 +103,12 @@ def run_with_restarts(
             restarts.done += 1
             continue
         message = f"stopped before the restart, after a failure at step {outcome.step:,}: {outcome.message}"
-        end = stop_outcome(message, reason, files)
+        stop = stop_outcome(message, reason, files)
         stopped = replace(
             outcome,
-            status=end.status,
-            exit_code=end.exit_code,
-            message=end.message,
+            status=stop.status,
+            exit_code=stop.exit_code,
+            message=stop.message,
             again_in_s=None,
             problems=(),
             traceback=(),
@@ -122,9 +122,9 @@ def run_with_restarts(
 def _wait_unless_stopped(files: RunFiles, requests: Requests, wait_s: float) -> StopReason | None:
     """Waits for `wait_s` seconds, then returns None. If somebody asks to stop meanwhile, on any of the run's
     machines, passes the request on to the other machines and returns the reason at once."""
-    until = time.monotonic() + wait_s
+    deadline_s = time.monotonic() + wait_s
     while requests.reason is None and not files.stop_requested():
-        if time.monotonic() > until:
+        if time.monotonic() > deadline_s:
             return None
         time.sleep(_POLL_S)
     if requests.reason is not None and not files.stop_requested():

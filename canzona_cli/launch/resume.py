@@ -74,16 +74,16 @@ class Resumption:
 def holds_run(files: RunFiles) -> bool:
     """Returns True if the directory has files of a run. Other files, such as a batch system's log, are
     ignored."""
-    of_runs = (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs, files.checkpoints)
-    return any(path.exists() for path in of_runs)
+    run_paths = (files.claim, files.config, files.result, files.metrics, files.ranks, files.logs, files.checkpoints)
+    return any(path.exists() for path in run_paths)
 
 
-def choose_resumption(config: RunConfig, layout: Layout, *, again: bool = False) -> Resumption | None:
+def choose_resumption(config: RunConfig, layout: Layout, *, is_restart: bool = False) -> Resumption | None:
     """Chooses the checkpoint that a run starts from; returns None if there is none.
 
     Args:
         config: the resolved configuration.
-        again: True if this is a restart by the same launch.
+        is_restart: True if this is a restart by the same launch.
 
     Raises:
         ConfigError: the run directory holds a finished run; two settings name different starts; or the
@@ -95,17 +95,17 @@ def choose_resumption(config: RunConfig, layout: Layout, *, again: bool = False)
         reason = f"checkpoint.resume={config.checkpoint.resume} already says what the run starts from"
         raise ConfigError(problem_with(config, "checkpoint.weights_from", reason, "leave one of them out"))
     files = RunFiles(Path(config.run.dir).absolute()) if config.run.dir is not None else None
-    used = files is not None and holds_run(files)
+    has_run = files is not None and holds_run(files)
     request = config.checkpoint.resume
-    if files is not None and used:
+    if files is not None and has_run:
         _refuse_finished(files, config)
-        request = _unless_diverged(files, _unless_repeated(files, request, again=again))
+        request = _unless_diverged(files, _unless_repeated(files, request, is_restart=is_restart))
     checkpoints = files.checkpoints if files is not None else Path(config.run.root) / "checkpoints"
     checkpoint = resolve(checkpoints, request) if files is not None or request != "auto" else None
     if checkpoint is None:
         return None if config.checkpoint.weights_from is None else _from_weights(config)
     of_this_run = files is not None and checkpoint.parent.resolve() == files.checkpoints.resolve()
-    if used and not of_this_run and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
+    if has_run and not of_this_run and files is not None and CheckpointStore(files.checkpoints).latest() is not None:
         reason = f"belongs to another run, but {files.root} already has its own checkpoints"
         fix = "run.dir=DIR for a new run, or checkpoint.resume=auto to continue this one"
         raise ConfigError(Problem(_KEY, reason, fix, value=request))
@@ -139,8 +139,9 @@ def _from_weights(config: RunConfig) -> Resumption:
     if is_hugging_face(path):
         pretrained = open_folder(path, key=key)
         pretrained.check(config.model)
-        tokenizer, now = pretrained.tokenizer, Path(config.data.tokenizer).expanduser().resolve()
-        same = tokenizer is None or now in (tokenizer.resolve(), tokenizer.parent.resolve())
+        tokenizer = pretrained.tokenizer
+        chosen = Path(config.data.tokenizer).expanduser().resolve()
+        same = tokenizer is None or chosen in (tokenizer.resolve(), tokenizer.parent.resolve())
         return _first_step(config, path, created=path.stat().st_mtime, tokenizer="" if same else str(tokenizer))
     checkpoint = resolve(path, str(path), key=key)
     assert checkpoint is not None  # only `auto` may give None
@@ -156,23 +157,23 @@ def _from_weights_of(config: RunConfig, checkpoint: Path) -> Resumption:
     return _first_step(config, checkpoint, created=manifest.created, tokenizer=saved.data.tokenizer)
 
 
-def _first_step(config: RunConfig, place: Path, *, created: float, tokenizer: str) -> Resumption:
+def _first_step(config: RunConfig, weights: Path, *, created: float, tokenizer: str) -> Resumption:
     """Returns a resumption that starts at the first step, from existing weights.
 
     Args:
         tokenizer: the tokenizer that the weights were trained with; empty if it is unknown.
     """
-    now = config.data.tokenizer
+    chosen = config.data.tokenizer
     comparable = config.data.source == "stdlib" and tokenizer != ""
-    warning = f"data.tokenizer is {now}; the weights in {place} were trained with the ids of {tokenizer}"
+    warning = f"data.tokenizer is {chosen}; the weights in {weights} were trained with the ids of {tokenizer}"
     return Resumption(
-        checkpoint=place,
+        checkpoint=weights,
         progress=Progress(step=0, samples=0, tokens=0),
         created=created,
         of_this_run=False,
         steps_before=config.train.steps,
         weights_only=True,
-        warnings=(warning,) if comparable and tokenizer != now else (),
+        warnings=(warning,) if comparable and tokenizer != chosen else (),
     )
 
 
@@ -197,21 +198,22 @@ def resume_point(files: RunFiles, resumption: Resumption, config: RunConfig) -> 
 def next_free(path: Path) -> Path:
     """Returns the first free name next to `path`: RUN-2, RUN-3, ..."""
     number = 2
-    while (other := path.with_name(f"{path.name}-{number}")).exists():
+    while (candidate := path.with_name(f"{path.name}-{number}")).exists():
         number += 1
-    return other
+    return candidate
 
 
-def _unless_repeated(files: RunFiles, request: str, *, again: bool) -> str:
+def _unless_repeated(files: RunFiles, request: str, *, is_restart: bool) -> str:
     """Returns the requested checkpoint, or `auto` if the previous launch had the same request and has saved a
     later step.
 
     A batch system starts a preempted job with its old command, which must not discard what the job did. A
     user who names a step wants to go back to that step, so such a request becomes `auto` only in a restart.
     """
-    previous, newest = load_if_valid(files.resume, ResumePoint), CheckpointStore(files.checkpoints).latest()
-    restarted = step_of(request) is None or again or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
-    if previous is not None and previous.asked == request and restarted and newest is not None:
+    previous = load_if_valid(files.resume, ResumePoint)
+    newest = CheckpointStore(files.checkpoints).latest()
+    may_repeat = step_of(request) is None or is_restart or int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+    if previous is not None and previous.asked == request and may_repeat and newest is not None:
         return "auto" if newest.step > previous.step else request
     return request
 
@@ -235,9 +237,9 @@ def _refuse_finished(files: RunFiles, config: RunConfig) -> None:
     result = finished_result(files, config)
     if result is None or step_of(config.checkpoint.resume) is not None:  # the user goes back to an earlier step
         return
-    other = next_free(files.root)
+    free_path = next_free(files.root)
     reason = f"the run in it has finished all {result.step:,} steps"
-    fix = f"train.steps={2 * result.step} continues it; run.dir={other}, or no run.dir at all, starts another"
+    fix = f"train.steps={2 * result.step} continues it; run.dir={free_path}, or no run.dir at all, starts another"
     raise ConfigError(Problem("run.dir", reason, fix, value=str(config.run.dir)))
 
 
@@ -268,8 +270,8 @@ def _from_checkpoint(config: RunConfig, layout: Layout, checkpoint: Path, *, of_
     refuse(problems)
     warnings = [*differences.warnings]
     if progress.losses.excess > 0:
-        high = f"was saved while the loss was too high, from step {progress.losses.since:,} on: it may have diverged"
-        warnings.append(f"{checkpoint.name} {high}")
+        reason = f"was saved while the loss was too high, from step {progress.losses.since:,} on: it may have diverged"
+        warnings.append(f"{checkpoint.name} {reason}")
     return Resumption(
         # The final path: `set_aside` completes an interrupted replacement of a checkpoint, which renames its
         # folder.
@@ -308,19 +310,19 @@ def set_aside(files: RunFiles, resumption: Resumption | None) -> list[str]:
     )
     store = CheckpointStore(files.checkpoints)
     store.clear_partials()
-    curve = (files.metrics, files.validation, files.events)
+    line_files = (files.metrics, files.validation, files.events)
     if resumption is None:
-        trained = files.metrics.exists()
-        for path in (*leftovers, *curve, files.checkpoints):
+        had_steps = files.metrics.exists()
+        for path in (*leftovers, *line_files, files.checkpoints):
             _move(path, folder)
         note = f"starts over: there was no checkpoint to continue from; the earlier files are in {folder}"
-        return [note] if trained else []
+        return [note] if had_steps else []
     for path in leftovers:
         _move(path, folder)
-    for path in curve:
+    for path in line_files:
         _move_later_lines(path, folder, resumption)
-    later = store.move_later(resumption.step, folder / "checkpoints")
-    return [f"{', '.join(later)}: moved to {folder / 'checkpoints'}"] if later else []
+    later_checkpoints = store.move_later(resumption.step, folder / "checkpoints")
+    return [f"{', '.join(later_checkpoints)}: moved to {folder / 'checkpoints'}"] if later_checkpoints else []
 
 
 def _move(path: Path, folder: Path) -> None:

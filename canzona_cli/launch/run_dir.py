@@ -69,8 +69,10 @@ class RunDirectory:
         """The part of a resumed run that is already done; None if the run starts at its first step."""
         self.notes: tuple[str, ...] = ()
         """Notes for the user on the files of earlier launches, one per line."""
-        self._lock, self._used = lock, used
-        self._again = False
+        self._lock = lock
+        self._used = used
+        """True if the directory has files of an earlier launch."""
+        self._resumed = False
         """True once this launch has called `resume`."""
 
     @property
@@ -113,7 +115,7 @@ class RunDirectory:
             EnvironmentProblem: files cannot be moved or written.
         """
         in_this_directory = replace(config, run=replace(config.run, dir=str(self.path)))
-        checkpoint = choose_resumption(in_this_directory, layout, again=self._again)
+        checkpoint = choose_resumption(in_this_directory, layout, is_restart=self._resumed)
         try:
             if self._used:
                 resumes_here = checkpoint is not None and checkpoint.of_this_run
@@ -124,7 +126,7 @@ class RunDirectory:
                 save(self.files.resume, resume_point(self.files, checkpoint, config))
         except OSError as error:
             raise _not_writable_error(self.path, config, error.strerror or str(error)) from None
-        self._used = self._again = True
+        self._used = self._resumed = True
         self.earlier = None
         if checkpoint is not None and not checkpoint.weights_only:
             self.earlier = EarlierSteps(
@@ -149,8 +151,8 @@ class RunDirectory:
                 if isinstance(error, KeyboardInterrupt):
                     outcome = early_stop_outcome(self.files, error)
                 else:
-                    known = error if isinstance(error, CanzonaError) else machine_error(error)
-                    code = ExitCode.CRASH if known is None else known.exit_code
+                    reported = error if isinstance(error, CanzonaError) else machine_error(error)
+                    code = ExitCode.CRASH if reported is None else reported.exit_code
                     outcome = failed_outcome(redact(f"{type(error).__name__}: {error}"), code)
                 with suppress(OSError):  # the original error matters more than a full disk
                     go_on = resume_command if outcome.resumable else None
@@ -328,7 +330,7 @@ def unsafe_place(path: Path, *, user: int | None = None) -> str | None:
     if stat.S_IMODE(os.stat(path).st_mode) & stat.S_IWOTH:
         return f"every user of this machine may write to {path}, and could replace the run's files"
     # In a folder with the sticky bit, such as /tmp, users can only rename their own files.
-    above = os.stat(path.parent).st_mode
-    if above & stat.S_IWOTH and not above & stat.S_ISVTX:
+    parent_mode = os.stat(path.parent).st_mode
+    if parent_mode & stat.S_IWOTH and not parent_mode & stat.S_ISVTX:
         return f"every user of this machine may write to {path.parent}, and could replace the run's folder"
     return None

@@ -154,14 +154,14 @@ def _endpoint(step: SlurmStep) -> str:
     """Returns the rendezvous endpoint. Machine 0 listens there, so it looks for a free port. The other
     machines return a guess, and learn machine 0's choice when they meet in the run directory."""
     host = _address(first_host(step.node_list))
-    first = (step.job_id * 7 + step.step_id) % _PORTS
+    first_offset = (step.job_id * 7 + step.step_id) % _PORTS
     if step.node_rank != 0:
-        return f"{host}:{FIRST_PORT + first}"
-    for offset in range(first, first + 100):
+        return f"{host}:{FIRST_PORT + first_offset}"
+    for offset in range(first_offset, first_offset + 100):
         port = FIRST_PORT + offset % _PORTS
         if not port_in_use("", port):
             return f"{host}:{port}"
-    tried, fix = f"{host}:{FIRST_PORT + first}", f"cluster.rdzv_endpoint={host}:PORT with a free port"
+    tried, fix = f"{host}:{FIRST_PORT + first_offset}", f"cluster.rdzv_endpoint={host}:PORT with a free port"
     reason = "this port and the 99 after it are in use"
     raise EnvironmentProblem(Problem("cluster.rdzv_endpoint", reason, fix, value=tried))
 

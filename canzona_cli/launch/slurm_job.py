@@ -155,7 +155,10 @@ def render(config: RunConfig, options: JobOptions, arguments: Sequence[str] | Pa
         ("requeues=${CANZONA_REQUEUES:-20}", f"requeues={options.requeues}"),
         ("srun_args=()", f"srun_args=({_quoted(cluster.srun_args)})"),
         (_EXAMPLE, _setup_lines(cluster.setup)),
-        ('needs=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit', f'needs="{nodes_and_gpus(config)}"'),
+        (
+            'nodes_and_gpus=$("${canzona[@]}" slurm --needs "${overrides[@]}") || exit',
+            f'nodes_and_gpus="{nodes_and_gpus(config)}"',
+        ),
     ):
         assert text.count(f"\n{line}\n") == 1, line
         text = text.replace(f"\n{line}\n", f"\n{replacement}\n")
@@ -241,16 +244,16 @@ def option_problems(options: JobOptions) -> Iterator[Problem]:
         if value is not None and re.fullmatch(pattern, value, re.ASCII) is None:
             flag = f"--{field.replace('_', '-')}"
             yield Problem(flag, f"must be {form}", f"for example {example}", value=value)
-    numbers = {
+    bounds = {
         "cpus_per_task": (1, 100_000),
         "requeues": (0, 100_000),
         "signal_before": (1, 65_535),  # Slurm's own limit
     }
-    for field, (least, most) in numbers.items():
-        number = getattr(options, field)
-        if number is not None and not least <= number <= most:
+    for field, (least, most) in bounds.items():
+        value = getattr(options, field)
+        if value is not None and not least <= value <= most:
             flag = f"--{field.replace('_', '-')}"
-            yield Problem(flag, f"is not between {least} and {most}", value=number)
+            yield Problem(flag, f"is not between {least} and {most}", value=value)
     limit = None if options.time is None else _limit_seconds(options.time)
     if limit is not None and limit <= options.signal_before:
         reason = f"leaves no time to train: the job is asked to save {options.signal_before} s before the limit"
@@ -273,8 +276,8 @@ def _directive_problems(directives: Sequence[str], *, shared: bool) -> Iterator[
         if not name or not directive.isprintable():
             reason, fix = "is not a single-line long option of sbatch", "for example --sbatch '--constraint=h100'"
         elif name in _SET_BY_CANZONA and not (shared and name in _MEMORY):
-            instead = f"give it to canzona slurm itself: --{name}{value}" if name in _CANZONA_OPTIONS else _LEAVE_OUT
-            reason, fix = "contradicts what canzona sets", instead
+            fix_text = f"give it to canzona slurm itself: --{name}{value}" if name in _CANZONA_OPTIONS else _LEAVE_OUT
+            reason, fix = "contradicts what canzona sets", fix_text
         elif name in seen:
             reason, fix = "is given twice", "keep one of them"
         else:
@@ -305,13 +308,13 @@ def _with_directives(text: str, changes: dict[str, str | None], removed: set[str
     """Changes, adds and removes `#SBATCH --NAME=VALUE` lines of the script. New lines follow the last
     existing one."""
     lines = text.splitlines()
-    places = [index for index, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
-    given = {lines[index].removeprefix(_DIRECTIVE).partition("=")[0]: lines[index] for index in places}
+    indices = [index for index, line in enumerate(lines) if line.startswith(_DIRECTIVE)]
+    directives = {lines[index].removeprefix(_DIRECTIVE).partition("=")[0]: lines[index] for index in indices}
     for name, value in changes.items():
         if value is not None:
-            given[name] = f"{_DIRECTIVE}{name}={value}" if value else f"{_DIRECTIVE}{name}"
-    block = [line for name, line in given.items() if name not in removed]
-    return "\n".join([*lines[: places[0]], *block, *lines[places[-1] + 1 :]]) + "\n"
+            directives[name] = f"{_DIRECTIVE}{name}={value}" if value else f"{_DIRECTIVE}{name}"
+    block = [line for name, line in directives.items() if name not in removed]
+    return "\n".join([*lines[: indices[0]], *block, *lines[indices[-1] + 1 :]]) + "\n"
 
 
 def _overrides_lines(arguments: Sequence[str] | Path) -> str:

@@ -34,7 +34,7 @@ class Requests:
 
     reason: StopReason | None = None
     """The reason to stop, from the first signal; None if there has been none."""
-    first: float = 0.0
+    first_signal_s: float = 0.0
     """The time of the first signal, in seconds of the monotonic clock."""
     interrupts: int = 0
     """The number of times that Ctrl-C was pressed. Other signals are not counted, because they may be sent
@@ -48,7 +48,7 @@ class Requests:
         """Records a signal. This is a handler for `handle_signals`."""
         if self.reason is None:
             self.reason = "preempted" if number in _PREEMPTING else "interrupted"
-            self.first = time.monotonic()
+            self.first_signal_s = time.monotonic()
         self.interrupts += number == signal.SIGINT
         if self.raising:
             self.raising = False  # a further signal must not interrupt the clean-up

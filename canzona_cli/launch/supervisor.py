@@ -155,12 +155,13 @@ class Supervision:
             self._stop_requested = True
             if not self._request_stop(self.requests.reason):
                 return True
-        saving = self._stop_requested and saves.is_saving()
-        late = self._stop_requested and time.monotonic() - max(self.requests.first, saves.last_progress) > self.grace_s
-        if self.requests.interrupts >= _INTERRUPTS_TO_KILL + saving or late:
+        is_saving = self._stop_requested and saves.is_saving()
+        begun_s = max(self.requests.first_signal_s, saves.last_progress)
+        is_late = self._stop_requested and time.monotonic() - begun_s > self.grace_s
+        if self.requests.interrupts >= _INTERRUPTS_TO_KILL + is_saving or is_late:
             self._forced = True
-            after = f"the workers did not end within {self.grace_s:.0f} s: killing them"
-            self._announce("stop", after if late else "killing the workers")
+            reason = f"the workers did not end within {self.grace_s:.0f} s: killing them"
+            self._announce("stop", reason if is_late else "killing the workers")
         return self._forced
 
     def _request_stop(self, reason: StopReason) -> bool:

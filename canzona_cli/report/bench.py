@@ -251,13 +251,13 @@ def _overhead_cells(result: BenchResult, name: str) -> tuple[Cell, Cell]:
 def _losses_text(result: BenchResult, name: str) -> Text:
     losses = result.strategies[name].measured.losses
     text = Text(f"{number(losses[0], '.4f')} to {number(losses[-1], '.4f')} in {plural(len(losses), 'step')}")
-    relatives = loss_references(result)
-    relative = relatives[name]
-    if relative != name:
-        others = result.strategies[relative].measured.losses
-        difference = max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
-        text.append(f", at most {100 * difference:.2g}% from {relative}'s")
-    elif name != result.reference and [*relatives.values()].count(name) == 1:
+    references = loss_references(result)
+    reference = references[name]
+    if reference != name:
+        reference_losses = result.strategies[reference].measured.losses
+        difference = max(abs(a - b) / abs(b) for a, b in zip(losses, reference_losses, strict=True))
+        text.append(f", at most {100 * difference:.2g}% from {reference}'s")
+    elif name != result.reference and [*references.values()].count(name) == 1:
         text.append(", not compared: it computes different updates", style="dim")
     return text
 

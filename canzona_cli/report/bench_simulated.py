@@ -21,8 +21,8 @@ from canzona_cli.run.phases import STRATEGIES
 from canzona_cli.run.words import MISSING, layout_code, milliseconds, number, overhead
 from canzona_cli.simulate.compare import Study
 
-_MATRIX = tuple(name for name in STRATEGIES if name != "adamw")
-_OTHERS = tuple(name for name in _MATRIX if name != "canzona")
+_MATRIX_STRATEGIES = tuple(name for name in STRATEGIES if name != "adamw")
+_COMPARED = tuple(name for name in _MATRIX_STRATEGIES if name != "canzona")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class SimulationView(Page):
         if screen.page:
             yield from items("Assumptions", simulation.assumptions, "dim")
         else:
-            number = len(simulation.assumptions)
-            yield paragraph(f"The times are simulated under {number} assumptions; --html and --json list them.", "dim")
+            assumptions = f"{len(simulation.assumptions)} assumptions"
+            yield paragraph(f"The times are simulated under {assumptions}; --html and --json list them.", "dim")
 
     def _size(self, recipe: str) -> Iterator[RenderableType]:
         cells = self.simulation.cells_of(recipe)
@@ -64,13 +64,13 @@ class SimulationView(Page):
             _layout_column(cells),
             *_step_columns(cells, STRATEGIES),
             _strategy_columns(
-                cells, "overhead over AdamW", _MATRIX, lambda study, name: overhead(study.overhead(name))
+                cells, "overhead over AdamW", _MATRIX_STRATEGIES, lambda study, name: overhead(study.overhead(name))
             ),
-            _strategy_columns(cells, "optimizer / canzona's", _OTHERS, _ratio_to_canzona),
-            _balance_columns(cells, _MATRIX),
+            _strategy_columns(cells, "optimizer / canzona's", _COMPARED, _ratio_to_canzona),
+            _balance_columns(cells, _MATRIX_STRATEGIES),
             _yardstick_columns(cells, "fastest layout", lambda best, _: layout_code(best.layout)),
             _yardstick_columns(cells, "its iteration, ms", lambda best, _: milliseconds(best.iteration_s)),
-            _yardstick_columns(cells, "canzona's overhead", lambda _, share: overhead(share)),
+            _yardstick_columns(cells, "canzona's overhead", lambda _, increase: overhead(increase)),
         ]
         yield GroupedTable(head="GPUs", labels=[f"{cell.gpus:,}" for cell in cells], groups=groups)
         for cell in cells:
@@ -108,34 +108,36 @@ class SimulatedSweepView(Page):
         yield section_head("Simulated", f", not measured: sweep of {HEADS[self.kind]}, profile {first.profile}")
         yield paragraph(TITLES[self.kind], "dim")
         unit = f"{rank_word(first.device)}s"
-        for place, cell in enumerate(first.cells):
-            cells = [simulation.cells[place] for simulation in self.simulations.values()]
-            groups, layouts = self._groups(cells), _layout_column(cells)
+        for index, first_cell in enumerate(first.cells):
+            cells = [simulation.cells[index] for simulation in self.simulations.values()]
+            groups = self._groups(cells)
+            layouts = _layout_column(cells)
+            common_layout = ""
             if len(set(layouts.rows)) == 1:
-                where = f": {layouts.rows[0][0]}"
+                common_layout = f": {layouts.rows[0][0]}"
             else:
-                where, groups = "", [layouts, *groups]
+                groups = [layouts, *groups]
             yield Text()
-            yield paragraph(f"{cell.recipe} on {cell.gpus:,} {unit}{where}", "bold")
+            yield paragraph(f"{first_cell.recipe} on {first_cell.gpus:,} {unit}{common_layout}", "bold")
             yield GroupedTable(head=HEADS[self.kind], labels=list(self.simulations), groups=groups)
-            for value, other in zip(self.simulations, cells, strict=True):
-                if other.reason:
-                    yield paragraph(f"{value}: {other.reason}", "yellow", first="  ", rest="    ")
+            for value, cell in zip(self.simulations, cells, strict=True):
+                if cell.reason:
+                    yield paragraph(f"{value}: {cell.reason}", "yellow", first="  ", rest="    ")
 
     def _groups(self, cells: Sequence[SimulatedCell]) -> list[Columns]:
-        names = AFFECTED.get(self.kind, _MATRIX)
+        names = AFFECTED.get(self.kind, _MATRIX_STRATEGIES)
 
-        def phase(title: str, *phases: str) -> Columns:
-            def shown(study: Study, name: str) -> str:
-                return milliseconds(sum(study.result(name).phases.get(part, 0.0) for part in phases))
+        def phase_columns(title: str, *phase_names: str) -> Columns:
+            def phases_ms(study: Study, name: str) -> str:
+                return milliseconds(sum(study.result(name).phases.get(phase, 0.0) for phase in phase_names))
 
-            return _strategy_columns(cells, title, names, shown)
+            return _strategy_columns(cells, title, names, phases_ms)
 
         groups = [*_step_columns(cells, names), _balance_columns(cells, names)]
         if self.kind == "alpha":
-            groups.append(phase("total DP traffic, ms", "grad_reduce_total", "param_gather_total"))
+            groups.append(phase_columns("total DP traffic, ms", "grad_reduce_total", "param_gather_total"))
         if self.kind == "c_max":
-            groups.append(phase("exposed exchange, ms", "exchange"))
+            groups.append(phase_columns("exposed exchange, ms", "exchange"))
         return groups
 
 
@@ -214,7 +216,7 @@ def _scaling_charts(cells: Sequence[SimulatedCell]) -> Html:
     return side_by_side(
         chart("iteration, s (hollow: does not fit)", lambda study, name: study.result(name).iteration_s, *STRATEGIES),
         chart("optimizer step, ms", lambda study, name: 1e3 * study.result(name).optimizer_s, *STRATEGIES),
-        chart("iteration / AdamW's", _ratio_to_adamw, *_MATRIX, axes="log x"),
+        chart("iteration / AdamW's", _ratio_to_adamw, *_MATRIX_STRATEGIES, axes="log x"),
     )
 
 
@@ -223,5 +225,5 @@ def _axis_number(value: float) -> str:
 
 
 def _ratio_to_adamw(study: Study, name: str) -> float | None:
-    share = study.overhead(name)
-    return None if share is None else 1 + share
+    increase = study.overhead(name)
+    return None if increase is None else 1 + increase

@@ -68,12 +68,12 @@ class SweepRow:
 
 def sweep_rows(results: Mapping[str, BenchResult]) -> list[SweepRow]:
     """Returns a row for each value and strategy."""
-    fewest: dict[str, BenchResult] = {}
+    first_results: dict[str, BenchResult] = {}
     rows = []
     for value, result in results.items():
-        for place, strategy in enumerate(shown_strategies(result)):
-            first = fewest.setdefault(strategy, result)
-            rows.append(SweepRow(value=value, strategy=strategy, result=result, fewest=first, begins=place == 0))
+        for index, strategy in enumerate(shown_strategies(result)):
+            first = first_results.setdefault(strategy, result)
+            rows.append(SweepRow(value=value, strategy=strategy, result=result, fewest=first, begins=index == 0))
     return rows
 
 
@@ -96,12 +96,13 @@ class _Quantity:
         """Draws a measured and a predicted curve for each strategy."""
         curves = []
         for name in dict.fromkeys(row.strategy for row in rows):
-            pairs = [(float(row.value), *self.pair(row)) for row in rows if row.strategy == name]
-            measured = [(value, seconds / self.unit) for value, seconds, _ in pairs if seconds is not None]
-            planned = [(value, (plan or 0.0) / self.unit) for value, seconds, plan in pairs if seconds is not None]
-            curves.append(Curve(name=name, points=measured, dots=True))
+            triples = [(float(row.value), *self.pair(row)) for row in rows if row.strategy == name]
+            shown = [(value, measured, plan or 0.0) for value, measured, plan in triples if measured is not None]
+            measured_points = [(value, measured / self.unit) for value, measured, _ in shown]
+            predicted_points = [(value, predicted / self.unit) for value, _, predicted in shown]
+            curves.append(Curve(name=name, points=measured_points, dots=True))
             if rows[0].result.planned:
-                curves.append(Curve(name=f"{name}, predicted", points=planned, dots=True, dashed=True))
+                curves.append(Curve(name=f"{name}, predicted", points=predicted_points, dots=True, dashed=True))
         axes: Literal["linear", "log x"] = "log x" if kind in ("c_max", "gpus") else "linear"
         return Curves(title=self.title, curves=curves, height=160, axes=axes, x=HEADS[kind])
 
@@ -170,7 +171,7 @@ class SweepView(Page):
             head=HEADS[self.kind] + ", strategy" * several,
             labels=labels,
             groups=groups,
-            sections=[place for place, row in enumerate(rows) if several and place and row.begins],
+            sections=[index for index, row in enumerate(rows) if several and index and row.begins],
         )
         yield from map(note, self._remarks(groups))
         shared = set.intersection(*(set(result.notes) for result in self.results.values()))
@@ -183,12 +184,12 @@ class SweepView(Page):
 
     def _picture(self, rows: Sequence[SweepRow]) -> RenderableType:
         """Draws curves if the values are numbers; otherwise draws a bar for each value and strategy."""
-        numeric = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not `auto`
-        if not numeric:
-            labelled = ((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)
-            return steps(labelled, planned=rows[0].result.planned)
-        shown = (_STEP, _ITERATION, _SUBJECTS[self.kind])
-        return side_by_side(*(quantity.chart(numeric, self.kind) for quantity in shown))
+        numeric_rows = [row for row in rows if row.value.replace(".", "", 1).isdecimal()]  # not `auto`
+        if not numeric_rows:
+            labelled_benches = ((f"{row.value} {row.strategy}", row.result.strategies[row.strategy]) for row in rows)
+            return steps(labelled_benches, planned=rows[0].result.planned)
+        quantities = (_STEP, _ITERATION, _SUBJECTS[self.kind])
+        return side_by_side(*(quantity.chart(numeric_rows, self.kind) for quantity in quantities))
 
     @property
     def _common_result(self) -> BenchResult:
@@ -245,16 +246,16 @@ class SweepView(Page):
         if any(group.shows(NOT_DISTINCT) for group in groups):
             yield OVERLAP
         if self.kind == "optimizer" and self._has_several_strategies:
-            base = ", ".join(dict.fromkeys(result.reference for result in self.results.values()))
-            yield f"ratio: time divided by {base}'s time, median [quartiles] of the ratio in each round"
+            references = ", ".join(dict.fromkeys(result.reference for result in self.results.values()))
+            yield f"ratio: time divided by {references}'s time, median [quartiles] of the ratio in each round"
         if self.kind == "gpus":
             yield "efficiency: sequences per second per rank, relative to the run on the fewest ranks"
             cores = first.machine.get("cores")
-            most = max(result.layout.world_size for result in self.results.values())
+            ranks = max(result.layout.world_size for result in self.results.values())
             on_cpu = any(result.device == "cpu" for result in self.results.values())
-            if on_cpu and isinstance(cores, int) and most > cores:
+            if on_cpu and isinstance(cores, int) and ranks > cores:
                 yield (
-                    f"up to {most} ranks share {cores} cores here, so efficiency shows the cost of sharing, not how "
+                    f"up to {ranks} ranks share {cores} cores here, so efficiency shows the cost of sharing, not how "
                     "the job scales to more hardware; CPU time is summed over all ranks"
                 )
 

@@ -43,17 +43,17 @@ class BesideMegatronView(Page):
         batch = f"{beside.layout.global_batch_size:,} sequences × {config.train.seq_length:,}"
         yield note(f"{batch}, micro-batch {beside.layout.micro_batch_size}")
         yield self._table()
-        fits = all(cost.fits for cost in (beside.adamw, beside.muon, beside.canzona))
+        all_fit = all(cost.fits for cost in (beside.adamw, beside.muon, beside.canzona))
         yield note("simulated, all in Megatron's own loop, so that only the optimizers differ")
-        misfits = "" if fits else "; !: does not fit"
+        misfits = "" if all_fit else "; !: does not fit"
         yield note(f"optimizer: exposed time; balance: max / mean update time of ranks{misfits}")
         yield Text()
         yield from labelled_rows(self._rows(), 16)
         yield Text()
         if run.plans_only:
-            elsewhere = "canzona's own loop cannot train this model:"
-            nowhere = "canzona plans this model, but cannot train it:"
-            yield paragraph(elsewhere if self._in_megatrons_loop else nowhere, "bold")
+            only_in_megatron = "canzona's own loop cannot train this model:"
+            only_planned = "canzona plans this model, but cannot train it:"
+            yield paragraph(only_in_megatron if self._in_megatrons_loop else only_planned, "bold")
             yield from map(note, self._first_few(run.plans_only))
             return
         lacking = f", without {' and '.join(beside.overlaps)}" if beside.overlaps else ""

@@ -89,10 +89,10 @@ class CalibrationView(Page):
             if outcome.log is not None:
                 yield paragraph(f"full output: {outcome.log}")
         if self.written is not None:
-            where = display_path(self.written)
-            use = f"use it: canzona plan recipe={self.config.name} gpus={self.config.gpus} cluster={where}"
-            yield paragraph(f"written: {where}", "bold")
-            yield replace(paragraph(use), unbroken=True)
+            shown_path = display_path(self.written)
+            command = f"use it: canzona plan recipe={self.config.name} gpus={self.config.gpus} cluster={shown_path}"
+            yield paragraph(f"written: {shown_path}", "bold")
+            yield replace(paragraph(command), unbroken=True)
 
     def _table(self, title: str, rows: Iterable[_Row]) -> Table:
         """Returns a table of measurements, their spreads and the base profile's numbers."""
@@ -147,8 +147,8 @@ class CalibrationView(Page):
         return table
 
     def _measurements_of(self, quantity: Quantity) -> list[Measurement]:
-        rows = (each for each in self.calibration.record.measurements if each.quantity == quantity)
-        return sorted(rows, key=lambda measurement: (str(measurement.key[0]), measurement.key[1:]))
+        chosen = (each for each in self.calibration.record.measurements if each.quantity == quantity)
+        return sorted(chosen, key=lambda measurement: (str(measurement.key[0]), measurement.key[1:]))
 
 
 def _base_value(quantity: Quantity, base: ClusterConfig) -> str:

@@ -84,6 +84,8 @@ class Bars(Picture):
                 drawn.append(" ▶", style="bold")
             yield Text.assemble("  ", f"{clean(row.label):<10} {row.value:>9} ", drawn)
         yield from legend_lines(self._legend(), self.inks, screen.width, colour=screen.colour)
+        if any(map(self._is_cut_off, self.rows)):
+            yield Text("  ▶ continues beyond the full width", style="dim", no_wrap=True)
 
     def html(self) -> Html:
         shown = [tag("div", *self._row_html(row), class_="bar-row") for row in self.rows]
@@ -95,13 +97,14 @@ class Bars(Picture):
 
     def _legend(self) -> list[tuple[str, str]]:
         """Returns the name and the legend text of each part that is drawn."""
-        seen = {name for row in self.rows for name, amount in row.parts if amount > 0}
-        first = dict(self.rows[0].parts)
-        return [
-            (name, f"{ink.name} {self.show(first[name])}" if self.amounts and name in first else ink.name)
-            for name, ink in self.inks.items()
-            if name in seen
-        ]
+        drawn_parts = {name for row in self.rows for name, amount in row.parts if amount > 0}
+        first_amounts = dict(self.rows[0].parts)
+        legend = []
+        for name, ink in self.inks.items():
+            if name in drawn_parts:
+                amount = f" {self.show(first_amounts[name])}" if self.amounts and name in first_amounts else ""
+                legend.append((name, ink.name + amount))
+        return legend
 
     def _row_html(self, row: Bar) -> Iterator[Html]:
         rects: list[Html] = []
@@ -212,9 +215,9 @@ class Lanes(Picture):
 
     def parts(self, screen: Screen) -> Iterator[Text]:
         width = screen.width - _GUTTER
-        for number, row in enumerate(self.rows):
+        for index, row in enumerate(self.rows):
             drawn = draw_lane(row.intervals, self.start_s, self.end_s, width, colour=screen.colour)
-            head = "" if number else self.title
+            head = "" if index else self.title
             yield Text.assemble("  ", (f"{head:<10}", "bold"), f"{row.label[:10]:<10} ", drawn)
         left, right = step_time(self.start_s) if self.start_s else "0", step_time(self.end_s)
         middle = f"{step_time(self.end_s - self.start_s)} shown"
@@ -228,8 +231,8 @@ class Lanes(Picture):
             drawn = tag("svg", *rects, class_="lane", role="img", aria_label=row.words)
             look = "lane-row new" if row.begins else "lane-row"
             shown.append(tag("div", tag("span", row.words, class_="bar-label"), drawn, class_=look))
-        seen = {part.name for row in self.rows for part in row.intervals if part.end_s > self.start_s}
-        keys = (key(ink.css, ink.name) for name, ink in PHASES.items() if name in seen)
+        drawn_names = {part.name for row in self.rows for part in row.intervals if part.end_s > self.start_s}
+        keys = (key(ink.css, ink.name) for name, ink in PHASES.items() if name in drawn_names)
         ends = tag("span", tag("span", "0"), tag("span", step_time(self.end_s - self.start_s)))
         axis = tag("div", tag("span"), ends, class_="lane-row axis")
         return tag("figure", *shown, axis, tag("figcaption", *keys, class_="keys"), class_="bars")
@@ -249,28 +252,29 @@ def planned_lanes(events: Sequence[SimulatedEvent]) -> list[Lane]:
     ]
 
 
-def draw_lane(intervals: Iterable[Interval], start: float, end: float, width: int, *, colour: bool) -> Text:
+def draw_lane(intervals: Iterable[Interval], start_s: float, end_s: float, width: int, *, colour: bool) -> Text:
     """Draws a lane of `width` characters. Each character shows the phase that takes most of its time slice,
     faint if phases fill less than half of the slice."""
     drawn = Text(no_wrap=True)
-    step = (end - start) / width
-    first = 0
+    slice_s = (end_s - start_s) / width
+    unfinished = 0
     ordered = sorted(intervals, key=lambda part: part.start_s)
-    for place in range(width):
-        left, right = start + place * step, start + (place + 1) * step
-        while first < len(ordered) and ordered[first].end_s <= left:
-            first += 1
-        share: dict[str, float] = {}
-        for interval in ordered[first:]:
+    for column_index in range(width):
+        left, right = start_s + column_index * slice_s, start_s + (column_index + 1) * slice_s
+        while unfinished < len(ordered) and ordered[unfinished].end_s <= left:
+            unfinished += 1
+        covered_s: dict[str, float] = {}
+        for interval in ordered[unfinished:]:
             if interval.start_s >= right:
                 break
-            covered = min(interval.end_s, right) - max(interval.start_s, left)
-            share[interval.name] = share.get(interval.name, 0.0) + covered
-        phase = max(share, key=lambda name: share[name], default=None)
+            overlap_s = min(interval.end_s, right) - max(interval.start_s, left)
+            covered_s[interval.name] = covered_s.get(interval.name, 0.0) + overlap_s
+        phase = max(covered_s, key=lambda name: covered_s[name], default=None)
         if phase is None:
             drawn.append("·", style="dim")
             continue
-        look, faint = PHASES[phase], sum(share.values()) < step / 2
+        look = PHASES[phase]
+        faint = sum(covered_s.values()) < slice_s / 2
         if colour:
             drawn.append("▒" if faint else "█", style=look.style)
         else:
@@ -281,22 +285,22 @@ def draw_lane(intervals: Iterable[Interval], start: float, end: float, width: in
 def _visible(intervals: Iterable[Interval], start_s: float, end_s: float) -> Iterator[Interval]:
     """Yields the visible intervals from start to end: joins close neighbours of the same name, and drops an
     interval that is too short to see if it closely follows another."""
-    finest = (end_s - start_s) / _TIME_SLICES
-    last: Interval | None = None
+    finest_s = (end_s - start_s) / _TIME_SLICES
+    joined: Interval | None = None
     for interval in sorted(intervals, key=lambda part: part.start_s):
         begin, end = max(start_s, interval.start_s), min(end_s, interval.end_s)
         if end <= begin:
             continue
-        if last is not None and last.name == interval.name and begin - last.end_s <= finest:
-            last = Interval(name=last.name, start_s=last.start_s, end_s=max(end, last.end_s))
+        if joined is not None and joined.name == interval.name and begin - joined.end_s <= finest_s:
+            joined = Interval(name=joined.name, start_s=joined.start_s, end_s=max(end, joined.end_s))
             continue
-        if last is not None:
-            if max(end - begin, begin - last.end_s) < finest:
+        if joined is not None:
+            if max(end - begin, begin - joined.end_s) < finest_s:
                 continue
-            yield last
-        last = Interval(name=interval.name, start_s=begin, end_s=end)
-    if last is not None:
-        yield last
+            yield joined
+        joined = Interval(name=interval.name, start_s=begin, end_s=end)
+    if joined is not None:
+        yield joined
 
 
 HEAT_LIMITS: Final = (0.5, 0.9, 1.1, 1.5)
@@ -304,9 +308,9 @@ HEAT_LIMITS: Final = (0.5, 0.9, 1.1, 1.5)
 _HEAT_STYLES: Final = ("dodger_blue2", "sky_blue2", "green3", "gold3", "red3")
 _MOST_ROWS: Final = 16
 _WIDEST_CELL: Final = 4
-_MOST_WRITTEN: Final = 16
+_MOST_LABELLED_OWNERS: Final = 16
 """The largest number of owners with which an HTML page writes the times into the cells of a map."""
-_BETWEEN: Final = 2
+_MAP_GAP: Final = 2
 """The number of characters between two maps."""
 
 
@@ -330,7 +334,7 @@ class LoadMaps(Picture):
         return f"columns: owners (DP 0 to {self.owners - 1}), rows: hosts (TP 0 to {self.hosts - 1})"
 
     def parts(self, screen: Screen) -> Iterator[RenderableType]:
-        width = (screen.width - 2 - _BETWEEN * (len(self.maps) - 1)) // len(self.maps)
+        width = (screen.width - 2 - _MAP_GAP * (len(self.maps) - 1)) // len(self.maps)
         width = min(width, max(4 * self.owners, 24))
         blocks = [
             [
@@ -344,12 +348,12 @@ class LoadMaps(Picture):
             line = Text("  ", no_wrap=True)
             for cell in row:
                 cell.truncate(width, pad=True)
-                line.append_text(cell).append(" " * _BETWEEN)
+                line.append_text(cell).append(" " * _MAP_GAP)
             line.rstrip()
             yield line
         per_column = owners_per_column(self.owners, width)
-        several = f"; up to {per_column} owners per column" if per_column > 1 else ""
-        yield note(f"{self._axes}; a full block is the slowest rank{several}")
+        grouping = f"; up to {per_column} owners per column" if per_column > 1 else ""
+        yield note(f"{self._axes}; a full block is the slowest rank{grouping}")
 
     def html(self) -> Html:
         words = (*(f"up to {limit:g}" for limit in HEAT_LIMITS), "above that, times the mean")
@@ -373,12 +377,12 @@ class LoadMaps(Picture):
         width = 1 / self.owners
         for cell, load in enumerate(loads):
             owner, host = divmod(cell, self.hosts)
-            share = f", {load / mean:.2f} of the mean" if mean > 0 else ""
-            words = tag("title", f"DP {owner}, TP {host}: {step_time(load)}{share}")
+            ratio = f", {load / mean:.2f} of the mean" if mean > 0 else ""
+            words = tag("title", f"DP {owner}, TP {host}: {step_time(load)}{ratio}")
             look = f"cell h{heat_level(load, mean)}"
-            place = {"x": percent(owner * width), "y": host * 26, "width": percent(width), "height": 24}
-            cells.append(tag("rect", words, **place, class_=look))
-            if self.owners <= _MOST_WRITTEN:
+            position = {"x": percent(owner * width), "y": host * 26, "width": percent(width), "height": 24}
+            cells.append(tag("rect", words, **position, class_=look))
+            if self.owners <= _MOST_LABELLED_OWNERS:
                 middle = {"x": percent((owner + 0.5) * width), "y": host * 26 + 16}
                 cells.append(tag("text", milliseconds(load), **middle, class_="cell-text"))
         balance = "no updates"
@@ -402,14 +406,14 @@ def heat_map(loads: Sequence[float], hosts: int, width: int) -> Iterator[Text]:
         hosts: the number of TP ranks.
     """
     owners = len(loads) // hosts
-    mean, top = sum(loads) / len(loads), max(loads)
+    mean, largest = sum(loads) / len(loads), max(loads)
     cell_width = max(1, min(_WIDEST_CELL, width // owners))
     columns = _bins(owners, width // cell_width)
-    for first, last in _bins(hosts, _MOST_ROWS):
+    for first_host, end_host in _bins(hosts, _MOST_ROWS):
         row = Text(no_wrap=True)
-        for begin, end in columns:
-            load = max(loads[o * hosts + h] for o in range(begin, end) for h in range(first, last))
-            mark = _heat_mark(load / top if top > 0 else 0.0)
+        for first_owner, end_owner in columns:
+            load = max(loads[o * hosts + h] for o in range(first_owner, end_owner) for h in range(first_host, end_host))
+            mark = _heat_mark(load / largest if largest > 0 else 0.0)
             row.append(mark * cell_width, style=_HEAT_STYLES[heat_level(load, mean)])
         yield row
 
@@ -419,20 +423,20 @@ def owners_per_column(owners: int, width: int) -> int:
     return max(end - begin for begin, end in _bins(owners, width))
 
 
-def _bins(count: int, most: int) -> list[tuple[int, int]]:
-    """Divides `count` into at most `most` ranges of nearly equal size."""
-    bins = max(1, min(count, most))
+def _bins(count: int, most_bins: int) -> list[tuple[int, int]]:
+    """Divides `count` into at most `most_bins` ranges of nearly equal size."""
+    bins = max(1, min(count, most_bins))
     edges = [index * count // bins for index in range(bins + 1)]
     return list(itertools.pairwise(edges))
 
 
-def _heat_mark(share: float) -> str:
-    if share <= 0:
+def _heat_mark(relative_load: float) -> str:
+    if relative_load <= 0:
         return "·"
-    return BLOCKS[max(1, min(len(BLOCKS) - 1, round(share * (len(BLOCKS) - 1))))]
+    return BLOCKS[max(1, min(len(BLOCKS) - 1, round(relative_load * (len(BLOCKS) - 1))))]
 
 
 def heat_level(load: float, mean: float) -> int:
     """Returns a level from 0, far below the mean, to `len(HEAT_LIMITS)`, far above it."""
-    over = load / mean if mean > 0 else 1.0
-    return sum(over > limit for limit in HEAT_LIMITS)
+    ratio = load / mean if mean > 0 else 1.0
+    return sum(ratio > limit for limit in HEAT_LIMITS)

@@ -77,7 +77,8 @@ def _cells(checkpoint: StoredCheckpoint) -> tuple[Cell, ...]:
 
 def _checkpoint_json(checkpoint: StoredCheckpoint) -> dict[str, object]:
     manifest, layout = checkpoint.manifest, _saved_layout(checkpoint)
-    facts, axes = ("created", "bytes", "world_size", "optimizer", "strategy"), ("tp", "pp", "vpp", "cp", "dp")
+    facts = ("created", "bytes", "world_size", "optimizer", "strategy")
+    axes = ("tp", "pp", "vpp", "cp", "dp")
     return {
         **_problems_json(checkpoint, checkpoint.problems),
         "step": checkpoint.step,
@@ -147,8 +148,8 @@ class CheckpointView(Page):
         first."""
         kinds: dict[str, list[int]] = {}
         for name, bytes_ in self._sizes().items():
-            unit, _, kind = name.rpartition("/")
-            kinds.setdefault("random states" if unit.startswith("random") else kind, []).append(bytes_)
+            place, _, kind = name.rpartition("/")
+            kinds.setdefault("random states" if place.startswith("random") else kind, []).append(bytes_)
         return dict(sorted(kinds.items(), key=lambda item: -sum(item[1])))
 
     def _table(self) -> Table:
@@ -226,8 +227,8 @@ class VerificationView(Page):
             if verified.problems:
                 mark, result = ("✗", "bold red"), f"{plural(len(verified.problems), 'problem')}; "
             rate = size(verified.bytes / max(verified.seconds, 1e-6))
-            text = f"{result}{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
-            yield paragraph(joined(mark, f" {verified.checkpoint.name}  {text}"), rest="      ")
+            amounts = f"{result}{size(verified.bytes)} read in {step_time(verified.seconds)}, {rate}/s"
+            yield paragraph(joined(mark, f" {verified.checkpoint.name}  {amounts}"), rest="      ")
             if verified.foreign:
                 names = ", ".join(verified.foreign)
                 words = f"other files in the folder, which canzona ignores: {names}"

@@ -83,8 +83,8 @@ def line_chart(points: Sequence[tuple[float, float]], width: int, height: int) -
         label = labels[row] if row % 2 == 0 or row == rows - 1 else ""
         drawn = "".join(chr(0x2800 + cell) if cell else " " for cell in cells)
         lines.append(f"{label:>{gutter - 2}} ┤{drawn}".rstrip())
-    first, last = f"{points[0][0]:,.0f}", f"step {points[-1][0]:,.0f}"
-    lines.append(f"{'':{gutter}}{first}{last:>{max(1, columns - len(first))}}"[:width])
+    first_step, last_step = f"{points[0][0]:,.0f}", f"step {points[-1][0]:,.0f}"
+    lines.append(f"{'':{gutter}}{first_step}{last_step:>{max(1, columns - len(first_step))}}"[:width])
     return lines
 
 
@@ -111,7 +111,7 @@ def _segment(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
     return [(round(x0 + (x1 - x0) * i / steps), round(y0 + (y1 - y0) * i / steps)) for i in range(steps + 1)]
 
 
-_WIDE: Final = 1000
+_DRAWING_WIDTH: Final = 1000
 """The width of the drawing in SVG units; browsers stretch the drawing to the width of the page."""
 _MOST_POINTS: Final = 600
 """The most points of a curve. A longer curve is drawn with the lowest and highest point of each stretch, so
@@ -212,29 +212,30 @@ class _Chart:
 
     def html(self) -> Html:
         picture, looks, height = self._picture, self._looks(), self._picture.height
-        shown: list[dict[str, object]] = []
+        curve_data: list[dict[str, object]] = []
         paths: list[Html] = []
         dots: list[Html] = []
         for curve, look in zip(self._curves, looks, strict=True):
-            few = _thin_out(curve.points)
-            spots = [(round(_WIDE * self._x(step), 1), round(self._y(value), 1)) for step, value in few]
-            paths.append(tag("path", d="M" + "L".join(f"{a},{b}" for a, b in spots), class_=f"curve {look}"))
-            if curve.dots or len(few) == 1:
-                for (a, b), (step, _) in zip(spots, few, strict=True):
+            points = _thin_out(curve.points)
+            positions = [(round(_DRAWING_WIDTH * self._x(step), 1), round(self._y(value), 1)) for step, value in points]
+            paths.append(tag("path", d="M" + "L".join(f"{a},{b}" for a, b in positions), class_=f"curve {look}"))
+            if curve.dots or len(points) == 1:
+                for (a, b), (step, _) in zip(positions, points, strict=True):
                     css = f"dot {look}{' hollow' if step in curve.hollow else ''}"
-                    dots.append(tag("circle", cx=percent(a / _WIDE), cy=b, r=3, class_=css))
-            points = [[a, step, picture.show(value)] for (a, _), (step, value) in zip(spots, few, strict=True)]
-            shown.append({"name": curve.name, "points": points})
+                    dots.append(tag("circle", cx=percent(a / _DRAWING_WIDTH), cy=b, r=3, class_=css))
+            pairs = zip(positions, points, strict=True)
+            texts = [[a, step, picture.show(value)] for (a, _), (step, value) in pairs]
+            curve_data.append({"name": curve.name, "points": texts})
         size = {"width": "100%", "height": height}
-        stretched = tag("svg", *paths, viewBox=f"0 0 {_WIDE} {height}", preserveAspectRatio="none", **size)
+        stretched = tag("svg", *paths, viewBox=f"0 0 {_DRAWING_WIDTH} {height}", preserveAspectRatio="none", **size)
         cursor = tag("line", y1="0", y2=height, x1="0", x2="0", class_="cursor")
-        words = {"role": "img", "aria_label": f"{picture.title}: {self._description()}"}
+        accessibility = {"role": "img", "aria_label": f"{picture.title}: {self._description()}"}
         inside = (*self._axes(), *dots, stretched, cursor)
-        drawing = tag("svg", *inside, class_="plot", height=height + 26, **words)
+        drawing = tag("svg", *inside, class_="plot", height=height + 26, **accessibility)
         keys = (key(look, curve.name) for curve, look in zip(self._curves, looks, strict=True))
         caption = (tag("b", picture.title), *(keys if len(looks) > 1 else ()), tag("output", class_="readout"))
-        drawn = (tag("figcaption", *caption), drawing)
-        return tag("figure", *drawn, class_="chart", data_curves=json.dumps(shown), data_x=picture.x)
+        parts = (tag("figcaption", *caption), drawing)
+        return tag("figure", *parts, class_="chart", data_curves=json.dumps(curve_data), data_x=picture.x)
 
     def _x(self, step: float) -> float:
         """Returns the horizontal position of a step, from 0 (left) to 1 (right)."""
@@ -252,9 +253,9 @@ class _Chart:
             yield tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid")
             yield tag("text", self._picture.show(tick), x="-8", y=y, class_="tick value")
         for step in dict.fromkeys(self._written_steps()):
-            place = self._x(step)
-            css = "tick begin" if place < 0.02 else "tick end" if place > 0.98 else "tick"
-            yield tag("text", _step(step), x=percent(place), y=self._picture.height + 18, class_=css)
+            x = self._x(step)
+            css = "tick begin" if x < 0.02 else "tick end" if x > 0.98 else "tick"
+            yield tag("text", _step(step), x=percent(x), y=self._picture.height + 18, class_=css)
 
     def _written_steps(self) -> list[float]:
         """Returns the steps that label the x axis: all of them on a logarithmic axis, otherwise the first,
@@ -263,8 +264,8 @@ class _Chart:
             return self._steps
         first, last = self._steps[0], self._steps[-1]
         _, _, ticks = _axis(first, last)
-        room = (last - first) / 8
-        return [first, *(tick for tick in ticks if first + room < tick < last - room), last]
+        least_gap = (last - first) / 8
+        return [first, *(tick for tick in ticks if first + least_gap < tick < last - least_gap), last]
 
     def _looks(self) -> list[str]:
         """Returns the CSS classes of each curve. A prediction has the colour of the curve before it; any
@@ -294,8 +295,8 @@ def _thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
         return list(points)
     stretches = _MOST_POINTS // 2
     extremes: list[tuple[float, float]] = []
-    for place in range(stretches):
-        stretch = points[place * len(points) // stretches : (place + 1) * len(points) // stretches]
+    for index in range(stretches):
+        stretch = points[index * len(points) // stretches : (index + 1) * len(points) // stretches]
         extremes += sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
     return [points[0], *(point for point in extremes if points[0][0] < point[0] < points[-1][0]), points[-1]]
 
@@ -305,11 +306,11 @@ def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         pad = abs(high) / 2 or 1.0
         low, high = low - pad, high + pad
-    rough = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return first * step, last * step, [count * step for count in range(first, last + 1)]
+    least_step = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least_step)
+    first_tick, last_tick = math.floor(low / step), math.ceil(high / step)
+    return first_tick * step, last_tick * step, [count * step for count in range(first_tick, last_tick + 1)]
 
 
 def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
@@ -317,10 +318,12 @@ def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
     that label the axis."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [factor * 10.0**power for power in powers for factor in (1, 2, 5)]
-    first = max((tick for tick in ticks if tick <= low), default=ticks[0])
-    last = min((tick for tick in ticks if tick >= high and tick > first), default=10 * ticks[-3])
-    between = [tick for tick in ticks if first <= tick <= last]
-    return first, last, between if len(between) < 8 else [t for t in between if f"{t:e}"[0] == "1"]
+    lowest = max((tick for tick in ticks if tick <= low), default=ticks[0])
+    highest = min((tick for tick in ticks if tick >= high and tick > lowest), default=10 * ticks[-3])
+    shown = [tick for tick in ticks if lowest <= tick <= highest]
+    if len(shown) >= 8:
+        shown = [tick for tick in shown if f"{tick:e}"[0] == "1"]  # only the powers of ten
+    return lowest, highest, shown
 
 
 def _step(step: float) -> str:

@@ -49,9 +49,9 @@ def preparation_progress() -> Iterator[OnProgress]:
             bar.update(task.id, completed=progress.done, facts=_facts(progress, task.speed or 0.0))
             if not console.is_terminal and (is_new_stage or time.monotonic() - printed >= _LINE_INTERVAL_S):
                 printed = time.monotonic()
-                share = f" {progress.done / progress.total:.0%}" if progress.total else ""
+                percentage = f" {progress.done / progress.total:.0%}" if progress.total else ""
                 facts = "" if is_new_stage else f" {task.fields['facts']}"
-                console.print(f"{progress.stage}{share}{facts}", soft_wrap=True)
+                console.print(f"{progress.stage}{percentage}{facts}", soft_wrap=True)
 
         yield show
 
@@ -136,13 +136,14 @@ def print_data(shown: DataView, *, verbose: bool) -> None:
         bar = "█" * -(-_BAR * documents // largest)
         console.print(f"{'':<11}up to {most:>11,}  {bar:<{_BAR}}  {documents:,}", soft_wrap=True)
     for document in shown.documents:
-        text, more = clean(document.text, newlines=True), document.cut
+        text = clean(document.text, newlines=True)
+        is_cut = document.cut
         if not verbose:
             lines = [line for line in text.splitlines() if line.strip()]
             width = console.width - 1
-            more |= len(lines) > _LINES or any(len(line) > width for line in lines[:_LINES])
+            is_cut |= len(lines) > _LINES or any(len(line) > width for line in lines[:_LINES])
             text = "\n".join(f"{line[:width]}…" if len(line) > width else line for line in lines[:_LINES])
-        beginning = ", beginning" if more else ""
+        beginning = ", beginning" if is_cut else ""
         tokens = plural(document.tokens, "token")
         _print_text(console, f"document {document.number}: {tokens}{beginning}", text)
     if shown.sequence is not None:

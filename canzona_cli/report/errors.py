@@ -23,11 +23,11 @@ _LONGEST_VALUE = 200
 
 def show_failure(error: Exception) -> int:
     """Prints the error that ended the command on standard error; returns the exit code."""
-    known = error if isinstance(error, CanzonaError) else machine_error(error)
-    if known is None:
+    reported = error if isinstance(error, CanzonaError) else machine_error(error)
+    if reported is None:
         return _show_bug(error)
-    Console(stderr=True).print(ErrorView(error=known), soft_wrap=True)
-    return int(known.exit_code)
+    Console(stderr=True).print(ErrorView(error=reported), soft_wrap=True)
+    return int(reported.exit_code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +63,8 @@ def _headline(error: CanzonaError) -> str:
     """Returns the error's headline, or that of `BadUsage` if only a command's arguments and options are
     wrong."""
     keys = [problem.key for problem in error.problems]
-    typed = keys and all(key.startswith("--") or key.isupper() for key in keys)
-    return BadUsage.headline if typed and isinstance(error, ConfigError) else error.headline
+    only_arguments = keys and all(key.startswith("--") or key.isupper() for key in keys)
+    return BadUsage.headline if only_arguments and isinstance(error, ConfigError) else error.headline
 
 
 def _place(problem: Problem) -> str:

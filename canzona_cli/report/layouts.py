@@ -162,10 +162,10 @@ class FastestLayouts(Page):
         unit = rank_word(config.cluster.device)
         place = f"{plural(config.gpus, unit)}, {config.cluster.name}"
         yield section_head(config.name, f" on {place}, {optimizer}")
-        needed = ("batch", "recompute", "iteration", "slower", "MFU", "GiB")
-        heads = (*needed, "limited by", f"tokens/s/{unit}")
+        always_shown = ("batch", "recompute", "iteration", "slower", "MFU", "GiB")
+        heads = (*always_shown, "limited by", f"tokens/s/{unit}")
         rows = ((layout_code(tried.layout), self._cells(tried)) for tried in best)
-        yield rows_table(heads, rows, bold=0, needed=None if self.verbose else len(needed))
+        yield rows_table(heads, rows, bold=0, needed=None if self.verbose else len(always_shown))
         yield note(
             "PP2x5: two stages of five model chunks each; batch: micro-batch x accumulation x DP; slower: time per "
             "sequence, relative to the first; GiB: on the fullest rank; a layout may use "
@@ -255,11 +255,11 @@ class FastestLayouts(Page):
             for name, saved in largest
             if abs(saved) > negligible_s
         ]
-        spends = f" For one batch, the first spends {', '.join(reasons)}." if reasons else ""
+        difference = f" For one batch, the first spends {', '.join(reasons)}." if reasons else ""
         return (
             f"{layout_name(first.layout)} has the shortest simulated time per sequence. Besides compute, it spends "
             f"time on: {_limits(first) or 'nothing'}. The next, {layout_name(second.layout)}, is "
-            f"{self._slowdown(second):.2%} slower.{spends}"
+            f"{self._slowdown(second):.2%} slower.{difference}"
         )
 
 
@@ -379,8 +379,9 @@ class LayoutsByGpus(Page):
 
 def layouts_by_gpus(config: RunConfig, gpu_counts: Sequence[int] = GPU_COUNTS) -> LayoutsByGpus:
     """Chooses a layout for each number of GPUs; `config.gpus` is ignored."""
-    free = replace(config, cluster=replace(with_layers_here(config.cluster), nodes=None))
-    return LayoutsByGpus(config=free, rows=tuple(_row(replace(free, gpus=gpus)) for gpus in gpu_counts))
+    unconstrained = replace(config, cluster=replace(with_layers_here(config.cluster), nodes=None))
+    rows = tuple(_row(replace(unconstrained, gpus=gpus)) for gpus in gpu_counts)
+    return LayoutsByGpus(config=unconstrained, rows=rows)
 
 
 def _row(config: RunConfig) -> LayoutRow:
@@ -390,7 +391,8 @@ def _row(config: RunConfig) -> LayoutRow:
         reasons = (f"{problem.key}={problem.value} {problem.reason}" for problem in error.problems)
         return LayoutRow(gpus=config.gpus, layout=None, memory=None, note="; ".join(reasons))
     if best is not None:
-        run, note = fill(config, best.layout), ""
+        run = fill(config, best.layout)
+        note = ""
         memory: Memory = best.memory
         try:
             memory = memory_of(run, best.layout, plan_of_run(run, best.layout))

@@ -114,33 +114,33 @@ class DiagnosisView(Page):
         packages = [finding for finding in findings if finding.group == "python" and finding.name != "Python"]
         compatible = [finding for finding in packages if finding.status == "ok"]
         absent = [finding.name for finding in packages if (finding.status, finding.value) == ("info", "not installed")]
-        facts = [finding for finding in findings if finding not in packages or finding.status in ("warn", "fail")]
-        lines: list[_Row] = []
+        shown_alone = [finding for finding in findings if finding not in packages or finding.status in ("warn", "fail")]
+        summaries: list[_Row] = []
         if compatible:
             quantifier = "" if any(finding.status in ("warn", "fail") for finding in packages) else "all "
             installed = f"{quantifier}{plural(len(compatible), 'required package')} installed, in compatible versions"
-            lines.append(("ok", "packages", installed, None))
+            summaries.append(("ok", "packages", installed, None))
         if absent:
-            lines.append(("info", "optional", f"not installed: {', '.join(absent)}", None))
-        first, *others = map(_row, facts)
-        return [first, *lines, *others]
+            summaries.append(("info", "optional", f"not installed: {', '.join(absent)}", None))
+        first_row, *other_rows = map(_row, shown_alone)
+        return [first_row, *summaries, *other_rows]
 
     def _verdict(self) -> Iterator[Text]:
         diagnosis = self.diagnosis
         failures, warnings = diagnosis.count("fail"), diagnosis.count("warn")
-        warned = f"; {plural(warnings, 'warning')}" if warnings else ""
+        warning_count = f"; {plural(warnings, 'warning')}" if warnings else ""
         if failures:
             words = f"{plural(failures, 'failure')} must be fixed before anything can run here"
             text = Text(words, style="bold red")
-            yield text.append(warned, style="default")
+            yield text.append(warning_count, style="default")
             return
         if not diagnosis.torch_checked:
             text = Text("no failures, but torch took too long to say whether runs are possible here", style="yellow")
-            yield text.append(warned)
+            yield text.append(warning_count)
             return
-        can = f"CPU and GPU runs (up to gpus={diagnosis.gpus})" if diagnosis.gpus else "CPU runs"
-        text = Text(f"{can} are possible here", style="bold green")
-        yield text.append(warned, style="yellow")
+        possible = f"CPU and GPU runs (up to gpus={diagnosis.gpus})" if diagnosis.gpus else "CPU runs"
+        text = Text(f"{possible} are possible here", style="bold green")
+        yield text.append(warning_count, style="yellow")
         if not diagnosis.gpus:
             yield Text("next: canzona train recipe=qwen3-tiny", style="dim")
 

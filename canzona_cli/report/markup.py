@@ -101,43 +101,43 @@ def _classes(style: str) -> str | None:
 
 def table_html(table: GroupedTable | rich.table.Table) -> Html:
     """Returns the markup of a terminal table; a table that is wider than the screen gets a scroll bar."""
-    numbers = isinstance(table, GroupedTable) or any(shown.justify == "right" for shown in table.columns)
+    numbers = isinstance(table, GroupedTable) or any(shown_column.justify == "right" for shown_column in table.columns)
     if not isinstance(table, GroupedTable):
         table = _in_groups(table)
-    heads = []
+    head_rows = []
     if any(group.title for group in table.groups):
-        groups = {"scope": "colgroup", "class_": "first"}
-        titles = (tag("th", group.title, colspan=len(group.heads), **groups) for group in table.groups)
-        heads.append(tag("tr", tag("td"), *titles))
-    names = [
-        tag("th", name, scope="col", class_=_first(place, group))
+        attributes = {"scope": "colgroup", "class_": "first"}
+        titles = (tag("th", group.title, colspan=len(group.heads), **attributes) for group in table.groups)
+        head_rows.append(tag("tr", tag("td"), *titles))
+    column_heads = [
+        tag("th", name, scope="col", class_=_first(column_index, group))
         for group in table.groups
-        for place, name in enumerate(group.heads)
+        for column_index, name in enumerate(group.heads)
     ]
-    heads.append(tag("tr", tag("th", table.head, scope="col"), *names))
+    head_rows.append(tag("tr", tag("th", table.head, scope="col"), *column_heads))
     bodies: list[list[Html]] = [[]]
-    for number, label in enumerate(table.labels):
-        if number in table.sections:
+    for index, label in enumerate(table.labels):
+        if index in table.sections:
             bodies.append([])
-        cells = (cell for group in table.groups for cell in _cells(group, number))
+        cells = (cell for group in table.groups for cell in _cells(group, index))
         below = "below" if str(label).startswith(" ") else None
         name = tag("th", styled_markup(label), scope="row", class_=below)
-        style = table.styles[number] if table.styles else ""
+        style = table.styles[index] if table.styles else ""
         bodies[-1].append(tag("tr", name, *cells, class_=_classes(style)))
     body = (tag("tbody", *rows) for rows in bodies)
-    drawn = tag("table", tag("thead", *heads), *body, class_="numbers" if numbers else None)
+    drawn = tag("table", tag("thead", *head_rows), *body, class_="numbers" if numbers else None)
     return tag("div", drawn, class_="scroll", tabindex="0", role="region", aria_label="table")
 
 
 def _in_groups(table: rich.table.Table) -> GroupedTable:
     """Converts a plain table: its first column becomes the row labels, and each other column a group."""
-    first, *others = (list(map(_cell, shown.cells)) for shown in table.columns)
-    heads = [str(shown.header) for shown in table.columns]
+    first, *others = (list(map(_cell, shown_column.cells)) for shown_column in table.columns)
+    heads = [str(shown_column.header) for shown_column in table.columns]
     return GroupedTable(
         head=heads[0],
         labels=first,
         groups=[column(head, cells) for head, cells in zip(heads[1:], others, strict=True)],
-        sections=[number for number, row in enumerate(table.rows, 1) if row.end_section],
+        sections=[index for index, row in enumerate(table.rows, 1) if row.end_section],
         styles=[str(row.style or "") for row in table.rows],
     )
 
@@ -146,14 +146,14 @@ def _cell(cell: object) -> Cell:
     return cell if isinstance(cell, Text) else str(cell)
 
 
-def _cells(group: Columns, number: int) -> Iterable[Html]:
-    row = group.rows[number]
+def _cells(group: Columns, row_index: int) -> Iterable[Html]:
+    row = group.rows[row_index]
     if len(row) == len(group.heads):
-        yield from (tag("td", styled_markup(cell), class_=_first(place, group)) for place, cell in enumerate(row))
+        yield from (tag("td", styled_markup(cell), class_=_first(index, group)) for index, cell in enumerate(row))
     else:
         yield tag("td", *map(styled_markup, row), colspan=len(group.heads), class_="first")
 
 
-def _first(place: int, group: Columns) -> str | None:
+def _first(column_index: int, group: Columns) -> str | None:
     """Returns the CSS class that adds space before a group of several columns; None for any other cell."""
-    return "first" if place == 0 and len(group.heads) > 1 else None
+    return "first" if column_index == 0 and len(group.heads) > 1 else None

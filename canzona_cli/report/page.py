@@ -68,9 +68,9 @@ class Paragraph:
             lines = self.text.wrap(console, width)
         elif not self.unbroken:
             lines = _at_spaces(self.text, width)
-        for number, line in enumerate(lines):
+        for index, line in enumerate(lines):
             line.rstrip()
-            head = self.first if number == 0 else self.rest
+            head = self.first if index == 0 else self.rest
             yield Text.assemble(head, line, no_wrap=True, overflow="ignore" if options.no_wrap else None, end="\n")
 
 
@@ -78,12 +78,12 @@ def _at_spaces(text: Text, width: int) -> Iterator[Text]:
     """Yields lines of at most `width` columns. A longer word gets a line to itself, because rich would break
     it."""
     for paragraph in text.split("\n", allow_blank=True):
-        breaks, used = [], 0
+        breaks, line_width = [], 0
         for word in re.finditer(r"\S+\s*", paragraph.plain):
-            if used and used + cell_len(word[0].rstrip()) > width:
+            if line_width and line_width + cell_len(word[0].rstrip()) > width:
                 breaks.append(word.start())
-                used = 0
-            used += cell_len(word[0])
+                line_width = 0
+            line_width += cell_len(word[0])
         yield from paragraph.divide(breaks)
 
 
@@ -125,16 +125,16 @@ def note(text: str) -> Paragraph:
 
 def remarks(lines: Iterable[str]) -> Iterator[RenderableType]:
     """Yields a blank line and the lines, marked as warnings; nothing if there are no lines."""
-    for number, line in enumerate(lines):
-        if number == 0:
+    for index, line in enumerate(lines):
+        if index == 0:
             yield Text()
         yield paragraph(line, "yellow", first="  ! ")
 
 
 def items(title: str, lines: Iterable[str], style: str = "") -> Iterator[RenderableType]:
     """Yields a blank line, a title and a list of the lines; nothing if there are no lines."""
-    for number, line in enumerate(lines):
-        if number == 0:
+    for index, line in enumerate(lines):
+        if index == 0:
             yield Text()
             yield Text(title, style="bold")
         yield paragraph(line, style, first="  - ")

@@ -106,20 +106,20 @@ class PlanView(Page):
             yield "epochs", corpus_supply.words
         yield from outlook_rows(study.config, study.outlook)
         yield "matrices", self._matrices()
-        if rows := self._updates():
-            yield "updates", rows
+        if updates := self._updates():
+            yield "updates", updates
         order = f"{settings.layout} layout, alpha {settings.alpha:g}" if settings.strategy != "asc" else "in order"
         grid = f"{plural(mesh.owners, 'owner')} × {plural(mesh.tp, 'host')}"
-        shared = len(plan.assignment.shares)
-        shared_words = f"; {shared:,} matrices shared by TP groups" if shared else ""
+        shared_count = len(plan.assignment.shares)
+        shared = f"; {shared_count:,} matrices shared by TP groups" if shared_count else ""
         if mesh.ep > 1:
             grid += f", each expert on {plural(mesh.expert_owners, 'rank')}"
-        yield "assignment", f"{settings.strategy}: {order}; grid of {grid}{shared_words}"
+        yield "assignment", f"{settings.strategy}: {order}; grid of {grid}{shared}"
         yield from self._update_rows()
-        sizes = (sum(plan.matrices[index].elements for index in group.matrices) for group in plan.groups)
+        group_elements = (sum(plan.matrices[index].elements for index in group.matrices) for group in plan.groups)
         groups = f"{plural(len(plan.groups), 'micro-group')} ({settings.grouping})"
         padding = f"{len(plan.buckets)}, {100 * communication.padding_fraction:.1f}% padding"
-        yield "buckets", f"{padding}; {groups}, up to {count(max(sizes, default=0))} elements each"
+        yield "buckets", f"{padding}; {groups}, up to {count(max(group_elements, default=0))} elements each"
         reduced = f"{traffic(communication.dp_reduce_bytes)} of gradients reduced"
         gathered = f"{traffic(communication.dp_gather_bytes)} of weights gathered"
         exchanged = f"{traffic(communication.tp_exchange_bytes)} exchanged over TP"
@@ -137,7 +137,7 @@ class PlanView(Page):
             "load balance",
             Text.assemble(
                 (f"{balance.grid:.3f}", "bold"),
-                f" over the grid (max / mean; DP {balance.dp:.3f} × TP {balance.tp:.3f}); lower bound ",
+                f" over the grid (max / mean; DP {balance.dp:.3f}, TP {balance.tp:.3f}); lower bound ",
                 (f"{balance.lower_bound:.3f}", "bold"),
                 f"; this plan is {_gap_text(balance.gap)}",
                 f"; {balance.ranks:.3f} over all ranks, lower bound {balance.ranks_bound:.3f}" if mesh.pp > 1 else "",
@@ -152,23 +152,25 @@ class PlanView(Page):
             yield "exchanges", f"updates take {step_time(exchanges.seconds)} with exchanges; {bound}, and {gap}"
         if study.refreshes is not None:
             refreshes, mean_s = study.refreshes, study.planned.result.iteration_s
-            spread = "spread" if study.plan.subject.optimizer.spread else "not spread"
-            steps, most = plural(len(refreshes.steps_s), "step"), step_time(max(refreshes.steps_s))
-            updates = f"up to {most} of updates in a step, mean {step_time(refreshes.mean_s)}"
+            spreading = "spread" if study.plan.subject.optimizer.spread else "not spread"
+            step_count, most_s = plural(len(refreshes.steps_s), "step"), step_time(max(refreshes.steps_s))
+            updates = f"up to {most_s} of updates in a step, mean {step_time(refreshes.mean_s)}"
             longest = f"{step_time(mean_s + refreshes.excess_s)}, {refreshes.excess_s / mean_s:+.1%} over the mean"
-            yield "refreshes", f"{spread} over {steps}: {updates}; longest step {longest}"
+            yield "refreshes", f"{spreading} over {step_count}: {updates}; longest step {longest}"
 
     def _comparison_text(self) -> Text:
         """Returns the optimizer time and the comparison with other strategies: `19.4 ms (layerwise takes
         26.5× as long, sc does not fit); iteration +0.30% over AdamW in this layout`."""
-        study, longer = self.study, []
-        for name in ("layerwise", "sc"):
-            ratio = study.optimizer_speedup(name)
-            longer.append(f"{name} {'does not fit' if ratio is None else f'takes {ratio:.1f}× as long'}")
-        over = study.overhead(study.strategy)
-        adamw = "AdamW does not fit" if over is None else f"iteration {100 * over:+.2f}% over AdamW"
+        study = self.study
+        ratios = {name: study.optimizer_speedup(name) for name in ("layerwise", "sc")}
+        others = [f"{name} takes {ratio:.1f}× as long" for name, ratio in ratios.items() if ratio is not None]
+        misfits = [name for name, ratio in ratios.items() if ratio is None]
+        if misfits:
+            others.append(f"{' and '.join(misfits)} {'does' if len(misfits) == 1 else 'do'} not fit")
+        increase = study.overhead(study.strategy)
+        adamw = "AdamW does not fit" if increase is None else f"iteration {100 * increase:+.2f}% over AdamW"
         seconds = step_time(study.planned.result.optimizer_s)
-        return joined((seconds, "bold"), f" ({', '.join(longer)}); {adamw} in this layout")
+        return joined((seconds, "bold"), f" ({', '.join(others)}); {adamw} in this layout")
 
     def _matrices(self) -> str:
         plan = self.study.plan
@@ -186,8 +188,8 @@ class PlanView(Page):
 
     def _updates(self) -> str:
         """Describes how each shape is orthogonalised, such as `192 of 25,600 × 5,120: gram, 14.8 ms each;
-        ...; plain matmuls, expected RMS error of singular values 0.017`; empty for optimizers without
-        orthogonalisation."""
+        ...; all with plain matmuls; expected RMS error of the singular values: 0.017`; empty for optimizers
+        without orthogonalisation."""
         shapes_updated = kinds(self.study.config, self.study.plan)
         if shapes_updated[0].form is None:
             return ""
@@ -198,8 +200,8 @@ class PlanView(Page):
         )
         matmuls = " and ".join(dict.fromkeys(kind.products for kind in shapes_updated))
         error = shapes_updated[0].error
-        expected = "" if error is None else f", expected RMS error of singular values {error:g}"
-        return f"{shapes}; {matmuls} matmuls{expected}"
+        expected = "" if error is None else f"; expected RMS error of the singular values: {error:g}"
+        return f"{shapes}; all with {matmuls} matmuls{expected}"
 
     def _file_text(self) -> str:
         plan = self.study.plan
@@ -282,8 +284,8 @@ def phases(study: Study, screen: Screen) -> Iterator[RenderableType]:
     yield section_head("Phases", lead)
     groups = []
     for name, result in zip(STRATEGIES, results, strict=True):
-        times = (result.phases.get(phase) or None for phase in shown)  # `-` for a phase without time
-        groups.append(column(name, list(map(milliseconds, (*times, result.iteration_s)))))
+        phase_times = (result.phases.get(phase) or None for phase in shown)  # `-` for a phase without time
+        groups.append(column(name, list(map(milliseconds, (*phase_times, result.iteration_s)))))
     yield GroupedTable(
         head="phase, ms",
         labels=[*(LABELS[phase] for phase in shown), "iteration"],
@@ -365,13 +367,13 @@ def streams(study: Study, screen: Screen) -> Iterator[RenderableType]:
     """Yields the timeline of the rank that finishes last: the full iteration, then its part from gradient
     norm and clipping on, enlarged. In a page, the enlarged part shows all recorded ranks."""
     result = study.planned.result
-    slowest, end = result.slowest_rank, max(event.end_s for event in result.events)
-    begin = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)
+    slowest, end_s = result.slowest_rank, max(event.end_s for event in result.events)
+    enlarged_start_s = min((event.start_s for event in result.events if event.phase == "norm_clip"), default=0.0)
     yield section_head("Timeline", f" of {study.strategy} on rank {slowest}, which finishes last")
     slowest_lanes = planned_lanes([event for event in result.events if event.rank == slowest])
-    yield Lanes(title="iteration", rows=slowest_lanes, end_s=end)
-    late = [event for event in result.events if event.end_s > begin]
-    rows = planned_lanes(late) if screen.page else slowest_lanes
-    yield Lanes(title="enlarged", rows=rows, start_s=begin, end_s=end)
+    yield Lanes(title="iteration", rows=slowest_lanes, end_s=end_s)
+    late_events = [event for event in result.events if event.end_s > enlarged_start_s]
+    enlarged_lanes = planned_lanes(late_events) if screen.page else slowest_lanes
+    yield Lanes(title="enlarged", rows=enlarged_lanes, start_s=enlarged_start_s, end_s=end_s)
     if not (screen.colour or screen.page):
         yield note("Lower-case letters: phases fill less than half of the time slice.")

@@ -88,13 +88,13 @@ class RunView(Page):
         if summary.restarts:
             yield "restarts", f"{summary.restarts} (automatic, in the last launch)"
         if (spent := summary.goodput) is not None:
-            costs = {
+            lost_s = {
                 "in repeated steps": spent.redone_s,
                 "between launches": spent.between_s,
                 "in start, validation and saves": spent.other_s,
             }
             parts = [f"{spent.share:.1%} of {duration(spent.wall_s)} in useful steps"]
-            parts += [f"{duration(seconds)} {use}" for use, seconds in costs.items() if seconds >= 1]
+            parts += [f"{duration(seconds)} {use}" for use, seconds in lost_s.items() if seconds >= 1]
             yield "goodput", ", ".join(parts)
 
     def figures(self) -> Iterator[Paragraph]:
@@ -112,9 +112,9 @@ class RunView(Page):
         message = f": {summary.message}" if summary.message else ""
         style = _STYLES.get(summary.status, "bold yellow")
         yield "status", joined((f"{summary.status}{code}{message}", style))
-        planned = "" if summary.steps_planned is None else f" of {summary.steps_planned:,}"
-        took = "" if summary.elapsed_s is None else f" in {duration(summary.elapsed_s)}"
-        yield "steps", f"{summary.step:,}{planned}{took}"
+        of_planned = "" if summary.steps_planned is None else f" of {summary.steps_planned:,}"
+        duration_text = "" if summary.elapsed_s is None else f" in {duration(summary.elapsed_s)}"
+        yield "steps", f"{summary.step:,}{of_planned}{duration_text}"
         yield from self._time_rows()
         if summary.supply is not None:
             yield "epochs", Text(summary.supply.words, style="yellow" if summary.supply.too_often else "")
@@ -166,23 +166,23 @@ class BreakdownView(Page):
         return step_bars(rows)
 
     def _table(self, width: int) -> Table:
-        planned, wide = self.breakdown.shown_plan, width >= 110
+        planned, is_wide = self.breakdown.shown_plan, width >= 110
         predicted = {} if planned is None else {**planned.phases, "step": planned.iteration_s}
-        columns = ["min", "mean", "max", *["planned"] * (planned is not None)]
-        columns += [*["error"] * self._comparable, *["slowest"] * wide, "share"]
+        shown = {"planned": planned is not None, "error": self._comparable, "slowest": is_wide, "share": True}
+        columns = ["min", "mean", "max", *(column for column, is_shown in shown.items() if is_shown)]
         table = Table()
         table.add_column("phase, ms", no_wrap=True)
         table.add_numbers(*columns)
         slowest = _slowest_ranks(self.breakdown)
         for name, label, phase in _rows(self.breakdown):
             share = MISSING if phase is None else f"{number(100 * phase.share, '.1f')}%"
-            in_step = phase is None or phase.in_step
+            adds_up = phase is None or phase.in_step
             cells = self._cells(phase, predicted.get(name))
-            cells |= {"slowest": slowest.get(name, MISSING), "share": share if in_step else f"({share})"}
+            cells |= {"slowest": slowest.get(name, MISSING), "share": share if adds_up else f"({share})"}
             # Without `, exposed`, the table with a plan fits in 80 columns.
-            head = label if planned is None or wide else label.split(", exposed")[0]
-            style = "" if in_step and phase else "dim"
-            table.add_row(head, *(cells[column] for column in columns), style=style)
+            row_label = label if planned is None or is_wide else label.split(", exposed")[0]
+            style = "" if adds_up and phase else "dim"
+            table.add_row(row_label, *(cells[column] for column in columns), style=style)
         table.add_section()
         cells = self._cells(self.breakdown.step, predicted.get("step"))
         cells |= {"slowest": "", "share": f"{number(100 * self.breakdown.in_step_share, '.1f')}%"}
@@ -269,8 +269,8 @@ class BreakdownView(Page):
 def _rows(breakdown: Breakdown) -> list[tuple[str, str, PhaseTime | None]]:
     """Returns (name, label, phase) for each phase, in the order of a step. A phase that `LABELS` does not
     have is labelled with its name."""
-    known = [name for name in LABELS if name != "other"]
-    names = [*known, *(name for name in breakdown.phases if name not in LABELS), "other"]
+    labelled = [name for name in LABELS if name != "other"]
+    names = [*labelled, *(name for name in breakdown.phases if name not in LABELS), "other"]
     rows = []
     for name in names:
         phase = breakdown.phases.get(name)

@@ -63,11 +63,11 @@ def run_page(summary: RunSummary) -> Document:
         *_events(summary.events),
         *_settings(files, config),
     ]
-    code = "" if summary.exit_code is None else f", exit code {summary.exit_code}"
+    exit_code_text = "" if summary.exit_code is None else f", exit code {summary.exit_code}"
     return Document(
         kind="canzona report",
         title=f"{summary.name or 'run'}: {summary.run_dir}",
-        status=f"{summary.status}{code}",
+        status=f"{summary.status}{exit_code_text}",
         mood=_MOODS.get(summary.status, "odd"),
         top=_tiles(summary),
         sections=sections(parts),
@@ -101,7 +101,7 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
         Curve(name="training", points=summary.losses),
         *(loss_curve(name, points) for name, points in validations.items()),
     ]
-    small = []
+    small_charts = []
     for title, name, spec in (
         ("gradient norm before clipping", "grad_norm", ".4g"),
         ("learning rate", "lr", ".3g"),
@@ -109,14 +109,14 @@ def _curves(summary: RunSummary) -> Iterator[RenderableType]:
         ("tokens of the busiest expert, over the mean", "expert_load", ".3g"),
         ("tokens/s, all ranks", "tokens_per_s", ",.0f"),
     ):
-        values = [(line.step, getattr(line, name)) for line in summary.metrics]
+        values = [(metrics.step, getattr(metrics, name)) for metrics in summary.metrics]
         points = [(step, value) for step, value in values if value is not None]
         if points:
             curve = Curve(name=title, points=points)
-            small.append(Curves(title=title, curves=[curve], height=110, show=partial(number, spec=spec)))
+            small_charts.append(Curves(title=title, curves=[curve], height=110, show=partial(number, spec=spec)))
     yield section_head("Loss", ", nats per token, mean over the global batch; validation always on the same samples")
     yield Curves(title="loss", curves=curves, numbers=partial(number, spec=".4f"))
-    yield side_by_side(*small)
+    yield side_by_side(*small_charts)
 
 
 def _loads(layout: Layout | None, breakdown: Breakdown | None, plan: Plan | None) -> Iterator[RenderableType]:
@@ -187,22 +187,22 @@ def _timeline(files: RunFiles, layout: Layout | None, planned: Prediction | None
     yield _measured_lanes(shown, layout)
     if planned is not None and planned.events:
         yield tag("h3", f"planned, profile {planned.profile}")
-        end = max(event.end_s for event in planned.events)
-        yield Lanes(title="planned", rows=planned_lanes(planned.events), end_s=end)
+        end_s = max(event.end_s for event in planned.events)
+        yield Lanes(title="planned", rows=planned_lanes(planned.events), end_s=end_s)
 
 
 def _measured_lanes(ranks: Sequence[RankTimeline], layout: Layout | None) -> Lanes:
     shifts = clock_shifts(ranks)
-    begin = min(rank.steps[-1].start_s + shifts[rank.clock] for rank in ranks)
+    begin_s = min(rank.steps[-1].start_s + shifts[rank.clock] for rank in ranks)
     rows: list[Lane] = []
     for rank in ranks:
-        step, shift = rank.steps[-1], shifts[rank.clock] - begin
-        place = "" if layout is None else f" ({place_of(rank.rank, layout)})"
-        rows.append(Lane(label=f"rank {rank.rank}{place}", intervals=_shift(step.phases, shift), begins=True))
+        step, shift_s = rank.steps[-1], shifts[rank.clock] - begin_s
+        coordinates = "" if layout is None else f" ({place_of(rank.rank, layout)})"
+        rows.append(Lane(label=f"rank {rank.rank}{coordinates}", intervals=_shift(step.phases, shift_s), begins=True))
         transfers = lanes(step.transfers)
-        rows += [Lane(label="in flight", intervals=_shift(lane, shift)) for lane in transfers[:2]]
-    end = max(rank.steps[-1].end_s + shifts[rank.clock] for rank in ranks)
-    return Lanes(title="measured", rows=rows, end_s=end - begin)
+        rows += [Lane(label="in flight", intervals=_shift(lane, shift_s)) for lane in transfers[:2]]
+    end_s = max(rank.steps[-1].end_s + shifts[rank.clock] for rank in ranks)
+    return Lanes(title="measured", rows=rows, end_s=end_s - begin_s)
 
 
 def _shift(intervals: Iterable[Interval], by_s: float) -> list[Interval]:
@@ -217,11 +217,11 @@ def _events(events: Sequence[Event]) -> Iterator[RenderableType]:
         note = describe(event)
         name = event.stage if isinstance(event, StageEvent) else event.event
         text = note.text if note is not None else getattr(event, "detail", "")
-        mark = Text(name, style="yellow" if note is not None and note.warning else "")
-        rows.append((duration(time - timed[0][0]), mark, text))
+        name_text = Text(name, style="yellow" if note is not None and note.warning else "")
+        rows.append((duration(time - timed[0][0]), name_text, text))
     if rows:
-        left_out = len(rows) - _MOST_EVENTS
-        more = f"; {plural(left_out, 'earlier event')} in events.jsonl" if left_out > 0 else ""
+        hidden = len(rows) - _MOST_EVENTS
+        more = f"; {plural(hidden, 'earlier event')} in events.jsonl" if hidden > 0 else ""
         yield section_head("Events", f", of all launches in this directory{more}")
         yield _folded_table(plural(len(rows), "event"), ("after", "what", "detail"), rows[-_MOST_EVENTS:])
 
@@ -229,10 +229,11 @@ def _events(events: Sequence[Event]) -> Iterator[RenderableType]:
 def _settings(files: RunFiles, config: RunConfig | None) -> Iterator[RenderableType]:
     yield section_head("Settings", ", as resolved; `canzona train recipe=RUN/config.yaml` repeats the run")
     if config is not None:
-        flat = dict(leaves(asdict(config)))
-        ordered = sorted(flat, key=lambda key: "." in key)
-        for section, keys in groupby(ordered, key=lambda key: key.rpartition(".")[0]):
-            rows = [(key, _value_text(flat[key])) for key in keys]
+        values = dict(leaves(asdict(config)))
+        top_level = [key for key in values if "." not in key]
+        in_sections = [key for key in values if "." in key]
+        for section, keys in groupby([*top_level, *in_sections], key=lambda key: key.rpartition(".")[0]):
+            rows = [(key, _value_text(values[key])) for key in keys]
             yield _folded_table(section or "recipe", ("setting", "value"), rows)
     environment = read_json(files.environment) or {}
     rows = [(key, _value_text(value)) for key, value in environment.items() if key != "time"]

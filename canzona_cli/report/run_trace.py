@@ -65,29 +65,29 @@ def trace_events(
         layout: the layout that gives the coordinates in the ranks' names; None if it is unknown.
     """
     shifts = clock_shifts(ranks)
-    origin = min(step.start_s + shifts[rank.clock] for rank in ranks for step in rank.steps)
+    origin_s = min(step.start_s + shifts[rank.clock] for rank in ranks for step in rank.steps)
     for rank in ranks:
-        shift = shifts[rank.clock] - origin
-        place = f" ({place_of(rank.rank, layout)})" if layout is not None else ""
-        process = _Process(number=rank.rank + 1, name=f"rank {rank.rank}{place}", order=rank.rank)
+        shift_s = shifts[rank.clock] - origin_s
+        coordinates = f" ({place_of(rank.rank, layout)})" if layout is not None else ""
+        process = _Process(number=rank.rank + 1, name=f"rank {rank.rank}{coordinates}", order=rank.rank)
         yield from process.names()
         steps = [Interval(name=f"step {s.number}", start_s=s.start_s, end_s=s.end_s) for s in rank.steps]
-        yield from process.track("step", steps, shift, "step")
+        yield from process.track("step", steps, shift_s, "step")
         phases = [phase for step in rank.steps for phase in step.phases]
-        yield from process.track("compute", phases, shift, "phase")
+        yield from process.track("compute", phases, shift_s, "phase")
         transfers = [transfer for step in rank.steps for transfer in step.transfers]
         for kind in dict.fromkeys((*COMMUNICATION, *(transfer.name for transfer in transfers))):
-            of_kind = [transfer for transfer in transfers if transfer.name == kind]
+            transfers_of_kind = [transfer for transfer in transfers if transfer.name == kind]
             name = f"{PHASES[kind].name} in flight" if kind in PHASES else kind
-            yield from process.tracks(name, of_kind, shift, "transfer")
+            yield from process.tracks(name, transfers_of_kind, shift_s, "transfer")
     if planned is None:
         return
-    first_planned = max(rank.rank for rank in ranks) + 1
+    planned_offset = max(rank.rank for rank in ranks) + 1
     for rank_number, streams in groupby(streams_of(planned.events), key=lambda stream: stream[0]):
         process = _Process(
-            number=first_planned + rank_number + 1,
+            number=planned_offset + rank_number + 1,
             name=f"planned: rank {rank_number} ({planned.strategy}, profile {planned.profile})",
-            order=first_planned + rank_number,
+            order=planned_offset + rank_number,
         )
         yield from process.names()
         for _, stream, intervals in streams:
@@ -111,7 +111,8 @@ class _Process:
     """A process of the trace; its tracks are numbered in the order in which they are added."""
 
     def __init__(self, *, number: int, name: str, order: int) -> None:
-        self._number, self._name, self._order, self._tracks = number, name, order, 0
+        self._number, self._name, self._order = number, name, order
+        self._tracks = 0
 
     def names(self) -> Iterator[dict[str, object]]:
         yield self._meta("process_name", {"name": self._name})
@@ -171,9 +172,9 @@ def clock_shifts(ranks: Sequence[RankTimeline]) -> dict[str, float]:
 def place_of(rank: int, layout: Layout) -> str:
     """Returns a rank's coordinates, such as `TP 1, DP 0`; `alone` for the only rank. TP varies fastest, then
     CP, DP and PP, as in Megatron."""
-    places, rest = [], rank
+    coordinates, rest = [], rank
     for name, size in (("TP", layout.tp), ("CP", layout.cp), ("DP", layout.dp), ("PP", layout.pp)):
         if size > 1:
-            places.append(f"{name} {rest % size}")
+            coordinates.append(f"{name} {rest % size}")
         rest //= size
-    return ", ".join(places) or "alone"
+    return ", ".join(coordinates) or "alone"

@@ -72,14 +72,14 @@ class Columns:
     @property
     def widths(self) -> tuple[int, ...]:
         return tuple(
-            max(1, len(head), *(_text(row[place]).cell_len for row in self.rows if len(row) == len(self.heads)))
-            for place, head in enumerate(self.heads)
+            max(1, len(head), *(_text(row[index]).cell_len for row in self.rows if len(row) == len(self.heads)))
+            for index, head in enumerate(self.heads)
         )
 
     @property
     def width(self) -> int:
-        alone = (_text(row[0]).cell_len for row in self.rows if len(row) == 1)
-        return max(sum(self.widths) + len(self.widths) - 1, len(self.title), *alone)
+        spanning_widths = (_text(row[0]).cell_len for row in self.rows if len(row) == 1)
+        return max(sum(self.widths) + len(self.widths) - 1, len(self.title), *spanning_widths)
 
     def shows(self, text: str) -> bool:
         """Returns True if the text of any cell is `text`."""
@@ -87,9 +87,9 @@ class Columns:
 
     def drop(self, *heads: str) -> "Columns":
         """Returns a copy of the group without the columns that have these heads."""
-        places = [place for place, head in enumerate(self.heads) if head not in heads]
-        rows = [row if len(row) < len(self.heads) else tuple(row[place] for place in places) for row in self.rows]
-        return replace(self, heads=[self.heads[place] for place in places], rows=rows)
+        shown = [index for index, head in enumerate(self.heads) if head not in heads]
+        rows = [row if len(row) < len(self.heads) else tuple(row[index] for index in shown) for row in self.rows]
+        return replace(self, heads=[self.heads[index] for index in shown], rows=rows)
 
     def join_cells(self, cells: Sequence[Cell]) -> Text:
         """Joins the cells of a row to a text as wide as the group. Each cell is right-aligned in its column.
@@ -98,8 +98,8 @@ class Columns:
         """
         line = Text()
         widths = self.widths if len(cells) > 1 else (0,)
-        for place, (cell, width) in enumerate(zip(map(_text, cells), widths, strict=False)):
-            line.append(" " * (width - cell.cell_len + (place > 0))).append_text(cell)
+        for index, (cell, width) in enumerate(zip(map(_text, cells), widths, strict=False)):
+            line.append(" " * (width - cell.cell_len + (index > 0))).append_text(cell)
         return Text.assemble(" " * (self.width - line.cell_len), line, no_wrap=True)
 
 
@@ -128,37 +128,37 @@ class GroupedTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         gutter = max(len(self.head), *(_text(label).cell_len for label in self.labels))
-        for number, groups in enumerate(self._side_by_side(options.max_width - gutter)):
-            if number:
+        for index, groups in enumerate(self._side_by_side(options.max_width - gutter)):
+            if index:
                 yield Text()
             yield self._table(groups)
 
     def _side_by_side(self, width: int) -> Iterator[Sequence[Columns]]:
         """Yields the groups in order, in lists of as many groups as fit into `width`, but at least one."""
-        taken: list[Columns] = []
-        for number, group in enumerate(self.groups):
-            if taken and sum(_GAP + other.width for other in (*taken, group)) > width:
-                if self.needed is not None and number >= self.needed:
+        side_by_side: list[Columns] = []
+        for index, group in enumerate(self.groups):
+            if side_by_side and sum(_GAP + shown.width for shown in (*side_by_side, group)) > width:
+                if self.needed is not None and index >= self.needed:
                     break
-                yield taken
-                taken = []
-            taken.append(group)
-        yield taken
+                yield side_by_side
+                side_by_side = []
+            side_by_side.append(group)
+        yield side_by_side
 
     def _table(self, groups: Sequence[Columns]) -> Table:
-        titled, headed = any(group.title for group in groups), any(any(group.heads) for group in groups)
+        has_titles, has_heads = any(group.title for group in groups), any(any(group.heads) for group in groups)
         table = Table()
-        table.box = _INTERRUPTED if titled else _RULED
-        table.add_column(Text("\n" * (titled and headed) + self.head, style="not bold dim"), no_wrap=True)
+        table.box = _INTERRUPTED if has_titles else _RULED
+        table.add_column(Text("\n" * (has_titles and has_heads) + self.head, style="not bold dim"), no_wrap=True)
         for group in groups:
-            titles = [Text(clean(group.title), style="bold", justify="center", no_wrap=True)] * titled
-            heads = [Text.assemble(group.join_cells(group.heads), style="not bold dim")] * headed
+            titles = [Text(clean(group.title), style="bold", justify="center", no_wrap=True)] * has_titles
+            heads = [Text.assemble(group.join_cells(group.heads), style="not bold dim")] * has_heads
             table.add_column(Group(*titles, *heads), no_wrap=True, width=group.width)
-        for number, label in enumerate(self.labels):
-            if number in self.sections:
+        for row_index, label in enumerate(self.labels):
+            if row_index in self.sections:
                 table.add_section()
-            cells = (group.join_cells(group.rows[number]) for group in groups)
-            table.add_row(_text(label), *cells, style=self.styles[number] if self.styles else "")
+            cells = (group.join_cells(group.rows[row_index]) for group in groups)
+            table.add_row(_text(label), *cells, style=self.styles[row_index] if self.styles else "")
         return table
 
 
@@ -180,7 +180,7 @@ def rows_table(
             fit.
     """
     labels, cells = zip(*rows, strict=True)
-    styles = ["bold" if number == bold else "" for number in range(len(labels))]
+    styles = ["bold" if index == bold else "" for index in range(len(labels))]
     groups = [column(*pair) for pair in zip(heads, zip(*cells, strict=True), strict=True)]
     return GroupedTable(head=head, labels=labels, groups=groups, styles=styles, needed=needed)
 

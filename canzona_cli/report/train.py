@@ -72,9 +72,9 @@ class Frame:
     def _bar(self, width: int) -> Text:
         state = self.state
         name = state.stages[-1].name if state.stages and not self.closed else "train"
-        place = f"{state.step:,}".rjust(len(f"{state.total:,}")) + f"/{state.total:,}"
-        left = duration(state.elapsed) if self.closed else duration(state.eta)
-        tail = f"  {place}  {100 * state.fraction:3.0f}%  {'took' if self.closed else 'ETA'} {left:<12}"
+        step_text = f"{state.step:,}".rjust(len(f"{state.total:,}")) + f"/{state.total:,}"
+        time_text = duration(state.elapsed) if self.closed else duration(state.eta)
+        tail = f"  {step_text}  {100 * state.fraction:3.0f}%  {'took' if self.closed else 'ETA'} {time_text:<12}"
         head = f"  {name:<9}"
         length = max(4, width - len(head) - len(tail))
         return joined((head, "bold")) + progress_bar(state.fraction, length) + Text(tail.rstrip(), style="bold")
@@ -112,13 +112,13 @@ class Frame:
 
     def _narrow_lines(self, width: int) -> list[Text]:
         figures, state = self._figures(), self.state
-        seen = figures.pop(_SEEN)
+        tokens_seen = figures.pop(_SEEN)
         lines = [
             Text.assemble("  ", self._figure(*left, 10, 9), "   ", self._figure(*right, 13, 12), "   ")
             for left, right in batched(figures.items(), 2)
         ]
         lines[0].append(sparkline(state.history.values, width - len(lines[0]) - 2), style="cyan")
-        lines[2].append(f"{seen} {_SEEN}", style="dim")
+        lines[2].append(f"{tokens_seen} {_SEEN}", style="dim")
         for line, (note, style) in zip((lines[1], lines[3]), self._notes(), strict=False):
             line.append(note, style=style)
         validation = Text.assemble("  ", ("validation   ", "dim"), (state.validation_change(), "bold"))
@@ -129,20 +129,20 @@ class Frame:
 
     def _wide_lines(self, width: int) -> list[Text]:
         state = self.state
-        right = [self._figure(label, value, 16, 14) for label, value in self._figures().items()]
-        right.append(Text.assemble(("validation  ", "dim"), (state.validation_change(), "bold")))
-        for (note, style), line in zip(self._notes(), (right[0], right[7]), strict=False):
+        figures = [self._figure(label, value, 16, 14) for label, value in self._figures().items()]
+        figures.append(Text.assemble(("validation  ", "dim"), (state.validation_change(), "bold")))
+        for (note, style), line in zip(self._notes(), (figures[0], figures[7]), strict=False):
             line.append(f"  {note}", style=style)
-        column = 40
-        chart = line_chart(state.history.points, width - column - 5, len(right))
+        figures_width = 40
+        chart = line_chart(state.history.points, width - figures_width - 5, len(figures))
         lines = []
-        for row, figure in enumerate(right):
-            drawn = chart[row] if row < len(chart) else ""
+        for row, figure in enumerate(figures):
+            chart_row = chart[row] if row < len(chart) else ""
             line = Text("  ")
-            line.append(f"{drawn:<{width - column - 5}}", style="dim" if row == len(right) - 1 else "cyan")
+            line.append(f"{chart_row:<{width - figures_width - 5}}", style="dim" if row == len(figures) - 1 else "cyan")
             lines.append(line.append("   ").append_text(figure))
         if not chart:
-            lines[0] = Text.assemble(f"  {MISSING:<{width - column - 5}}   ", right[0])
+            lines[0] = Text.assemble(f"  {MISSING:<{width - figures_width - 5}}   ", figures[0])
         return [*lines, *self._sets()]
 
     def _sets(self) -> Iterator[Text]:
@@ -253,9 +253,9 @@ class LiveView(ConsoleView):
 
     def progress(self, what: str, fraction: float) -> None:
         with self._lock:
-            finished = fraction >= 1 and self._preparing is not None
+            is_finished = fraction >= 1 and self._preparing is not None
             self._preparing = None if fraction >= 1 else (what, fraction)
-        if finished:
+        if is_finished:
             self._print_finished(what, "")
         self._start_live()
 
@@ -323,7 +323,7 @@ class PlainView(ConsoleView):
     _printed_at: float | None = None
     _lines = 0
     _unprinted = False
-    _guarded: Sequence[str] = ()
+    _printed_guard_lines: Sequence[str] = ()
     _progress_at: float | None = None
     _progress = ""
 
@@ -360,17 +360,20 @@ class PlainView(ConsoleView):
             self._unprinted = True
 
     def validation(self, validation: ValidationLoss) -> None:
-        state, earlier = self.state, len(self.state.validations)
+        state = self.state
+        count_before = len(state.validations)
         state.add_validation(validation)
-        if len(state.validations) == earlier:
+        if len(state.validations) == count_before:
             return
         if self._unprinted:
             self._print_step(state.clock())
         (_, first), (step, loss) = state.validations[0], state.validations[-1]
-        change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)" if earlier else ""
+        change = ""
+        if count_before:
+            change = f" (from {number(first, '.4f')}, {number(relative_change(first, loss), '+.1f')}%)"
         by_set = f": {set_losses(state.sets)}" if state.sets else ""
-        place = f"{step:,}/{state.total:,}"
-        self._print(f"{self._time()} {place:>13} validation loss {number(loss, '.4f')}{change}{by_set}")
+        step_text = f"{step:,}/{state.total:,}"
+        self._print(f"{self._time()} {step_text:>13} validation loss {number(loss, '.4f')}{change}{by_set}")
 
     def note(self, note: Note) -> None:
         line = f"{self._time()} {'warning: ' if note.warning else ''}{note.text}"
@@ -397,9 +400,9 @@ class PlainView(ConsoleView):
             f"{number(state.tokens_per_s, ',.0f'):>10} {step_time(state.step_s):>8} {_clock(state.eta):>7}"
         )
         for text in state.guard_lines:
-            if text not in self._guarded:
+            if text not in self._printed_guard_lines:
                 self._print(f"{self._time()} {text}")
-        self._guarded = state.guard_lines
+        self._printed_guard_lines = state.guard_lines
 
     def _time(self) -> str:
         return f"{_clock(self.state.elapsed):>8}"
@@ -435,6 +438,6 @@ def _clock(seconds: float | None) -> str:
     """Returns a duration as `2:05` or `3:20:11`, for narrow columns."""
     if seconds is None:
         return MISSING
-    minutes, secs = divmod(round(seconds), 60)
+    minutes, rest_s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+    return f"{hours}:{minutes:02d}:{rest_s:02d}" if hours else f"{minutes}:{rest_s:02d}"

@@ -167,13 +167,13 @@ class DryRun(Page):
         parts = (f"{MEMORY[name].name} {size / GIB:.2f}" for name, size in memory.parts.items() if size)
         # On CPU ranks, the reserve is the memory of Python and torch, which `top` shows as used; on a GPU, it is not
         # part of the run's memory.
-        more = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
-        room = memory.capacity - memory.total
-        if room < memory.headroom:
+        remarks = f"; Python and torch take about {cluster.reserved_gib:g} GiB more" if cluster.device == "cpu" else ""
+        free = memory.capacity - memory.total
+        if free < memory.headroom:
             headroom = f"cluster.headroom_gib={cluster.headroom_gib:g}"
-            more += f"; leaves {room / GIB:.2f} GiB free, less than {headroom}"
+            remarks += f"; leaves {free / GIB:.2f} GiB free, less than {headroom}"
         total = f"{memory.total / GIB:.2f} of {memory.capacity / GIB:.2f} GiB"
-        return f"{total} on the fullest {rank_word(cluster.device)} ({memory.worst_rank}): {', '.join(parts)}{more}"
+        return f"{total} on the fullest {rank_word(cluster.device)} ({memory.worst_rank}): {', '.join(parts)}{remarks}"
 
     def _where(self) -> str:
         nodes = node_count(self.config)
@@ -183,13 +183,13 @@ class DryRun(Page):
         return f" on each of {nodes} machines ({each} each)"
 
     def _notes(self) -> Iterator[str]:
-        last = node_count(self.config) - 1
-        if last:
+        last_node = node_count(self.config) - 1
+        if last_node:
             shown = self.command.environment if self._environment_shown else {}
             if "OMP_NUM_THREADS" in shown:
                 yield "OMP_NUM_THREADS suits this machine's cores; `canzona train` sets it on each machine."
             if NODE_RANK_PLACEHOLDER in self.command.argv:
-                yield f"{NODE_RANK_PLACEHOLDER} is cluster.node_rank: 0 to {last}, a different one on each machine."
+                yield f"{NODE_RANK_PLACEHOLDER} is cluster.node_rank: 0 to {last_node}, different on each machine."
             if not shown.get("GLOO_SOCKET_IFNAME", "lo").startswith("lo"):
                 yield "GLOO_SOCKET_IFNAME is this machine's network interface to machine 0; the others detect theirs."
             if ENDPOINT_PLACEHOLDER in self.command.argv:

@@ -86,6 +86,7 @@ class TrainState:
     updated: float | None = None
     """The time at which the newest step arrived, in seconds on `clock`; None before the first step."""
     _weight: float = 0.0
+    """The total weight of the losses in `smoothed`, by which its bias is corrected."""
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _step_times: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _arrivals: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_ETA_WINDOW))
@@ -121,8 +122,8 @@ class TrainState:
         else:
             self.history.add(self.step, loss)
             self._weight = (1 - _SMOOTHING) * self._weight + _SMOOTHING
-            share = _SMOOTHING / self._weight
-            self.smoothed = loss if self.smoothed is None else self.smoothed + share * (loss - self.smoothed)
+            step_weight = _SMOOTHING / self._weight
+            self.smoothed = loss if self.smoothed is None else self.smoothed + step_weight * (loss - self.smoothed)
         for measured, window in ((metrics.tokens_per_s, self._rates), (metrics.step_s, self._step_times)):
             value = finite_or_none(measured)
             if value is not None and value > 0:
@@ -145,8 +146,8 @@ class TrainState:
 
     @property
     def guard_lines(self) -> list[str]:
-        """The lines about skipped steps and about updates that were replaced by fallbacks; empty if there
-        were none."""
+        """The lines about skipped steps, and about updates that were not finite or needed a fallback; empty if
+        there were none."""
         return [] if self.last is None else guard_notes(self.last.skipped, self.last.fallbacks)
 
     @property

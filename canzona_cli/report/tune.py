@@ -83,19 +83,19 @@ class TuneView(Page):
             return "The simulator's choice is also the fastest measured layout."
         if result.chosen not in result.layouts:
             return "The simulator's choice could not be measured."
-        apart = "" if result.certain else "; their quartile ranges overlap"
+        overlap = "" if result.certain else "; their quartile ranges overlap"
         best, chosen = (layout_name(result.layouts[name].layout) for name in (result.best, result.chosen))
         slower = overhead(result.slower(result.chosen))
         return (
             f"{best} is the fastest measured layout; the simulator's choice, {chosen}, is {slower} slower per "
-            f"sequence{apart}."
+            f"sequence{overlap}."
         )
 
 
 def _errors(accuracy: Accuracy, layouts: int) -> Iterator[RenderableType]:
     """Yields a table of the prediction errors for the step and for each phase."""
-    unseen = accuracy.step.layouts
-    scope = "" if unseen == layouts else f" {plural(unseen, 'layout')} that the profile was not fitted to"
+    layout_count = accuracy.step.layouts
+    scope = "" if layout_count == layouts else f" {plural(layout_count, 'layout')} that the profile was not fitted to"
     yield section_head("Errors of the predictions", f":{scope or ' all layouts'}")
     rows = {"step": accuracy.step, **{PHASES[name].name: errors for name, errors in accuracy.phases.items()}}
     heads = ("layouts", "share of step", "MAPE", "mean", "worst", "layout")
