@@ -20,7 +20,7 @@ from canzona_cli.config.removed import bring_up_to_date
 from canzona_cli.config.replaced import choose_again, drop_replaced, overruling_settings, with_rates
 from canzona_cli.config.schema import RunConfig
 from canzona_cli.config.secrets import consent_problems, content_problems
-from canzona_cli.config.settings import tree_of, with_own_values
+from canzona_cli.config.settings import tree_of
 from canzona_cli.config.tree import compose_files, with_values
 from canzona_cli.config.typed import build, stand_in, type_problems
 from canzona_cli.config.unused import config_warnings, unused_problems
@@ -128,7 +128,7 @@ def _compose(overrides: Sequence[str], dirs: tuple[Path, ...], *, training: bool
     problems += config_problems(config, training=training)
     explicit = frozenset(parsed.values) | frozenset(parsed.groups)
     problems += consent_problems(config, explicit, training=training)
-    problems += with_own_values(config, unused_problems(config, explicit, training=training))
+    problems += unused_problems(config, explicit, training=training)
     refuse(problems)
     groups = {file: file.parent.name for file in files} | {path: group for group, path in chosen.items()}
     shadowing = [

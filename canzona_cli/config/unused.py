@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from canzona_cli.config.overrides import override_text
 from canzona_cli.config.schema import CustomConfig, Execution, MomentumConfig, RunConfig
-from canzona_cli.config.settings import value_of
+from canzona_cli.config.settings import value_of, with_own_values
 from canzona_cli.errors import Problem
 
 _REFUSED = (
@@ -36,23 +36,22 @@ _IGNORED = (
 """Pairs of settings: the first has no effect if the second is 0."""
 
 
-def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[Problem]:
-    """Yields a problem, without the value, for each setting on the command line, and for a recipe's data path
-    or blend, that was meant to change what is trained but has no effect.
+def unused_problems(config: RunConfig, explicit: frozenset[str], *, training: bool) -> list[Problem]:
+    """Returns a problem for each setting on the command line, and for a recipe's data path or blend, that was
+    meant to change what is trained but has no effect.
 
     Args:
         explicit: the dotted keys and the groups that the command line sets.
         training: False if the run is only planned, which is possible with any strategy.
     """
-    yield from _unused_data(config, explicit)
+    problems = [*_unused_data(config, explicit), *(_unused_engine(config, explicit) if training else ())]
     for key, idle_values, remedy in _REFUSED:
         other_key = remedy.partition("=")[0]
         value, other_value = value_of(config, key), value_of(config, other_key)
         if key in explicit and other_value in idle_values and value is not None and (key, value) not in _HARMLESS:
             reason = f"has no effect: {other_key} is {override_text(other_value)}"
-            yield Problem(key, reason, f"write {remedy}, or leave it out")
-    if training:
-        yield from _unused_engine(config, explicit)
+            problems.append(Problem(key, reason, f"write {remedy}, or leave it out"))
+    return with_own_values(config, problems)
 
 
 def config_warnings(config: RunConfig, explicit: frozenset[str], *, training: bool) -> Iterator[str]:

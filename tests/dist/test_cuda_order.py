@@ -41,6 +41,7 @@ SETTINGS = (
     *SMALL_GROUPS,
     "parallel.bucket_elements=10000",
     "engine.alpha=0.25",  # several owners in a bucket
+    "train.micro_batch_size=4",
 )
 
 
@@ -235,10 +236,11 @@ def test_memory_that_lies_where_other_memory_lay_is_no_race(freed: bool) -> None
     assert bool(record.races) is not freed
 
 
+@pytest.mark.sweep  # test_nothing_that_shares_memory_is_left_in_any_order has the hosted matrices
 def test_shared_matrices_are_left_in_no_order_and_waited_for_by_nobody() -> None:
     """One matrix is computed while another travels. Of squares of side 64 (k and v) the Gram form is not trusted in
     bf16, and repairs wait: so they are none here."""
-    shared = ("engine.mode=shared", "optimizer.form=gram", "model.num_query_groups=8", "train.micro_batch_size=4")
+    shared = ("engine.mode=shared", "optimizer.form=gram", "model.num_query_groups=8")
     config, layout = resolve(*SETTINGS, *shared, "gpus=2")
 
     def rank() -> tuple[set[str], list[str], list[list[str]]]:
@@ -329,7 +331,7 @@ def test_a_steps_time_is_told_from_events_that_have_passed(stood: list[Stood]) -
 @pytest.mark.sweep
 def test_on_one_queue_nobody_but_the_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may force it: a watcher's wait would then hold up every launch behind it."""
-    config, layout = resolve(*SETTINGS, "train.micro_batch_size=4")
+    config, layout = resolve(*SETTINGS)
     monkeypatch.setenv(CONNECTIONS, "1")
 
     def rank() -> tuple[Counter[str], list[StepTiming]]:

@@ -73,6 +73,7 @@ SWEPT: set[Run] = {
     ("cp2 pp2", "muon"),
     ("pp2 vpp2", "adamw"),
     ("pp2, 5 layers", "adamw"),
+    ("pp2, 5 layers", "muon"),
     ("pp3, 7 layers", "muon"),
 }
 """Cases that only the sweep compares: another run cuts every axis too."""

@@ -90,7 +90,7 @@ KIN: dict[str, Run] = {
     "kl-shampoo": (("optimizer=kl-shampoo", *OFTEN), 3),
     "soap-muon": (("optimizer=soap-muon", *OFTEN), 3),
 }
-"""Rules that the engine cannot tell from those: compared in one layout, by the sweep."""
+"""Rules that the engine cannot tell from those: compared in one layout."""
 SPLITTINGS: dict[str, Run] = {
     splitting: (("optimizer=muon", f"engine.splitting={splitting}"), 3)
     for splitting in ("fused", "qkv", "split", "per_head")
@@ -146,8 +146,17 @@ def _run(cases: Sequence[tuple[str, Run]]) -> list[Result]:
     return run_engines([Case(config=config, layout=layout, steps=steps) for config, layout, steps in made])
 
 
+FURTHER = [
+    *(("tp2 dp2", run) for run in KIN.values()),
+    *((where, WHOLE["muon"]) for where in ("pp3, uneven", "tp2 pp2 ep2")),
+    *((where, runs["soap"]) for where in ("one rank", "tp2 pp2") for runs in (STAGGERED, AT_ONCE)),
+]
+"""The runs of these that only the sweep makes."""
+
+
 def _all_runs(*, swept: bool) -> list[tuple[str, Run]]:
-    return [(where, run) for where, runs in COMPARED.items() for run in runs if swept is (run in KIN.values())]
+    runs = [(where, run) for where, runs in COMPARED.items() for run in runs]
+    return [run for run in runs if swept is (run in FURTHER)]
 
 
 RUNS = Runs(_all_runs(swept=False), lambda case: case[0], _run, swept=_all_runs(swept=True))
@@ -210,7 +219,11 @@ def _single_process(name: str, model: tuple[str, ...] = ()) -> Weights:
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [*_compared(WHOLE), *(pytest.param(*case, marks=pytest.mark.sweep) for case in _compared(KIN))],
+    [
+        pytest.param(name, where, marks=[pytest.mark.sweep] if (where, run) in FURTHER else [])
+        for name, run in (WHOLE | KIN).items()
+        for _, where in _compared({name: run})
+    ],
 )
 def test_steps_equal_a_single_process_bitwise(name: str, where: str) -> None:
     found, expected = RUNS[where, (WHOLE | KIN)[name]], _single_process(name, _model(where))
@@ -258,7 +271,7 @@ def test_who_updates_what_and_when_changes_nothing(run: Run) -> None:
     assert _different(one, RUNS["tp2 dp2", run].after, one) == []
 
 
-@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize("name", ["shampoo", pytest.param("soap", marks=pytest.mark.sweep)])
 def test_refreshes_do_not_depend_on_the_layout(name: str) -> None:
     """Refreshes in parts or as a whole are bitwise an ordinary optimizer's; in parts, the third refresh is used
     later."""

@@ -94,7 +94,7 @@ HELD = Runs(CASES, lambda case: case[1], _hold)
 
 @pytest.mark.parametrize(
     ("optimizer", "where"),
-    [pytest.param(*case, marks=[pytest.mark.sweep] if case[1] == "tp4" else []) for case in CASES],
+    [pytest.param(*case, marks=[pytest.mark.sweep] if case[1] in ("tp4", "tp2 pp2") else []) for case in CASES],
 )
 def test_the_job_keeps_one_copy_and_each_rank_its_planned_part(optimizer: str, where: str) -> None:
     config, layout = _resolve((optimizer, where))
@@ -136,11 +136,14 @@ class Living:
 STEADY, LAST = 40, 110
 
 
-def test_steps_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "ranks", [("gpus=2", "parallel.tp=2"), pytest.param(LAYOUTS["tp2 dp2"], marks=pytest.mark.sweep)], ids=" ".join
+)
+def test_steps_leave_nothing_behind(ranks: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor; Python objects fewer than two a step (seen 0.5), other memory less than 1 KiB a step (seen 0.2)."""
     # torch keeps a record of so many past collectives; full, it grows no more.
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
-    config, layout = resolve("optimizer=soap", "model.num_layers=1", *LAYOUTS["tp2 dp2"])
+    config, layout = resolve("optimizer=soap", "model.num_layers=1", *ranks)
 
     def rank() -> tuple[Living, Living]:
         trainee = build(config, layout)
