@@ -112,14 +112,14 @@ def _plan_problem(plan: Plan | None, chunks: Chunks, world: World, fix: str) -> 
 def _disagreement(plan: Plan, digests: Sequence[str]) -> Problem:
     """Describes the first difference between rank 0's plan and the first plan that differs from it.
     Collective."""
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    plans = gather(dict(plan.content()), dict[str, object])
-    first, second = Plan.from_content(plans[0]), Plan.from_content(plans[other])
-    difference = first_difference(first, second)
+    other_rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    contents = gather(dict(plan.content()), dict[str, object])
+    first_plan, other_plan = Plan.from_content(contents[0]), Plan.from_content(contents[other_rank])
+    difference = first_difference(first_plan, other_plan)
     description = "their content" if difference is None else f"{difference[0]}: {difference[1]} and {difference[2]}"
     return Problem(
         key="plan",
-        value=f"{first.name} and {second.name}",
-        reason=f"ranks 0 and {other} have different plans; the first difference is {description}",
+        value=f"{first_plan.name} and {other_plan.name}",
+        reason=f"ranks 0 and {other_rank} have different plans; the first difference is {description}",
         fix="use the same canzona version and the same run directory on every machine",
     )

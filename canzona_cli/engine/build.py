@@ -143,12 +143,12 @@ def _planned_part(chunks: Wrapped, plan: Plan, world: World) -> _RankPart:
     """Returns the matrices that the plan gives this rank. The rank in a shared matrix's cell counts its
     fallbacks."""
     parameters = matrix_parameters(chunks, plan, world)
-    shares, cells, tp_rank = plan.assignment.shares, plan.assignment.cells, world.tp_rank
-    of_owner = [m for m in plan.matrices if (m.stage, cells[m.index].owner) == (world.pp_rank, world.owner)]
+    shares, cells = plan.assignment.shares, plan.assignment.cells
+    owned = [m for m in plan.matrices if (m.stage, cells[m.index].owner) == (world.pp_rank, world.owner)]
     # Whole matrices that this rank hosts, and shared matrices, of which it keeps a fragment.
-    updated = [m for m in of_owner if m.index in shares or cells[m.index].host == tp_rank]
+    updated = [m for m in owned if m.index in shares or cells[m.index].host == world.tp_rank]
     matrices = sorted(updated, key=_buffer_order(parameters))
-    counted = [m for m in matrices if cells[m.index].host == tp_rank]
+    counted = [m for m in matrices if cells[m.index].host == world.tp_rank]
     return _RankPart(matrices=matrices, counted=counted, parameters=parameters)
 
 
@@ -156,8 +156,8 @@ def _redundant_part(chunks: Wrapped, config: RunConfig, world: World) -> _RankPa
     """Returns the matrices of this rank without a plan: all matrices of its stage, except experts that it
     does not store."""
     all_matrices = matrices_of(config.model, world.layout, config.engine.splitting)
-    stage = stage_matrices(all_matrices, world.pp_rank)
-    matrices = [matrix for matrix in stage if matrix.expert_rank in (None, world.expert_rank)]
+    in_stage = stage_matrices(all_matrices, world.pp_rank)
+    matrices = [matrix for matrix in in_stage if matrix.expert_rank in (None, world.expert_rank)]
     named = dict(global_parameters(chunks))
     return _RankPart(
         matrices=matrices,
@@ -196,8 +196,8 @@ def _masters(
 
 def _micro_groups(plan: Plan, world: World) -> list[tuple[Matrix, ...]]:
     """Returns the micro-groups of this rank's owner, in the order of their updates."""
-    here = (world.pp_rank, world.owner)
-    groups = sorted((group for group in plan.groups if (group.stage, group.owner) == here), key=lambda g: g.index)
+    this_owner = (world.pp_rank, world.owner)
+    groups = sorted((group for group in plan.groups if (group.stage, group.owner) == this_owner), key=lambda g: g.index)
     return [tuple(plan.matrices[index] for index in group.matrices) for group in groups]
 
 
@@ -261,17 +261,19 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
     Raises:
         UnusableOptimizer: A user's own class cannot update 2-D parameters with `step()` alone.
     """
-    chosen, update = config.optimizer, algorithm_of(config)
+    chosen = config.optimizer
+    algorithm = algorithm_of(config)
     if isinstance(chosen, CustomConfig):
         return _custom_factory(chosen, torch.device(config.cluster.device))
-    optimizer_class, settings = _class_of(chosen), _settings(config, on_fallback)
+    optimizer_class = _class_of(chosen)
+    settings = _settings(config, on_fallback)
 
     def make(matrices: Sequence[Matrix], params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         by_shape: dict[str, object] = {}
         if isinstance(chosen, MomentumConfig):
             shapes = {matrix.shape for matrix in matrices}
-            by_shape["stack"] = {shape: stack_of(update, *shape, config.cluster) for shape in shapes}
-            by_shape["form"] = {shape: form_of(update, *shape, config.cluster) for shape in shapes}
+            by_shape["stack"] = {shape: stack_of(algorithm, *shape, config.cluster) for shape in shapes}
+            by_shape["form"] = {shape: form_of(algorithm, *shape, config.cluster) for shape in shapes}
         # The schedule replaces this learning rate before the first step.
         return optimizer_class(params, chosen.lr, weight_decay=chosen.weight_decay, **settings, **by_shape)
 
@@ -280,29 +282,30 @@ def optimizer_factory(config: RunConfig, on_fallback: OnFallback | None = None) 
 
 def _class_of(chosen: OptimizerBase) -> OptimizerClass:
     """Imports and returns the optimizer's class, which `Facts.update` names."""
-    update = known_optimizers()[chosen.name].update
-    assert update is not None, f"{chosen.name} does not update matrices"
-    module, _, name = update.partition(":")
+    class_path = known_optimizers()[chosen.name].update
+    assert class_path is not None, f"{chosen.name} does not update matrices"
+    module, _, name = class_path.partition(":")
     optimizer_class: OptimizerClass = getattr(import_module(f"canzona_cli.optimizers.{module}"), name)
     return optimizer_class
 
 
 def _settings(config: RunConfig, on_fallback: OnFallback | None) -> dict[str, object]:
     """Returns the arguments of the optimizer's class that are the same for all matrices."""
-    chosen, update = config.optimizer, algorithm_of(config)
+    chosen = config.optimizer
+    algorithm = algorithm_of(config)
     names = {field.name for field in fields(chosen)} - _NO_ARGUMENTS
     settings: dict[str, object] = {name: getattr(chosen, name) for name in names}
     if isinstance(chosen, MomentumConfig | KroneckerConfig):
         settings |= {"on_fallback": on_fallback, "workspace": Workspace()}
     if isinstance(chosen, MomentumConfig):
-        settings |= {"precision": config.train.precision, "graph": update.graph}
+        settings |= {"precision": config.train.precision, "graph": algorithm.graph}
     if isinstance(chosen, KroneckerConfig):
         settings |= {"betas": (chosen.beta1, chosen.beta2), "eps": chosen.eps, "spread": chosen.stagger}
         settings["precision"] = "tf32" if chosen.tf32 else "fp32"
         if isinstance(chosen, NewtonSchulzConfig):
             settings["iterated_in"] = config.train.precision
     if "roots" in settings:
-        settings["roots"] = update.roots
+        settings["roots"] = algorithm.roots
     return settings
 
 

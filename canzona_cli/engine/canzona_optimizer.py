@@ -117,10 +117,10 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
             # No rank's parameters have changed, so the next forward pass must not wait for a gathering.
             mark_gathered(self._chunks)
             return False, norm, None
-        clip = self.config.clip_grad
-        scale = min(1.0, clip / (norm + 1e-6)) if clip > 0.0 else 1.0
+        max_norm = self.config.clip_grad
+        scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0
         if scale < 1.0 and self._adamw.get_parameters():
-            clip_grad_by_total_norm_fp32(self._adamw.get_parameters(), max_norm=clip, total_norm=norm)
+            clip_grad_by_total_norm_fp32(self._adamw.get_parameters(), max_norm=max_norm, total_norm=norm)
         self.matrices.set_gradient_scale(scale if self._clip == "all" else 1.0)
         self.step_with_ready_grads()
         return True, norm, None
@@ -156,16 +156,17 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
         """Computes the global norm of the reduced gradients before clipping, and sets `fallbacks` and
         `captures`. Collective; the host waits for the device."""
         counted = self._adamw.get_grads_for_grad_norm() if self._counts_adamw else []
-        squares = self._squares([*counted, *self.matrices.gradients_for_norm()])
+        square_sum = self._sum_of_squares([*counted, *self.matrices.gradients_for_norm()])
         # If several ranks have equal copies of a gradient, only one rank's copy enters the norm. The other
         # copies are added with factor 0, so that a copy that is not finite makes the norm not finite.
-        seen = {gradient.data_ptr() for gradient in counted}
-        copies = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
-        squares += 0.0 * self._squares([gradient for gradient in copies if gradient.data_ptr() not in seen])
-        captures = torch.full((1,), float(self.matrices.captures), device=squares.device)
-        facts = torch.cat([squares.view(1), self.matrices.fallbacks(), captures])
-        torch.distributed.all_reduce(facts, group=self._stats_group)
-        square, fallbacks, captured = self._timer.read(facts)
+        counted_addresses = {gradient.data_ptr() for gradient in counted}
+        gradients = [param.grad for param in self._adamw.get_parameters() if param.grad is not None]
+        copies = [gradient for gradient in gradients if gradient.data_ptr() not in counted_addresses]
+        square_sum += 0.0 * self._sum_of_squares(copies)
+        captures = torch.full((1,), float(self.matrices.captures), device=square_sum.device)
+        sums = torch.cat([square_sum.view(1), self.matrices.fallbacks(), captures])
+        torch.distributed.all_reduce(sums, group=self._stats_group)
+        square, fallbacks, captured = self._timer.read(sums)
         self.fallbacks, self.captures = round(fallbacks), round(captured)
         return math.sqrt(square) if square >= 0 else math.nan
 
@@ -219,23 +220,23 @@ class CanzonaOptimizer(SavingRefusals, ChainedOptimizer):  # type: ignore[misc]
     def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
         return self._stats_group
 
-    def _squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+    def _sum_of_squares(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         if not gradients:
             return torch.zeros((), device=self.get_loss_scale().device)
         return torch.stack(list(torch._foreach_norm(gradients, 2, torch.float32))).square().sum()
 
     def _gradient_problem(self) -> Problem:
-        """Returns a problem that names the first parameter with non-finite gradients and up to eight ranks
-        that have such gradients. Every rank returns the same problem. Collective."""
-        bad: list[str] = []
+        """Returns a problem that names the first parameter with non-finite gradients, if there is one, and up
+        to eight ranks that have such gradients. Every rank returns the same problem. Collective."""
+        not_finite: list[str] = []
         for name, parameter in global_parameters(self._chunks):
             gradient = getattr(parameter, "main_grad", None)
             if gradient is not None and not bool(gradient.isfinite().all()):
-                bad.append(name)
+                not_finite.append(name)
         members = torch.distributed.get_process_group_ranks(self._stats_group)
-        bad_by_rank = gather(bad, list[str], group=self._stats_group)
-        ranks = [rank for rank, names in zip(members, bad_by_rank, strict=True) if names]
-        culprits = list(dict.fromkeys(name for names in bad_by_rank for name in names))
+        not_finite_by_rank = gather(not_finite, list[str], group=self._stats_group)
+        ranks = [rank for rank, names in zip(members, not_finite_by_rank, strict=True) if names]
+        culprits = list(dict.fromkeys(name for names in not_finite_by_rank for name in names))
         reason = (
             f"NaN or infinite in {len(culprits)} parameters, the first is {culprits[0]}, on ranks {ranks[:8]}"
             if culprits

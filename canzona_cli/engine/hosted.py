@@ -56,7 +56,7 @@ class HostedGroup:
         self.hosted = hosted
         self._wiring, self._gradients, self._weights = wiring, gradients, weights
         # With one TP rank nothing is sent, and the time for copies is attributed to the update.
-        self._moving: Phase = "exchange" if wiring.tp_group is not None else "matrix_update"
+        self._copy_phase: Phase = "exchange" if wiring.tp_group is not None else "matrix_update"
         self._on_host = wiring.device.type == "cpu"
         self._masters = [wiring.masters[m.index] for m in hosted]
         self.optimizer = wiring.make_optimizer(hosted, self._masters) if hosted else None
@@ -67,7 +67,7 @@ class HostedGroup:
         self._grad_pack = _packing_copies(gradients, ((p, fragments.gradient(p.matrix)) for p in gradients.route.sends))
         # Gradients received: from the message and this rank's parameters into whole matrices.
         self._bind_gradients(scratch)
-        self._checked = list(self._checks(finite))
+        self._check_views = list(self._views_to_check(finite))
         # Weights to send: from masters into messages and into this rank's parameters.
         self._weight_pack = _packing_copies(
             weights,
@@ -76,7 +76,7 @@ class HostedGroup:
                 for p in weights.route.sends
             ),
         )
-        self._flag_sends = [weights.send[f[0] : f[-1] + 1] for f in weights.route.send_flags if f]
+        self._flag_sends = [weights.send[places[0] : places[-1] + 1] for places in weights.route.send_flags if places]
         self._local_weights = join_writes(
             [
                 (place, _local_write(fragments, m, fragments.view_in_whole(m, master.detach(), wiring.rank)))
@@ -123,7 +123,7 @@ class HostedGroup:
             for run in runs(same_shape)
         ]
 
-    def _checks(self, finite: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _views_to_check(self, finite: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields two views for each run of hosted matrices of one shape: their masters (count, rows, columns)
         and their flags (count,)."""
         pairs = [(master.detach(), flag) for master, flag in zip(self._masters, finite.unbind(), strict=True)]
@@ -136,16 +136,16 @@ class HostedGroup:
         """Prepares the writes of weight fragments that arrive from other hosts, each with the index of its
         matrix's flag."""
         fragments, weights = self._wiring.fragments, self._weights
-        arriving = weights.route.receive_flags
-        places = {matrix.index: number for number, (matrix, _) in enumerate(arriving)}
+        arriving_flags = weights.route.receive_flags
+        flag_index = {matrix.index: index for index, (matrix, _) in enumerate(arriving_flags)}
         self._flag_places = torch.tensor(
-            [place for _, place in arriving], dtype=torch.int64, device=self._wiring.device
+            [place for _, place in arriving_flags], dtype=torch.int64, device=self._wiring.device
         )
         writes: list[tuple[int, Write]] = []
         for parcel in weights.route.receives:
             weight = fragments.weight(parcel.matrix)
             write = Write(target=weight, source=_view_at(weights.receive, parcel.offset, weight), rounded=weight)
-            writes.append((places[parcel.matrix.index], write))
+            writes.append((flag_index[parcel.matrix.index], write))
         self._weight_unpack = join_writes(writes)
 
     def run(self, stage: int, scale: float) -> None:
@@ -162,7 +162,7 @@ class HostedGroup:
 
     def send_gradients(self) -> None:
         """Packs this rank's gradient fragments and starts sending them to the hosts of their matrices."""
-        with self._wiring.timer.phase(self._moving), self._wiring.side_stream.work():
+        with self._wiring.timer.phase(self._copy_phase), self._wiring.side_stream.work():
             for copy in self._grad_pack:
                 copy.run()
             self._gradients.start()
@@ -170,7 +170,7 @@ class HostedGroup:
     def receive_gradients(self, scale: float) -> None:
         """Waits for the gradient fragments and assembles the hosted matrices' gradients, multiplied by
         `scale` (clipping)."""
-        with self._wiring.timer.phase(self._moving):
+        with self._wiring.timer.phase(self._copy_phase):
             # A rank that receives nothing only reuses the message buffer, so only the stream that packs
             # messages waits.
             with nullcontext() if self._grad_unpack else self._wiring.side_stream.work():
@@ -183,7 +183,7 @@ class HostedGroup:
 
     def discard(self) -> None:
         """Waits for the gradient fragments without using them."""
-        with self._wiring.timer.phase(self._moving):
+        with self._wiring.timer.phase(self._copy_phase):
             self._gradients.wait()
 
     def step(self) -> None:
@@ -197,7 +197,7 @@ class HostedGroup:
             self.optimizer.step()
             for master in self._masters:
                 master.grad = None
-            for masters, flags in self._checked:
+            for masters, flags in self._check_views:
                 # A sum is finite only if all elements are. Weights are far too small for their sum to
                 # overflow.
                 torch.sum(masters, dim=(1, 2), out=flags)
@@ -205,7 +205,7 @@ class HostedGroup:
     def send_weights(self) -> None:
         """Packs the other ranks' fragments of the new weights in the model's dtype, starts sending them, and
         writes this rank's fragments."""
-        with self._wiring.timer.phase(self._moving), self._wiring.side_stream.work():
+        with self._wiring.timer.phase(self._copy_phase), self._wiring.side_stream.work():
             for copy in self._weight_pack:
                 copy.run()
             for flags in self._flag_sends:
@@ -216,7 +216,7 @@ class HostedGroup:
     def receive_weights(self) -> None:
         """Waits for the new weight fragments and writes them; weights whose update was not finite stay
         unchanged."""
-        with self._wiring.timer.phase(self._moving), self._wiring.side_stream.work():
+        with self._wiring.timer.phase(self._copy_phase), self._wiring.side_stream.work():
             self._weights.wait()
             if self._weight_unpack:
                 flags = self._weights.receive.index_select(0, self._flag_places)
@@ -251,8 +251,9 @@ class Hosting:
         def routes(make_route: Callable[..., Route]) -> list[Route]:
             return [make_route(batch, [hosts[m.index] for m in batch], rank=rank, tp=tp) for batch in batches]
 
-        out, back = routes(to_hosts), routes(from_hosts)
-        sent, returned = Messages(out, gradient_dtype, device), Messages(back, weight_dtype, device)
+        gradient_routes, weight_routes = routes(to_hosts), routes(from_hosts)
+        gradient_messages = Messages(gradient_routes, gradient_dtype, device)
+        weight_messages = Messages(weight_routes, weight_dtype, device)
         elements = max((scratch_elements(wiring, group) for group in hosted), default=0)
         scratch = torch.empty(elements, dtype=torch.float32, device=device)
         gather_masters(wiring, hosts, self.matrices)
@@ -264,11 +265,11 @@ class Hosting:
         """The indices in `matrices` of the matrices that this rank hosts: (hosted,)."""
         flags = self.finite.split([len(group) for group in hosted])  # type: ignore[no-untyped-call]
         self.groups: list[HostedGroup] = []
-        for number, group in enumerate(hosted):
-            gradients = AllToAll(out[number], sent, number, wiring)
-            weights = AllToAll(back[number], returned, number, wiring)
-            self.groups.append(HostedGroup(wiring, group, gradients, weights, scratch, flags[number]))
-        self.bytes = sent.bytes + returned.bytes + scratch.nbytes
+        for index, group in enumerate(hosted):
+            gradients = AllToAll(gradient_routes[index], gradient_messages, index, wiring)
+            weights = AllToAll(weight_routes[index], weight_messages, index, wiring)
+            self.groups.append(HostedGroup(wiring, group, gradients, weights, scratch, flags[index]))
+        self.bytes = gradient_messages.bytes + weight_messages.bytes + scratch.nbytes
         """The size of the message buffers and the gradient scratch in bytes."""
 
 
@@ -304,7 +305,7 @@ def scratch_elements(wiring: Wiring, hosted: Iterable[Matrix]) -> int:
 def lies_whole(wiring: Wiring, matrix: Matrix) -> bool:
     """Returns True if the whole reduced gradient is in this rank's Megatron buffer, contiguous and in fp32,
     so that an optimizer can use it without a copy."""
-    if senders(matrix, wiring.rank, wiring.fragments.tp) != range(wiring.rank, wiring.rank + 1):
+    if list(senders(matrix, wiring.rank, wiring.fragments.tp)) != [wiring.rank]:
         return False
     gradient = wiring.fragments.gradient(matrix)
     return gradient.dtype is torch.float32 and gradient.numel() == matrix.elements and gradient.is_contiguous()
@@ -315,9 +316,9 @@ def _local_write(fragments: Fragments, matrix: Matrix, source: torch.Tensor) -> 
     weight = fragments.weight(matrix)
     # When the weight is written, the reduced gradient is no longer needed, so its memory can hold the rounded
     # weight.
-    same = weight.dtype is source.dtype
-    room = weight if same else fragments.gradient(matrix).view(weight.dtype)[..., : weight.shape[-1]]
-    return Write(target=weight, source=source, rounded=room)
+    same_dtype = weight.dtype is source.dtype
+    rounded = weight if same_dtype else fragments.gradient(matrix).view(weight.dtype)[..., : weight.shape[-1]]
+    return Write(target=weight, source=source, rounded=rounded)
 
 
 def _packing_copies(exchange: AllToAll, parcels: Iterable[tuple[Parcel, torch.Tensor]]) -> list[Copy]:

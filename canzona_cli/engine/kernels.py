@@ -52,15 +52,15 @@ def matmul_shapes(config: RunConfig, device: torch.device) -> dict[Shape, frozen
     The result is empty if the optimizer does not orthogonalise, is not one of canzona's, or does not run in
     bf16.
     """
-    update = algorithm_of(config)
-    orthogonal = RULES[update.name].orthogonal and not update.custom
-    if not orthogonal or update.precision != "bf16" or not config.execution.ours:
+    algorithm = algorithm_of(config)
+    orthogonal = RULES[algorithm.name].orthogonal and not algorithm.custom
+    if not orthogonal or algorithm.precision != "bf16" or not config.execution.ours:
         return {}
     shapes: dict[Shape, frozenset[Call]] = {}
     for rows, cols in matrix_shapes(config):
-        if stack_of(update, rows, cols, config.cluster) > 1:
+        if stack_of(algorithm, rows, cols, config.cluster) > 1:
             continue
-        standard = form_of(update, rows, cols, config.cluster) == "standard"
+        standard = form_of(algorithm, rows, cols, config.cluster) == "standard"
         dtype = torch.bfloat16 if standard else gram_dtype(torch.bfloat16, device)
         side, long = sorted((rows, cols))
         calls: tuple[tuple[int, Call], ...] = ((long, "tall" if rows > cols else "wide"), (side, "square"))
@@ -204,8 +204,8 @@ class _Case:
         self._out.copy_(self._before)
         self.run(kernel)
         exact = self._exact.float()
-        near = (self._out.float() - exact).abs() <= torch.finfo(self._out.dtype).eps * exact.abs() + 2.0**-12
-        return not bool(near.all())
+        is_close = (self._out.float() - exact).abs() <= torch.finfo(self._out.dtype).eps * exact.abs() + 2.0**-12
+        return not bool(is_close.all())
 
 
 def _cases(shape: Shape, calls: Iterable[Call], device: torch.device) -> Iterable[_Case]:

@@ -100,13 +100,13 @@ class Fallbacks:
     fallbacks.
 
     Args:
-        hosted: the matrices whose fallbacks this rank logs and counts; fallbacks of other matrices are
+        counted: the matrices whose fallbacks this rank logs and counts; fallbacks of other matrices are
             ignored.
         masters: the optimizers' parameters, by matrix index.
     """
 
-    def __init__(self, hosted: Iterable[Matrix], masters: Mapping[int, torch.nn.Parameter]) -> None:
-        self._names = {id(masters[matrix.index]): matrix.name for matrix in hosted}
+    def __init__(self, counted: Iterable[Matrix], masters: Mapping[int, torch.nn.Parameter]) -> None:
+        self._names = {id(masters[matrix.index]): matrix.name for matrix in counted}
         self._count = 0
 
     def __call__(self, parameter: torch.Tensor, reason: str) -> None:

@@ -69,6 +69,7 @@ class PlannedOptimizer(MasterOptimizer):
 
     @torch.no_grad()
     def discard(self) -> None:
+        # The entries that have run are stage 0 of the first groups, one entry for each group.
         for group in self._hosting.groups[: self._begun]:
             group.discard()
         self._begun = 0
@@ -86,8 +87,8 @@ class PlannedOptimizer(MasterOptimizer):
         """Updates the experts; then the micro-groups in the order of `planner.order.order`, so that messages
         of neighbouring groups are in flight while a group is updated; then the shared matrices. At the end,
         the current stream waits for the stream that packs messages and writes weights."""
-        for number, stage in order(len(self._experts.groups)):
-            self._experts.groups[number].run(stage, self._scale)
+        for index, stage in order(len(self._experts.groups)):
+            self._experts.groups[index].run(stage, self._scale)
         self._run(None)
         self._begun = 0
         for sharing in self.sharing:
@@ -100,8 +101,8 @@ class PlannedOptimizer(MasterOptimizer):
         """Runs the entries of the pipeline's order that have not run yet, up to entry `end`, which is not
         included; all if `end` is None."""
         groups = self._hosting.groups
-        for number, stage in islice(order(len(groups)), self._begun, end):
-            groups[number].run(stage, self._scale)
+        for index, stage in islice(order(len(groups)), self._begun, end):
+            groups[index].run(stage, self._scale)
         self._begun = max(self._begun, end or 0)
 
     def _gather(self) -> None:
@@ -110,9 +111,12 @@ class PlannedOptimizer(MasterOptimizer):
         With `overlap_param_gather`, it only starts the buckets that the forward pass needs first
         (`owner_bucket_group.install` chains the others); with `align_param_gather`, it starts no bucket.
         """
-        buckets = gathering_order(self._chunks)[: GATHERED_AHEAD if gathers_ahead(self._ddp_config) else 0]
         if not self._ddp_config.overlap_param_gather:
             buckets = matrix_groups(self._chunks)[::-1]
+        elif gathers_ahead(self._ddp_config):
+            buckets = gathering_order(self._chunks)[:GATHERED_AHEAD]
+        else:
+            buckets = []
         for bucket in buckets:
             bucket.start_param_sync()
 
@@ -157,7 +161,7 @@ class PlannedOptimizer(MasterOptimizer):
         if wiring.tp_group is not None:
             torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN, group=wiring.tp_group)
         flags = wiring.timer.read(finite)
-        broken = [matrix for matrix, good in zip(hosting.matrices, flags, strict=True) if not good]
+        broken = [matrix for matrix, is_finite in zip(hosting.matrices, flags, strict=True) if not is_finite]
         if not broken:
             return
         gather_masters(wiring, hosting.hosts, sorted(broken, key=lambda matrix: matrix.index))
@@ -201,8 +205,8 @@ class PlannedOptimizer(MasterOptimizer):
             slices += [fragments.gradient(matrix) for matrix in stored if not matrix.replicated or rank == 0]
         for group in matrix_groups(self._chunks):
             if not has_copies or group.planned.expert_rank is not None:
-                data = group.buckets[0].grad_data
-                slices += [data[part.start : part.end] for part in group.owned]
+                gradients = group.buckets[0].grad_data
+                slices += [gradients[part.start : part.end] for part in group.owned]
         return slices
 
     @property

@@ -56,11 +56,11 @@ class FragmentGather:
                 the matrix.
             whole: fp32 (rows, columns), overwritten.
         """
-        in_whole, rank, group = self.wiring.fragments.view_in_whole, self.wiring.rank, self.wiring.tp_group
-        at_home = matrix.home is None or matrix.home == rank
+        view_in_whole, rank, group = self.wiring.fragments.view_in_whole, self.wiring.rank, self.wiring.tp_group
+        has_fragment = matrix.home is None or matrix.home == rank
         if not self.travels(matrix) or matrix.home is not None:
-            if at_home:
-                in_whole(matrix, whole, rank).copy_(fragment)
+            if has_fragment:
+                view_in_whole(matrix, whole, rank).copy_(fragment)
             if self.travels(matrix):
                 torch.distributed.broadcast(whole, group=group, group_src=matrix.home)
             return
@@ -69,7 +69,7 @@ class FragmentGather:
         send.view(fragment.shape).copy_(fragment)
         torch.distributed.all_gather_into_tensor(receive, send, group=group)
         for peer, part in enumerate(receive.chunk(self._tp)):
-            view = in_whole(matrix, whole, peer)
+            view = view_in_whole(matrix, whole, peer)
             view.copy_(part.view(view.shape))
 
 
@@ -151,8 +151,9 @@ class RedundantOptimizer(MasterOptimizer):
         self._world, self._fallbacks = world, fallbacks
         dense = [matrix for matrix in matrices if matrix.expert_rank is None]
         experts = [matrix for matrix in matrices if matrix.expert_rank is not None]
-        self._dense, self._experts = FragmentGather(wiring, dense), FragmentGather(wiring.as_single_rank(), experts)
-        gathered = [(m, self._dense if m.expert_rank is None else self._experts) for m in matrices]
+        self._dense_gather = FragmentGather(wiring, dense)
+        self._expert_gather = FragmentGather(wiring.as_single_rank(), experts)
+        gathered = [(m, self._dense_gather if m.expert_rank is None else self._expert_gather) for m in matrices]
         copied = [matrix.elements for matrix, gathering in gathered if not gathering.needs_no_copy(matrix)]
         self._scratch = torch.empty(max(copied, default=0), dtype=torch.float32, device=wiring.device)
         self.groups: list[RedundantUpdate] = [
@@ -196,7 +197,7 @@ class RedundantOptimizer(MasterOptimizer):
 
     @property
     def scratch_bytes(self) -> int:
-        return super().scratch_bytes + self._dense.bytes + self._experts.bytes + self._scratch.nbytes
+        return super().scratch_bytes + self._dense_gather.bytes + self._expert_gather.bytes + self._scratch.nbytes
 
 
 def counts_dense(world: World) -> bool:

@@ -90,10 +90,10 @@ class _PlacedMatrix(UpdatedMatrix):
         """Yields the state's pieces as (name, field, position in the whole parameter, rows). State that is
         not laid out like the weight is a single piece, whose position is None."""
         for field, tensor in tensors.items():
-            places: Sequence[Block | None] = self.blocks if field in _LIKE_WEIGHTS else (None,)
-            for number, block in enumerate(places):
+            blocks: Sequence[Block | None] = self.blocks if field in _LIKE_WEIGHTS else (None,)
+            for index, block in enumerate(blocks):
                 piece = tensor if block is None else tensor[block.row : block.row + block.rows]
-                yield f"{self.matrix.name}/{field}/{number}", field, block, piece
+                yield f"{self.matrix.name}/{field}/{index}", field, block, piece
 
     def entries(
         self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], weight: Entry
@@ -106,17 +106,17 @@ class _PlacedMatrix(UpdatedMatrix):
         """
         while isinstance(weight, ShardedTensorFactory):  # a factory builds the entries of gate and up
             weight = weight.build()[0]
-        lead = weight.prepend_axis_num
+        layer_axes = weight.prepend_axis_num
         for name, field, block, piece in self.pieces(tensors):
             if block is None:
                 yield name, ShardedTensor.from_rank_offsets(_canzona_key(field, self.matrix), piece)
                 continue
             # Megatron prepends the axis of layers only if all pieces have one shape, so each piece has that
             # axis here.
-            data = piece.view((1,) * lead + piece.shape)
-            offset = (*weight.global_offset[:lead], block.unit_row, block.unit_col)
-            key, shape = f"{STATE}{names[field]}.{weight.key}", tuple(data.shape)
-            yield name, ShardedTensor(key, data, data.dtype, shape, weight.global_shape, offset, None)
+            data = piece.view((1,) * layer_axes + piece.shape)
+            offset = (*weight.global_offset[:layer_axes], block.unit_row, block.unit_col)
+            key = f"{STATE}{names[field]}.{weight.key}"
+            yield name, ShardedTensor(key, data, data.dtype, tuple(data.shape), weight.global_shape, offset, None)
 
 
 def state_problem(
@@ -179,7 +179,8 @@ class ShardedState:
             model: the model's `sharded_state_dict`.
         """
         self._matrices.repair()
-        weights, names = self._weights(model), {field: field for field in _LIKE_WEIGHTS}
+        weights = self._weights(model)
+        names = {field: field for field in _LIKE_WEIGHTS}
         state: dict[str, ShardedTensor] = {}
         for updated in self._updated:
             state |= updated.entries(updated.tensors, names, weights[updated.matrix.parameter])
@@ -206,15 +207,18 @@ class ShardedState:
         weights = self._weights(model)
         matrices: dict[str, ShardedTensor] = {}
         for updated in self._updated:
-            weight, tensors = weights[updated.matrix.parameter], updated.tensors
+            weight = weights[updated.matrix.parameter]
+            tensors = updated.tensors
             for field in tensors.keys() - _LIKE_WEIGHTS.keys():
                 self._refuse_missing(_canzona_key(field, updated.matrix))
             names = self._names(
                 weight.key, {field: _LIKE_WEIGHTS[field] for field in tensors if field in _LIKE_WEIGHTS}
             )
-            read = {field: tensor for field, tensor in tensors.items() if field in names or field not in _LIKE_WEIGHTS}
-            self._targets[updated.matrix.name] = read
-            matrices |= updated.entries(read, names, weight)
+            targets = {
+                field: tensor for field, tensor in tensors.items() if field in names or field not in _LIKE_WEIGHTS
+            }
+            self._targets[updated.matrix.name] = targets
+            matrices |= updated.entries(targets, names, weight)
         # As with Megatron's own optimizer, every rank reads all of AdamW's parameters, on the host.
         adamw = {
             name: {
@@ -261,7 +265,7 @@ class ShardedState:
         """Returns the entries of this rank's parameters, by their names in the whole model."""
         named = [*global_parameters(self._chunks)]
         entries = get_param_id_to_sharded_param_map(model, [param for _, param in named])
-        return {named[number][0]: entry for number, entry in entries.items()}
+        return {named[index][0]: entry for index, entry in entries.items()}
 
     def _names(self, weight: str, fields: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
         """Returns the name that each field of a parameter's state has in the checkpoint. The master is not

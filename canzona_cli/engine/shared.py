@@ -88,11 +88,11 @@ class SharedMatrix:
 
     def write(self) -> Write:
         """Returns the write of the rounded master to the weight, for an update that may not be finite."""
-        same = self.weight.dtype is self.master.dtype
+        same_dtype = self.weight.dtype is self.master.dtype
         return Write(
             target=self.weight,
             source=self.master.detach().view(self.weight.shape),
-            rounded=self.weight if same else torch.empty_like(self.weight),
+            rounded=self.weight if same_dtype else torch.empty_like(self.weight),
         )
 
     def publish(self) -> None:
@@ -183,14 +183,14 @@ class Sharing:
         running: dict[int, Turns[None]] = {}
         pending: dict[int, Sequence[Wait] | None] = {}
         for place, part in shared_order(self._parts):
-            shared, last = self.matrices[place], part + 1 == self._parts[place]
+            shared = self.matrices[place]
             with self._wiring.timer.phase("matrix_update"):
                 if part == 0:
                     running[place] = shared.update_together(scale, self._lanes[place % LANES])
                 for wait in pending.get(place) or ():
                     wait()
                 pending[place] = next(running[place], None)
-            if not last:
+            if part + 1 < self._parts[place]:
                 continue
             assert pending[place] is None, "the plan is for another optimizer: the update has more parts than planned"
             if not shared.needs_update_alone:
@@ -214,7 +214,7 @@ class Sharing:
             torch.distributed.all_reduce(sums, group=group)
             places = [self._places[shared.matrix.index] for shared in remaining]
             self._sums[torch.tensor(places, device=sums.device)] = sums
-            writes = join_writes([(place, shared.write()) for place, shared in enumerate(remaining)])
+            writes = join_writes([(index, shared.write()) for index, shared in enumerate(remaining)])
             write_finite(writes, sums, on_host=on_host)
 
     def fallbacks(self) -> torch.Tensor:
@@ -229,8 +229,8 @@ class Sharing:
         """Restores the previous weights of matrices whose last update was not finite, and resets their
         optimizer state. No communication is needed, because every rank has its fragment of the previous
         weight. The host waits for the device."""
-        for shared, total in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
-            if math.isfinite(total):
+        for shared, master_sum in zip(self.matrices, self._wiring.timer.read(self._sums), strict=True):
+            if math.isfinite(master_sum):
                 continue
             shared.reload()
             UpdatedMatrix(matrix=shared.matrix, master=shared.master, optimizer=self.optimizer).reset()

@@ -123,18 +123,18 @@ class AllToAll:
     there are no buffers.
 
     Args:
-        number: the index of the micro-group; even and odd micro-groups use different buffers.
+        index: the index of the micro-group; even and odd micro-groups use different buffers.
     """
 
-    def __init__(self, route: Route, messages: Messages, number: int, wiring: "Wiring") -> None:
+    def __init__(self, route: Route, messages: Messages, index: int, wiring: "Wiring") -> None:
         self.route, self._wiring = route, wiring
         self._wait: Wait | None = None
         if not messages.sends:
             self.send = self.receive = torch.empty(0)
             return
-        place = number % len(messages.sends)
-        self.send = messages.sends[place][: route.sent]
-        self.receive = messages.receives[place][: route.received]
+        buffer_set = index % len(messages.sends)
+        self.send = messages.sends[buffer_set][: route.sent]
+        self.receive = messages.receives[buffer_set][: route.received]
 
     def start(self) -> None:
         """Starts sending the packed message, if anything is communicated."""
@@ -260,13 +260,15 @@ def join_writes(writes: Sequence[tuple[int, Write]]) -> list[Writes]:
         writes, lambda write: (write[1].target.shape, write[1].target.dtype, write[1].source.dtype)
     ):
         places = [place for place, _ in same_kind]
-        targets, sources, rounded = ([getattr(write, name) for _, write in same_kind] for name in Write.__slots__)
+        targets = [write.target for _, write in same_kind]
+        sources = [write.source for _, write in same_kind]
+        rounded = [write.rounded for _, write in same_kind]
         for run in runs(places, targets, sources, rounded):
-            first, *others = places[run]
-            step = others[0] - first if others else 1
+            flags = places[run]
+            step = flags[1] - flags[0] if len(flags) > 1 else 1
             merged.append(
                 Writes(
-                    flags=slice(first, (others[-1] if others else first) + 1, step),
+                    flags=slice(flags[0], flags[-1] + 1, step),
                     target=view_run(targets[run]),
                     source=view_run(sources[run]),
                     rounded=view_run(rounded[run]),
@@ -291,9 +293,9 @@ def write_finite(writes: Sequence[Writes], flags: torch.Tensor, *, on_host: bool
         on_host: True if the flags are in host memory. Otherwise the device decides, and the host does not
             wait.
     """
-    all_finite = torch.isfinite(flags)
+    finite_flags = torch.isfinite(flags)
     if on_host:
-        finite: list[bool] = all_finite.tolist()
+        finite: list[bool] = finite_flags.tolist()
         for write in writes:
             if all(finite[write.flags]):
                 write.target.copy_(write.source)
@@ -306,5 +308,5 @@ def write_finite(writes: Sequence[Writes], flags: torch.Tensor, *, on_host: bool
         source = write.source
         if source.dtype is not write.target.dtype:
             source = write.rounded.copy_(source)
-        mask = all_finite[write.flags].view(-1, *(1 for _ in source.shape[1:]))
+        mask = finite_flags[write.flags].view(-1, *(1 for _ in source.shape[1:]))
         torch.where(mask, source, write.target, out=write.target)
