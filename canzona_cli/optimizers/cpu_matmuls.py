@@ -67,16 +67,17 @@ def _computed_in_fp32(kernel: torch._C._SafeKernelFunction, *, in_place: bool) -
     the result is converted back."""
 
     def matmul(keys: torch.DispatchKeySet, *args: object, **kwargs: object) -> torch.Tensor:
-        first, out = args[0], kwargs.get("out")
-        assert isinstance(first, torch.Tensor)
-        if first.dtype not in NARROW:
+        operand = args[0]
+        out = kwargs.get("out")
+        assert isinstance(operand, torch.Tensor)
+        if operand.dtype not in NARROW:
             return cast(torch.Tensor, kernel.call_boxed(keys, *args, **kwargs))
         if isinstance(out, torch.Tensor):
             kwargs["out"] = torch.empty_like(out, dtype=torch.float32)
-        wide = (arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args)
-        result = cast(torch.Tensor, kernel.call_boxed(keys, *wide, **kwargs))
+        converted = (arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        result = cast(torch.Tensor, kernel.call_boxed(keys, *converted, **kwargs))
         if isinstance(out, torch.Tensor):
             return out.resize_(result.shape).copy_(result)
-        return first.copy_(result) if in_place else result.to(first.dtype)
+        return operand.copy_(result) if in_place else result.to(operand.dtype)
 
     return matmul

@@ -45,8 +45,8 @@ def eigenbasis(symmetric: torch.Tensor) -> torch.Tensor:
     rank = int((values > rounding(len(values)) * values[-1]).sum())
     basis = vectors.flip(-1)[:, :rank]
     largest = basis.gather(0, basis.abs().argmax(0, keepdim=True))
-    rest = torch.linalg.qr(basis, mode="complete").Q[:, rank:] if rank < len(values) else basis[:, :0]
-    return torch.cat([torch.where(largest < 0, -basis, basis), rest], dim=1)
+    appended = torch.linalg.qr(basis, mode="complete").Q[:, rank:] if rank < len(values) else basis[:, :0]
+    return torch.cat([torch.where(largest < 0, -basis, basis), appended], dim=1)
 
 
 def orthonormalise(matrix: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:

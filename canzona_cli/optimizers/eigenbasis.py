@@ -59,8 +59,8 @@ class EigenbasisOptimizer(KroneckerOptimizer):
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
         state = self.state[p]
         if part == 0:
-            basis, following = state[f"Q_{side}"], state[f"next_Q_{side}"]
-            torch.mm(unpack(state[side], self._square(p, 1, len(basis))[0]), basis, out=following)
+            basis, next_basis = state[f"Q_{side}"], state[f"next_Q_{side}"]
+            torch.mm(unpack(state[side], self._square(p, 1, len(basis))[0]), basis, out=next_basis)
             self._begin_refresh(p, side)
         new = self._orthonormalise_part(p, side, part)
         if new is not None:
@@ -84,9 +84,9 @@ class EigenbasisOptimizer(KroneckerOptimizer):
         except LinAlgError:
             return [
                 compute_with_fallback(
-                    partial(orthonormalise, previous=basis), new, f"the QR of {side}", partial(self._report, p)
+                    partial(orthonormalise, previous=basis), columns, f"the QR of {side}", partial(self._report, p)
                 )
-                for (p, side), basis, new in zip(stack, bases, powered, strict=True)
+                for (p, side), basis, columns in zip(stack, bases, powered, strict=True)
             ]
 
     def _orthonormalise_part(self, p: torch.Tensor, side: Side, part: int) -> torch.Tensor | None:
@@ -97,23 +97,25 @@ class EigenbasisOptimizer(KroneckerOptimizer):
             After the last part the new eigenbasis (length, length), or None if it is not finite; None after
             other parts.
         """
-        state, period, report = self.state[p], self.precondition_frequency, partial(self._report, p)
-        basis, following, name = state[f"Q_{side}"], state[f"next_Q_{side}"], f"the QR of {side}"
+        basis, next_basis = self.state[p][f"Q_{side}"], self.state[p][f"next_Q_{side}"]
+        period = self.precondition_frequency
+        name = f"the QR of {side}"
+        report = partial(self._report, p)
         if part == 0:
-            longest = torch.linalg.vector_norm(following, dim=0).amax()
-            following.div_(longest.where(longest > 0, 1.0))
-        low, high = panel(len(basis), part, period)
-        if low < high:
-            compute = partial(orthonormalise_panel, before=following[:, :low])
-            columns = compute_with_fallback(compute, following[:, low:high], name, report)
+            longest = torch.linalg.vector_norm(next_basis, dim=0).amax()
+            next_basis.div_(longest.where(longest > 0, 1.0))
+        start, end = panel(len(basis), part, period)
+        if start < end:
+            compute = partial(orthonormalise_panel, before=next_basis[:, :start])
+            columns = compute_with_fallback(compute, next_basis[:, start:end], name, report)
             if columns is None:
-                following.copy_(basis)  # already orthonormal, so later parts do not change it
+                next_basis.copy_(basis)  # already orthonormal, so later parts do not change it
             else:
-                following[:, low:high] = columns
+                next_basis[:, start:end] = columns
         if part < period - 1:
             return None
         try:
-            return complete_basis(following, basis)
+            return complete_basis(next_basis, basis)
         except LinAlgError as error:
             report(f"{name} failed: {error}; the previous one is kept")
             return None

@@ -199,7 +199,7 @@ class Polynomial:
     """The norm of the sampled rows of the product of all polynomials except the last."""
     slope: float
     """The coefficient b of the last step."""
-    last: tuple[torch.Tensor, Number | None, torch.Tensor, Number]
+    last_step: tuple[torch.Tensor, Number | None, torch.Tensor, Number]
     """The tensors and numbers p, value, r and alpha of the last step; value is None if p includes its
     diagonal."""
 
@@ -212,24 +212,26 @@ class Polynomial:
             spread: `norm_of_rows` of R, whose rounding is estimated.
         """
         side = self.q.size(-1)
-        rows, unit = -(-side // _sample_distance(side)), torch.finfo(self.q.dtype).eps / 2 / 3**0.5
-        root: Number = mean**0.5
-        lost = spread * self.before * self.before * (abs(self.slope) * unit / rows**1.5)
-        error_after: Number = norm_of_rows(self.q, self.gamma) * (error + root * unit) * float(rows) ** -0.5 + lost
+        rows = -(-side // _sample_distance(side))
+        rounding = torch.finfo(self.q.dtype).eps / 2 / 3**0.5  # the standard deviation of a rounding, u / 3^0.5
+        rms: Number = mean**0.5
+        gram_error = spread * self.before * self.before * (abs(self.slope) * rounding / rows**1.5)
+        q_norm = norm_of_rows(self.q, self.gamma)
+        error_after: Number = q_norm * (error + rms * rounding) * float(rows) ** -0.5 + gram_error
         return error_after
 
     def mean_square_part(self, rows: slice) -> Number:
         """Returns the contribution of `rows` to an estimate of the mean square of the singular values after
         the steps. The contributions of all rows add up to the estimate, which samples the rows of the last
         step's polynomial."""
-        p, value, r, alpha = self.last
+        p, value, r, alpha = self.last_step
         side = p.size(-1)
         distance = _sample_distance(side)
-        first = -(-rows.start // distance) * distance
-        sample = p[..., first : rows.stop : distance, :]
+        first_row = -(-rows.start // distance) * distance
+        sample = p[..., first_row : rows.stop : distance, :]
         if value is not None:
             sample = sample.clone()
-            sample[..., first::distance].diagonal(dim1=-2, dim2=-1).add_(_flatten(value))
+            sample[..., first_row::distance].diagonal(dim1=-2, dim2=-1).add_(_flatten(value))
         product = torch.matmul(sample, r).float() + alpha * sample.float()
         return _number(product.mul_(sample.float()).sum((-2, -1)) / -(-side // distance))
 
@@ -258,24 +260,26 @@ def polynomial(r: torch.Tensor, steps: Sequence[Step], numbers: Sequence[Number]
         # A is alpha I + r; this step's polynomial of A is P = value I + p; the product of the earlier
         # polynomials is gamma I + q.
         alpha, factor, value, gamma, value_alpha = numbers[5 * index : 5 * index + 5]
-        last = index + 1 == len(steps)
+        is_last = index + 1 == len(steps)
         p = s if index else q
         symmetric.product(r, r, p, add=torch.mul(r, factor, out=p), alpha=c)
         if len(steps) == 1:
             break
         diagonal = add_diagonal(p, value)
         if index:
-            if last:
+            if is_last:
                 before = norm_of_rows(q, gamma)
             symmetric.product(p, q, m, add=scaled_residual(p, diagonal, gamma, m))
             q, m = m, q
-        if not last:
+        if not is_last:
             symmetric.product(p, r, m, add=scaled_residual(p, diagonal, alpha, m))
             symmetric.product(p, m, r, add=scaled_residual(p, diagonal, value_alpha, r))
         if not index:
             q.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
     last_value = numbers[-4] if len(steps) == 1 else None
-    return Polynomial(q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last=(p, last_value, r, numbers[-6]))
+    return Polynomial(
+        q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last_step=(p, last_value, r, numbers[-6])
+    )
 
 
 def add_diagonal(p: torch.Tensor, value: Number) -> torch.Tensor:

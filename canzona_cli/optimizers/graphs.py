@@ -61,8 +61,8 @@ class Replayed:
             key: A function that returns everything that must be unchanged for a graph to be valid, including
                 state that the first step creates.
         """
-        now = key()
-        if now != self._key:
+        new_key = key()
+        if new_key != self._key:
             self._graph = None
             step()
             self._key = key()
@@ -85,10 +85,12 @@ class Replayed:
         cached memory, which would take up to a second to map again."""
         if self._stream is None:
             self._stream = _free_stream([other._stream for other in Replayed._living])
-        before, graph, pool = torch.cuda.current_stream(), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        self._stream.wait_stream(before)  # a graph before this one may still be using its workspace
+        current_stream = torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
+        self._stream.wait_stream(current_stream)  # a graph before this one may still be using its workspace
         with torch.cuda.stream(self._stream):
-            square = torch.ones(16, 16, dtype=torch.bfloat16, device=before.device)
+            square = torch.ones(16, 16, dtype=torch.bfloat16, device=current_stream.device)
             torch.mm(square, square)
             try:
                 # NCCL's watchdog polls events from another thread, which the mode "global" would forbid.
@@ -98,7 +100,7 @@ class Replayed:
             except RuntimeError:
                 _abandon(graph, pool)
                 raise
-        before.wait_stream(self._stream)
+        current_stream.wait_stream(self._stream)
         return graph
 
 

@@ -54,7 +54,8 @@ class KLShampoo(EigenbasisOptimizer):
     def _factor_inputs(self, p: torch.Tensor, grad: torch.Tensor) -> Mapping[Side, torch.Tensor]:
         """Returns, for each side, the gradient whitened on the other side, and updates the eigenvalues with
         this gradient. Always in fp32."""
-        state, sides = self.state[p], self._sides(p)
+        state = self.state[p]
+        sides = self._sides(p)
         size = torch.linalg.vector_norm(grad) / grad.numel() ** 0.5
         # Eigenvalues are 0 at first, and start from the size of the first gradient that is not 0.
         for side in sides:
@@ -64,14 +65,14 @@ class KLShampoo(EigenbasisOptimizer):
         if len(sides) < 2:
             self._average_eigenvalues(p, self._sandwich(p, "Q_", grad, transpose="L"), roots)
             return super()._factor_inputs(p, grad)
-        basis, other = state["Q_L"], state["Q_R"]
-        left = torch.mm(basis.mT, grad, out=self.workspace.like("sandwich_L", p))
-        right = torch.mm(grad, other, out=self.workspace.like("sandwich_R", p))
+        left_basis, right_basis = state["Q_L"], state["Q_R"]
+        left = torch.mm(left_basis.mT, grad, out=self.workspace.like("sandwich_L", p))
+        right = torch.mm(grad, right_basis, out=self.workspace.like("sandwich_R", p))
         both = self.workspace.like("turned", p)
         if p.size(0) <= p.size(1):
-            torch.mm(basis.mT, right, out=both)
+            torch.mm(left_basis.mT, right, out=both)
         else:
-            torch.mm(left, other, out=both)
+            torch.mm(left, right_basis, out=both)
         self._average_eigenvalues(p, both, roots)
         return {"L": right.mul_(roots["R"]), "R": left.mul_(roots["L"].unsqueeze(1)).mT}
 
@@ -87,8 +88,8 @@ class KLShampoo(EigenbasisOptimizer):
             return
         square = torch.square(turned, out=self.workspace.like("turned", p))
         for side in roots:
-            across, other = (square, roots.get("R")) if side == "L" else (square.mT, roots.get("L"))
-            estimate = across.mean(1) if other is None else (across @ other.square()).div_(across.size(1))
+            across, other_root = (square, roots.get("R")) if side == "L" else (square.mT, roots.get("L"))
+            estimate = across.mean(1) if other_root is None else (across @ other_root.square()).div_(across.size(1))
             self.state[p][f"eigenvalues_{side}"].lerp_(estimate, 1 - self.shampoo_beta)
 
     def _inverse_root(self, p: torch.Tensor, side: Side) -> torch.Tensor:
@@ -99,7 +100,9 @@ class KLShampoo(EigenbasisOptimizer):
         return torch.maximum(values, least).rsqrt_()
 
     def _direction(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        state, beta1, out = self.state[p], self.betas[0], self.workspace.like("turned", p)
+        state = self.state[p]
+        beta1, _ = self.betas
+        out = self.workspace.like("turned", p)
         direction = self._sandwich(p, "Q_", state["exp_avg"].lerp_(grad, 1 - beta1), transpose="L")
         for side in self._sides(p):
             direction = torch.mul(direction, self._inverse_root(p, side).unsqueeze(1 if side == "L" else 0), out=out)

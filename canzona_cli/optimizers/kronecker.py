@@ -185,9 +185,9 @@ class KroneckerOptimizer(MatrixOptimizer):
         due = [p for p in matrices if self._is_due(p)]
         with matmul_precision("fp32"):
             for stack in self._stacks(due):
-                first, side_of_all = stack[0]
-                length = first.size(SIDES.index(side_of_all))
-                factors = self._square(first, len(stack), length)
+                first_matrix, side_of_all = stack[0]
+                length = first_matrix.size(SIDES.index(side_of_all))
+                factors = self._square(first_matrix, len(stack), length)
                 for (p, side), factor in zip(stack, factors, strict=True):
                     unpack(self.state[p][side], factor)
                 self._refresh(stack, factors)
@@ -208,25 +208,27 @@ class KroneckerOptimizer(MatrixOptimizer):
                 state[side] = p.new_zeros(packed_elements(length))
             self._start(p, state)
             state.update(self._initial_refresh_state(p, state) if self.spread else {})
-        done: int = state["step"]
-        state["step"] = done + 1
+        steps_before: int = state["step"]
+        state["step"] = steps_before + 1
         # With this weight the average is bias-corrected at every step (as in emerging-optimizers' SOAP).
-        weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (done + 1))
+        weight = (1 - self.shampoo_beta) / (1 - self.shampoo_beta ** (steps_before + 1))
         inputs = self._factor_inputs(p, self._gradient(p))
         for side, length in self._lengths(p):
             average_gram(state[side], inputs[side], weight, self._square(p, 1, length)[0])
 
     def _is_due(self, p: torch.Tensor) -> bool:
         """Returns True if `p` is refreshed as a whole in this step."""
-        done, period = self.state[p]["step"] - 1, self.precondition_frequency
-        return done in (0, period) if self.spread else done % period == 0
+        steps_before = self.state[p]["step"] - 1
+        period = self.precondition_frequency
+        return steps_before in (0, period) if self.spread else steps_before % period == 0
 
     def _continue_refresh(self, p: torch.Tensor) -> None:
         """Computes this step's part of the refresh of `p` if refreshes are spread."""
-        done, period = self.state[p]["step"] - 1, self.precondition_frequency
-        if not self.spread or done < 2 * period:
+        steps_before = self.state[p]["step"] - 1
+        period = self.precondition_frequency
+        if not self.spread or steps_before < 2 * period:
             return
-        completed = [self._refresh_part(p, side, done % period) for side in self._sides(p)]
+        completed = [self._refresh_part(p, side, steps_before % period) for side in self._sides(p)]
         if any(completed):
             self._after_refresh(p)
 
@@ -243,7 +245,7 @@ class KroneckerOptimizer(MatrixOptimizer):
                     groups.setdefault(key, []).append((p, side))
             for (length, *_), members in groups.items():
                 count = max(1, STACK_LIMITS.get(members[0][0].device.type, 0) // length**2)
-                yield from (members[first : first + count] for first in range(0, len(members), count))
+                yield from (members[start : start + count] for start in range(0, len(members), count))
 
     def _update(self, p: torch.Tensor, grad: torch.Tensor, group: Mapping[str, float]) -> None:
         direction = self._direction(p, grad)
@@ -294,8 +296,8 @@ class KroneckerOptimizer(MatrixOptimizer):
 
     def _report_pending(self) -> None:
         for p, size, limit, words in self._pending_reports:
-            if (worst := float(size)) > limit:
-                self._report(p, words.format(worst))
+            if (value := float(size)) > limit:
+                self._report(p, words.format(value))
         self._pending_reports.clear()
 
     def _report(self, p: torch.Tensor, reason: str) -> None:
@@ -320,8 +322,10 @@ def unpack(packed: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     half = (side + 1) // 2
     rest = side - half
     out.view(-1)[: len(packed)].copy_(packed)
-    lower, corner, room = _lower_mask(half, out.device), out[:half, :half], out[1 : rest + 1, :rest]
-    torch.where(lower[:rest, :rest], room, room.mT, out=out[half:, half:])
+    lower = _lower_mask(half, out.device)
+    corner = out[:half, :half]
+    folded = out[1 : rest + 1, :rest]
+    torch.where(lower[:rest, :rest], folded, folded.mT, out=out[half:, half:])
     corner.copy_(torch.where(lower, corner.mT, corner))
     out[half:, :half].copy_(out[:half, half:].mT)
     return out
@@ -352,8 +356,8 @@ def _fold(square: torch.Tensor) -> torch.Tensor:
     side = len(square)
     half = (side + 1) // 2
     rest = side - half
-    room = square[1 : rest + 1, :rest]
-    torch.where(_lower_mask(rest, square.device), square[half:, half:].mT, room, out=room)
+    folded = square[1 : rest + 1, :rest]
+    torch.where(_lower_mask(rest, square.device), square[half:, half:].mT, folded, out=folded)
     return square.view(-1)[: packed_elements(side)]
 
 

@@ -170,9 +170,9 @@ class Muon(MatrixOptimizer):
         ordered = sorted(matrices, key=self._batch_key) if self.stack else matrices
         for _, members in groupby(ordered, key=self._batch_key):
             same_kind = list(members)
-            size = self._batch_size(same_kind)
-            for first in range(0, len(same_kind), size):
-                batch = same_kind[first : first + size]
+            batch_size = self._batch_size(same_kind)
+            for start in range(0, len(same_kind), batch_size):
+                batch = same_kind[start : start + batch_size]
                 if len(batch) > 1:
                     self._update_stack(batch, group)
                 else:
@@ -285,9 +285,9 @@ class Muon(MatrixOptimizer):
     def _gram_form_on_cuda(self, x: torch.Tensor, matrices: list[torch.Tensor], norms: Sequence[Norms]) -> torch.Tensor:
         """Orthogonalises `x` in Gram form, and records which updates are trusted. An untrusted update becomes
         0; only the fp32 result of a single matrix is left as it is, and `_move` skips it."""
-        wider = x.dtype is torch.float16 and x.ndim == 2
+        writes_fp32 = x.dtype is torch.float16 and x.ndim == 2
         # The unscaled direction is no longer needed, so its buffer takes the result.
-        into = self.workspace.like("muon_direction", matrices[0]) if wider else None
+        into = self.workspace.like("muon_direction", matrices[0]) if writes_fp32 else None
         result, trusted = gram_newton_schulz(x, self.steps, self.workspace, into)
         trusted |= torch.cat([torch.as_tensor(norm).view(-1) for norm in norms]).view_as(trusted) == 0
         self._record_trust(matrices, trusted)

@@ -33,15 +33,15 @@ def direction(
     if average.ndim == 2:
         return _direction(average, grad, out, blend, workspace)
     norms: list[float] = []
-    for mean, new, low in zip(_stacks(average), _stacks(grad), _stacks(out), strict=True):
-        if len(mean) == 1:
-            norms.append(_direction(mean[0], new[0], low[0], blend, workspace))
+    for averages, grads, outs in zip(_stacks(average), _stacks(grad), _stacks(out), strict=True):
+        if len(averages) == 1:
+            norms.append(_direction(averages[0], grads[0], outs[0], blend, workspace))
             continue
-        mean.lerp_(new, blend.weight)
-        target = mean
+        averages.lerp_(grads, blend.weight)
+        targets = averages
         if blend.nesterov:
-            target = torch.lerp(new, mean, blend.momentum, out=workspace.like("muon_direction", mean))
-        norms += _scale_each(target, low, blend.norm, workspace)
+            targets = torch.lerp(grads, averages, blend.momentum, out=workspace.like("muon_direction", averages))
+        norms += _scale_each(targets, outs, blend.norm, workspace)
     return norms
 
 
@@ -51,38 +51,40 @@ def _direction(
     """Computes `direction` for one matrix (rows, cols)."""
     target = workspace.like("muon_direction", average) if blend.nesterov else average
     square = 0.0
-    for mean, new, block in zip(_blocks(average), _blocks(grad), _blocks(target), strict=True):
-        mean.lerp_(new, blend.weight)
+    for average_rows, grad_rows, target_rows in zip(_blocks(average), _blocks(grad), _blocks(target), strict=True):
+        average_rows.lerp_(grad_rows, blend.weight)
         if blend.nesterov:
-            torch.lerp(new, mean, blend.momentum, out=block)
-        square += _norm(block, workspace) ** 2
-    before = math.sqrt(square)
-    _scale(target, before, blend.norm, out, workspace)
-    return before
+            torch.lerp(grad_rows, average_rows, blend.momentum, out=target_rows)
+        square += _norm(target_rows, workspace) ** 2
+    old_norm = math.sqrt(square)
+    _scale(target, old_norm, blend.norm, out, workspace)
+    return old_norm
 
 
-def _scale(target: torch.Tensor, before: float, norm: float, out: torch.Tensor, workspace: Workspace) -> None:
-    """Writes `target` (rows, cols), whose norm is `before`, into `out`, scaled to `norm`."""
-    exponent = 0 if SAFE_FACTORS[0] < before < SAFE_FACTORS[1] or not math.isfinite(before) else math.frexp(before)[1]
+def _scale(target: torch.Tensor, old_norm: float, new_norm: float, out: torch.Tensor, workspace: Workspace) -> None:
+    """Writes `target` (rows, cols), whose norm is `old_norm`, into `out`, scaled to `new_norm`."""
+    exponent = 0
+    if math.isfinite(old_norm) and not SAFE_FACTORS[0] < old_norm < SAFE_FACTORS[1]:
+        exponent = math.frexp(old_norm)[1]
     # Scaled here rather than by the first matmul's alpha, because oneDNN compiles a kernel for every new
     # alpha.
-    inverse = norm / math.ldexp(before, -exponent) if before else 0.0
-    for block, low in zip(_blocks(target), _blocks(out), strict=True):
+    inverse = new_norm / math.ldexp(old_norm, -exponent) if old_norm else 0.0
+    for block, out_block in zip(_blocks(target), _blocks(out), strict=True):
         scaled = _shifted(block, -exponent, workspace) if exponent else block
-        low.copy_(torch.mul(scaled, inverse, out=workspace.like("muon_block", block)))
+        out_block.copy_(torch.mul(scaled, inverse, out=workspace.like("muon_block", block)))
 
 
-def _scale_each(targets: torch.Tensor, out: torch.Tensor, norm: float, workspace: Workspace) -> list[float]:
-    """Writes small matrices (count, rows, cols) into `out`, each scaled to `norm`, and returns their norms
-    before scaling."""
+def _scale_each(targets: torch.Tensor, out: torch.Tensor, new_norm: float, workspace: Workspace) -> list[float]:
+    """Writes small matrices (count, rows, cols) into `out`, each scaled to `new_norm`, and returns their
+    norms before scaling."""
     norms: list[float] = torch.linalg.vector_norm(targets, dim=(1, 2)).tolist()
-    if all(SAFE_NORMS[0] < before < SAFE_NORMS[1] for before in norms):
-        inverses = targets.new_tensor([norm / before for before in norms]).view(-1, 1, 1)
+    if all(SAFE_NORMS[0] < old_norm < SAFE_NORMS[1] for old_norm in norms):
+        inverses = targets.new_tensor([new_norm / old_norm for old_norm in norms]).view(-1, 1, 1)
         out.copy_(torch.mul(targets, inverses, out=workspace.like("muon_block", targets)))
         return norms
     norms = [_norm(target, workspace) for target in targets]
-    for target, before, low in zip(targets, norms, out, strict=True):
-        _scale(target, before, norm, low, workspace)
+    for target, old_norm, out_matrix in zip(targets, norms, out, strict=True):
+        _scale(target, old_norm, new_norm, out_matrix, workspace)
     return norms
 
 

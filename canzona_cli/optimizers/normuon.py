@@ -52,18 +52,18 @@ class NorMuon(Muon):
         self, run: Run, x: torch.Tensor, group: Mapping[str, float], trusted: torch.Tensor | None = None
     ) -> None:
         rows, cols = run.weights.shape[-2:]
-        square = self._joined_state(run, "row_square", (rows,))
-        # Its shape is (rows,) or (count, rows), as are those of the tensors below.
-        sizes = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
-        mean = sizes.square().div_(cols)
+        # v and the tensors computed from it have the shape (rows,) or (count, rows).
+        v = self._joined_state(run, "row_square", (rows,))
+        row_norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32)
+        mean_squares = row_norms.square().div_(cols)
         if (flags := self._flags(run)) is not None:  # a skipped update does not change v
-            mean = torch.where(flags, mean, square)
-        square.lerp_(mean, 1 - self.row_beta)
-        factors = square.sqrt().add_(EPS).reciprocal_()
+            mean_squares = torch.where(flags, mean_squares, v)
+        v.lerp_(mean_squares, 1 - self.row_beta)
+        factors = v.sqrt().add_(EPS).reciprocal_()
         # The norm of a matrix is the norm of its rows' norms. Both are 0 for a gradient of zeros.
-        new_norm = torch.linalg.vector_norm(sizes * factors, dim=-1, keepdim=True)
+        new_norm = torch.linalg.vector_norm(row_norms * factors, dim=-1, keepdim=True)
         new_norm.clamp_min_(torch.finfo(torch.float32).tiny)
-        factors.mul_(torch.linalg.vector_norm(sizes, dim=-1, keepdim=True) / new_norm)
+        factors.mul_(torch.linalg.vector_norm(row_norms, dim=-1, keepdim=True) / new_norm)
         # The unscaled direction is no longer needed, so its buffer is reused.
         update = torch.mul(x, factors.unsqueeze(-1), out=self.workspace.like("muon_direction", run.weights))
         super()._apply(run, update, group, trusted)

@@ -32,14 +32,14 @@ def load_class(source: str, allow: Sequence[str]) -> type[torch.optim.Optimizer]
         UnusableOptimizer: `source` has neither form; the file, module or class does not exist; `allow` does
             not name the package; the code fails when it is loaded; or the class is not a torch optimizer.
     """
-    place, colon, name = source.rpartition(":")
-    if not colon or not place or not name.isidentifier():
+    location, colon, name = source.rpartition(":")
+    if not colon or not location or not name.isidentifier():
         raise UnusableOptimizer(f"{source!r} is neither path/to/file.py:Class nor module:Class")
-    module = _from_file(Path(place)) if place.endswith(".py") else _from_package(place, allow)
+    module = _from_file(Path(location)) if location.endswith(".py") else _from_package(location, allow)
     attribute = getattr(module, name, None)
     if attribute is None:
         classes = [key for key, value in vars(module).items() if _is_optimizer(value)]
-        raise UnusableOptimizer(f"{place} has no {name}; {_nearest(name, classes, 'it has no optimizer class')}")
+        raise UnusableOptimizer(f"{location} has no {name}; {_suggest(name, classes, 'it has no optimizer class')}")
     if not _is_optimizer(attribute):
         raise UnusableOptimizer(f"{source} is not a subclass of torch.optim.Optimizer but {_describe(attribute)}")
     optimizer_class: type[torch.optim.Optimizer] = attribute
@@ -82,13 +82,13 @@ def probe(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], dev
                 f"step {step} failed on 2-D parameters without closure or autograd: {_error_text(error)}"
             ) from error
         for p, old in zip(params, before, strict=True):
-            _check(p, old, step)
+            _check_step(p, old, step)
     for p, old in zip(params, before, strict=True):
         if torch.equal(p, old):
             raise UnusableOptimizer(f"two steps left a {tuple(p.shape)} parameter unchanged")
 
 
-def _check(p: torch.Tensor, old: torch.Tensor, step: int) -> None:
+def _check_step(p: torch.Tensor, old: torch.Tensor, step: int) -> None:
     shape = tuple(old.shape)
     if p.shape != old.shape or p.dtype != old.dtype:
         raise UnusableOptimizer(
@@ -102,7 +102,7 @@ def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         siblings = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise UnusableOptimizer(
-            f"there is no file {path.absolute()}; {_nearest(path.name, siblings, 'its folder has no .py file')}"
+            f"there is no file {path.absolute()}; {_suggest(path.name, siblings, 'its folder has no .py file')}"
         )
     name = f"canzona_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -121,15 +121,15 @@ def _from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_package(place: str, allow: Sequence[str]) -> ModuleType:
-    package = place.partition(".")[0]
+def _from_package(module: str, allow: Sequence[str]) -> ModuleType:
+    package = module.partition(".")[0]
     if package not in allow:
         listed = f"optimizer.allow lists {', '.join(allow)}" if allow else "optimizer.allow is empty"
-        raise UnusableOptimizer(f"{place} belongs to package {package}, which may not be loaded ({listed})")
+        raise UnusableOptimizer(f"{module} belongs to package {package}, which may not be loaded ({listed})")
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(module)
     except Exception as error:
-        raise UnusableOptimizer(f"{place} cannot be imported: {_error_text(error)}") from error
+        raise UnusableOptimizer(f"{module} cannot be imported: {_error_text(error)}") from error
 
 
 def _is_optimizer(candidate: object) -> bool:
@@ -149,10 +149,10 @@ def _required_arguments(optimizer: torch.optim.Optimizer) -> list[str]:
     ]
 
 
-def _nearest(name: str, names: Sequence[str], nothing: str) -> str:
+def _suggest(name: str, names: Sequence[str], if_empty: str) -> str:
     if close := get_close_matches(name, names, n=1):
         return f"did you mean {close[0]}?"
-    return f"available: {', '.join(sorted(names))}" if names else nothing
+    return f"available: {', '.join(sorted(names))}" if names else if_empty
 
 
 def _describe(candidate: object) -> str:

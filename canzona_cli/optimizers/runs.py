@@ -18,7 +18,8 @@ def runs(*columns: Sequence[torch.Tensor | int]) -> Iterator[slice]:
     Args:
         columns: Lists of tensors or of numbers, all of the same length.
     """
-    start, gaps = 0, list[int | None]()
+    start = 0
+    gaps: list[int | None] = []
     for index in range(1, len(columns[0])):
         new_gaps = [_gap(column[index - 1], column[index]) for column in columns]
         if None in new_gaps or (index - start > 1 and new_gaps != gaps):

@@ -89,10 +89,10 @@ class Shampoo(KroneckerOptimizer):
         return {**super().state_shapes(p), **dict.fromkeys(moments, tuple(p.shape))}
 
     def _refresh(self, stack: Stack, factors: torch.Tensor) -> None:
-        roots, good = self._roots(factors, self._order(stack[0][0]))
+        roots, usable = self._roots(factors, self._order(stack[0][0]))
         for index, (p, side) in enumerate(stack):
             root: torch.Tensor | None = roots[index]
-            if not good[index]:
+            if not usable[index]:
                 if self.roots == "newton":
                     self._report_divergence(p, side)
                 root = self._root_by_eigenvalues(p, side, factors[index])
@@ -102,19 +102,19 @@ class Shampoo(KroneckerOptimizer):
     def _refresh_part(self, p: torch.Tensor, side: Side, part: int) -> bool:
         """Runs the steps of Newton's iteration that belong to this part. With `roots="eigh"`, the first part
         computes the whole root. The part with the last step replaces the root in use."""
-        state, steps = self.state[p], newton_steps(self._order(p))
-        root, following, residual = (state[f"{name}_{side}"] for name in ("root", "next_root", "residual"))
+        root, next_root, residual = (self.state[p][f"{name}_{side}"] for name in ("root", "next_root", "residual"))
+        steps = newton_steps(self._order(p))
         parts = [newton_part(step, steps, self.precondition_frequency) for step in range(steps)]
         if self.roots == "newton":
             self._iterate(p, side, [step for step in range(steps) if parts[step] == part])
         elif part == 0:
             new = self._root_by_eigenvalues(p, side, self._unpacked(p, side))
-            following.copy_(root) if new is None else pack(new.contiguous(), following)
+            next_root.copy_(root) if new is None else pack(new.contiguous(), next_root)
             residual.copy_(_identity(p, p.size(SIDES.index(side))))
         if part != parts[-1]:
             return False
         if bool(newton_converged(self._unpacked(p, side, "residual_")[None])):
-            root.copy_(following)
+            root.copy_(next_root)
             return True
         self._report_divergence(p, side)
         new = self._root_by_eigenvalues(p, side, self._unpacked(p, side))
@@ -170,8 +170,8 @@ class Shampoo(KroneckerOptimizer):
         """Returns the inverse roots of a stack of factors (count, length, length), and for each root True if
         it can be used."""
         if self.roots == "newton":
-            roots, good = roots_by_newton(factors, order, self.shampoo_eps)
-            return roots, good.tolist()
+            roots, converged = roots_by_newton(factors, order, self.shampoo_eps)
+            return roots, converged.tolist()
         try:
             return roots_by_eigenvalues(factors, order, self.shampoo_eps), [True] * len(factors)
         except LinAlgError:

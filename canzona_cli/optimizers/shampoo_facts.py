@@ -114,8 +114,9 @@ def _shampoo(a: Algorithm, rows: int, cols: int) -> tuple[Work, tuple[Work, ...]
             eigh = Work(matmuls=((1, side, side, side),), eigh=(side,), traffic=40 * side * side, launches=20)
             return eigh if part == 0 else Work()
         matmul_counts = [count for n, count in enumerate(counts) if newton_part(n, len(counts), part_count(a)) == part]
+        share = len(matmul_counts) / len(counts)
         # X and M of the iteration are packed and unpacked between parts.
-        share, stored = len(matmul_counts) / len(counts), a.spread and len(matmul_counts) > 0
+        stored = a.spread and len(matmul_counts) > 0
         return Work(
             matmuls=((sum(matmul_counts), side, side, side),) if matmul_counts else (),
             traffic=(100 * share + 48 * stored) * side * side,
@@ -154,13 +155,13 @@ def _orthonormal_work(a: Algorithm, side: int, part: int, first_part: Work) -> W
     Args:
         first_part: The work of the first part in addition to its matmul.
     """
-    low, high = panel(side, part, part_count(a))
-    width = high - low
+    start, end = panel(side, part, part_count(a))
+    width = end - start
     projected = Work(
-        matmuls=((2, low, side, width), (2, side, low, width)) if low and width else (),
+        matmuls=((2, start, side, width), (2, side, start, width)) if start and width else (),
         qr=((side, width),) if width else (),
-        traffic=40 * side * width if low else 0,
-        launches=12 if low else 0,
+        traffic=40 * side * width if start else 0,
+        launches=12 if start else 0,
     )
     return projected if part else _total([first_part, Work(matmuls=((1, side, side, side),)), projected])
 
@@ -223,7 +224,7 @@ def newton_part(step: int, steps: int, parts: int) -> int:
 
 
 def panel(side: int, part: int, parts: int) -> tuple[int, int]:
-    """Returns the range (first, end) of the columns that a part of a spread refresh orthonormalises."""
+    """Returns the range (start, end) of the columns that a part of a spread refresh orthonormalises."""
     return side * part // parts, side * (part + 1) // parts
 
 

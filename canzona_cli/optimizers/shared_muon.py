@@ -1,5 +1,5 @@
-"""Muon on shared matrices, whose fragments stay on their ranks: in Gram form with squares cut by rows, and in
-standard form where the Gram form cannot be trusted."""
+"""Muon on shared matrices, whose fragments stay on their ranks. The Gram form divides the rows of every
+square among the ranks; the standard form replaces it where it cannot be trusted."""
 
 from collections.abc import Mapping
 
@@ -46,12 +46,12 @@ class SharedMuon(muon.Muon):
 
     def _update_together(self, p: torch.Tensor, whole: Shape, ranks: FragmentGroup) -> Turns[bool]:
         workspace = ranks.workspace or self.workspace
-        x, norm, square = self._fragment_direction(p, self.dtype, min(whole), workspace)
-        yield (ranks.total(square),)
-        _rescale(x, norm, square)
+        x, norm, norm_square = self._fragment_direction(p, self.dtype, min(whole), workspace)
+        yield (ranks.total(norm_square),)
+        _rescale(x, norm, norm_square)
         x, trusted = yield from gram_by_rows(x, self.steps, ranks, workspace, wide=_is_wide(p, whole))
         # A direction of zeros gives an exact update of zeros, whatever the estimate.
-        trusted |= square.view(()) == 0
+        trusted |= norm_square.view(()) == 0
         if muon.runs_in_blocks(p) and not bool(trusted):
             self._report_fallback(p)
             return False
@@ -102,11 +102,11 @@ class SharedMuon(muon.Muon):
                 half.copy_(exact)
 
         with matmul_precision("fp32"):
-            x, norm, square = self._fragment_direction(
+            x, norm, norm_square = self._fragment_direction(
                 p, self._standard, min(whole), self.workspace, again=not distrusted
             )
-            total(square)
-            _rescale(x, norm, square)
+            total(norm_square)
+            _rescale(x, norm, norm_square)
             x = newton_schulz(x, self.steps, self.workspace, wide=_is_wide(p, whole), total=sum_gram)
             if not muon.runs_in_blocks(p):
                 self._set_rates(p, group)
@@ -121,10 +121,10 @@ class SharedMuon(muon.Muon):
         return next(group for group in self.param_groups if any(member is p for member in group["params"]))
 
 
-def _rescale(x: torch.Tensor, norm: torch.Tensor, square: torch.Tensor) -> None:
+def _rescale(x: torch.Tensor, norm: torch.Tensor, norm_square: torch.Tensor) -> None:
     """Rescales a fragment in place: `x` was divided by the fragment's `norm`, and is now divided by the norm
-    of the whole matrix instead, whose square is `square`."""
-    x.mul_((norm / square.sqrt().clamp_min(1e-300)).view(1, 1))
+    of the whole matrix instead, whose square is `norm_square`."""
+    x.mul_((norm / norm_square.sqrt().clamp_min(1e-300)).view(1, 1))
 
 
 def _is_wide(fragment: torch.Tensor, whole: Shape) -> bool:

@@ -107,11 +107,12 @@ def gram_by_rows(
         all ranks: true if the result can be trusted.
     """
     twin = workspace.like("ns_twin", x)
-    side, done = x.size(0 if wide else 1), 0
+    side = x.size(0 if wide else 1)
+    done = 0
     rows = ranks.rows(side)
     norm = starting_norm(side, x.dtype)
     error: Number = 0.0
-    square = torch.zeros(1, dtype=torch.float64, device=x.device)
+    mean_square_sum = torch.zeros(1, dtype=torch.float64, device=x.device)
     counts = segments(len(steps))
     for segment, count in enumerate(counts):
         segment_steps = unscaled_steps(norm, steps)[done : done + count]
@@ -126,26 +127,26 @@ def gram_by_rows(
         numbers = alpha_numbers(segment_steps, mean)
         _add_up(r[rows], parts, rows.start, sums[0] - _as_tensor(numbers[0], x))
         yield (ranks.gather(r, r[rows]),)
-        rounded = _number((sums[1] + _as_tensor(norm_of_rows(r), x).square()).sqrt())
+        rounded_norm = _number((sums[1] + _as_tensor(norm_of_rows(r), x).square()).sqrt())
         polynomial = yield from _polynomial(r, segment_steps, numbers, ranks, workspace, twin)
         apply(x, polynomial.q, polynomial.gamma, twin, wide=wide)
-        error = polynomial.error(error, mean, rounded)
-        square = _as_tensor(polynomial.mean_square_part(rows), x)
+        error = polynomial.error(error, mean, rounded_norm)
+        mean_square_sum = _as_tensor(polynomial.mean_square_part(rows), x)
         x, twin = twin, x
     # A rank that does not trust its result makes the sum infinite, so that all ranks make the same decision.
     # Otherwise they would wait for each other in different collectives.
-    square = torch.where(torch.as_tensor(error <= DOUBT, device=x.device).view(1), square, torch.inf)
-    yield (ranks.total(square),)
-    return x, (square <= largest_rms(steps) ** 2).view(())
+    mean_square_sum = torch.where(torch.as_tensor(error <= DOUBT, device=x.device).view(1), mean_square_sum, torch.inf)
+    yield (ranks.total(mean_square_sum),)
+    return x, (mean_square_sum <= largest_rms(steps) ** 2).view(())
 
 
-def _add_up(rows: torch.Tensor, parts: torch.Tensor, first: int, shift: torch.Tensor) -> None:
+def _add_up(rows: torch.Tensor, parts: torch.Tensor, first_row: int, shift: torch.Tensor) -> None:
     """Writes the sum of all ranks' `parts` (count, height, side) into `rows` (height, side), the rows of a
-    square from row `first` on. Sums are in the order of ranks and in fp32; `shift` is added to the square's
-    diagonal before rounding."""
-    diagonal = parts.diagonal(first, dim1=1, dim2=2).sum(0, dtype=torch.float32) + shift.float()
+    square from row `first_row` on. Sums are in the order of ranks and in fp32; `shift` is added to the
+    square's diagonal before rounding."""
+    diagonal = parts.diagonal(first_row, dim1=1, dim2=2).sum(0, dtype=torch.float32) + shift.float()
     torch.sum(parts, 0, out=rows)
-    rows.diagonal(first).copy_(diagonal)
+    rows.diagonal(first_row).copy_(diagonal)
 
 
 def _polynomial(
@@ -173,17 +174,17 @@ def _polynomial(
     pending: tuple[Wait, ...] = ()
     for index, (_, _, c) in enumerate(steps):
         alpha, factor, value, gamma, value_alpha = numbers[5 * index : 5 * index + 5]
-        last = index + 1 == len(steps)
+        is_last = index + 1 == len(steps)
         p = s if index else q
         # Not a view of p, because these rows are still read while the gathered p is being received.
-        p_rows = p[rows] if last else scratch_rows
+        p_rows = p[rows] if is_last else scratch_rows
         _multiply(r[rows], r, torch.mul(r[rows], factor, out=p_rows), c)
         if len(steps) == 1:
             yield (ranks.gather(p, p_rows),)
             break
-        gathered = () if last else (ranks.gather(p, p_rows),)
+        gathered = () if is_last else (ranks.gather(p, p_rows),)
         yield pending
-        if not last:
+        if not is_last:
             _multiply(p_rows, r, blend(half, p_rows, alpha, r[rows], value))
             yield gathered
             # The reverse order of `gram_form.polynomial`, because p has already been gathered.
@@ -191,12 +192,14 @@ def _polynomial(
             gathered = (ranks.gather(r, r[rows]),)
             yield () if index else gathered
         if index:
-            if last:
+            if is_last:
                 before = norm_of_rows(q, gamma)
             _multiply(p_rows, q, blend(half, q[rows], value, p_rows, gamma))
             pending = (ranks.gather(q, half),)
-            yield pending if last else gathered
-    return Polynomial(q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last=(p, numbers[-4], r, numbers[-6]))
+            yield pending if is_last else gathered
+    return Polynomial(
+        q=q, gamma=numbers[-1], before=before, slope=steps[-1][1], last_step=(p, numbers[-4], r, numbers[-6])
+    )
 
 
 def _multiply(rows: torch.Tensor, whole: torch.Tensor, out: torch.Tensor, alpha: float = 1.0) -> None:

@@ -60,9 +60,9 @@ class SOAP(EigenbasisOptimizer):
         powered = powered.take_along_dim(order[:, None], -1)
         bases = bases.take_along_dim(order[:, None], -1)
         turned = self._orthonormalise(stack, powered, bases)
-        for (p, side), new, places in zip(stack, turned, order, strict=True):
+        for (p, side), new, column_order in zip(stack, turned, order, strict=True):
             if new is not None:
-                self._reorder(p, side, places, "exp_avg_sq")
+                self._reorder(p, side, column_order, "exp_avg_sq")
                 self._turn(p, side, new)
 
     def _reorder(self, p: torch.Tensor, side: Side, order: torch.Tensor, moment: str) -> None:
@@ -73,22 +73,22 @@ class SOAP(EigenbasisOptimizer):
     def _turn(self, p: torch.Tensor, side: Side, new: torch.Tensor) -> None:
         """Rotates the first moment of `p` into a new basis of one side, and stores the basis."""
         state = self.state[p]
-        basis, first = state[f"Q_{side}"], state["exp_avg"]
+        basis, moment = state[f"Q_{side}"], state["exp_avg"]
         turned = self.workspace.like("adam", p)
         if side == "L":
-            torch.mm(new.mT, torch.mm(basis, first, out=turned), out=first)
+            torch.mm(new.mT, torch.mm(basis, moment, out=turned), out=moment)
         else:
-            torch.mm(torch.mm(first, basis.mT, out=turned), new, out=first)
+            torch.mm(torch.mm(moment, basis.mT, out=turned), new, out=moment)
         basis.copy_(new)
 
     def _begin_refresh(self, p: torch.Tensor, side: Side) -> None:
         """Reorders the columns of the basis in use and of the next one, and the moments."""
-        basis, following = self.state[p][f"Q_{side}"], self.state[p][f"next_Q_{side}"]
-        order = _order(following, basis)
+        basis, next_basis = self.state[p][f"Q_{side}"], self.state[p][f"next_Q_{side}"]
+        order = _order(next_basis, basis)
         for moment in ("exp_avg", "exp_avg_sq"):
             self._reorder(p, side, order, moment)
         basis.copy_(basis[:, order])
-        following.copy_(following[:, order])
+        next_basis.copy_(next_basis[:, order])
 
     def _after_refresh(self, p: torch.Tensor) -> None:
         """Bounds the updates after a refresh; without this, they could exceed Adam's.
@@ -99,13 +99,13 @@ class SOAP(EigenbasisOptimizer):
         which that element of the update is no larger than `LONGEST`.
         """
         state = self.state[p]
-        done: int = state["step"] - 1
-        if not done:
+        steps_before: int = state["step"] - 1
+        if not steps_before:
             return
-        size = self._adam(p, done).square_().mean().sqrt()
+        size = self._adam(p, steps_before).square_().mean().sqrt()
         beta1, beta2 = self.betas
         least = torch.square(state["exp_avg"], out=self.workspace.like("adam", p))
-        least.mul_((1 - beta2**done) / ((1 - beta1**done) * LONGEST) ** 2 * (size > LONGEST))
+        least.mul_((1 - beta2**steps_before) / ((1 - beta1**steps_before) * LONGEST) ** 2 * (size > LONGEST))
         torch.maximum(state["exp_avg_sq"], least, out=state["exp_avg_sq"])
         self._report_bound(
             p, size, LONGEST, "in its new bases its update would be {:.3g} learning rates long; it was bounded"
