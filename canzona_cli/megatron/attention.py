@@ -64,8 +64,8 @@ class CausalAttention(torch.nn.Module):
         if self._cp.size() == 1:
             return self._attend(query, key, value)
         keys, values = self._gather_sequence(key, value)
-        chunk = len(query) // 2
-        ends = ((self._cp.rank() + 1) * chunk, (2 * self._cp.size() - self._cp.rank()) * chunk)
+        chunk_length = len(query) // 2
+        ends = ((self._cp.rank() + 1) * chunk_length, (2 * self._cp.size() - self._cp.rank()) * chunk_length)
         return torch.cat(
             [self._attend(part, keys[:end], values[:end]) for part, end in zip(query.chunk(2), ends, strict=True)]
         )
@@ -74,8 +74,8 @@ class CausalAttention(torch.nn.Module):
         """Gathers the keys and the values of the whole sequence, in the order of positions: each `[seq,
         batch, groups, head_dim]`. Collective over the cp ranks."""
         both = gather_from_sequence_parallel_region(torch.cat([key, value], dim=-1), group=self._cp)
-        first, second = both.unflatten(0, (self._cp.size(), 2, -1)).unbind(1)
-        keys, values = torch.cat([first, second.flip(0)]).flatten(0, 1).chunk(2, dim=-1)
+        first_chunks, second_chunks = both.unflatten(0, (self._cp.size(), 2, -1)).unbind(1)
+        keys, values = torch.cat([first_chunks, second_chunks.flip(0)]).flatten(0, 1).chunk(2, dim=-1)
         return keys, values
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -161,9 +161,10 @@ class _BlockwiseAttention(torch.autograd.Function):
         ctx.scale = scale  # type: ignore[attr-defined]
         keys, values = _stack_keys(key), _stack_keys(value)
         context = torch.empty_like(query)
-        for first, last, end in _blocks(query, key):
-            weights = _attention_weights(_stack_queries(query[first:last], keys), keys[:, :end], last - first, scale)
-            context[first:last] = _unstack_queries(torch.bmm(weights, values[:, :end]), query[first:last])
+        for start, end, attended in _blocks(query, key):
+            queries = _stack_queries(query[start:end], keys)
+            weights = _attention_weights(queries, keys[:, :attended], end - start, scale)
+            context[start:end] = _unstack_queries(torch.bmm(weights, values[:, :attended]), query[start:end])
         return context
 
     @staticmethod
@@ -172,15 +173,15 @@ class _BlockwiseAttention(torch.autograd.Function):
         scale: float = ctx.scale  # type: ignore[attr-defined]
         keys, values = _stack_keys(key), _stack_keys(value)
         grad_query, grad_keys, grad_values = torch.empty_like(query), torch.zeros_like(keys), torch.zeros_like(values)
-        for first, last, end in _blocks(query, key):
-            queries, grads = _stack_queries(query[first:last], keys), _stack_queries(grad[first:last], keys)
-            weights = _attention_weights(queries, keys[:, :end], last - first, scale)
-            grad_values[:, :end].baddbmm_(weights.mT, grads)
-            grad_weights = torch.bmm(grads, values[:, :end].mT)
+        for start, end, attended in _blocks(query, key):
+            queries, grads = _stack_queries(query[start:end], keys), _stack_queries(grad[start:end], keys)
+            weights = _attention_weights(queries, keys[:, :attended], end - start, scale)
+            grad_values[:, :attended].baddbmm_(weights.mT, grads)
+            grad_weights = torch.bmm(grads, values[:, :attended].mT)
             grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-            partial = torch.bmm(grad_scores, keys[:, :end]).mul_(scale)
-            grad_query[first:last] = _unstack_queries(partial, query[first:last])
-            grad_keys[:, :end].baddbmm_(grad_scores.mT, queries, alpha=scale)
+            grad_queries = torch.bmm(grad_scores, keys[:, :attended]).mul_(scale)
+            grad_query[start:end] = _unstack_queries(grad_queries, query[start:end])
+            grad_keys[:, :attended].baddbmm_(grad_scores.mT, queries, alpha=scale)
         return grad_query, _unstack_keys(grad_keys, key), _unstack_keys(grad_values, value), None
 
 
@@ -189,8 +190,8 @@ def _blocks(query: torch.Tensor, key: torch.Tensor) -> list[tuple[int, int, int]
     query, and the number of keys that its last query attends to."""
     count, _, heads, _ = query.shape
     size = max(32, min(_QUERIES, _SCORES // (query.size(1) * heads * len(key))))
-    ends = [min(first + size, count) for first in range(0, count, size)]
-    return [(first, last, last + len(key) - count) for first, last in zip(range(0, count, size), ends, strict=True)]
+    blocks = [(start, min(start + size, count)) for start in range(0, count, size)]
+    return [(start, end, end + len(key) - count) for start, end in blocks]
 
 
 def _attention_weights(queries: torch.Tensor, keys: torch.Tensor, block: int, scale: float) -> torch.Tensor:

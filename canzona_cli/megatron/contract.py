@@ -38,10 +38,10 @@ def accepts(target: object, *parameters: str) -> str | None:
     """Checks that a function, or a class's constructor, takes these parameters by name."""
     if not callable(target):
         return "it cannot be called"
-    given = inspect.signature(target).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in given.values()):
+    existing = inspect.signature(target).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in existing.values()):
         return None
-    return _lacks("parameter", parameters, given)
+    return _lacks("parameter", parameters, existing)
 
 
 def keeps(target: object, *attributes: str) -> str | None:
@@ -51,16 +51,16 @@ def keeps(target: object, *attributes: str) -> str | None:
     words = _tokens(target.__init__)  # type: ignore[misc]
     assigned = {
         name
-        for owner, dot, name, then in zip(words, words[1:], words[2:], words[3:], strict=False)
-        if (owner, dot) == ("self", ".") and then in ("=", ":")
+        for owner, dot, name, following in zip(words, words[1:], words[2:], words[3:], strict=False)
+        if (owner, dot) == ("self", ".") and following in ("=", ":")
     }
     return _lacks("attribute", attributes, assigned)
 
 
 def has(target: object, *members: str) -> str | None:
     """Checks that a class or module has these members, or a dataclass these fields."""
-    known = {item.name for item in fields(target)} if is_dataclass(target) else set(dir(target))
-    return _lacks("field" if is_dataclass(target) else "method", members, known)
+    existing = {item.name for item in fields(target)} if is_dataclass(target) else set(dir(target))
+    return _lacks("field" if is_dataclass(target) else "method", members, existing)
 
 
 def says(target: Hashable, *texts: str) -> str | None:
@@ -108,14 +108,14 @@ def verify_loop() -> list[Problem]:
 def _broken(pin: Pinned) -> Iterator[Problem]:
     """Yields a problem if the installed packages lack the property."""
     try:
-        problem = pin.check(_resolve(pin.name), *pin.arguments)
+        difference = pin.check(_resolve(pin.name), *pin.arguments)
     except (ImportError, AttributeError) as error:
-        problem = f"it is missing ({error})"
+        difference = f"it is missing ({error})"
     except (OSError, TypeError, ValueError, tokenize.TokenError) as error:
-        problem = f"it cannot be inspected ({error})"
-    if problem is not None:
+        difference = f"it cannot be inspected ({error})"
+    if difference is not None:
         package = pin.name.partition(".")[0]
-        yield Problem(key=pin.name, reason=f"{pin.relied_on}, but {problem}", fix=f"install {_WRITTEN_FOR[package]}")
+        yield Problem(key=pin.name, reason=f"{pin.relied_on}, but {difference}", fix=f"install {_WRITTEN_FOR[package]}")
 
 
 def _resolve(name: str) -> object:
@@ -137,9 +137,9 @@ def _resolve(name: str) -> object:
     raise ImportError(f"no module named {parts[0]}")
 
 
-def _lacks(kind: str, needed: tuple[str, ...], known: object) -> str | None:
+def _lacks(kind: str, needed: tuple[str, ...], existing: object) -> str | None:
     """Describes which of the needed names are missing; None if none is."""
-    missing = [name for name in needed if name not in known]  # type: ignore[operator]
+    missing = [name for name in needed if name not in existing]  # type: ignore[operator]
     return f"it has no {kind} {', '.join(missing)}" if missing else None
 
 
@@ -160,8 +160,8 @@ def _tokens(code: Hashable) -> tuple[str, ...]:
 
 def _pinned(file: str) -> Iterator[Pinned]:
     """Reads the properties from a YAML file next to this module."""
-    known: tuple[Check, ...] = (exists, accepts, keeps, has, says, reads)
-    checks = {check.__name__: check for check in known}
+    all_checks: tuple[Check, ...] = (exists, accepts, keeps, has, says, reads)
+    checks = {check.__name__: check for check in all_checks}
     for section in yaml.safe_load(Path(__file__).with_name(file).read_text(encoding="utf-8")).values():
         for entry in section:
             name, relied_on = entry.pop("name"), entry.pop("relied_on")

@@ -122,10 +122,10 @@ class RoutingMeter:
         losses = torch.zeros_like(self._tokens[:, :1])
         for entry in tracker.metrics.values():
             losses += entry.values.unsqueeze(1)
-        taken = torch.cat([losses, self._tokens], dim=1)
+        losses_and_counts = torch.cat([losses, self._tokens], dim=1)
         self._tokens.zero_()
         tracker.clear()
-        return taken
+        return losses_and_counts
 
 
 def leave_routers_to_adamw(model: torch.nn.Module) -> None:

@@ -132,15 +132,16 @@ class _Communication:
         setattr(group, finish, self.finish)
 
     def start(self, *args: object, **kwargs: object) -> object:
-        before, begin = getattr(self._group, self._handle), self._timer.now()
+        old_handle = getattr(self._group, self._handle)
+        begin = self._timer.now()
         with self._timer.phase(self._phase):
             result = self._start(*args, **kwargs)
-        launched = getattr(self._group, self._handle)
+        new_handle = getattr(self._group, self._handle)
         # Without a new handle, Megatron has already waited for the collective, so the phase includes all of
         # its time.
-        if launched is not None and launched is not before:
+        if new_handle is not None and new_handle is not old_handle:
             self._span = self._timer.span(self._total, begin)
-            self._watcher.watch(self._span, launched)
+            self._watcher.watch(self._span, new_handle)
         return result
 
     def finish(self, *args: object, **kwargs: object) -> object:

@@ -47,11 +47,11 @@ def check_model(chunks: Sequence[torch.nn.Module], plan: Plan, world: World) -> 
     """
     tp = plan.subject.layout.tp
     trainable = {name: param for name, param in global_parameters(chunks) if param.requires_grad}
-    members: dict[str, list[Matrix]] = {}
+    by_parameter: dict[str, list[Matrix]] = {}
     for matrix in plan.matrices:
         if matrix.stage == world.pp_rank and matrix.expert_rank in (None, world.expert_rank):
-            members.setdefault(matrix.parameter, []).append(matrix)
-    for name, matrices in members.items():
+            by_parameter.setdefault(matrix.parameter, []).append(matrix)
+    for name, matrices in by_parameter.items():
         planned = stored_shape(matrices, tp)
         if name not in trainable:
             raise PlanMismatch(key=name, planned=f"a fragment of shape {planned}", actual="no such trainable parameter")
@@ -60,16 +60,16 @@ def check_model(chunks: Sequence[torch.nn.Module], plan: Plan, world: World) -> 
     for name, param in trainable.items():
         parts = name.split(".")
         is_matrix = param.dim() == 2 and "layers" in parts and "router" not in parts
-        if is_matrix and name not in members:
+        if is_matrix and name not in by_parameter:
             raise PlanMismatch(key=name, planned="nothing", actual=f"a matrix of shape {tuple(param.shape)}")
-    places = placements(plan, stage_buckets(plan, world.pp_rank, world.expert_rank))
-    placed = [name for bucket in places for name in bucket]
-    if sorted(placed) != sorted(members):
-        different = next(iter(sorted(set(placed) ^ set(members)) or sorted(placed)))
+    by_bucket = placements(plan, stage_buckets(plan, world.pp_rank, world.expert_rank))
+    placed = [name for bucket in by_bucket for name in bucket]
+    if sorted(placed) != sorted(by_parameter):
+        differing = next(iter(sorted(set(placed) ^ set(by_parameter)) or sorted(placed)))
         raise PlanMismatch(
-            key=different,
+            key=differing,
             planned="in one bucket",
-            actual=f"in {placed.count(different)} buckets of stage {world.pp_rank}",
+            actual=f"in {placed.count(differing)} buckets of stage {world.pp_rank}",
         )
 
 
@@ -177,53 +177,56 @@ def _bucket_placements(bucket: Bucket, plan: Plan, parameters: Mapping[str, Para
             their owner; or the bucket's size or padding is not valid.
     """
     mesh, cells = plan.subject.layout, plan.assignment.cells
-    where = f"bucket {bucket.index} of stage {bucket.stage}"
-    _check_ranges(bucket, mesh, where)
-    range_of = {index: part for part in bucket.ranges for index in part.matrices}
+    bucket_name = f"bucket {bucket.index} of stage {bucket.stage}"
+    _check_ranges(bucket, mesh, bucket_name)
+    range_of = {index: owned for owned in bucket.ranges for index in owned.matrices}
     places: dict[str, tuple[int, int]] = {}
     position = 0
     for name in bucket.parameters:
         parameter = parameters.get(name)
         if parameter is None or parameter.matrices[0] not in range_of:
-            raise PlanMismatch(key=name, planned=f"in {where}", actual="no range of its matrices there")
+            raise PlanMismatch(key=name, planned=f"in {bucket_name}", actual="no range of its matrices there")
         # A parameter starts at the beginning of a range, or after the previous parameter at the next aligned
         # element.
         start = position = max(align(position), range_of[parameter.matrices[0]].start)
         for part in parameter.parts:
             end = position + part.elements
             for index in part.matrices:
-                place, owner = range_of.get(index), cells[index].reducing_rank(plan.matrices[index], mesh)
-                if place is None or place.owner != owner or not place.start <= position <= end <= place.end:
+                owner = cells[index].reducing_rank(plan.matrices[index], mesh)
+                owned = range_of.get(index)
+                if owned is None or owned.owner != owner or not owned.start <= position <= end <= owned.end:
                     raise PlanMismatch(
                         key=plan.matrices[index].name,
-                        planned=f"[{position}, {end}) of {where} on owner {owner}",
-                        actual="no range" if place is None else f"[{place.start}, {place.end}) on owner {place.owner}",
+                        planned=f"[{position}, {end}) of {bucket_name} on owner {owner}",
+                        actual="no range" if owned is None else f"[{owned.start}, {owned.end}) on owner {owned.owner}",
                     )
             position = end
         places[name] = (start, position)
     used = sum(end - start for start, end in places.values())
     planned = bucket.elements - bucket.padding
     if used != planned:
-        raise PlanMismatch(key=where, planned=f"{planned} elements without padding", actual=f"{used} elements")
+        raise PlanMismatch(key=bucket_name, planned=f"{planned} elements without padding", actual=f"{used} elements")
     return places
 
 
-def _check_ranges(bucket: Bucket, mesh: Mesh, where: str) -> None:
+def _check_ranges(bucket: Bucket, mesh: Mesh, bucket_name: str) -> None:
     """Checks the sizes of a bucket and its ranges.
 
     Args:
-        where: the bucket's name in the error.
+        bucket_name: the bucket's name in the error.
 
     Raises:
         PlanMismatch: ranges overlap or exceed the bucket, or the bucket's size is not a valid multiple.
     """
     ends = [0, *(position for part in bucket.ranges for position in (part.start, part.end)), bucket.elements]
-    if any(before > after for before, after in pairwise(ends)):
-        raise PlanMismatch(key=where, planned=f"ordered ranges within {bucket.elements} elements", actual=ends[1:-1])
+    if any(earlier > later for earlier, later in pairwise(ends)):
+        raise PlanMismatch(
+            key=bucket_name, planned=f"ordered ranges within {bucket.elements} elements", actual=ends[1:-1]
+        )
     owners = mesh.reducers(bucket.expert_rank)
     if bucket.elements % owners or bucket.elements % align(1):
         raise PlanMismatch(
-            key=where, planned=f"a multiple of {owners} ranks and of {align(1)} elements", actual=bucket.elements
+            key=bucket_name, planned=f"a multiple of {owners} ranks and of {align(1)} elements", actual=bucket.elements
         )
 
 
@@ -236,30 +239,30 @@ def _matrix_layout(
 ) -> PerBufferParamLayout:
     """Returns the layout of a buffer of matrices: a model chunk's buckets of one kind, one after another."""
     matrices = {names[param]: param for param in params}
-    where: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
+    location: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
     bounds: list[tuple[int, int]] = []
-    used: list[int] = []
+    unpadded_sizes: list[int] = []
     offset = 0
     for index, (bucket, places) in enumerate(zip(buckets, placements(plan, buckets), strict=True)):
         for name, (start, end) in places.items():
-            where[matrices[name]] = (offset + start, offset + end, index)
+            location[matrices[name]] = (offset + start, offset + end, index)
         bounds.append((offset, offset + bucket.elements))
-        used.append(bucket.elements - bucket.padding)
+        unpadded_sizes.append(bucket.elements - bucket.padding)
         offset += bucket.elements
     # Megatron forms buckets while it iterates over the parameters in reverse, and each bucket must be
     # complete before the next one starts.
     backwards = list(reversed(params))
     for previous, param in pairwise(backwards):
-        if where[param][2] not in (where[previous][2], where[previous][2] + 1):
+        if location[param][2] not in (location[previous][2], location[previous][2] + 1):
             raise PlanMismatch(
                 key=names[param],
-                planned=f"bucket {where[param][2]}",
-                actual=f"registered next to bucket {where[previous][2]}",
+                planned=f"bucket {location[param][2]}",
+                actual=f"registered next to bucket {location[previous][2]}",
             )
     return PerBufferParamLayout(
-        param_index_map={param: where[param] for param in backwards},
+        param_index_map={param: location[param] for param in backwards},
         bucket_indices=bounds,
-        per_bucket_numel_unpadded=used,
+        per_bucket_numel_unpadded=unpadded_sizes,
         param_indices=indices,
         num_optimizer_shards=plan.subject.layout.reducers(buckets[0].expert_rank),
     )

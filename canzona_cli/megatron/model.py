@@ -45,8 +45,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
     model, layout, train = config.model, world.layout, config.train
     dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
     on_gpu = world.device.type == "cuda"
-    as_layers = count_parts_as_layers(model.num_layers, layout.pp * layout.vpp)
-    assert as_layers is not None
+    counted = count_parts_as_layers(model.num_layers, layout.pp * layout.vpp)
+    assert counted is not None
     recompute_settings: dict[Recompute, dict[str, object]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -75,8 +75,8 @@ def transformer_config(config: RunConfig, world: World, *, compiled: bool) -> Tr
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        account_for_embedding_in_pipeline_split=as_layers.embedding,
-        account_for_loss_in_pipeline_split=as_layers.loss,
+        account_for_embedding_in_pipeline_split=counted.embedding,
+        account_for_loss_in_pipeline_split=counted.loss,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
@@ -161,14 +161,14 @@ def can_compile(world: World) -> bool:
     the unfused cross-entropy use different collectives. Rank 0 logs a warning if torch.compile does not work
     on some rank. Collective."""
     missing = missing_for_compiling()
-    works = torch.tensor(float(missing is None), device=world.device)
-    torch.distributed.all_reduce(works, torch.distributed.ReduceOp.MIN)
-    if world.rank == 0 and not works:
+    works_everywhere = torch.tensor(float(missing is None), device=world.device)
+    torch.distributed.all_reduce(works_everywhere, torch.distributed.ReduceOp.MIN)
+    if world.rank == 0 and not works_everywhere:
         _LOG.warning(
             "SwiGLU and the loss run unfused: %s is missing",
             missing or "a requirement on another node (`canzona doctor` there names it)",
         )
-    return bool(works)
+    return bool(works_everywhere)
 
 
 def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World, *, seed: int) -> None:
@@ -194,10 +194,10 @@ def initialize_weights(model: torch.nn.Module, shape: ModelConfig, world: World,
                 continue
             if whole is None:
                 raise RuntimeError(f"parameter {name} has no known initialisation")
-            tp, rank = world.cut(name, shape)
+            count, index = world.cut(name, shape)
             std = shape.init_std / math.sqrt(2 * shape.num_layers) if whole.cut == "cols" else shape.init_std
             fragments = [
-                _draw(key, (rows, whole.cols), std, seed, param.device).chunk(tp, dim=whole.shard_dim)[rank]
+                _draw(key, (rows, whole.cols), std, seed, param.device).chunk(count, dim=whole.shard_dim)[index]
                 for key, rows in _matrices_to_draw(whole)
             ]
             param.copy_(torch.cat(fragments, dim=0))
@@ -283,24 +283,27 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = hidden.float()
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        hidden_fp32 = hidden.float()
+        length = torch.linalg.vector_norm(hidden_fp32, dim=-1, keepdim=True)
         scale = length.square_().div_(hidden.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(hidden, weight, scale)
-        return torch.mul(wide, scale).mul_(weight).to(hidden.dtype)
+        return torch.mul(hidden_fp32, scale).mul_(weight).to(hidden.dtype)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         hidden, weight, scale = ctx.saved_tensors  # type: ignore[attr-defined]
-        unit, wide, width = torch.mul(hidden.float(), scale), grad.float(), hidden.size(-1)
-        products = torch.mul(wide, unit)
-        rows = products.view(-1, width)
-        along = torch.mv(rows, weight.float()).div_(width).view_as(scale)
+        features = hidden.size(-1)
+        normalised = torch.mul(hidden.float(), scale)
+        grad_fp32 = grad.float()
+        products = torch.mul(grad_fp32, normalised)
+        rows = products.view(-1, features)
+        along = torch.mv(rows, weight.float()).div_(features).view_as(scale)
         grad_weight = rows.sum(0).to(weight.dtype)
-        # The gradient overwrites `products`. Its component along the normalised vector is removed, because
-        # changing the length of the input does not change the result.
-        gradient = torch.mul(wide, weight.float(), out=products).addcmul_(unit, along, value=-1).mul_(scale)
-        return gradient.to(hidden.dtype), grad_weight, None
+        # The input's gradient overwrites `products`. Its component along the normalised vector is removed,
+        # because changing the length of the input does not change the result.
+        grad_hidden = torch.mul(grad_fp32, weight.float(), out=products)
+        grad_hidden.addcmul_(normalised, along, value=-1).mul_(scale)
+        return grad_hidden.to(hidden.dtype), grad_weight, None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,13 +101,14 @@ def _wrap_as_megatron(
     chunks: Sequence[torch.nn.Module], config: RunConfig, world: World, ddp_config: DistributedDataParallelConfig
 ) -> list[DistributedDataParallel]:
     """Wraps model chunks with the buffers of Megatron's own optimizers; without sharding for strategy sc."""
-    layer_wise, layouts = config.execution is Execution.LAYERWISE, [None] * len(chunks)
+    layer_wise = config.execution is Execution.LAYERWISE
+    layouts = [None] * len(chunks)
     if layer_wise:
         tag_params_for_buffer_routing(chunks)
     if ddp_config.use_distributed_optimizer:
-        compute = LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer
+        optimizer_class = LayerWiseDistributedOptimizer if layer_wise else DistributedOptimizer
         layouts = [
-            compute.compute_full_param_layout(
+            optimizer_class.compute_full_param_layout(
                 [param for param in chunk.parameters() if param.requires_grad],
                 _bucket_size(config, world),
                 world.groups.dp_cp.size(),
@@ -177,7 +178,8 @@ def adamw_settings(config: RunConfig, changes: Mapping[str, object] | None = Non
     Args:
         changes: the settings of another optimizer that differ from AdamW's; None for AdamW.
     """
-    optimizer, bf16 = config.optimizer, config.train.precision == "bf16"
+    optimizer = config.optimizer
+    bf16 = config.train.precision == "bf16"
     settings = {
         "optimizer": "adam",
         "lr": optimizer.lr,
@@ -199,7 +201,9 @@ def adamw_part(config: MegatronOptimizerConfig) -> MegatronOptimizerConfig:
     """Returns settings for AdamW with `DistributedOptimizer`, derived from a caller's settings for Megatron's
     Muon."""
     part = copy(config)
-    part.optimizer, part.use_distributed_optimizer, part.use_layer_wise_distributed_optimizer = "adam", True, False
+    part.optimizer = "adam"
+    part.use_distributed_optimizer = True
+    part.use_layer_wise_distributed_optimizer = False
     return part
 
 

@@ -70,7 +70,7 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         """The ranges of the bucket that this rank owns."""
         self._bucket, self._group, self._config, self._names = bucket, group, ddp_config, names
         self.reducing, self.gathering = reduction_method(planned, group), gathering_method(planned, group)
-        self.first = min(index for part in planned.ranges for index in part.matrices)
+        self.first_matrix = min(index for part in planned.ranges for index in part.matrices)
         """The plan's index of the bucket's first matrix: the one that the forward pass needs first and whose
         gradient is ready last."""
         self.all_groups: Sequence[_ParamAndGradBucketGroup] = (self,)
@@ -127,8 +127,8 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         # Within a layer, the order in which parameters are registered (proj, qkv) is not the order in which
         # they are needed (qkv, proj). So if a layer is in two buckets, the next bucket may already have been
         # dispatched. This is harmless, so Megatron's warning is avoided.
-        early = following is not None and following.param_gather_dispatched
-        super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or early)
+        already_started = following is not None and following.param_gather_dispatched
+        super().finish_param_sync(skip_next_bucket_dispatch=skip_next_bucket_dispatch or already_started)
 
     def _post_param_sync(self) -> None:
         """Completes a gathering that has been waited for, and then calls Megatron's method."""
@@ -147,8 +147,10 @@ class OwnerBucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
         missing = [param for param in self._bucket.params_list if param not in self.per_param_grad_ready_counts]
         # If there was no backward pass, the buffers were filled in another way, which Megatron allows in the
         # first step.
-        filled = self.is_first_batch and not any(group.per_param_grad_ready_counts for group in self.all_groups)
-        if filled or not missing:
+        filled_otherwise = self.is_first_batch and not any(
+            group.per_param_grad_ready_counts for group in self.all_groups
+        )
+        if filled_otherwise or not missing:
             return
         names = ", ".join(self._names[param] for param in missing)
         raise WorkerCrashed(
@@ -231,7 +233,7 @@ def matrix_groups(chunks: Wrapped) -> list[OwnerBucketGroup]:
     """Returns the bucket groups of the plan's matrices, in the order in which their gradients become
     ready."""
     groups = [group for group in bucket_groups(chunks) if isinstance(group, OwnerBucketGroup)]
-    return sorted(groups, key=lambda group: group.first, reverse=True)
+    return sorted(groups, key=lambda group: group.first_matrix, reverse=True)
 
 
 def adamw_groups(chunks: Wrapped) -> list[_ParamAndGradBucketGroup]:
@@ -305,8 +307,8 @@ def find_contradiction(chunks: Wrapped, world: World, *, assumed: bool) -> str |
     planned = (bucket.planned for bucket in matrix_groups(chunks))
     # This is measured even if the plan reduces no bucket by owner, because it may have avoided that on the
     # assumption that reductions are not grouped.
-    several = any(len(bucket.ranges) > 1 for bucket in planned)
-    if device.type != "cuda" or group.size() == 1 or not several:
+    has_several_ranges = any(len(bucket.ranges) > 1 for bucket in planned)
+    if device.type != "cuda" or group.size() == 1 or not has_several_ranges:
         return None
     return describe_contradiction(grouped_time_ratio(group, device, device_seconds), assumed=assumed)
 
@@ -316,13 +318,13 @@ def describe_contradiction(ratio: float, *, assumed: bool) -> str | None:
     `cluster.grouped_collectives`; None if it does not."""
     if is_grouped(ratio) == assumed:
         return None
-    took = f"{REDUCTIONS} small reductions submitted together take {ratio:.0%} as long as one by one"
+    measured = f"{REDUCTIONS} small reductions submitted together take {ratio:.0%} as long as one by one"
     if assumed:
         return (
-            f"reductions of a bucket run one after another here ({took}), but the plan prices them as one launch: "
+            f"reductions of a bucket run one after another here ({measured}), but the plan prices them as one launch: "
             "plan with cluster.grouped_collectives=false, or set TORCH_DIST_USE_NCCL2=0 for torch's other backend"
         )
-    return f"reductions of a bucket are grouped here ({took}): plan with cluster.grouped_collectives=true"
+    return f"reductions of a bucket are grouped here ({measured}): plan with cluster.grouped_collectives=true"
 
 
 def is_grouped(ratio: float) -> bool:
@@ -343,22 +345,22 @@ def grouped_time_ratio(
     """
     data = torch.zeros(REDUCTIONS, device=device)
     parts = [(data[index : index + 1], index % group.size()) for index in range(REDUCTIONS)]
-    ahead = torch.zeros(_AHEAD_BYTES // data.element_size(), device=device)
+    busy_data = torch.zeros(_AHEAD_BYTES // data.element_size(), device=device)
 
     def reduce(batches: Sequence[Sequence[tuple[torch.Tensor, int]]]) -> None:
         for work in [work for batch in batches for work in reduce_each(batch, group)]:
             work.wait()
 
-    def median(batches: Sequence[Sequence[tuple[torch.Tensor, int]]]) -> float:
+    def median_s(batches: Sequence[Sequence[tuple[torch.Tensor, int]]]) -> float:
         reduce(batches)  # a warm-up, because the first call also creates communicators
-        times = []
+        times_s = []
         for _ in range(_REPEATS):
             for _ in range(_AHEAD):
-                torch.distributed.all_reduce(ahead, group=group)
-            times.append(seconds(lambda: reduce(batches)))
-        return statistics.median(times)
+                torch.distributed.all_reduce(busy_data, group=group)
+            times_s.append(seconds(lambda: reduce(batches)))
+        return statistics.median(times_s)
 
-    ratio = torch.full((), median([parts]) / median([[part] for part in parts]), device=device)
+    ratio = torch.full((), median_s([parts]) / median_s([[part] for part in parts]), device=device)
     torch.distributed.all_reduce(ratio, op=torch.distributed.ReduceOp.MAX, group=group)
     return float(ratio.item())
 

@@ -104,10 +104,10 @@ class _Handover:
         """The number of elements of `share` that each rank's part contains."""
         for segment in segments:
             self.to_owners[segment.owner] = segment.end - segment.start
-        for other, run in enumerate(runs):
+        for peer, run in enumerate(runs):
             for segment in run:
                 if segment.owner == rank:
-                    self.from_ranks[other] = segment.end - segment.start
+                    self.from_ranks[peer] = segment.end - segment.start
                     start = segment.start
                     if self.share and self.share[-1].stop == start:
                         start = self.share.pop().start
@@ -121,8 +121,8 @@ class _Ring(BucketMethod):
     def __init__(self, bucket: Bucket, group: ProcessGroup) -> None:
         super().__init__(bucket, group)
         self._handovers = [_Handover(runs, group.rank()) for runs in handovers(bucket, group.size())]
-        part = bucket.elements // group.size()
-        self._part = slice(group.rank() * part, (group.rank() + 1) * part)
+        length = bucket.elements // group.size()
+        self._part = slice(group.rank() * length, (group.rank() + 1) * length)
 
 
 class _RingReduction(_Ring):

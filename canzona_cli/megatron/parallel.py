@@ -115,11 +115,11 @@ def initialize(
         raise RuntimeError(f"torchrun started {world_size} ranks, but the layout needs {layout.world_size}")
     timeout = timedelta(minutes=timeout_minutes)
     if device == "cuda":
-        local = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(local)
+        rank_device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(rank_device)
     else:
         cpu_backend.install()
-        local = torch.device("cpu")
+        rank_device = torch.device("cpu")
     # With a device_id, every group would create its communicator at once, in a call that all ranks have to
     # join. Without it, a group creates its communicator at its first use.
     torch.distributed.init_process_group(
@@ -131,7 +131,7 @@ def initialize(
     )
     groups = make_groups(layout, timeout=timeout, alive=alive)
     model_parallel_cuda_manual_seed(seed)
-    return world_of(groups, layout, local, timeout=timeout)
+    return world_of(groups, layout, rank_device, timeout=timeout)
 
 
 def world_of(
@@ -169,9 +169,9 @@ def duplicate_group(group: ProcessGroup, timeout: timedelta | None) -> ProcessGr
     if group.size() == 1:
         return group
     ranks = torch.distributed.get_process_group_ranks(group)
-    second = torch.distributed.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="OWNERS")
-    assert isinstance(second, ProcessGroup)
-    return second
+    duplicate = torch.distributed.new_group(ranks, timeout=timeout, use_local_synchronization=True, group_desc="OWNERS")
+    assert isinstance(duplicate, ProcessGroup)
+    return duplicate
 
 
 def _store(turn: str) -> PrefixStore:
@@ -241,7 +241,7 @@ def _share_groups(layout: Layout, timeout: timedelta, alive: Callable[[], None])
     # Buckets do not use the world's group, because messages among all ranks would queue after the buckets.
     # For the same reason, attention, which waits for keys and values, does not share a group with buckets if
     # dp is 1, nor do experts, which wait for tokens.
-    apart = {"CONTEXT_PARALLEL_GROUP"} | (_TOKEN_GROUPS if layout.ep > 1 else set())
+    separate = {"CONTEXT_PARALLEL_GROUP"} | (_TOKEN_GROUPS if layout.ep > 1 else set())
     groups: dict[tuple[bool, tuple[int, ...]], Group] = {}
     single = torch.distributed.new_group([rank], timeout=timeout, use_local_synchronization=True)
 
@@ -251,10 +251,10 @@ def _share_groups(layout: Layout, timeout: timedelta, alive: Callable[[], None])
             return single
         if group_desc in WORLD_GROUPS and len(ranks) == torch.distributed.get_world_size():
             return torch.distributed.group.WORLD
-        members = (group_desc in apart, tuple(sorted(ranks)))
-        if members not in groups:
-            groups[members] = torch.distributed.new_group(list(ranks), timeout=timeout, group_desc=group_desc)
-        return groups[members]
+        key = (group_desc in separate, tuple(sorted(ranks)))
+        if key not in groups:
+            groups[key] = torch.distributed.new_group(list(ranks), timeout=timeout, group_desc=group_desc)
+        return groups[key]
 
     original = parallel_state.create_group
     parallel_state.create_group = create_group
@@ -292,7 +292,7 @@ def exchange_objects_as_json() -> Iterator[None]:
     Raises:
         TypeError: from `all_gather_object`, if the object cannot be sent as JSON.
     """
-    real = dist.all_gather_object
+    original = dist.all_gather_object
 
     def all_gather_json(object_list: list[object], obj: object, group: dist.ProcessGroup | None = None) -> None:
         object_list[:] = [_hashable(json.loads(text)) for text in _gather(json.dumps(obj).encode(), group)]
@@ -301,7 +301,7 @@ def exchange_objects_as_json() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.all_gather_object = real
+        dist.all_gather_object = original
 
 
 def _gather(content: bytes, group: dist.ProcessGroup | None) -> Iterator[bytes]:

@@ -132,7 +132,8 @@ class PhaseTimer:
         self.device = device
         self._stack: list[Phase] = []
         self._step: _Step | None = None
-        self._closed: _Step | None = None
+        self._unread: _Step | None = None
+        """The last complete step, whose times have not been read yet."""
         self._timings: list[StepTiming] = []
         self._steps_begun = 0
         self._ranges: list[torch.profiler.record_function] | None = None
@@ -175,9 +176,9 @@ class PhaseTimer:
         assert self._step is not None
         self._step.end, self._step.moment = self._clock.now(), self._clock.moment
         self._read()
-        self._closed, self._step = self._step, None
+        self._unread, self._step = self._step, None
         if self._keep is None or self._keep[0] <= self._steps_begun <= self._keep[1]:
-            self._kept_steps.append(self._closed)
+            self._kept_steps.append(self._unread)
 
     def timings(self) -> list[StepTiming]:
         """Returns the timings of all steps so far. Waits for the device, so call it between steps or after
@@ -192,9 +193,9 @@ class PhaseTimer:
         self._wait_for_all()
         # An idle device reaches a timestamp as soon as it is taken, so the timestamp corresponds to the
         # host's clock.
-        idle = self._clock.now(), time.perf_counter()
+        idle_moment = self._clock.now(), time.perf_counter()
         self._wait_for_all()
-        return [self._timeline(step, step.moment or idle) for step in self._kept_steps]
+        return [self._timeline(step, step.moment or idle_moment) for step in self._kept_steps]
 
     def annotate(self, on: bool) -> None:
         """Starts or stops naming the phases in traces of torch's profiler. May only be called between
@@ -252,7 +253,8 @@ class PhaseTimer:
             A function that waits for the copy and returns the values. It does not wait for work that the
             device does after the copy, so it takes no time if the host has already waited for such work.
         """
-        copy, copied = values.to("cpu", non_blocking=True), self._clock.now()
+        copy = values.to("cpu", non_blocking=True)
+        copied = self._clock.now()
 
         def wait() -> list[float]:
             with self.waiting():
@@ -289,7 +291,8 @@ class PhaseTimer:
             torch.cuda.synchronize(self.device)
 
     def _timeline(self, step: _Step, moment: tuple[object, float]) -> StepTimeline:
-        origin, (stamp, host_s) = step.marks[0][0], moment
+        origin, _ = step.marks[0]
+        stamp, host_s = moment
         start_s = host_s + self._clock.elapsed(stamp, origin)
 
         def interval(name: str, start: object, end: object) -> Interval:
@@ -301,8 +304,8 @@ class PhaseTimer:
 
         ends = [*(when for when, _ in step.marks[1:]), step.end]
         phases = [interval(name, start, end) for (start, name), end in zip(step.marks, ends, strict=True)]
-        ended = [span for span in step.spans if span.end is not None]
-        transfers = [interval(span.name.removesuffix("_total"), span.start, span.end) for span in ended]
+        ended_spans = [span for span in step.spans if span.end is not None]
+        transfers = [interval(span.name.removesuffix("_total"), span.start, span.end) for span in ended_spans]
         return StepTimeline(
             number=step.number,
             start_s=start_s,
@@ -314,18 +317,18 @@ class PhaseTimer:
     def _read(self) -> None:
         """Computes the timing of the last complete step from its timestamps, if that has not been done
         yet."""
-        step, self._closed = self._closed, None
+        step, self._unread = self._unread, None
         if step is None:
             return
         phases: dict[str, float] = defaultdict(float)
         origin = step.marks[0][0]
         intervals: dict[str, list[tuple[float, float]]] = defaultdict(list)
         spans = [(span.name, span.start, span.end) for span in step.spans if span.end is not None]
-        for (start, phase), (stop, _) in zip(step.marks, [*step.marks[1:], (step.end, "")], strict=True):
-            phases[phase] += self._clock.elapsed(start, stop)
+        for (start, phase), (end, _) in zip(step.marks, [*step.marks[1:], (step.end, "")], strict=True):
+            phases[phase] += self._clock.elapsed(start, end)
             if phase in TOTAL_OF:
                 # The time that the step waits for communication, including launches, is part of the total.
-                spans.append((TOTAL_OF[phase], start, stop))
+                spans.append((TOTAL_OF[phase], start, end))
         for name, start, end in spans:
             intervals[name].append((self._clock.elapsed(origin, start), self._clock.elapsed(origin, end)))
         phases |= {name: _union_length(covered) for name, covered in intervals.items()}
@@ -335,10 +338,11 @@ class PhaseTimer:
 
 def _union_length(intervals: list[tuple[float, float]]) -> float:
     """Returns the length of the union of intervals, so that simultaneous transfers are counted once."""
-    length, reach = 0.0, float("-inf")
+    length = 0.0
+    covered_until = float("-inf")
     for start, end in sorted(intervals):
-        length += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
+        length += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
     return length
 
 
@@ -362,14 +366,14 @@ class HostWatcher:
 
     def watch(self, span: Span, handle: Waitable) -> None:
         works: list[torch.distributed.Work] = list(getattr(handle, "works", [handle]))
-        missing = len(works)
-        if missing == 0:
+        incomplete = len(works)
+        if incomplete == 0:
             span.end = span.start
 
         def end_span(_: object) -> None:
-            nonlocal missing
-            missing -= 1
-            if missing == 0 and span.end is None:
+            nonlocal incomplete
+            incomplete -= 1
+            if incomplete == 0 and span.end is None:
                 span.end = time.perf_counter()
 
         for work in works:
