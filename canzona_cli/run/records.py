@@ -158,7 +158,7 @@ class StepMetrics:
     skipped: int = 0
     """The number of steps so far that were skipped because their gradients were not finite."""
     fallbacks: int = 0
-    """The number of matrix updates so far that failed and were replaced by the optimizer's fallback."""
+    """The number of matrix updates so far that were not finite or needed their optimizer's fallback."""
     balancing_loss: float | None = None
     """The mean balancing loss of the layers, before its weight; 1 if tokens are spread evenly over experts.
     None for a dense model."""

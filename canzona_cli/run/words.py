@@ -59,12 +59,13 @@ def experts_words(load: float, balancing_loss: float | None) -> str:
 
 
 def guard_notes(skipped: int, fallbacks: int) -> list[str]:
-    """Describes the steps skipped and the updates replaced so far in a run; empty if there were none."""
+    """Describes the steps skipped and the updates that needed a fallback so far in a run; empty if there were
+    none."""
     sentences = []
     if skipped:
         sentences.append(f"{plural(skipped, 'step')} skipped: gradients not finite")
     if fallbacks:
-        sentences.append(f"{plural(fallbacks, 'matrix update')} replaced: see logs")
+        sentences.append(f"{plural(fallbacks, 'matrix update')} needed a fallback: see logs")
     return sentences
 
 

@@ -51,6 +51,8 @@ _PROJECT = "canzona"
 another."""
 _MOST_PARAMETERS = 100
 """The largest number of parameters that MLflow accepts at once."""
+_LONGEST_PARAMETER = 500
+"""The number of characters to which a parameter's value is cut, because older MLflow servers accept no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +155,9 @@ class MLflow:
     threads that outlive it."""
 
     def __init__(self, run: TrackedRun) -> None:
-        limits = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
-        _set_defaults("MLFLOW", {"TRACKING_URI": f"sqlite:///{run.run_dir.absolute() / 'mlflow.db'}", **limits})
+        # Set before the import, which starts MLflow's telemetry.
+        defaults = {"HTTP_REQUEST_MAX_RETRIES": "2", "HTTP_REQUEST_TIMEOUT": "20", "DISABLE_TELEMETRY": "true"}
+        _set_defaults("MLFLOW", {"TRACKING_URI": f"sqlite:///{run.run_dir.absolute() / 'mlflow.db'}", **defaults})
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
@@ -167,7 +170,7 @@ class MLflow:
         existing = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if existing is None else existing.experiment_id
         self.id = self._client.create_run(experiment, run_name=run.run_dir.name).info.run_id
-        parameters = [Param(key, str(value)[:500]) for key, value in run.settings.items()]
+        parameters = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in run.settings.items()]
         for batch in batched(parameters, _MOST_PARAMETERS):
             self._client.log_batch(self.id, params=list(batch))
 
@@ -181,8 +184,8 @@ class MLflow:
         self._client.log_batch(self.id, metrics=metrics)
 
     def close(self, status: RunStatus | None) -> None:
-        ended = "FINISHED" if status == "done" else "KILLED" if status in ("interrupted", "preempted") else "FAILED"
-        self._client.set_terminated(self.id, ended)
+        ending = "FINISHED" if status == "done" else "KILLED" if status in ("interrupted", "preempted") else "FAILED"
+        self._client.set_terminated(self.id, ending)
 
 
 def _set_defaults(package: str, values: Mapping[str, str]) -> None:
@@ -227,23 +230,23 @@ class Follower:
         """The readers of the run's records, by a prefix for the names of their values. Of the events, only
         sample texts are sent."""
         self._state = load_if_valid(files.tracker(name), TrackerState) or TrackerState()
-        begin = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
-        self._state = replace(self._state, taken=begin)
-        self._waiting = deque((kind, point) for kind, point in self._read() if point.step > begin[kind])
+        taken = {kind: min(self._state.taken.get(kind, -1), start) for kind in self._records}
+        self._state = replace(self._state, taken=taken)
+        self._waiting = deque((kind, point) for kind, point in self._read() if point.step > taken[kind])
         self._tracker: Tracker | None = None
         self._failures = 0
         """The number of failures since the last success."""
-        self._not_before = 0.0
+        self._retry_at = 0.0
 
-    def send_new(self, *, last: bool = False) -> None:
+    def send_new(self, *, ignore_pause: bool = False) -> None:
         """Reads new points, and sends all points that have not been sent, except during the pause after a
         failure. Never raises an error.
 
         Args:
-            last: True to send the points even in a pause.
+            ignore_pause: True to send the points even in a pause.
         """
         self._waiting.extend(self._read())
-        if time.monotonic() < self._not_before and not last:
+        if time.monotonic() < self._retry_at and not ignore_pause:
             return
         try:
             if self._tracker is None:
@@ -265,7 +268,7 @@ class Follower:
     def finish(self) -> None:
         """Sends the remaining points, closes the tracker, and reports points that could not be sent. Call
         this when the run has ended."""
-        self.send_new(last=True)
+        self.send_new(ignore_pause=True)
         result = load_if_valid(self._files.result, RunResult)
         try:
             if self._tracker is not None:
@@ -294,20 +297,21 @@ class Follower:
         prefix."""
         for kind, lines in self._records.items():
             for line in lines.read():
-                step, written_at = line.pop("step", None), line.pop("time", None)
+                step = line.pop("step", None)
+                written_at = line.pop("time", None)
                 if not isinstance(step, int) or (kind == _SAMPLE and line.get("event") != _SAMPLE):
                     continue
                 if kind == _SAMPLE:
                     values: dict[str, float | str] = {_SAMPLE: f"{line.get('prompt')}{line.get('text')}"}
                 else:
                     values = _numbers(line, kind)
-                seconds = float(written_at) if isinstance(written_at, int | float) else time.time()
-                yield kind, Point(step=step, time=seconds, values=values)
+                unix_s = float(written_at) if isinstance(written_at, int | float) else time.time()
+                yield kind, Point(step=step, time=unix_s, values=values)
 
     def _handle_failure(self, error: Exception) -> None:
         """Closes the tracker and begins a pause after a failure. Reports the first failure of several."""
         self._failures += 1
-        self._not_before = time.monotonic() + min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
+        self._retry_at = time.monotonic() + min(_FIRST_PAUSE_S * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
         if self._failures == 1:
             reason = redact(clean(f"{type(error).__name__}: {error}"))[:300]
             self._report(

@@ -61,10 +61,10 @@ def assemble(config: RunConfig, world: World, plan: Plan | None, *, timed: bool 
     """
     refuse(contract.PROBLEMS, EnvironmentProblem)
     timer = PhaseTimer(world.device)
-    built = model.build_model(config, world)
+    chunks = model.build_model(config, world)
     execution = config.execution
-    plan = agree_on_plan(plan, built, world) if execution is Execution.PLANNED else None
-    wrapped = optimizer.wrap_data_parallel(built, config, world, plan)
+    plan = agree_on_plan(plan, chunks, world) if execution is Execution.PLANNED else None
+    wrapped = optimizer.wrap_data_parallel(chunks, config, world, plan)
     updater: MegatronOptimizer
     if execution.ours:
         updater = build_engine(wrapped, config, world, plan, timer)

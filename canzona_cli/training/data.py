@@ -77,24 +77,24 @@ def build_datasets(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) ->
         EnvironmentProblem: the indices cannot be written.
     """
     wants_validation = config.train.eval_interval > 0 and config.train.eval_batches > 0
-    share = config.data.validation_fraction if wants_validation else 0.0
-    batch = config.train.global_batch_size
-    assert batch is not None
-    train = _build(config, corpus, corpus.sets, split=(0.0, 1 - share), samples=config.train.steps * batch, cache=cache)
-    return Datasets(train=train, validation=build_validation(config, corpus, cache=cache) if share else ())
+    held_out = config.data.validation_fraction if wants_validation else 0.0
+    assert config.train.global_batch_size is not None
+    samples = config.train.steps * config.train.global_batch_size
+    train = _build(config, corpus, corpus.sets, split=(0.0, 1 - held_out), samples=samples, cache=cache)
+    return Datasets(train=train, validation=build_validation(config, corpus, cache=cache) if held_out else ())
 
 
 def build_validation(config: RunConfig, corpus: PreparedCorpus, *, cache: Path) -> tuple[ValidationSet, ...]:
     """Builds the validation samples of each data set: from the sequences that are not used for training, or
     from all sequences if the corpus has no training tokens. Collective."""
     assert config.train.global_batch_size is not None
-    share = config.data.validation_fraction if corpus.train_tokens else 1.0
+    held_out = config.data.validation_fraction if corpus.train_tokens else 1.0
     samples = config.train.eval_batches * config.train.global_batch_size
     return tuple(
         ValidationSet(
             name=part.name,
             share=part.share,
-            samples=_build(config, corpus, [part], split=(1 - share, 1.0), samples=samples, cache=cache),
+            samples=_build(config, corpus, [part], split=(1 - held_out, 1.0), samples=samples, cache=cache),
         )
         for part in corpus.sets
     )
@@ -140,12 +140,12 @@ def _build(
     )
     # Only one of Megatron's three splits is built here: train or validation. The split is part of the index
     # files' names, and does not affect the seed.
-    index = 0 if split[0] == 0 else 1
-    settings.split_matrix = [split if number == index else None for number in range(3)]
-    sizes = [samples if number == index else 0 for number in range(3)]
+    used = 0 if split[0] == 0 else 1
+    settings.split_matrix = [split if index == used else None for index in range(3)]
+    sizes = [samples if index == used else 0 for index in range(3)]
     built: torch.utils.data.Dataset[Batch] | None
     try:
-        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()[index]
+        built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()[used]
     except OSError as error:
         if error.filename is not None and not Path(error.filename).is_relative_to(cache):
             raise

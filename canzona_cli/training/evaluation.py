@@ -43,23 +43,25 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     model = Model(config=config, world=world, chunks=build_model(config, world), timer=PhaseTimer(world.device))
     Pulse(record.heart).follow(model.timer)
     journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
-    parts = build_validation(config, corpus, cache=config.data.cache_root / "indices")
+    validation_sets = build_validation(config, corpus, cache=config.data.cache_root / "indices")
     lengths = token_bytes(corpus)
     checkpoint = Path(point.checkpoint)
     journal.stage("load", checkpoint.name)
     load_weights(model, checkpoint, verify_together(world, checkpoint))
     journal.stage("validate", f"step {point.step}")
-    losses, totals = {}, []
-    for part in parts:
-        batches = CountingStream(BatchStream(part.samples, world), world, None if lengths is None else lengths.values)
-        losses[part.name] = validate(model, batches, global_batches=config.train.eval_batches)
+    losses = {}
+    totals = []
+    for validation_set in validation_sets:
+        samples = BatchStream(validation_set.samples, world)
+        batches = CountingStream(samples, world, None if lengths is None else lengths.values)
+        losses[validation_set.name] = validate(model, batches, global_batches=config.train.eval_batches)
         totals.append(batches.totals())
     tokens = sum(set_tokens for set_tokens, _ in totals)
-    size = sum(
-        part.share * set_bytes * tokens / set_tokens
-        for part, (set_tokens, set_bytes) in zip(parts, totals, strict=True)
+    text_bytes = sum(
+        validation_set.share * set_bytes * tokens / set_tokens
+        for validation_set, (set_tokens, set_bytes) in zip(validation_sets, totals, strict=True)
     )
-    loss = sum(part.share * losses[part.name] for part in parts)
+    loss = sum(validation_set.share * losses[validation_set.name] for validation_set in validation_sets)
     if rank == 0:
         evaluation = Evaluation(
             checkpoint=checkpoint,
@@ -71,7 +73,7 @@ def evaluate_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
             batches=config.train.eval_batches,
             tokens=round(tokens),
             epochs=tokens / max(1, corpus.validation_tokens),
-            text_bytes=None if lengths is None else size,
+            text_bytes=None if lengths is None else text_bytes,
             bytes_counted=lengths is not None and lengths.counted,
             loss=loss,
             sets=losses if len(losses) > 1 else {},

@@ -136,18 +136,21 @@ class Divergence:
     words: str
     """The description of the divergence, for messages."""
 
-    def error(self, *, last: int | None = None) -> Diverged:
+    def error(self, *, last_step: int | None = None) -> Diverged:
         """Returns the error to raise if the divergence is the reason why the run ends or fails.
 
         Args:
-            last: The run's last step if the run trained to its end in spite of the divergence; None if it
+            last_step: The run's last step if the run trained to its end in spite of the divergence; None if it
                 stops now.
         """
-        reason, fix = self.words, "a lower optimizer.lr or a longer schedule.warmup_steps"
-        if last is None:
+        reason = self.words
+        fix = "a lower optimizer.lr or a longer schedule.warmup_steps"
+        if last_step is None:
             fix += "; train.divergence=warn continues training after a divergence"
         else:
-            reason += f"; with train.divergence=warn the run continued to its last step, {last}, and did not recover"
+            reason += (
+                f"; with train.divergence=warn the run continued to its last step, {last_step}, and did not recover"
+            )
         return Diverged(Problem(key=f"step {self.step}", reason=reason, fix=fix), since=self.since)
 
 
@@ -181,29 +184,31 @@ class DivergenceGuard:
             loss: The finite loss over the global batch, in nats per token. None for a step that was skipped
                 because its gradients were not finite; such a step counts like a loss of twice the limit.
         """
-        memory, first, smooth, best = self.memory, self.memory.first, self.memory.smooth, self.memory.best
+        memory = self.memory
+        first, smooth, best = memory.first, memory.smooth, memory.best
         if first is None or smooth is None or best is None:
             if loss is None:
                 return None
             first = smooth = best = loss
-        worst = max(self._uniform, first)
-        limit = (worst + min(worst, best)) / 2
+        untrained = max(self._uniform, first)
+        limit = (untrained + min(untrained, best)) / 2
         too_high = 2.0 if loss is None else loss / limit
         excess = max(0.0, memory.excess + min(too_high - 1 - SLACK, ENOUGH_EXCESS / LEAST_STEPS))
         since = step if memory.excess == 0 else memory.since
-        now = smooth if loss is None else smooth + SMOOTHING * (loss - smooth)
+        if loss is not None:
+            smooth += SMOOTHING * (loss - smooth)
         bounded = min(excess, 2 * ENOUGH_EXCESS)
-        self.memory = replace(memory, first=first, smooth=now, best=min(best, now), excess=bounded, since=since)
+        self.memory = replace(memory, first=first, smooth=smooth, best=min(best, smooth), excess=bounded, since=since)
         if excess == 0:
             self._reported.discard("far")
         if excess < ENOUGH_EXCESS or "far" in self._reported:
             return None
         self._reported.add("far")
         meaning = "the loss of the first step" if first >= self._uniform else "the loss of a uniform prediction"
-        now_is = "steps are skipped: their gradients are not finite" if loss is None else f"it is {loss:.4f}"
+        present = "steps are skipped: their gradients are not finite" if loss is None else f"it is {loss:.4f}"
         words = (
             f"the model has lost what it learned: since step {since} the loss is mostly above {limit:.2f}, "
-            f"halfway from its best ({best:.4f}) to {worst:.2f}, {meaning}; now {now_is}"
+            f"halfway from its best ({best:.4f}) to {untrained:.2f}, {meaning}; now {present}"
         )
         return Divergence(rule="far", step=step, since=since, words=words)
 
@@ -219,7 +224,8 @@ class DivergenceGuard:
             loss: the validation loss in nats per token; may be NaN or infinite.
             final: True for the validation after the run's last step.
         """
-        memory, before = self.memory, self.memory.first_validation
+        memory = self.memory
+        before = memory.first_validation
         if before is None and math.isfinite(loss):
             self.memory = replace(memory, first_validation=loss, sound=step)
             return None

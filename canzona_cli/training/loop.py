@@ -95,31 +95,31 @@ class Training:
             SaveFailed: on every rank together, if the run's final checkpoint could not be saved.
         """
         trainee, world, config = self.trainee, self.trainee.world, self.trainee.config
-        first, last = self.progress.step + 1, config.train.steps
-        self.journal.stage("train", plural(last - self.progress.step, "step"))
+        first_step, last_step = self.progress.step + 1, config.train.steps
+        self.journal.stage("train", plural(last_step - self.progress.step, "step"))
         if self.start.validate:
             self._validate()
         elif self.start.validation is not None:
-            before = self.start.validation.loss
-            self._divergence.notice_validation(self.progress.step, math.nan if before is None else before, final=False)
+            loss = self.start.validation.loss
+            self._divergence.notice_validation(self.progress.step, math.nan if loss is None else loss, final=False)
             self._remember()  # not reported again: the launch that made the validation reported it
         batches = BatchStream(self.datasets.train, world, first_sample=self.progress.samples)
-        trainee.timer.number_from(first)
+        trainee.timer.number_from(first_step)
         if config.run.trace_steps is not None:
             trainee.timer.keep(*config.run.trace_steps)
         profiler = StepProfiler(self.files, world, trainee.timer, config.run.profile_steps)
         stragglers = StragglerWatch(world, trainee.timer, self.journal)
-        starved = StarvationWatch(self.journal, last=last)
+        starvation = StarvationWatch(self.journal, last_step=last_step)
         with suspend_garbage_collection():
-            for step in range(first, last + 1):
+            for step in range(first_step, last_step + 1):
                 self.record.heart.step(step)
                 profiler.before_step(step)
-                result, elapsed = self._step(step, batches)
-                finished = step == last
+                result, step_s = self._step(step, batches)
+                finished = step == last_step
                 profiler.after_step(step, final=finished or result.stop)
                 stragglers.after_step(step)
-                starved.after_step(step, result.routing)
-                self.journal.step(step_metrics(trainee, self.progress, result, elapsed))
+                starvation.after_step(step, result.routing)
+                self.journal.step(step_metrics(trainee, self.progress, result, step_s))
                 self._check(step, result)
                 if result.stop and not finished:
                     # If a validation is due, it is skipped, because it may take as long as many steps.
@@ -140,7 +140,7 @@ class Training:
             Diverged: on every rank together, if the run has diverged and not recovered.
         """
         if self._ongoing is not None and self._divergence.persists(self._ongoing):
-            raise self._ongoing.error(last=self.progress.step)
+            raise self._ongoing.error(last_step=self.progress.step)
 
     def _step(self, step: int, batches: BatchStream) -> tuple[StepResult, float]:
         """Runs one step, updates the progress, and returns the step's result and its duration in seconds.
@@ -148,7 +148,8 @@ class Training:
         Raises:
             NonFiniteGradients: with train.non_finite=stop, after the step's metrics have been written.
         """
-        trainee, started = self.trainee, time.perf_counter()
+        trainee = self.trainee
+        started = time.perf_counter()
         try:
             result = train_step(trainee, batches, stop_requested=self._stop_requested, save_due=self._save_due)
         except NonFiniteGradients as error:
@@ -161,15 +162,15 @@ class Training:
             self.journal.step(step_metrics(trainee, progress, refused, time.perf_counter() - started))
             error.since = self._divergence.since or step
             raise
-        elapsed = time.perf_counter() - started
-        ends = result.stop or result.save or step == trainee.config.train.steps
-        if ends and isinstance(trainee.optimizer, CanzonaOptimizer):
+        step_s = time.perf_counter() - started
+        must_count = result.stop or result.save or step == trainee.config.train.steps
+        if must_count and isinstance(trainee.optimizer, CanzonaOptimizer):
             # Fallbacks are normally counted in the next step. This launch may not have a next step, and a
             # checkpoint must include the fallbacks of its own step.
             result = replace(result, fallbacks=result.fallbacks + trainee.optimizer.repair_failed_updates())
         self.progress = advance_progress(trainee, self.progress, result)
         self.record.step, self.record.loss = step, result.loss
-        return result, elapsed
+        return result, step_s
 
     def _stop_requested(self) -> bool:
         return self.record.preempted.is_set() or (self.trainee.world.rank == 0 and self.files.stop_requested())
@@ -260,10 +261,10 @@ class Training:
             losses[part.name] = validate(self.trainee, batches, global_batches=settings.eval_batches)
         loss = sum(part.share * losses[part.name] for part in self.datasets.validation)
         self.journal.validation(step, loss, losses if len(losses) > 1 else {})
-        verdict = self._divergence.notice_validation(step, loss, final=step == settings.steps)
+        divergence = self._divergence.notice_validation(step, loss, final=step == settings.steps)
         self._remember()
-        if verdict is not None and self._report_divergence(verdict):
-            raise verdict.error()
+        if divergence is not None and self._report_divergence(divergence):
+            raise divergence.error()
         self.journal.stage("train", f"step {step}")
 
 
@@ -280,12 +281,12 @@ def advance_progress(trainee: Trainee, progress: Progress, result: StepResult) -
     )
 
 
-def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elapsed: float) -> StepMetrics:
+def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, step_s: float) -> StepMetrics:
     """Returns the metrics of a step.
 
     Args:
         progress: the progress after the step.
-        elapsed: the duration of the step, in seconds.
+        step_s: the duration of the step, in seconds.
     """
     tokens = trainee.world.layout.global_batch_size * trainee.config.train.seq_length
     return StepMetrics(
@@ -293,8 +294,8 @@ def step_metrics(trainee: Trainee, progress: Progress, result: StepResult, elaps
         loss=result.loss,
         lr=result.lr,
         grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-        tokens_per_s=tokens / elapsed,
-        step_s=elapsed,
+        tokens_per_s=tokens / step_s,
+        step_s=step_s,
         tokens=progress.tokens,
         skipped=progress.skipped,
         fallbacks=progress.fallbacks,

@@ -23,8 +23,9 @@ from canzona_cli.run.statistics import OverRanks, by_phase, load_balance, mean_p
 from canzona_cli.training.records import Journal
 
 WARM_UP_STEPS = 2
-"""The number of initial steps that are not measured, fewer if no step would be left. They include lazy
-initialisation (allocations, kernels) and Megatron's first reduction, which is not overlapped."""
+"""The number of initial steps that are not measured; a launch of one or two steps measures its last step.
+Initial steps include lazy initialisation (allocations, kernels) and Megatron's first reduction, which is not
+overlapped."""
 
 _UPDATES = ("matrix_update", "adamw_update")
 """The phases whose load balance over ranks is part of the breakdown."""
@@ -49,10 +50,10 @@ def measured_steps(steps: Sequence[StepTiming], first: int, profiled: tuple[int,
         first: the number of the first of `steps`.
         profiled: the numbers of the first and the last profiled step; None if no step is profiled.
     """
-    skipped = _warm_up(steps)
+    warm_up = _warm_up(steps)
     profiled_first, profiled_last = profiled or (0, -1)
-    numbered = enumerate(steps[skipped:], first + skipped)
-    return [step for number, step in numbered if not profiled_first <= number <= profiled_last] or steps[skipped:]
+    numbered = enumerate(steps[warm_up:], first + warm_up)
+    return [step for number, step in numbered if not profiled_first <= number <= profiled_last] or steps[warm_up:]
 
 
 def _warm_up(steps: Sequence[StepTiming]) -> int:
@@ -223,10 +224,10 @@ class StragglerWatch:
         self._step_s = 0.0
         self._warm = False
         """True after the first step, which is ignored because it compiles, allocates and fills caches."""
-        self._sent: tuple[int, float, Callable[[], list[float]]] | None = None
+        self._exchange: tuple[int, float, Callable[[], list[float]]] | None = None
         """The window whose times are being exchanged: its last step, its mean step time in seconds, and a
         function that waits for the times of all ranks; None if no exchange is in progress."""
-        self._known: frozenset[int] = frozenset()
+        self._reported: frozenset[int] = frozenset()
         """The stragglers of the previous window, which have already been reported."""
 
     def after_step(self, step: int) -> None:
@@ -236,10 +237,10 @@ class StragglerWatch:
         The comparison needs a small all-gather. Its result is read only one step later, so no rank waits for
         it.
         """
-        if self._sent is not None:
-            ended, step_s, arrived = self._sent
-            self._sent = None
-            self._judge(ended, step_s, arrived())
+        if self._exchange is not None:
+            last_step, step_s, receive = self._exchange
+            self._exchange = None
+            self._judge(last_step, step_s, receive())
         timing = self._timer.newest
         if timing is None or not self._warm:
             self._warm = timing is not None
@@ -247,8 +248,9 @@ class StragglerWatch:
         self._own.append(timing.own_s)
         self._step_s += timing.step_s / WINDOW
         if len(self._own) == WINDOW:
-            self._sent = step, self._step_s, self._send()
-            self._own, self._step_s = [], 0.0
+            self._exchange = step, self._step_s, self._send()
+            self._own = []
+            self._step_s = 0.0
 
     def _send(self) -> Callable[[], list[float]]:
         """Starts to gather the window's times, and this rank's stage, from all ranks. Returns a function that
@@ -262,14 +264,15 @@ class StragglerWatch:
     def _judge(self, step: int, step_s: float, received: list[float]) -> None:
         """Reports the stragglers of a window, given the gathered times and stages of all ranks."""
         rows = [received[start : start + WINDOW + 1] for start in range(0, len(received), WINDOW + 1)]
-        times, stages = [row[:-1] for row in rows], [int(row[-1]) for row in rows]
+        times = [row[:-1] for row in rows]
+        stages = [int(row[-1]) for row in rows]
         slow = find_stragglers(times, stages, step_s=step_s, limit=self._limit)
         # A straggler is reported once, and again only if it recovered in the meantime.
-        for rank in slow.keys() - self._known:
+        for rank in slow.keys() - self._reported:
             detail = f"rank {rank} is slow: its data, forward and backward take {slow[rank]:.2g} times its peers' time"
             facts = {"step": step, "rank": rank, "factor": slow[rank]}
             self._journal.incident("straggler", detail=detail, level="warning", **facts)
-        self._known = frozenset(slow)
+        self._reported = frozenset(slow)
 
 
 def find_stragglers(

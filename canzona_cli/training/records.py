@@ -206,8 +206,8 @@ class Journal:
                 reason = error.strerror or error
                 self._warn(f"{name} cannot be written ({reason}); training continues, and its lines are lost")
         else:
-            if missing := self._down.pop(name, 0):
-                self._warn(f"{name} can be written again; {missing} of its lines are lost")
+            if lost_lines := self._down.pop(name, 0):
+                self._warn(f"{name} can be written again; {lost_lines} of its lines are lost")
 
     def _save(self, path: Path, record: MeasuredBreakdown | Kernels) -> None:
         if not self._writes:

@@ -54,8 +54,8 @@ class StarvationWatch:
     check.
     """
 
-    def __init__(self, journal: Journal, *, last: int) -> None:
-        self._journal, self._last = journal, last
+    def __init__(self, journal: Journal, *, last_step: int) -> None:
+        self._journal, self._last_step = journal, last_step
         self._fed: set[tuple[int, int]] = set()
         self._steps = 0
 
@@ -66,7 +66,7 @@ class StarvationWatch:
         self._steps += 1
         experts = [(layer, expert) for layer, row in enumerate(routing.tokens) for expert in range(len(row))]
         self._fed |= {(layer, expert) for layer, expert in experts if routing.tokens[layer][expert]}
-        if self._steps < WINDOW and step < self._last:
+        if self._steps < WINDOW and step < self._last_step:
             return
         starved = [f"layers.{layer}.experts.{expert}" for layer, expert in experts if (layer, expert) not in self._fed]
         if starved:
@@ -74,4 +74,5 @@ class StarvationWatch:
             detail = f"{len(starved)} of {len(experts)} experts got no token in {self._steps} steps: {named}"
             facts = {"step": step, "experts": len(starved)}
             self._journal.incident("starved_experts", detail=detail, level="warning", **facts)
-        self._fed, self._steps = set(), 0
+        self._fed = set()
+        self._steps = 0

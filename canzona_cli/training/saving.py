@@ -50,7 +50,7 @@ class Saver:
 
     Args:
         texts: The contents of files of the run that are stored in each checkpoint, by file name.
-        last: The name of the newest checkpoint so far, for messages; None if there is none.
+        last_checkpoint: The name of the newest checkpoint so far, for messages; None if there is none.
         alive: Called repeatedly while training waits for a save that makes progress.
         clock: A function that returns a time in seconds; rank 0's clock determines when a save is due.
     """
@@ -62,12 +62,13 @@ class Saver:
         journal: Journal,
         *,
         texts: Mapping[str, str],
-        last: str | None = None,
+        last_checkpoint: str | None = None,
         alive: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trainee, self._files, self._journal = trainee, files, journal
-        self._texts, self._clock, self._alive, self._last = texts, clock, alive, last
+        self._texts, self._clock, self._alive = texts, clock, alive
+        self._newest = last_checkpoint
         self._snapshots = Snapshots(trainee)
         self._running: _Save | None = None
         self._saved_at = clock()
@@ -142,7 +143,8 @@ class Saver:
         save = self._running = _Save(step=progress.step)
         if not self._begin(save):
             return
-        shard, config = self._snapshots.take(), self._trainee.config
+        shard = self._snapshots.take()
+        config = self._trainee.config
         header = Header(
             progress=progress,
             optimizer=config.optimizer.name,
@@ -176,7 +178,8 @@ class Saver:
         Args:
             stall_s: The seconds for which the save stopped training, which the event reports.
         """
-        begun, world = self._clock(), self._trainee.world
+        begun = self._clock()
+        world = self._trainee.world
         folder = partial_path(self._files.checkpoints, save.step)
         try:
             write_part(folder, world.rank, shard)
@@ -190,11 +193,16 @@ class Saver:
             if world.rank == 0 or not isinstance(error, SaveFailed):
                 self._record_failure(save, error)
             return
-        self._last = path.name
+        self._newest = path.name
         size = sum(file.stat().st_size for file in path.iterdir())
-        seconds, place = self._clock() - begun, str(path.relative_to(self._files.root))
         self._journal.checkpoint(
-            CheckpointEvent(step=save.step, seconds=seconds, stall_s=stall_s, bytes=size, path=place)
+            CheckpointEvent(
+                step=save.step,
+                seconds=self._clock() - begun,
+                stall_s=stall_s,
+                bytes=size,
+                path=str(path.relative_to(self._files.root)),
+            )
         )
         self._retain()
 
@@ -233,11 +241,12 @@ class Saver:
         written = 0
         while save.thread.is_alive():
             save.thread.join(_HEARTBEAT_S)
-            before, written = written, bytes_written(partial_path(self._files.checkpoints, save.step))
-            if written != before:  # the save makes progress, so this rank does not hang
+            written_before = written
+            written = bytes_written(partial_path(self._files.checkpoints, save.step))
+            if written != written_before:  # the save makes progress, so this rank does not hang
                 self._alive()
         return save.failure
 
     def _last_checkpoint(self) -> str:
         """Returns a clause, for messages, that names the last checkpoint."""
-        return f"the last checkpoint is {self._last}" if self._last else "there is no checkpoint yet"
+        return f"the last checkpoint is {self._newest}" if self._newest else "there is no checkpoint yet"

@@ -97,23 +97,23 @@ def train_step(
             updated, grad_norm, _ = optimizer.step()
     except NonFiniteGradients as error:
         # The error is raised on every rank, so the ranks can still use a collective to find its origin.
-        where = (
+        cause = (
             describe_bad_losses(_bad_ranks(trainee, losses))
             or "the loss is finite, so the cause is in the backward pass"
         )
-        problems = (replace(problem, reason=f"{problem.reason}; {where}") for problem in error.problems)
+        problems = (replace(problem, reason=f"{problem.reason}; {cause}") for problem in error.problems)
         raise NonFiniteGradients(*problems, loss=agreed().loss) from None
     trainee.schedule.step(increment=1)
-    facts = agreed()
+    values = agreed()
     timer.end_step()
     return StepResult(
-        **vars(facts),
+        **vars(values),
         grad_norm=float(grad_norm),
         lr=float(lr),
         skipped=not updated,
         fallbacks=optimizer.fallbacks if isinstance(optimizer, CanzonaOptimizer) else 0,
         captures=optimizer.captures if isinstance(optimizer, CanzonaOptimizer) else 0,
-        bad_ranks=() if math.isfinite(facts.loss) else _bad_ranks(trainee, losses),
+        bad_ranks=() if math.isfinite(values.loss) else _bad_ranks(trainee, losses),
     )
 
 
@@ -142,12 +142,12 @@ def _forward_backward(trainee: Model, batches: Iterator[Batch], *, forward_only:
     """Runs Megatron's schedule over one global batch. Returns the losses of this rank's micro-batches on the
     last stage, an empty list elsewhere."""
     layout = trainee.world.layout
-    run = get_forward_backward_func()
+    run_schedule = get_forward_backward_func()
     # With virtual pipeline stages, every model chunk reads all micro-batches, at different times.
     streams = [batches]
     if layout.vpp > 1:
         streams = list(tee(islice(batches, layout.num_microbatches), layout.vpp))
-    stored: list[torch.Tensor] = run(
+    losses: list[torch.Tensor] = run_schedule(
         forward_step_func=partial(_forward_step, trainee.timer),
         data_iterator=streams,
         model=list(trainee.chunks),
@@ -156,7 +156,7 @@ def _forward_backward(trainee: Model, batches: Iterator[Batch], *, forward_only:
         micro_batch_size=layout.micro_batch_size,
         forward_only=forward_only,
     )
-    return stored
+    return losses
 
 
 def _forward_step(
@@ -196,21 +196,21 @@ def _start_agreement(
         A function that waits for the all-reduce and returns the values.
     """
     world = trainee.world
-    facts = torch.zeros(4, device=world.device)
-    routed = trainee.routing.take() if isinstance(trainee, Trainee) and trainee.routing is not None else None
-    if routed is not None:
-        facts = torch.cat([facts, routed.flatten()])
+    message = torch.zeros(4, device=world.device)
+    routing_sums = trainee.routing.take() if isinstance(trainee, Trainee) and trainee.routing is not None else None
+    if routing_sums is not None:
+        message = torch.cat([message, routing_sums.flatten()])
     if world.is_last_stage:
-        facts[0] = torch.stack(losses).mean()
-        facts[1].fill_(1.0 / world.layout.cp)  # the losses of cp ranks are parts of one loss
-    # fill_, because before torch 2.14 `facts[2] = x` makes the host wait for the device.
-    facts[2].fill_(float(stop_requested))
-    facts[3].fill_(float(save_due))
-    torch.distributed.all_reduce(facts)
-    arrived = trainee.timer.fetch(facts)
+        message[0] = torch.stack(losses).mean()
+        message[1].fill_(1.0 / world.layout.cp)  # the losses of cp ranks are parts of one loss
+    # fill_, because before torch 2.14 `message[2] = x` makes the host wait for the device.
+    message[2].fill_(float(stop_requested))
+    message[3].fill_(float(save_due))
+    torch.distributed.all_reduce(message)
+    receive = trainee.timer.fetch(message)
 
     def agreed() -> AgreedValues:
-        total, count, stops, saves, *rest = arrived()
+        total, count, stops, saves, *rest = receive()
         routing = Routing.from_sums(rest, trainee.config.model, trainee.world.layout) if rest else None
         return AgreedValues(loss=total / count, stop=stops > 0, save=saves > 0, routing=routing)
 
@@ -277,12 +277,13 @@ def greedy_continuation(model: Model, prompt: Sequence[int], *, tokens: int, end
         tokens: The maximum number of tokens to return. The sequence also ends at `train.seq_length`.
         end: The token that ends the text; it is not returned.
     """
-    layout, longest = model.world.layout, model.config.train.seq_length
+    layout = model.world.layout
+    longest = model.config.train.seq_length
     length = min(longest, len(prompt) + tokens)
     # Context and sequence parallelism divide the sequence into this many slices.
-    unit = 2 * layout.cp * layout.tp
-    padded = min(longest, -(-length // unit) * unit)
-    sequence = torch.zeros(1, padded, dtype=torch.int64, device=model.world.device)
+    slices = 2 * layout.cp * layout.tp
+    padded_length = min(longest, -(-length // slices) * slices)
+    sequence = torch.zeros(1, padded_length, dtype=torch.int64, device=model.world.device)
     sequence[0, : len(prompt)] = torch.tensor(prompt)
     written: list[int] = []
     with evaluation_mode(model):
@@ -308,20 +309,20 @@ def _next_token(model: Model, sequence: torch.Tensor, position: int) -> int:
     if world.layout.cp > 1:
         batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=world.groups.cp)
     # Every rank contributes a logit and a token id; ranks without this position's logits contribute -inf.
-    none = torch.iinfo(torch.int64).max
-    value = torch.full((1,), -torch.inf, device=world.device)
-    token = torch.full((1,), none, device=world.device)
+    no_token = torch.iinfo(torch.int64).max
+    logit = torch.full((1,), -torch.inf, device=world.device)
+    token = torch.full((1,), no_token, device=world.device)
     for logits in _logits(model, batch):
-        row = logits[batch["position_ids"] == position].float().nan_to_num(nan=-torch.inf)
-        if len(row):  # `[1, vocab / tp]`
-            value = row.amax(dim=1)
-            token = row.argmax(dim=1) + world.tp_rank * row.size(1)
-    best = value.clone()
-    torch.distributed.all_reduce(best, torch.distributed.ReduceOp.MAX)
-    token = torch.where(value == best, token, none)
+        logits_here = logits[batch["position_ids"] == position].float().nan_to_num(nan=-torch.inf)
+        if len(logits_here):  # `[1, vocab / tp]`
+            logit = logits_here.amax(dim=1)
+            token = logits_here.argmax(dim=1) + world.tp_rank * logits_here.size(1)
+    best_logit = logit.clone()
+    torch.distributed.all_reduce(best_logit, torch.distributed.ReduceOp.MAX)
+    token = torch.where(logit == best_logit, token, no_token)
     torch.distributed.all_reduce(token, torch.distributed.ReduceOp.MIN)
-    [number] = model.timer.read(token)
-    return int(number)
+    [token_id] = model.timer.read(token)
+    return int(token_id)
 
 
 def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -332,7 +333,7 @@ def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     micro-batch are returned.
     """
     layout = model.world.layout
-    stored: list[torch.Tensor] = get_forward_backward_func()(
+    logits: list[torch.Tensor] = get_forward_backward_func()(
         forward_step_func=_forward_logits,
         data_iterator=[repeat(batch) for _ in model.chunks],
         model=list(model.chunks),
@@ -343,7 +344,7 @@ def _logits(model: Model, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         forward_only=True,
         collect_non_loss_data=True,
     )
-    return stored[:1]
+    return logits[:1]
 
 
 def _forward_logits(

@@ -61,20 +61,21 @@ def train_rank(files: RunFiles, record: RankRecord, rank: int) -> Ending:
     journal.stage("build data", ", ".join(str(part.prefix) for part in corpus.sets))
     datasets = build_datasets(config, corpus, cache=config.data.cache_root / "indices")
 
-    start, resumed = Start(), load_if_valid(files.resume, ResumePoint)
-    if resumed is not None:
-        checkpoint = Path(resumed.checkpoint)
+    start = Start()
+    point = load_if_valid(files.resume, ResumePoint)
+    if point is not None:
+        checkpoint = Path(point.checkpoint)
         journal.stage("load", checkpoint.name)
         manifest = verify_together(world, checkpoint)
-        restore(trainee, checkpoint, manifest, weights_only=resumed.weights_only)
-        if not resumed.weights_only:
-            start = Start(progress=manifest.progress, validate=resumed.validate, validation=resumed.validation)
+        restore(trainee, checkpoint, manifest, weights_only=point.weights_only)
+        if not point.weights_only:
+            start = Start(progress=manifest.progress, validate=point.validate, validation=point.validation)
             record.step = manifest.progress.step
 
     inputs = (files.config, files.layout, *([files.plan] if plan is not None else []))
     texts = {path.name: path.read_text(encoding="utf-8") for path in inputs}
-    last = None if resumed is None or resumed.weights_only else Path(resumed.checkpoint).name
-    saver = Saver(trainee, files, journal, texts=texts, last=last, alive=record.heart.progress)
+    last_checkpoint = None if point is None or point.weights_only else Path(point.checkpoint).name
+    saver = Saver(trainee, files, journal, texts=texts, last_checkpoint=last_checkpoint, alive=record.heart.progress)
     try:
         sampler = sampler_of(config, corpus)
         training = Training(trainee, datasets, files, journal, record, start=start, saver=saver, sampler=sampler)

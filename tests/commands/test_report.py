@@ -148,7 +148,7 @@ def test_what_the_guards_did_is_told_only_where_they_did_something(tmp_path: Pat
     append_json_line(files.metrics, asdict(StepMetrics(step=41, loss=4.0, skipped=3, fallbacks=2)))
     shown = canzona("report", str(files.root)).stdout
     assert "3 steps skipped: gradients not finite" in shown
-    assert "2 matrix updates replaced: see logs" in shown
+    assert "2 matrix updates needed a fallback: see logs" in shown
     report = json.loads(canzona("report", str(files.root), "--json").stdout)
     assert (report["skipped"], report["fallbacks"]) == (3, 2)
 

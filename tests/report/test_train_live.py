@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_a_number_is_counted_and_kept_out_of_the_curve() -> N
     assert 4.0 < state.smoothed < 5.0
 
 
-GUARDED = ("3 steps skipped: gradients not finite", "2 matrix updates replaced: see logs")
+GUARDED = ("3 steps skipped: gradients not finite", "2 matrix updates needed a fallback: see logs")
 
 
 def with_guards(view: TrainView, skipped: int, fallbacks: int) -> None:

@@ -121,7 +121,7 @@ def test_a_run_that_recovers_is_no_longer_lost() -> None:
     watching = guard()
     *_, lost = found([*descent(600), *[9.0] * 30], watching)
     assert watching.persists(lost)
-    assert f"continued to its last step, {700}" in lost.error(last=700).problems[0].reason
+    assert f"continued to its last step, {700}" in lost.error(last_step=700).problems[0].reason
     found(descent(700)[600:], watching, first=631)
     assert not watching.persists(lost)
 

@@ -31,7 +31,7 @@ def test_sums_of_all_ranks_become_a_mean_over_what_they_are_parts_of(kind: str, 
 
 def _reported(folder: Path, steps: list[Routing | None]) -> list[dict[str, object]]:
     files = RunFiles(folder)
-    watch = StarvationWatch(Journal(files, writes=True), last=len(steps))
+    watch = StarvationWatch(Journal(files, writes=True), last_step=len(steps))
     for step, routing in enumerate(steps, start=1):
         watch.after_step(step, routing)
     if not files.events.exists():
