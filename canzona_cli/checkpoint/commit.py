@@ -103,17 +103,17 @@ def write_part(partial: Path, rank: int, shard: Shard) -> None:
             part["tensors"] = {name: asdict(tensor) for name, tensor in tensors.items()}
         _write_atomic(_part_path(partial, rank), json.dumps(part).encode())
     except BaseException as error:
-        failed = error if isinstance(error, SaveFailed) else _save_error(path, error)
+        reported = error if isinstance(error, SaveFailed) else _save_error(path, error)
         with suppress(OSError):
             path.unlink(missing_ok=True)  # makes room for the part file with the reason
-        failure = {"error": failed.problems[0].reason, "fix": failed.problems[0].fix}
+        failure = {"error": reported.problems[0].reason, "fix": reported.problems[0].fix}
         try:
             _write_atomic(_part_path(partial, rank), json.dumps(failure).encode())
         except OSError:
             with suppress(OSError):  # a full disk often has room for an empty file
                 _failure_marker(partial, rank).touch()
         if isinstance(error, OSError):
-            raise failed from None
+            raise reported from None
         raise
 
 
@@ -148,7 +148,8 @@ def finish(
         scalars: dict[str, Scalar] = {}
         for rank, part in _await_parts(partial, world_size, timeout_s).items():
             if part["file"] is not None:
-                path, stored = _shard_path(partial, rank), StoredFile(**part["file"])
+                path = _shard_path(partial, rank)
+                stored = StoredFile(**part["file"])
                 files[path.name] = stored
                 if (size := path.stat().st_size) != stored.bytes:
                     raise _rank_error(partial, rank, f"its file has {size} of the {stored.bytes} bytes it wrote")
@@ -224,8 +225,9 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
         SaveFailed: a rank reports a failure, or nothing was written for `timeout_s` seconds.
     """
     parts: dict[int, dict[str, Any]] = {}
-    size, deadline = bytes_written(partial), time.monotonic() + timeout_s
-    poll = _POLL_S
+    written = bytes_written(partial)
+    deadline = time.monotonic() + timeout_s
+    poll_s = _POLL_S
     while True:
         names = set(os.listdir(partial))
         for rank in range(world_size):
@@ -240,14 +242,14 @@ def _await_parts(partial: Path, world_size: int, timeout_s: float) -> dict[int, 
         if len(parts) == world_size:
             return dict(sorted(parts.items()))
         if time.monotonic() > deadline:
-            before, size = size, bytes_written(partial)
-            if size == before:
-                raise _missing_parts_error(
-                    partial, [rank for rank in range(world_size) if rank not in parts], timeout_s
-                )
+            written_before = written
+            written = bytes_written(partial)
+            if written == written_before:
+                missing = [rank for rank in range(world_size) if rank not in parts]
+                raise _missing_parts_error(partial, missing, timeout_s)
             deadline = time.monotonic() + timeout_s
-        time.sleep(poll)
-        poll = min(_LONGEST_POLL_S, poll * 1.05)
+        time.sleep(poll_s)
+        poll_s = min(_LONGEST_POLL_S, poll_s * 1.05)
 
 
 def _rank_error(partial: Path, rank: int, reason: str, fix: str = "") -> SaveFailed:
@@ -268,20 +270,20 @@ def _missing_parts_error(partial: Path, ranks: list[int], timeout_s: float) -> S
 def _publish(partial: Path, target: Path) -> Path:
     """Renames the complete folder `partial` to `target`. An existing checkpoint there is hidden first, and
     deleted afterwards."""
-    replaced = hidden_path(target, "replaced")
-    replaces = os.path.lexists(target)
-    if replaces:
-        if replaced.exists():  # a save of this step was killed after its rename
-            shutil.rmtree(replaced)
-        os.rename(target, replaced)
+    hidden_old = hidden_path(target, "replaced")
+    has_old = os.path.lexists(target)
+    if has_old:
+        if hidden_old.exists():  # a save of this step was killed after its rename
+            shutil.rmtree(hidden_old)
+        os.rename(target, hidden_old)
     try:
         os.rename(partial, target)
     except OSError:
-        if replaces:
-            os.rename(replaced, target)
+        if has_old:
+            os.rename(hidden_old, target)
         raise
     sync_folder(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(hidden_old, ignore_errors=True)
     return target
 
 

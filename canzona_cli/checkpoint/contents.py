@@ -76,8 +76,8 @@ def content_problems(folder: Path, manifest: Manifest, model: ModelConfig) -> li
     if not reasons:
         return []
     # All problems have the same fix. It is determined only once, because this reads other folders.
-    first = problem_of(folder, MANIFEST, reasons[0])
-    return [replace(first, reason=reason) for reason in reasons]
+    first_problem = problem_of(folder, MANIFEST, reasons[0])
+    return [replace(first_problem, reason=reason) for reason in reasons]
 
 
 def _reasons(manifest: Manifest, model: ModelConfig) -> Iterator[str]:
@@ -121,8 +121,8 @@ def _tensor_problem(name: str, field: str, tensor: StoredTensor, manifest: Manif
         return "" if tensor.shape == shape else f"its shape is {tensor.shape}, but the model's is {shape}"
     rows, cols = _rectangle(shape)
     piece = tensor.piece
-    inside = piece.unit == name and piece.row + piece.rows <= rows and piece.col + piece.cols <= cols
-    return "" if inside else f"its piece is not inside the model's shape {shape}"
+    is_inside = piece.unit == name and piece.row + piece.rows <= rows and piece.col + piece.cols <= cols
+    return "" if is_inside else f"its piece is not inside the model's shape {shape}"
 
 
 def _optimizer_kind(name: str, optimizer: str) -> str | None:
@@ -140,10 +140,10 @@ def _is_in_model(name: str, model: ModelConfig) -> bool:
     if layer is None:
         return name in (EMBEDDING, OUTPUT) or name.endswith("norm.weight")
     part = name.split(".", 2)[2]
-    known = part in _layer_names(model) or part.endswith("norm.weight")
+    is_known = part in _layer_names(model) or part.endswith("norm.weight")
     if head := _HEAD.fullmatch(part):
-        known = int(head[1]) < (model.num_attention_heads if part.startswith("q") else model.num_query_groups)
-    return known and int(layer[1]) < model.num_layers
+        is_known = int(head[1]) < (model.num_attention_heads if part.startswith("q") else model.num_query_groups)
+    return is_known and int(layer[1]) < model.num_layers
 
 
 @lru_cache(maxsize=4)
@@ -173,17 +173,19 @@ def _cover_exactly(pieces: Sequence[Piece], all_rows: int, all_cols: int) -> boo
         if not _are_consecutive(runs, rows * cols):
             return False
     bands = [list(band) for _, band in groupby(sorted(rectangles), key=lambda rectangle: rectangle[:2])]
-    across = all(_are_consecutive([(col, col + cols) for _, _, col, cols in band], all_cols) for band in bands)
-    return across and _are_consecutive([(band[0][0], band[0][0] + band[0][1]) for band in bands], all_rows)
+    bands_are_complete = all(
+        _are_consecutive([(col, col + cols) for _, _, col, cols in band], all_cols) for band in bands
+    )
+    return bands_are_complete and _are_consecutive([(band[0][0], band[0][0] + band[0][1]) for band in bands], all_rows)
 
 
 def _are_consecutive(runs: Sequence[tuple[int, int]], end: int) -> bool:
     """Returns True if the (start, end) runs cover 0 to `end` without gaps or overlaps."""
     reached = 0
-    for first, last in sorted(runs):
-        if first != reached:
+    for run_start, run_end in sorted(runs):
+        if run_start != reached:
             return False
-        reached = last
+        reached = run_end
     return reached == end
 
 
@@ -198,9 +200,9 @@ def _scalar_problem(stored: str, value: Scalar, manifest: Manifest) -> str:
         return "" if is_count else f"{value} is not a number of steps up to {STANDARD_STEPS}"
     if key != "step":
         return f"{manifest.optimizer} does not keep this number"
-    last = manifest.progress.step
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= last or value % 1:
-        return f"{value} is not a number of steps up to {last}"
+    last_step = manifest.progress.step
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= last_step or value % 1:
+        return f"{value} is not a number of steps up to {last_step}"
     return ""
 
 
@@ -221,11 +223,11 @@ def saved_run(checkpoint: Path) -> tuple[Manifest, RunConfig]:
             problems.append(verify_file(checkpoint, name, entry))
     refuse([problem for problem in problems if problem is not None], CheckpointInvalid)
     with as_checkpoint_errors(checkpoint):
-        saved = load_resolved(checkpoint / "config.yaml")
+        config = load_resolved(checkpoint / "config.yaml")
     mismatches = table_problems(checkpoint, manifest, [*manifest.files])
-    mismatches += content_problems(checkpoint, manifest, saved.model)
+    mismatches += content_problems(checkpoint, manifest, config.model)
     refuse(limit_problems(mismatches), CheckpointInvalid)
-    return manifest, saved
+    return manifest, config
 
 
 @contextmanager
@@ -275,9 +277,9 @@ def _verify_checkpoint(checkpoint: StoredCheckpoint, on_bytes: OnBytes) -> Verif
     counts: list[int] = []  # a list, because several threads may append to it safely
     began = time.perf_counter()
 
-    def count(done: int) -> None:
-        counts.append(done)
-        on_bytes(done)
+    def count(hashed_bytes: int) -> None:
+        counts.append(hashed_bytes)
+        on_bytes(hashed_bytes)
 
     foreign: tuple[str, ...] = ()
     try:

@@ -95,7 +95,7 @@ class Progress:
     skipped: CountOrZero = 0
     """The number of steps so far that were skipped because their gradients were not finite."""
     fallbacks: CountOrZero = 0
-    """The number of matrix updates so far that failed and were replaced by the optimizer's fallback."""
+    """The number of matrix updates so far that were not finite or needed their optimizer's fallback."""
     losses: LossMemory = LossMemory()
 
 
@@ -264,11 +264,11 @@ def parse_manifest(text: bytes) -> Manifest:
     Raises:
         ValueError: the text is not a valid manifest; the message is for the user.
     """
-    first = _FIRST_LINE.match(text)
-    if first is None:
+    first_line = _FIRST_LINE.match(text)
+    if first_line is None:
         raise ValueError("damaged: its first line is not the first line of a manifest")
-    body = memoryview(text)[first.end() :]
-    if hashlib.sha256(body).hexdigest() != first[1].decode():
+    body = memoryview(text)[first_line.end() :]
+    if hashlib.sha256(body).hexdigest() != first_line[1].decode():
         raise ValueError("damaged: its content does not match the hash in its first line")
     try:
         value = json.loads(text)
@@ -277,8 +277,8 @@ def parse_manifest(text: bytes) -> Manifest:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ValueError("it is not the manifest of a checkpoint")
     if value.get("version") not in READABLE:
-        known = " and ".join(map(str, READABLE))
-        raise ValueError(f"it has version {value.get('version')!r}; this canzona reads versions {known}")
+        versions = " and ".join(map(str, READABLE))
+        raise ValueError(f"it has version {value.get('version')!r}; this canzona reads versions {versions}")
     manifest = parse(Manifest, text, strict=True)
     _check(manifest)
     return manifest

@@ -36,7 +36,8 @@ class Reader:
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
         """The pieces of each tensor that is stored in pieces, each with the name under which it is stored."""
         for stored, tensor in manifest.tensors.items():
-            full_name, shape = tensor.whole_name(stored), tensor.shape
+            full_name = tensor.whole_name(stored)
+            shape = tensor.shape
             name, _, field = full_name.rpartition("/")
             if tensor.piece is not None:
                 self._pieces[full_name].append((stored, tensor.piece))
@@ -110,9 +111,10 @@ class Reader:
         Raises:
             CheckpointInvalid: see `region`.
         """
-        first, last = piece.start // piece.cols, -(-piece.end // piece.cols)
-        rows, cols = range(piece.row + first, piece.row + last), range(piece.col, piece.col + piece.cols)
-        skipped = first * piece.cols
+        first_row, end_row = piece.start // piece.cols, -(-piece.end // piece.cols)
+        rows = range(piece.row + first_row, piece.row + end_row)
+        cols = range(piece.col, piece.col + piece.cols)
+        skipped = first_row * piece.cols
         return self.region(piece.unit, field, rows, cols).reshape(-1)[piece.start - skipped : piece.end - skipped]
 
     def block(self, block: Block, field: str) -> torch.Tensor:
@@ -132,9 +134,9 @@ class Reader:
         """
         parts = []
         for name, block in self._stored(unit):
-            first, last = max(rows.start, block.unit_row), min(rows.stop, block.unit_row + block.rows)
-            if first < last:
-                part = self._rows(name, field, block.row + first - block.unit_row, last - first)
+            start, end = max(rows.start, block.unit_row), min(rows.stop, block.unit_row + block.rows)
+            if start < end:
+                part = self._rows(name, field, block.row + start - block.unit_row, end - start)
                 parts.append(part[:, cols.start : cols.stop])
         region = torch.cat(parts) if len(parts) > 1 else next(iter(parts), torch.empty(0, 0))
         if region.shape != (len(rows), len(cols)):
@@ -194,32 +196,32 @@ class Reader:
             raise CheckpointInvalid(missing_tensor(unit))
         return sorted(self._sources[unit], key=lambda source: source[1].unit_row)
 
-    def _rows(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
-        """Reads `rows` rows, starting at `row`, of a tensor as a (rows, columns) tensor."""
+    def _rows(self, name: str, field: str, row: int, count: int) -> torch.Tensor:
+        """Reads `count` rows, starting at `row`, of a tensor as a (count, columns) tensor."""
         stored = f"{name}/{field}"
         if stored in self._pieces:
-            return self._from_pieces(name, field, row, rows)
+            return self._from_pieces(name, field, row, count)
         entry = self._manifest.tensors.get(stored)
         if entry is not None and len(entry.shape) == 1:
             return self.tensor(name, field).view(1, -1)
-        return self._slice(stored, row, row + rows)
+        return self._slice(stored, row, row + count)
 
-    def _from_pieces(self, name: str, field: str, row: int, rows: int) -> torch.Tensor:
-        """Reads `rows` rows, starting at `row`, of a unit that is stored in pieces, as a (rows, columns)
+    def _from_pieces(self, name: str, field: str, row: int, count: int) -> torch.Tensor:
+        """Reads `count` rows, starting at `row`, of a unit that is stored in pieces, as a (count, columns)
         tensor."""
         shape = unit_shape(name, self.model)
-        region = torch.empty(rows, shape[-1])
+        region = torch.empty(count, shape[-1])
         missing = region.numel()
         for stored, piece in self._pieces[f"{name}/{field}"]:
-            first = max(piece.start, (row - piece.row) * piece.cols)
-            last = min(piece.end, (row + rows - piece.row) * piece.cols)
-            if first < last and piece.col + piece.cols <= shape[-1]:
-                data = self._slice(stored, first - piece.start, last - piece.start)
-                top, bottom = first // piece.cols, -(-last // piece.cols)
+            start = max(piece.start, (row - piece.row) * piece.cols)
+            end = min(piece.end, (row + count - piece.row) * piece.cols)
+            if start < end and piece.col + piece.cols <= shape[-1]:
+                data = self._slice(stored, start - piece.start, end - piece.start)
+                top, bottom = start // piece.cols, -(-end // piece.cols)
                 target = region[piece.row + top - row : piece.row + bottom - row, piece.col : piece.col + piece.cols]
                 # A piece may start or end within a row, so it is written into a flat copy of all its rows.
                 flat = target.clone(memory_format=torch.contiguous_format).view(-1)
-                flat[first - top * piece.cols : last - top * piece.cols] = data
+                flat[start - top * piece.cols : end - top * piece.cols] = data
                 target.copy_(flat.view_as(target))
                 missing -= len(data)
         if missing:

@@ -44,8 +44,8 @@ def verify_together(world: World, folder: Path) -> Manifest:
     with raise_on_all_ranks(world, folder):
         manifest = read_manifest(folder)
         names = sorted(manifest.files)[world.rank :: world.world_size]
-        hashed = [verify_file(folder, name, manifest.files[name]) for name in names]
-        damaged = [problem for problem in hashed if problem is not None]
+        results = [verify_file(folder, name, manifest.files[name]) for name in names]
+        damaged = [problem for problem in results if problem is not None]
         problems = damaged or table_problems(folder, manifest, names)
         if problems:
             raise CheckpointInvalid(*problems)
@@ -144,7 +144,7 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
     state: dict[str, Mapping[str, object]] = {}
     problems: list[Problem] = []
     for updated in optimizer.whole:
-        matrix, held_master = updated.matrix, updated.master
+        matrix, current_master = updated.matrix, updated.master
         fields, scalars = reader.fields(matrix.name), reader.scalars(matrix.name)
         if fields:
             selected = [MASTER] if weights_only else fields
@@ -159,21 +159,23 @@ def _restore_matrices(optimizer: MasterOptimizer, reader: Reader, manifest: Mani
             problems.append(Problem(key="engine.splitting", value=matrix.name, reason=reason, fix=fix))
             continue
         master = tensors.pop(MASTER, None)
-        if master is None or master.shape != held_master.shape:
+        if master is None or master.shape != current_master.shape:
             problems.append(missing_tensor(f"{matrix.name}/{MASTER} of shape {matrix.shape}"))
             continue
         if weights_only:
-            held_master.copy_(master)
+            current_master.copy_(master)
             continue
-        counts = {key: value for key, value in scalars.items() if not key.startswith(GROUP)}
-        shared = {key.removeprefix(GROUP): value for key, value in scalars.items() if key.startswith(GROUP)}
+        matrix_scalars = {key: value for key, value in scalars.items() if not key.startswith(GROUP)}
+        group_scalars = {key.removeprefix(GROUP): value for key, value in scalars.items() if key.startswith(GROUP)}
         if isinstance(updated.optimizer, MatrixOptimizer):
-            tensors = dict(updated.optimizer.convert_state(held_master, tensors))
-        if mismatch := state_mismatch(updated.optimizer, held_master, tensors, counts, shared):
+            tensors = dict(updated.optimizer.convert_state(current_master, tensors))
+        if mismatch := state_mismatch(updated.optimizer, current_master, tensors, matrix_scalars, group_scalars):
             problems.append(reader.problem(f"{matrix.name}: {mismatch}"))
             continue
-        moved = {key: tensor.to(held_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()}
-        state[matrix.name] = {"master": master, "state": {**moved, **counts}, "group": shared}
+        on_device = {
+            key: tensor.to(current_master.device) if tensor.dim() else tensor for key, tensor in tensors.items()
+        }
+        state[matrix.name] = {"master": master, "state": {**on_device, **matrix_scalars}, "group": group_scalars}
     refuse(problems, CheckpointInvalid)
     if not weights_only:
         optimizer.load_state_dict(state)
@@ -183,30 +185,30 @@ def state_mismatch(
     optimizer: torch.optim.Optimizer,
     master: torch.Tensor,
     tensors: Mapping[str, torch.Tensor],
-    counts: Mapping[str, Scalar],
-    shared: Mapping[str, Scalar],
+    matrix_scalars: Mapping[str, Scalar],
+    group_scalars: Mapping[str, Scalar],
 ) -> str:
     """Describes how the stored state of a matrix differs from the state that its optimizer keeps.
 
     Returns an empty string if they match. If no state is stored, or if the optimizer is a user's own, only
-    `shared` is compared.
+    `group_scalars` is compared.
 
     Args:
         tensors: the stored tensors of the matrix, excluding its master.
-        counts: the stored scalars of the matrix.
-        shared: the stored values of the parameter group, which all matrices share.
+        matrix_scalars: the stored scalars of the matrix.
+        group_scalars: the stored values of the parameter group, which all matrices share.
     """
-    for key, value in shared.items():
+    for key, value in group_scalars.items():
         current = optimizer.param_groups[0].get(key, value)
         if not isinstance(current, bool | int | float | str) or isinstance(current, str) != isinstance(value, str):
             return f"{key} of a parameter group cannot be a {type(value).__name__}"
     expected = optimizer.state_shapes(master) if isinstance(optimizer, MatrixOptimizer) else None
-    if expected is None or not (tensors or counts.keys() & expected.keys()):
+    if expected is None or not (tensors or matrix_scalars.keys() & expected.keys()):
         return ""
     for key in sorted(expected.keys() | tensors.keys()):
         shape, stored = expected.get(key), tensors.get(key)
         if shape is None and key in expected:
-            if not isinstance(counts.get(key), int):
+            if not isinstance(matrix_scalars.get(key), int):
                 return f"{key} is not a number of steps"
         elif shape is None or stored is None:
             return f"{key} is {'missing' if stored is None else 'not part of the optimizer state'}"
@@ -243,12 +245,13 @@ def load_weights(model: Model, folder: Path, manifest: Manifest) -> None:
         CheckpointInvalid: the manifest does not match the model, or a weight is not stored or not finite. All
             ranks raise this together.
     """
-    world, shape = model.world, model.config.model
+    world = model.world
+    config = model.config.model
     with raise_on_all_ranks(world, folder):
-        refuse(limit_problems(content_problems(folder, manifest, shape)), CheckpointInvalid)
-        with Reader(folder, manifest, shape) as reader:
+        refuse(limit_problems(content_problems(folder, manifest, config)), CheckpointInvalid)
+        with Reader(folder, manifest, config) as reader:
             for name, parameter in global_parameters(model.chunks):
                 rows = parameter.view(-1, parameter.size(-1))
-                tp, rank = world.cut(name, shape)
-                for block in fragment_blocks(name, parameter.shape, shape, tp=tp, rank=rank):
+                tp, rank = world.cut(name, config)
+                for block in fragment_blocks(name, parameter.shape, config, tp=tp, rank=rank):
                     rows[block.row : block.row + block.rows].copy_(reader.block(block, MASTER))

@@ -59,13 +59,13 @@ def write_shard(
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with ThreadPoolExecutor(max_workers=1) as hash_thread:
-            written = _HashedFile(descriptor, hash_thread)
-            written.add(header)
+            file = _HashedFile(descriptor, hash_thread)
+            file.add(header)
             for name, buffer in ordered.items():
-                before = written.bytes
+                offset = file.bytes
                 for data in buffer.chunks():
-                    written.add(data)
-                _check_size(name, buffer, written.bytes - before)
+                    file.add(data)
+                _check_size(name, buffer, file.bytes - offset)
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -73,7 +73,7 @@ def write_shard(
         name: StoredTensor(file=path.name, dtype=buffer.dtype, shape=tuple(buffer.shape), piece=buffer.piece)
         for name, buffer in ordered.items()
     }
-    return StoredFile(bytes=written.bytes, blake3=written.hasher.hexdigest()), table
+    return StoredFile(bytes=file.bytes, blake3=file.hasher.hexdigest()), table
 
 
 def _item_bytes(name: str, buffer: Buffer) -> int:
@@ -113,35 +113,39 @@ class _HashedFile:
     """A file that is being written and hashed at the same time."""
 
     def __init__(self, descriptor: int, hash_thread: ThreadPoolExecutor) -> None:
-        self.hasher, self.bytes = blake3(), 0
-        self._descriptor, self._hash_thread, self._started = descriptor, hash_thread, 0
+        self.hasher = blake3()
+        self.bytes = 0
+        self._descriptor, self._hash_thread = descriptor, hash_thread
+        self._flushed_bytes = 0
+        """The number of bytes that the kernel has been asked to write to the disk."""
 
     def add(self, data: memoryview) -> None:
         """Writes the data while another thread hashes it; both release the GIL. Does not keep a reference to
         the data."""
-        failed = Event()
-        hashed = self._hash_thread.submit(_hash, self.hasher, data, failed)
+        write_failed = Event()
+        hashed = self._hash_thread.submit(_hash, self.hasher, data, write_failed)
         try:
             for chunk in _chunks(data):
                 self._write(chunk)
         except BaseException:
-            failed.set()
+            write_failed.set()
             raise
         hashed.result()
 
     def _write(self, rest: memoryview) -> None:
         while rest:
-            done = os.write(self._descriptor, rest)
-            rest, self.bytes = rest[done:], self.bytes + done
-        if (new := self.bytes - self._started) >= _CHUNK:
+            count = os.write(self._descriptor, rest)
+            rest = rest[count:]
+            self.bytes += count
+        if (new_bytes := self.bytes - self._flushed_bytes) >= _CHUNK:
             # The kernel starts to write these pages to the disk now, instead of all pages at the fsync.
-            os.posix_fadvise(self._descriptor, self._started, new, os.POSIX_FADV_DONTNEED)
-            self._started = self.bytes
+            os.posix_fadvise(self._descriptor, self._flushed_bytes, new_bytes, os.POSIX_FADV_DONTNEED)
+            self._flushed_bytes = self.bytes
 
 
-def _hash(hasher: blake3, data: memoryview, failed: Event) -> None:
+def _hash(hasher: blake3, data: memoryview, write_failed: Event) -> None:
     for chunk in _chunks(data):
-        if failed.is_set():
+        if write_failed.is_set():
             break
         hasher.update(chunk)
 
@@ -175,11 +179,11 @@ def read_table(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...]]], int]
         if not all(isinstance(value, str) for value in metadata.values()):  # as the library requires
             raise TypeError
         table = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
-        places = {name: entry["data_offsets"] for name, entry in entries.items()}
-        for numbers in (*places.values(), *(shape for _, shape in table.values())):
+        offsets = {name: entry["data_offsets"] for name, entry in entries.items()}
+        for numbers in (*offsets.values(), *(shape for _, shape in table.values())):
             if not all(type(number) is int and number >= 0 for number in numbers):  # the library rejects 2.0
                 raise TypeError
-        spans = sorted((start, stop, tensor_bytes(*table[name])) for name, (start, stop) in places.items())
+        spans = sorted((start, stop, tensor_bytes(*table[name])) for name, (start, stop) in offsets.items())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError("not a safetensors file: its header cannot be read") from None
     end = 0

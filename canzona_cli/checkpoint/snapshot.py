@@ -168,14 +168,15 @@ class MasterPiece:
 def master_pieces(trainee: Trainee) -> list[MasterPiece]:
     """Returns the masters of this rank, divided into pieces of units. The matrices that it hosts are not
     included."""
-    pieces, world, model = [], trainee.world, trainee.config.model
+    world, model = trainee.world, trainee.config.model
+    pieces = []
     for item in megatron_masters(trainee.optimizer, trainee.chunks):
         tp, rank = world.cut(item.parameter, model)
         for block in fragment_blocks(item.parameter, item.shape, model, tp=tp, rank=rank):
-            first = block.row * block.cols
-            start, end = max(item.start, first), min(item.end, first + block.rows * block.cols)
+            block_start = block.row * block.cols
+            start, end = max(item.start, block_start), min(item.end, block_start + block.rows * block.cols)
             if start < end:
-                piece = _piece(block, start - first, end - first)
+                piece = _piece(block, start - block_start, end - block_start)
                 pieces.append(MasterPiece(piece=piece, master=item, offset=start - item.start))
     fragments = trainee.optimizer.matrices.fragments if isinstance(trainee.optimizer, CanzonaOptimizer) else ()
     for fragment in fragments:
@@ -195,28 +196,29 @@ def _pieces(trainee: Trainee) -> Iterator[_Contents]:
     """Yields the masters and the elementwise state of `master_pieces`."""
     model = trainee.config.model
     # With tied embeddings the last stage has a copy of the embedding, but the first stage writes it.
-    skipped = None if trainee.world.is_first_stage or not model.tied_embeddings else EMBEDDING
+    skipped_unit = None if trainee.world.is_first_stage or not model.tied_embeddings else EMBEDDING
     for item in master_pieces(trainee):
-        piece, shape = item.piece, unit_shape(item.piece.unit, model)
-        if piece.unit == skipped:
+        piece = item.piece
+        shape = unit_shape(piece.unit, model)
+        if piece.unit == skipped_unit:
             continue
         is_whole = piece.elements == prod(shape)
         tensors: dict[str, torch.Tensor] = {}
         for field, value in {MASTER: item.master.master.detach(), **item.master.state}.items():
             if isinstance(value, torch.Tensor) and value.numel() == item.master.master.numel() and value.dim() > 0:
-                part = value.reshape(-1)[item.offset : item.offset + piece.elements]
+                elements = value.reshape(-1)[item.offset : item.offset + piece.elements]
                 if is_whole:
-                    tensors[f"{piece.unit}/{field}"] = part.view(shape)
+                    tensors[f"{piece.unit}/{field}"] = elements.view(shape)
                 else:
-                    tensors[piece.name(field)] = part
+                    tensors[piece.name(field)] = elements
         scalars: dict[str, Scalar] = {}
         if piece.row == piece.col == piece.start == 0:  # a unit's scalars are stored with its first piece
             if isinstance(item.master, UpdatedMatrix):
                 scalars |= {f"{piece.unit}/{key}": value for key, value in item.master.marks.items()}
             elif item.master.step is not None:
                 scalars[f"{piece.unit}/step"] = item.master.step
-        part_of_unit = Part(name=piece.unit, piece=piece)
-        yield _Contents(part=part_of_unit, tensors=tensors, scalars=scalars, piece=None if is_whole else piece)
+        part = Part(name=piece.unit, piece=piece)
+        yield _Contents(part=part, tensors=tensors, scalars=scalars, piece=None if is_whole else piece)
 
 
 def _matrices(trainee: Trainee) -> Iterator[_Contents]:

@@ -75,23 +75,23 @@ def stage_folder(out: Path, *, key: str) -> Iterator[Path]:
         ConfigError: `out` exists and is not an empty folder, or another process is writing there.
         EnvironmentProblem: `out` cannot be written.
     """
-    place = Path(os.path.abspath(out))
-    check_empty(place, key=key)
-    partial = place.with_name(f".{place.name}.partial")
+    target = Path(os.path.abspath(out))
+    check_empty(target, key=key)
+    partial = target.with_name(f".{target.name}.partial")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(place.with_name(f".{place.name}.lock")):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive_lock(target.with_name(f".{target.name}.lock")):
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(mode=0o755)
             try:
                 yield partial
                 sync_folder(partial)
-                os.rename(partial, place)  # replaces an empty folder, and fails for anything else
+                os.rename(partial, target)  # replaces an empty folder, and fails for anything else
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            sync_folder(place.parent)
+            sync_folder(target.parent)
     except Busy:
         fix = "wait until it has finished, or choose another folder"
         raise ConfigError(Problem(key=key, value=out, reason="is being written by another process", fix=fix)) from None

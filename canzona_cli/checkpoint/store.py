@@ -74,12 +74,13 @@ class CheckpointStore:
         """
         if keep < 1:
             raise ValueError("a store keeps at least one checkpoint")
-        usable, removed = 0, []
+        usable_count = 0
+        removed = []
         for name, path in reversed(self._paths().items()):
-            if usable < keep:
+            if usable_count < keep:
                 # Only usable checkpoints are counted, so that a damaged one never causes the removal of a
                 # usable one. Older checkpoints are not even read.
-                usable += judge(name, path).usable
+                usable_count += judge(name, path).usable
             elif keep_every is None or (step_of(name) or 0) % keep_every:
                 _remove(path, hidden_path(self.root / name, "removed"))
                 removed.append(name)
@@ -185,7 +186,8 @@ def is_checkpoint(path: Path) -> bool:
 def judge(name: str, path: Path) -> StoredCheckpoint:
     """Checks a checkpoint's manifest and the sizes of its files, and returns the checkpoint with its
     problems."""
-    manifest, problems = None, tuple[Problem, ...]()
+    manifest = None
+    problems: tuple[Problem, ...] = ()
     if path.is_symlink():
         problems = (Problem(key=name, reason="is a symbolic link; give the path of its target to use it"),)
     else:
@@ -324,7 +326,8 @@ def choose(where: Path | None, *, runs: Path = Path("runs")) -> ChosenCheckpoint
     if path.is_dir():
         if is_checkpoint(path):
             return ChosenCheckpoints(root=path.parent, checkpoints=(judge(path.name, path),))
-        files, store = RunFiles(path), CheckpointStore.from_path(path)
+        files = RunFiles(path)
+        store = CheckpointStore.from_path(path)
         checkpoints = store.checkpoints()
         if checkpoints or files.checkpoints.is_dir() or files.config.exists():
             return ChosenCheckpoints(root=store.root if checkpoints else files.checkpoints, checkpoints=checkpoints)

@@ -53,13 +53,14 @@ def verify(folder: Path, *, on_bytes: OnBytes | None = None) -> tuple[Manifest, 
         CheckpointInvalid: the manifest is missing or not valid, so the files cannot be checked.
     """
     manifest = _parse(folder)
-    files, interrupted = dict(sorted(manifest.files.items())), Event()
+    files = dict(sorted(manifest.files.items()))
+    interrupted = Event()
 
-    def count(read: int) -> None:
+    def count(hashed_bytes: int) -> None:
         if interrupted.is_set():
             raise InterruptedError("verification was interrupted")
         if on_bytes is not None:
-            on_bytes(read)
+            on_bytes(hashed_bytes)
 
     with ThreadPoolExecutor(max_workers=min(_MOST_THREADS, cores())) as pool:
         try:

@@ -160,15 +160,12 @@ def _outlier(phase: str, seconds: Sequence[float]) -> str:
     if mean <= 0:
         return ""
     if phase in _WAITS:
-        least = min(range(len(seconds)), key=lambda rank: seconds[rank])
-        return (
-            f"; rank {least} arrives last, and the others wait for it"
-            if seconds[least] * _OUTLIER_FACTOR < mean
-            else ""
-        )
-    most = max(range(len(seconds)), key=lambda rank: seconds[rank])
-    over = seconds[most] / mean
-    return f"; rank {most} took {over:.2g} times the mean" if over > _OUTLIER_FACTOR else ""
+        last_rank = min(range(len(seconds)), key=lambda rank: seconds[rank])
+        is_outlier = seconds[last_rank] * _OUTLIER_FACTOR < mean
+        return f"; rank {last_rank} arrives last, and the others wait for it" if is_outlier else ""
+    slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
+    factor = seconds[slowest] / mean
+    return f"; rank {slowest} took {factor:.2g} times the mean" if factor > _OUTLIER_FACTOR else ""
 
 
 NOTHING_S = 1e-6

@@ -152,11 +152,13 @@ def data_warnings(config: RunConfig, layout: Layout, corpus: PreparedCorpus | No
     tokens = supply(config, layout, corpus)
     if tokens is not None and tokens.too_often:
         yield _too_often_warning(config, tokens)
-    ids, rows = _token_ids(config, corpus), config.model.vocab_size
+    ids = _token_ids(config, corpus)
+    rows = config.model.vocab_size
     if ids is not None and rows > 2 * ids:
         yield (
             f"model.vocab_size={rows}, but the data's tokenizer has only {ids:,} ids: {1 - ids / rows:.0%} of the "
-            "embedding's rows are never used; use data from the model's tokenizer, or a smaller model.vocab_size"
+            "embedding's rows are never used; use data tokenised with the model's tokenizer, or a smaller "
+            "model.vocab_size"
         )
 
 

@@ -139,9 +139,9 @@ def write_text_atomic(path: Path, text: str) -> None:
         OSError: the file cannot be written; no temporary file is left behind.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # exclusive: no link is followed
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # exclusive: no link is followed
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", errors=_NOT_UTF8) as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors=_NOT_UTF8) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -182,13 +182,13 @@ def write_json_or_overwrite(path: Path, value: Mapping[str, object]) -> None:
         write_json_atomic(path, value)
     except OSError:
         text = _json_line(value)
-        handle = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
         try:
-            if os.write(handle, text) < len(text):
+            if os.write(descriptor, text) < len(text):
                 raise
-            os.ftruncate(handle, len(text))
+            os.ftruncate(descriptor, len(text))
         finally:
-            os.close(handle)
+            os.close(descriptor)
 
 
 def _json_line(value: Mapping[str, object]) -> bytes:
@@ -204,16 +204,18 @@ def append_json_line(path: Path, value: Mapping[str, object]) -> None:
             removed again, unless another writer has appended to the file meanwhile.
     """
     line = _json_line(value)
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
-        written = os.write(handle, line)
+        written = os.write(descriptor, line)
         if written < len(line):  # the disk became full during the write
-            end = os.lseek(handle, 0, os.SEEK_CUR)
-            if os.fstat(handle).st_size == end:  # otherwise another writer has appended, and this line stays incomplete
-                os.ftruncate(handle, end - written)
+            end = os.lseek(descriptor, 0, os.SEEK_CUR)
+            if (
+                os.fstat(descriptor).st_size == end
+            ):  # otherwise another writer has appended, and this line stays incomplete
+                os.ftruncate(descriptor, end - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def try_append_json_line(path: Path, value: Mapping[str, object]) -> OSError | None:

@@ -30,10 +30,10 @@ def tool_output(tool: str, *arguments: str, timeout_s: float = 5.0) -> str | Non
     if path is None:
         return None
     try:
-        done = subprocess.run((path, *arguments), capture_output=True, text=True, timeout=timeout_s, check=True)
+        process = subprocess.run((path, *arguments), capture_output=True, text=True, timeout=timeout_s, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout
+    return process.stdout
 
 
 def existing_folder(path: Path) -> Path:

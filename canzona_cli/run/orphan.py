@@ -60,8 +60,8 @@ def _become(launcher: int, command: list[str]) -> None:
     # step, or die, but stopping is the launcher's and the workers' decision. Ignored signals stay ignored
     # across exec, unless the program installs handlers. torchrun does so only for the signals in
     # PET_SIGNALS_TO_HANDLE.
-    for number in _LAUNCHER_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for signum in _LAUNCHER_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
     if sys.platform == "linux":
         _ask_kernel(launcher)
     variables = {AGENT_VARIABLE: str(os.getpid()), LAUNCHER_VARIABLE: str(launcher), "PET_SIGNALS_TO_HANDLE": "SIGQUIT"}

@@ -260,8 +260,8 @@ def describe(event: Event) -> Note | None:
     The text of an incident is its `detail`; incidents without a level are not shown.
     """
     if isinstance(event, CheckpointEvent):
-        facts = f"{size(event.bytes)} in {step_time(event.seconds)}"
-        return Note(text=f"saved step {event.step:,}: {facts}, training waited {step_time(event.stall_s)}")
+        saved = f"{size(event.bytes)} in {step_time(event.seconds)}"
+        return Note(text=f"saved step {event.step:,}: {saved}, training waited {step_time(event.stall_s)}")
     if isinstance(event, Incident) and event.level is not None and event.detail:
         return Note(text=clean(event.detail), warning=event.level == "warning")
     return None

@@ -35,7 +35,8 @@ class _Stream(io.FileIO):
     whose number the next opened file would then get."""
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        octets, written = memoryview(data).cast("B"), 0
+        octets = memoryview(data).cast("B")
+        written = 0
         try:
             # A write of up to PIPE_BUF bytes does not block once the descriptor is writable.
             while written < len(octets) and self._has_room():
@@ -80,16 +81,18 @@ def lost_output_error() -> OSError | None:
 
 
 def _wrap(stream: TextIO | None, descriptor: int) -> TextIO:
-    """Returns a stream for the descriptor that never raises, or `stream` itself if it writes elsewhere."""
+    """Returns a stream that writes to `descriptor` and never raises; returns `stream` unchanged if it does not
+    write to `descriptor`, as a test's capture does not."""
     encoding = "utf-8"
     unbuffered = False
     if stream is not None:
         try:
             if stream.fileno() != descriptor:
                 return stream
-        except (OSError, ValueError):  # not backed by a file, for example a test's capture
+        except (OSError, ValueError):  # not backed by a file
             return stream
-        encoding, unbuffered = stream.encoding, getattr(stream, "write_through", False)
+        encoding = stream.encoding
+        unbuffered = getattr(stream, "write_through", False)
     raw = _Stream(descriptor, "w", closefd=False)
     raw.replaced = stream
     by_line = descriptor == 2 or raw.isatty()

@@ -79,7 +79,8 @@ def goodput_of(files: RunFiles, events: Sequence[Event]) -> Goodput | None:
     wall_s = max(moments, default=0.0) - min(moments, default=0.0)
     if not lasting or launched_s is None or wall_s <= 0:
         return None
-    kept_s, redone_s = _step_seconds(lasting), math.fsum(map(_step_seconds, lost))
+    kept_s = _step_seconds(lasting)
+    redone_s = math.fsum(map(_step_seconds, lost))
     # Launches seem to overlap if the clock was set back between them.
     wall_s = max(wall_s, kept_s + redone_s)
     return Goodput(wall_s=wall_s, kept_s=kept_s, redone_s=redone_s, between_s=max(0.0, wall_s - launched_s))
@@ -89,7 +90,8 @@ def _with_rising_times[R: (StepMetrics, ValidationLoss, Event)](lines: Sequence[
     """Corrects the times of a file's lines if the clock was set back: from the first line that is too early,
     all times are shifted so that this line gets the time of the previous line."""
     corrected: list[R] = []
-    newest, set_back_s = -math.inf, 0.0
+    newest = -math.inf
+    set_back_s = 0.0
     for line in lines:
         if line.time is not None:
             if line.time + set_back_s < newest - _CLOCK_NOISE_S:
@@ -119,12 +121,13 @@ def time_in_launches(records: Sequence[Record]) -> float | None:
     # A gap that ends with a launch's first event is time between launches and is not added, unless workers are
     # already starting: both the launcher and its first rank announce the start, and the launcher may report in
     # between that it is slow.
-    seconds, starting = [], False
-    for (now, started, waits), (then, starts, _) in pairwise(moments):
-        starting = started or (starting and waits)
-        if starting or not starts:
-            seconds.append(then - now)
-    return math.fsum(seconds)
+    gaps_s = []
+    starting = False
+    for (time, is_start, is_wait), (next_time, next_is_start, _) in pairwise(moments):
+        starting = is_start or (starting and is_wait)
+        if starting or not next_is_start:
+            gaps_s.append(next_time - time)
+    return math.fsum(gaps_s)
 
 
 def earlier_events(files: RunFiles) -> list[Event]:
@@ -185,7 +188,7 @@ class RunSummary:
     skipped: int
     """The number of steps that were skipped because their gradients were not finite."""
     fallbacks: int
-    """The number of matrix updates that failed and were replaced by the optimizer's fallback."""
+    """The number of matrix updates that were not finite or needed their optimizer's fallback."""
     elapsed_s: float | None
     """The seconds from the first to the last record of each launch, added up; the time between launches is
     excluded."""
@@ -245,8 +248,8 @@ class RunSummary:
 def holds_run(run_dir: Path) -> bool:
     """Returns True if a path is a directory with files of a run."""
     files = RunFiles(run_dir)
-    known = (files.config, files.result, files.metrics, files.events, files.breakdown, files.claim)
-    return run_dir.is_dir() and any(path.exists() for path in known)
+    run_files = (files.config, files.result, files.metrics, files.events, files.breakdown, files.claim)
+    return run_dir.is_dir() and any(path.exists() for path in run_files)
 
 
 def load_summary(run_dir: Path) -> RunSummary:
@@ -265,9 +268,10 @@ def load_summary(run_dir: Path) -> RunSummary:
     validation = _read_noting_damage(files.validation, ValidationLoss, notes)
     result = load_if_valid(files.result, RunResult)
     if result is None:
-        unfinished = "there is no result.json: the run is still running, or was killed before writing one"
-        continued = f"; if it was killed: canzona resume {shlex.quote(str(run_dir))}"
-        notes.append(unfinished + continued * any(files.checkpoints.glob("step-*")))
+        note = "there is no result.json: the run is still running, or was killed before writing one"
+        if any(files.checkpoints.glob("step-*")):
+            note += f"; if it was killed: canzona resume {shlex.quote(str(run_dir))}"
+        notes.append(note)
     try:
         breakdown = load_breakdown(run_dir)
     except ConfigError as error:
@@ -278,14 +282,14 @@ def load_summary(run_dir: Path) -> RunSummary:
     except ConfigError as error:
         notes += [f"no prediction: {problem.reason}" for problem in error.problems]
     events = events_of(files)
-    everything = [*earlier_events(files), *events]
+    all_events = [*earlier_events(files), *events]
     return RunSummary(
         run_dir=run_dir,
         status="unfinished" if result is None else result.status,
         exit_code=None if result is None else result.exit_code,
         message="" if result is None else result.message,
         metrics=tuple(metrics),
-        events=tuple(everything),
+        events=tuple(all_events),
         losses=tuple((line.step, line.loss) for line in metrics if line.loss is not None),
         step=max([0 if result is None else result.step, *(line.step for line in metrics)]),
         validations=tuple((line.step, line.loss) for line in validation),
@@ -301,9 +305,9 @@ def load_summary(run_dir: Path) -> RunSummary:
         config=config,
         go_on=None if result is None else result.go_on,
         restarts=0 if result is None else result.restarts,
-        goodput=goodput_of(files, everything),
+        goodput=goodput_of(files, all_events),
         supply=_supply(files, config),
-        warnings=tuple(note.text for event in events if (note := describe(event)) is not None and note.warning),
+        warnings=tuple(shown.text for event in events if (shown := describe(event)) is not None and shown.warning),
         notes=tuple(notes),
     )
 
@@ -352,8 +356,8 @@ def newest_run(root: Path) -> Path | None:
 
 def _error_json(result: RankResult) -> dict[str, object]:
     error = result.error or RankError()
-    words = {field: getattr(error, field) for field in ("type", "message", "traceback")}
-    return {"rank": result.rank, "time": result.time, **words}
+    fields = {field: getattr(error, field) for field in ("type", "message", "traceback")}
+    return {"rank": result.rank, "time": result.time, **fields}
 
 
 def _first_and_last(losses: Sequence[tuple[int, float | None]]) -> dict[str, object] | None:
